@@ -31,7 +31,9 @@ IN_WHOLE = [
     "amanda.options",
 ]
 TOOLS = sorted(
-    f"amanda.tools.{path.parent.name}" for path in ROOT.glob("packages/*/src/amanda/tools/[!_]*/__init__.py")
+    f"amanda.tools.{path.parent.name}"
+    for path in ROOT.glob("packages/*/src/amanda/tools/[!_]*/__init__.py")
+    if path.parent.name != "libraries"  # whose names are other projects', and are documented by them
 )
 
 

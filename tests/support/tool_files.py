@@ -12,7 +12,7 @@ from torch import nn
 import amanda
 from amanda.tools.coverage import CoverageTool
 from amanda.tools.diff import diff
-from amanda.tools.diff._bundle import opened
+from amanda.tools.diff._diff import open_bundle
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.effective_path import EffectivePath, EffectivePathTool
 from amanda.tools.flops import FlopsTool
@@ -59,7 +59,7 @@ def save_each(tools: dict[str, Any], folder: Path) -> None:
 
 
 def read_bundle(path: Path) -> object:
-    with opened(path) as runs:
+    with open_bundle(path) as runs:
         return dict(runs)
 
 

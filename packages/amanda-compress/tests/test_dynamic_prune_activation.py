@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import amanda
 from amanda.tools.dynamic_prune import ActivationPruneTool
-from amanda.tools.dynamic_prune._math import needed
+from amanda.tools.dynamic_prune._math import needed_inputs
 from amanda.tools.kit import Window, windows_of
 
 
@@ -136,4 +136,4 @@ def test_needed_positions_are_those_that_reach_a_kept_one(
     torch.manual_seed(0)
     mask = (torch.rand(given[:, 0].shape) > 0.8).float()
     (reached,) = torch.autograd.grad((given[:, 0] * mask).sum(), x)
-    assert torch.equal(needed(mask, windows, (11, 9)), (reached[:, 0] > 0).float())
+    assert torch.equal(needed_inputs(mask, windows, (11, 9)), (reached[:, 0] > 0).float())

@@ -243,7 +243,7 @@ def test_what_pytorch_computes_in_one_op_is_said() -> None:
     with torch.no_grad(), amanda.apply(tool):
         model(torch.randn(2, 5, 12))
     assert not tool.result.rows()
-    assert "_transformer_encoder_layer_fwd is one op" in str(tool.result)
+    assert "_transformer_encoder_layer_fwd is one fused op" in str(tool.result)
 
 
 @pytest.mark.parametrize("way", ["weights", "module"])

@@ -22,7 +22,7 @@ from amanda.tools.dynamic_prune import (
     DynamicChannelPruneTool,
     DynamicPruneTool,
 )
-from amanda.tools.dynamic_prune._thread_state import PerThreadState
+from amanda.tools.dynamic_prune._base import PerThreadState
 
 THREADS, ROUNDS = 8, 6
 

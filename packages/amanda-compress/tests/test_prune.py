@@ -349,7 +349,7 @@ def test_masks_and_steps_outlive_the_process(options: dict[str, Any], tmp_path: 
     if options.get("regrow") != "gradient":  # what step 3 had gathered for step 4 is lost with it
         assert all(torch.equal(one, other) for one, other in zip(masks(tool), masks(again), strict=True))
         assert all(torch.equal(*pair) for pair in zip(whole.parameters(), second.parameters(), strict=True))
-    assert again.state_dict()["step"] == 9 or not tool._options.schedule.goes_on
+    assert again.state_dict()["step"] == 9 or not tool._options.schedule.repeats
     assert again.result.sparsity == pytest.approx(tool.result.sparsity)
     again.clear()
     assert again.state_dict() == {"step": 0}

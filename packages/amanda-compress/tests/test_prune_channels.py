@@ -381,7 +381,7 @@ def kept_channels(importance: Any, model: nn.Module, **options: Any) -> list[int
     for one, own in zip(copied.parameters(), model.parameters(), strict=True):
         one.grad = own.grad
     tool.prepare(copied, torch.rand(2, 4))
-    kept: list[int] = tool._plan.kept[0].nonzero()[0].tolist()  # type: ignore[union-attr]
+    kept: list[int] = tool._plan.keep_masks[0].nonzero()[0].tolist()  # type: ignore[union-attr]
     return kept
 
 

@@ -23,8 +23,13 @@ from amanda.tools.prune import (
     n_m_mask,
     tile_mask,
 )
-from amanda.tools.prune._masks import channels_kept, elements_kept, regrown_kept, tiles_kept
-from amanda.tools.prune._schedule import Schedule
+from amanda.tools.prune._masks import (
+    channel_keep_masks,
+    element_keep_masks,
+    regrown_keep_masks,
+    tile_keep_masks,
+)
+from amanda.tools.prune._options import PruneSchedule
 
 Array = NDArray[Any]
 
@@ -48,7 +53,7 @@ def test_random_scores_give_the_mask_of_random_unstructured(weight: Tensor) -> N
     torch.manual_seed(7)
     prune.random_unstructured(layer, "weight", 0.4)
     torch.manual_seed(7)
-    (kept,) = elements_kept([-torch.rand_like(weight)], 0.4)
+    (kept,) = element_keep_masks([-torch.rand_like(weight)], 0.4)
     assert torch.equal(kept.float(), layer.weight_mask)
 
 
@@ -126,16 +131,19 @@ def test_of_equal_magnitudes_the_first_are_dropped() -> None:
 
 def test_a_common_budget_drops_the_smallest_of_all(weight: Tensor) -> None:
     small, large = abs(weight), abs(weight) * 100
-    kept_small, kept_large = elements_kept([small, large], 0.5)
+    kept_small, kept_large = element_keep_masks([small, large], 0.5)
     assert not kept_small.any() or kept_large.float().mean() > 0.95
     assert int(kept_small.sum() + kept_large.sum()) == weight.numel()
-    one, other = channels_kept([small, large[:8, :2]], 0.8)
+    one, other = channel_keep_masks([small, large[:8, :2]], 0.8)
     dropped = int((~one).sum() + (~other).sum())
     assert abs(dropped - 0.8 * (1152 + 144)) <= 72  # a filter of the first weight has 72 elements
     assert other.all()
-    weak, _ = channels_kept([small / 1e6, large], 0.5)
+    weak, _ = channel_keep_masks([small / 1e6, large], 0.5)
     assert weak.sum() == 72  # the best filter of each weight stays
-    assert [kept.shape for kept in tiles_kept([small[0, 0], large[:, :, 0, 0]], 0.5)] == [(3, 3), (16, 8)]
+    assert [kept.shape for kept in tile_keep_masks([small[0, 0], large[:, :, 0, 0]], 0.5)] == [
+        (3, 3),
+        (16, 8),
+    ]
 
 
 def test_a_permutation_of_channels_lets_more_be_kept() -> None:
@@ -158,24 +166,24 @@ def test_what_is_exchanged_is_what_rigl_says() -> None:
     random = np.random.default_rng(2)
     magnitudes, gradient = random.random(40), random.random(40)
     magnitudes[20:] = -np.inf
-    (kept,) = regrown_kept([magnitudes], [gradient], 0.5, 0.3)
+    (kept,) = regrown_keep_masks([magnitudes], [gradient], 0.5, 0.3)
     smallest = sorted(range(20), key=lambda i: magnitudes[i])[:6]
     candidates = [*smallest, *range(20, 40)]
     grown = sorted(candidates, key=lambda i: -gradient[i])[:6]
     assert set(np.flatnonzero(kept)) == (set(range(20)) - set(smallest)) | set(grown)
-    (sparser,) = regrown_kept([magnitudes], [gradient], 0.75, 0.0)
+    (sparser,) = regrown_keep_masks([magnitudes], [gradient], 0.75, 0.0)
     assert set(np.flatnonzero(sparser)) == set(sorted(range(20), key=lambda i: magnitudes[i])[10:])
 
 
 def test_the_cubic_schedule_is_that_of_zhu_and_gupta() -> None:
-    schedule = Schedule(0.8, "cubic", 0.2, begin=10, end=50, frequency=15)
-    updates = [schedule.latest(step) for step in (9, 10, 24, 25, 40, 49, 50, 90)]
+    schedule = PruneSchedule(0.8, "cubic", 0.2, begin=10, end=50, frequency=15)
+    updates = [schedule.last_update(step) for step in (9, 10, 24, 25, 40, 49, 50, 90)]
     assert updates == [None, 10, 10, 25, 40, 40, 50, 50]
-    assert schedule.at(10) == pytest.approx(0.2)
-    assert schedule.at(25) == pytest.approx(0.8 - 0.6 * (1 - 15 / 40) ** 3)
-    assert schedule.at(50) == cubic_sparsity(99, 10, 50, 0.2, 0.8) == 0.8
-    assert [Schedule(begin=3).latest(step) for step in (2, 3, 100)] == [None, 3, 3]
-    assert [Schedule(frequency=4).latest(step) for step in (0, 3, 9)] == [0, 0, 8]
+    assert schedule.sparsity_at(10) == pytest.approx(0.2)
+    assert schedule.sparsity_at(25) == pytest.approx(0.8 - 0.6 * (1 - 15 / 40) ** 3)
+    assert schedule.sparsity_at(50) == cubic_sparsity(99, 10, 50, 0.2, 0.8) == 0.8
+    assert [PruneSchedule(begin=3).last_update(step) for step in (2, 3, 100)] == [None, 3, 3]
+    assert [PruneSchedule(frequency=4).last_update(step) for step in (0, 3, 9)] == [0, 0, 8]
 
 
 @pytest.mark.parametrize(
@@ -188,11 +196,11 @@ def test_the_cubic_schedule_is_that_of_zhu_and_gupta() -> None:
         (lambda: element_mask(np.ones(3), 1.5), ["1.5", "0 to 1"]),
         (lambda: channel_mask(np.ones((3, 3)), 0.5, 3), ["norm is 3"]),
         (lambda: input_permutation(np.ones((2, 6))), ["2:4", "6 channels"]),
-        (lambda: Schedule(kind="cubic"), ["cubic", "end"]),
-        (lambda: Schedule(begin=5, end=5), ["end is 5", "begin 5"]),
-        (lambda: Schedule(frequency=0), ["frequency is 0"]),
-        (lambda: Schedule(begin=-1), ["begin is -1"]),
-        (lambda: Schedule(kind="square"), ["square", "'constant', 'linear' or 'cubic'"]),  # type: ignore[arg-type]
+        (lambda: PruneSchedule(kind="cubic"), ["cubic", "end"]),
+        (lambda: PruneSchedule(begin=5, end=5), ["end is 5", "begin 5"]),
+        (lambda: PruneSchedule(frequency=0), ["frequency is 0"]),
+        (lambda: PruneSchedule(begin=-1), ["begin is -1"]),
+        (lambda: PruneSchedule(kind="square"), ["square", "'constant', 'linear' or 'cubic'"]),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_is_said(call: Any, words: list[str]) -> None:

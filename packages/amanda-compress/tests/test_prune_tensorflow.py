@@ -66,7 +66,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def masks(tool: PruneTool) -> list[Array]:
     """Masks with outputs and inputs first."""
-    return [np.asarray(one.kept_like(one.mask)) for one in tool.weights]
+    return [np.asarray(weight.keep_mask_like(weight.mask)) for weight in tool.weights]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

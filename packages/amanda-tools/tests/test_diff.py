@@ -23,7 +23,7 @@ import amanda
 from amanda.__main__ import main
 from amanda.errors import AmandaError
 from amanda.tools.diff import DiffResult, diff
-from amanda.tools.diff._align import common
+from amanda.tools.diff._alignment import matching_positions
 from amanda.tools.dump import DumpTool
 from amanda.tools.stats import StatsTool
 
@@ -244,7 +244,7 @@ def test_one_product_in_bfloat16_diverges_from_float32() -> None:
     assert first is not None
     assert (first.type, first.module, first.tolerance) == ("linear", "2", 1e-4)
     assert first.dtypes == ("float32", "bfloat16")
-    assert "float32 in a, bfloat16 in b; rtol=0.08 allows" in str(first)
+    assert "float32 in a, bfloat16 in b; rtol=0.08 is the tolerance of" in str(first)
     assert not inferred(layers(nn.Linear), layers(Lower), torch.randn(3, 6), rtol=8e-2)
 
 
@@ -321,16 +321,16 @@ def test_modules_are_compared_where_ops_are_not_the_same() -> None:
 
 def test_long_runs_of_equal_ops_are_aligned_at_once() -> None:
     keys = [("", "add")] * 20_000
-    assert list(common(keys, [*keys[:7_000], ("", "mul"), *keys[7_000:]]))[-1] == (19_999, 20_000)
+    assert list(matching_positions(keys, [*keys[:7_000], ("", "mul"), *keys[7_000:]]))[-1] == (19_999, 20_000)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
 def test_alignment_pairs_equal_keys_in_order(one: list[int], other: list[int]) -> None:
-    pairs = list(common(one, other))
+    pairs = list(matching_positions(one, other))
     assert all(one[i] == other[j] for i, j in pairs)
     assert all(i < k and j < m for (i, j), (k, m) in itertools.pairwise(pairs))
-    assert len(list(common(one, one))) == len(one)
+    assert len(list(matching_positions(one, one))) == len(one)
 
 
 def test_a_renamed_module_is_compared_by_its_name_in_the_other_run() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.diff import Command, Float64Tool, diff
-from amanda.tools.diff._bundle import opened
+from amanda.tools.diff._diff import open_bundle
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.stats import StatsTool
 
@@ -176,9 +176,9 @@ def test_every_run_starts_where_the_first_did() -> None:
 
 def test_the_sentence_names_op_module_line_error_inputs_and_proof(tmp_path: Path) -> None:
     result = diff(small(), with_eps(1e-3), X, control="float64", bisect=True)
-    assert result.sentence.startswith("b parts from a at layer_norm in 1 (forward)")
+    assert result.sentence.startswith("The runs first differ at layer_norm in 1 (forward)")
     for part in (
-        " is expected; its inputs agree (input 0: float32 [3, 16] from ",
+        "); its inputs agree (input 0: float32 [3, 16] from ",
         "not one bit of it remains",
     ):
         assert part in result.sentence
@@ -189,7 +189,7 @@ def test_the_sentence_names_op_module_line_error_inputs_and_proof(tmp_path: Path
     found = result.to_dict()
     assert (found["sentence"], found["remaining"]) == (result.sentence, result.remaining.sentence)
     assert result.sentence.split(":")[0] in result.to_html()
-    assert diff(small(), small(), X).sentence.startswith("No op parts: all 4 are the same")
+    assert diff(small(), small(), X).sentence.startswith("No difference: all 4 are the same")
 
 
 def test_what_remains_is_a_second_difference() -> None:
@@ -237,7 +237,7 @@ def test_loops_have_the_value_of_each_round_in_place() -> None:
 def test_a_bundle_is_compared_by_someone_else(tmp_path: Path) -> None:
     path = tmp_path / "found.zip"
     result = diff(small(), with_eps(1.5e-5), X, control="float64", bundle=path)
-    with opened(path) as runs:
+    with open_bundle(path) as runs:
         assert set(runs) == {"a", "b", "control"}
         again = diff(runs["a"], runs["b"], control=runs["control"])
         assert again.comparisons == result.comparisons
@@ -257,7 +257,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     with pytest.raises(AmandaError, match="1 inputs were given, and neither a nor b is a function"):
         diff(folder, folder, X)
     (tmp_path / "other.zip").write_bytes(b"PK")
-    with pytest.raises(AmandaError, match="is no bundle of amanda diff"), opened(tmp_path / "other.zip"):
+    with pytest.raises(AmandaError, match="is no bundle of amanda diff"), open_bundle(tmp_path / "other.zip"):
         pass
     with pytest.raises(AmandaError, match="ended with status 3"):
         diff(Command("-c 'import sys; sys.exit(3)'"), folder)

@@ -155,10 +155,10 @@ def test_two_programs_are_compared_from_the_command_line(
     program.write_text(PROGRAM)
     line = ["diff", "--a", f"{program} 1e-5"]
     assert main([*line, "--b", f"{program} 1e-5 --compile", "--python-b", sys.executable]) == 0
-    assert capfd.readouterr().out.startswith("No op parts")
+    assert capfd.readouterr().out.startswith("No difference")
     assert main([*line, "--b", f"{program} 1.5e-5 --compile", "--save", str(found)]) == 1
     sentence = capfd.readouterr().out.partition("\n")[0]
-    assert sentence.startswith("b parts from a at layer_norm in 1 (forward), ")
+    assert sentence.startswith("The runs first differ at layer_norm in 1 (forward), ")
     assert "its inputs agree (" in sentence
     assert "with a's value in its place, not one bit of it remains" in sentence
     assert main(["diff", "--open", str(found)]) == 1
@@ -215,7 +215,7 @@ def test_the_other_interpreter_has_another_version_of_a_library_or_no_amanda(
     (packages / "all.pth").write_text("".join(given))
     assert main(line) == 1
     sentence = capfd.readouterr().out.partition("\n")[0]
-    assert sentence.startswith("b parts from a at layer_norm")
+    assert sentence.startswith("The runs first differ at layer_norm")
     assert "not one bit of it remains" in sentence
 
 

@@ -213,7 +213,7 @@ def test_formulas_of_the_users_are_asked_for_each_shape() -> None:
 
 
 def test_costs_are_remembered_of_so_many_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KNOWN", "COSTS"):
+    for name in ("MAX_SHAPES", "MAX_COSTS"):
         monkeypatch.setattr(f"amanda.tools.flops._by_shape.{name}", 8)
     tool, model = FlopsTool(), nn.ReLU()
     with amanda.apply(tool):

@@ -433,7 +433,7 @@ def test_a_result_goes_to_files_and_says_what_it_left_out(tmp_path) -> None:
     found = json.loads(tool.result.save(tmp_path / "faults.json").read_text(), parse_constant=pytest.fail)
     assert (found["schema"], found["injected"], len(found["rows"])) == ("amanda.inject", 9, 4)
     assert found["rows"][0]["new"] == "nan"
-    assert "The first 4 are kept" in str(tool.result)
+    assert "The table has the first 4 elements" in str(tool.result)
     assert tool.result.counts("type") == {"clone": 4}
 
 

@@ -18,9 +18,7 @@ from torch.autograd.profiler_util import Kernel
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.tools.profile import OpProfile, ProfileResult, ProfileTool
-from amanda.tools.profile._device import DeviceClock
-from amanda.tools.profile._kernels import RANGE, seen
-from amanda.tools.profile._recorder import Recorder, Schedule
+from amanda.tools.profile._recorder import RANGE, DeviceClock, Recorder, Schedule, kernels_in_ranges
 from amanda.tools.results import Mergeable
 from amanda.tools.select import select
 
@@ -259,7 +257,7 @@ def test_what_is_kept_is_bounded_and_what_is_not_is_said() -> None:
     assert all(len(history) <= 20 for history in kept.alive.values())
     assert result.timeline.dropped == sum(one.calls for one in result.places) - 20
     assert calls(result, "linear") == 40
-    assert f"{result.timeline.dropped:,} more are in the sums alone" in str(result)
+    assert f"{result.timeline.dropped:,} more are in the table only" in str(result)
     assert result.to_dict()["executions"] == {"kept": 20, "dropped": result.timeline.dropped}
 
 
@@ -397,7 +395,7 @@ class Mark:
 def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_end() -> None:
     queue, one = Queue(), OpProfile("forward", "", "", "")
     clock = DeviceClock(queue.record)
-    clock.KEPT = 10
+    clock.PENDING_LIMIT = 10
     for _ in range(15):
         clock.end(one, clock.begin(one))
     assert one.device is None
@@ -406,7 +404,7 @@ def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_e
     assert one.device == 4 * 500_000
     assert not queue.waited
     clock.end(one, None)  # where a mark could not be put
-    clock.settle()
+    clock.wait()
     assert one.device == 16 * 500_000
     assert queue.waited
     assert all(clock.begin(one) is not None for _ in range(40))
@@ -416,14 +414,14 @@ def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_e
 def test_marks_of_a_device_are_put_around_the_op_alone() -> None:
     recorder, clock = Recorder(Schedule(), 10), DeviceClock(Queue().record)
     outer, inner = OpProfile("forward", "outer", "", ""), OpProfile("forward", "inner", "", "")
-    begin, end = recorder.in_sequence(outer, [clock])
-    begin_inner, end_inner = recorder.in_sequence(inner, [clock])
+    begin, end = recorder.nested_routines(outer, [clock])
+    begin_inner, end_inner = recorder.nested_routines(inner, [clock])
     begin()
     begin_inner()
     end_inner()
     end()
     end()  # one that never began
-    clock.settle()
+    clock.wait()
     assert (outer.device, inner.device) == (1_500_000, 500_000)
     assert (outer.calls, inner.calls) == (1, 1)
 
@@ -455,12 +453,12 @@ def test_kernels_that_cannot_be_told_are_said_to_be_missing() -> None:
         result = profiled(lambda: torch.rand(3).relu(), tool)
     assert calls(result, "relu") == 1
     assert not result.kernels().rows()
-    assert "torch.profiler did not tell" in str(result)
+    assert "torch.profiler recorded no kernels" in str(result)
     assert "aten::relu" in {event.name for event in own.events() or ()}
 
 
 class Traced:
-    """An event of torch.profiler, as far as `seen` reads it; the kernels are those that CUPTI told."""
+    """An event of torch.profiler, as far as `kernels_in_ranges` reads it; the kernels are those of CUPTI."""
 
     def __init__(self, name: str, parent: Traced | None = None, kernels: list[Any] | None = None) -> None:
         self.name, self.cpu_parent, self.kernels = name, parent, kernels or []
@@ -472,7 +470,9 @@ def test_kernels_belong_to_the_innermost_op_that_launched_them() -> None:
     outer = Traced(RANGE + "3")
     inner = Traced(RANGE + "5", Traced("aten::linear", outer))
     launch = Traced("cudaLaunchKernel", Traced("aten::addmm", inner), [kernel])
-    found = list(seen([outer, inner, launch, launch.cpu_parent, Traced("aten::mm"), inner.cpu_parent]))
+    found = list(
+        kernels_in_ranges([outer, inner, launch, launch.cpu_parent, Traced("aten::mm"), inner.cpu_parent])
+    )
     assert found == [
         (5, "sgemm", "cuda:0", 7500), (5, "aten::addmm", "cpu", 2000), (3, "aten::linear", "cpu", 2000),
     ]  # fmt: skip

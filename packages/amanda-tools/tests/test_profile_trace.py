@@ -17,8 +17,8 @@ from torch import nn
 
 import amanda
 from amanda.tools.profile import OpProfile, ProfileResult, ProfileTool
-from amanda.tools.profile._log import GRAPH, Event, Step, Thread, Timeline
-from amanda.tools.profile._trace import pairs
+from amanda.tools.profile._records import GRAPH, OsThread, RecordedStep, TimedExecution, Timeline
+from amanda.tools.profile._trace import backward_pairs
 
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "X": {"name": str, "cat": str, "pid": int, "tid": int, "ts": float, "dur": float, "args": dict},
@@ -121,7 +121,7 @@ def test_threads_steps_and_memory_are_in_the_trace(result: ProfileResult) -> Non
 
 def test_arrows_lead_from_each_forward_op_to_its_backward_ops(result: ProfileResult) -> None:
     events = result.timeline.events
-    arrows = list(pairs(events))
+    arrows = list(backward_pairs(events))
     backward = [i for i, event in enumerate(events) if event.place.phase == "backward"]
     assert sorted(end for _, end in arrows) == backward
     for start, end in arrows:
@@ -137,16 +137,19 @@ def test_of_an_op_executed_again_and_again_the_last_execution_comes_first_in_the
         OpProfile("backward", "mul_backward", "", "", op_id=7),
     )
     events = [
-        Event(one, i, 1, 1) for i, one in enumerate([forward] * 3 + [backward] * 3 + [forward, backward])
+        TimedExecution(one, i, 1, 1)
+        for i, one in enumerate([forward] * 3 + [backward] * 3 + [forward, backward])
     ]
-    assert list(pairs(events)) == [(2, 3), (1, 4), (0, 5), (6, 7)]
+    assert list(backward_pairs(events)) == [(2, 3), (1, 4), (0, 5), (6, 7)]
 
 
 def test_ops_that_run_side_by_side_are_on_tracks_of_their_own() -> None:
     op = OpProfile("forward", "mul", "", "", op_id=7, calls=4)
     spans = [(0, 10), (5, 10), (12, 3), (15, 1)]
     timeline = Timeline(
-        [Event(op, *span, GRAPH) for span in spans], {GRAPH: Thread(1, "any")}, [Step(0, 0, 20)]
+        [TimedExecution(op, *span, GRAPH) for span in spans],
+        {GRAPH: OsThread(1, "any")},
+        [RecordedStep(0, 0, 20)],
     )
     events = checked(ProfileResult([op], timeline=timeline).to_trace())
     tracks = [event["tid"] for event in events if event["ph"] == "X" and event["cat"] == "cpu_op"]

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, Result, amount, check_schema, shortened
-from amanda.tools.results._folding import _module
-from amanda.tools.results._text import fitting
+from amanda.tools.results._display import _folded_path, fit_columns
 
 
 class Calls(Result):
@@ -168,7 +167,7 @@ def test_text_keeps_each_row_in_a_line_however_wide() -> None:
 
 
 def test_the_last_three_columns_stay() -> None:
-    assert fitting(["a", "b", "source", "d"], [["x" * 50] * 4], 10, [False] * 4) == ([0, 1, 3], 12)
+    assert fit_columns(["a", "b", "source", "d"], [["x" * 50] * 4], 10, [False] * 4) == ([0, 1, 3], 12)
 
 
 class Layers(Result):
@@ -285,7 +284,7 @@ def test_text_is_returned_in_notebooks_too(calls: Calls, monkeypatch: pytest.Mon
     ],
 )
 def test_indices_of_a_path_are_ranges(paths: list[str], path: str) -> None:
-    assert _module(paths) == path
+    assert _folded_path(paths) == path
 
 
 def test_older_versions_are_read_and_newer_ones_name_the_distribution() -> None:

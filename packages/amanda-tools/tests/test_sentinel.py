@@ -20,11 +20,11 @@ from amanda.errors import ToolError
 from amanda.tools.inject import InjectTool
 from amanda.tools.results import load
 from amanda.tools.select import select
-from amanda.tools.sentinel import SentinelError, SentinelTool, _again
-from amanda.tools.sentinel._again import compared as compare
-from amanda.tools.sentinel._alarms import Spikes
-from amanda.tools.sentinel._budget import Budget
-from amanda.tools.sentinel._ranks import compared
+from amanda.tools.sentinel import SentinelError, SentinelTool, _reruns
+from amanda.tools.sentinel._ranks import compare_hashes
+from amanda.tools.sentinel._reruns import compare_reruns as compare
+from amanda.tools.sentinel._result import NormHistory
+from amanda.tools.sentinel._tool import Budget
 
 X = torch.rand(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -184,7 +184,7 @@ def test_nan_that_a_parameter_holds_is_told_as_such() -> None:
     train(4, sentinel, each=spoil)
     (alarm,) = sentinel.result.alarms
     assert (alarm.step, alarm.type, alarm.module) == (3, "linear", "outer")
-    assert alarm.detail == "parameter outer.bias is the first to hold NaN, which the op was given"
+    assert alarm.detail == "parameter outer.bias is the first to hold NaN, an input of the op"
 
 
 def test_nan_that_a_write_puts_into_a_parameter_is_told_where_it_is_written() -> None:
@@ -224,7 +224,7 @@ def test_a_spike_is_told_with_the_op_at_which_it_begins() -> None:
 
 
 def test_distances_are_robust_deviations_of_logarithms() -> None:
-    spikes = Spikes(window=16)
+    spikes = NormHistory(window=16)
     assert [spikes.distance(norm) for norm in [1.0, 1.1, 0.9, 1.0, 1.2, 0.0, 1.0, 1.1, 0.9]] == [0.0] * 9
     assert spikes.distance(1e9) > 100
     assert abs(spikes.distance(1.0)) < 1
@@ -320,18 +320,18 @@ def test_an_op_that_varies_is_no_corruption() -> None:
 
 
 def test_ops_that_vary_are_named_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward_again = _again.forward_again
+    rerun_op = _reruns.rerun_op
 
     def varying(compute: Any, kind: str, *given: Any) -> list[Tensor]:
-        made = forward_again(compute, kind, *given)
+        made = rerun_op(compute, kind, *given)
         return [torch.rand(one.shape) for one in made] if kind == "batch_norm" else made
 
-    monkeypatch.setattr(_again, "forward_again", varying)
+    monkeypatch.setattr(_reruns, "rerun_op", varying)
     sentinel = watching()
     train(3, sentinel)
     assert not sentinel.result
     assert (
-        "Nondeterministic ops, which are no alarms: batch_norm (forward) of norm." in sentinel.result.notes()
+        "Nondeterministic ops, which give no alarms: batch_norm (forward) of norm." in sentinel.result.notes()
     )
 
 
@@ -417,7 +417,7 @@ def test_a_scope_without_steps_says_so() -> None:
      ([[1, 2], [3, 2], [4, 2]], "the ranks differ in 1 of 2")],
 )  # fmt: skip
 def test_a_rank_that_differs_from_most_is_named(hashes: list[list[int]], detail: str | None) -> None:
-    alarms = compared(7, hashes, ["gradient a.weight", "parameter a.weight"])
+    alarms = compare_hashes(7, hashes, ["gradient a.weight", "parameter a.weight"])
     assert [one.detail.partition(" gradients")[0] for one in alarms] == ([] if detail is None else [detail])
 
 

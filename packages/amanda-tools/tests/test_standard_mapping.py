@@ -411,13 +411,13 @@ def test_sizes_of_elements_are_those_of_torch() -> None:
 
 def test_one_mapping_serves_all_tools_of_a_scope(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[StandardMapping] = []
-    own = StandardMapping._map
+    own = StandardMapping._apply_before
 
     def counted(self: StandardMapping, context: amanda.OpContext) -> None:
         calls.append(self)
         own(self, context)
 
-    monkeypatch.setattr(StandardMapping, "_map", counted)
+    monkeypatch.setattr(StandardMapping, "_apply_before", counted)
 
     class Reading(amanda.Tool):
         def __init__(self, backward: bool = False) -> None:

@@ -11,9 +11,8 @@ print(tool.result)
 
 from amanda.tools.dynamic_prune._activation import ActivationPruneTool
 from amanda.tools.dynamic_prune._attention import AttentionPruneTool
-from amanda.tools.dynamic_prune._base import DynamicPruneTool
+from amanda.tools.dynamic_prune._base import DynamicPruneResult, DynamicPruneTool
 from amanda.tools.dynamic_prune._channel import DynamicChannelPruneTool
-from amanda.tools.dynamic_prune._result import DynamicPruneResult
 
 __all__ = [
     "ActivationPruneTool",

@@ -5,35 +5,81 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import amanda
 from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, Range, Seed, checked
-from amanda.tools.dynamic_prune._base import DynamicPruneTool, Run, without_run
+from amanda.tools.dynamic_prune._base import DynamicPruneResult, DynamicPruneTool, PrunedOp, Run, without_run
 from amanda.tools.dynamic_prune._math import (
     as_type_of,
     binary_gumbel,
     density_count,
+    detached,
     per_token,
     per_unit,
     renormalised,
-    stop,
-    winners,
+    top_mask,
 )
 from amanda.tools.dynamic_prune._patterns import (
     LAYERS,
     Residual,
     head_count,
     is_of_one_sequence,
-    residual,
+    residual_at,
     scores_of,
 )
-from amanda.tools.dynamic_prune._pytorch import ATTENTIONS
-from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
 from amanda.tools.kit import DataflowNode, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def scaled_dot_product_attention(
+    prune: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    run: dict[Any, Any] | None,
+    recomputed: bool,
+) -> Any:
+    """Stand in for PyTorch's function of this name: `prune` changes the probabilities.
+
+    run, recomputed: arguments of the routine, which are passed on to `prune`.
+    """
+    import torch
+    from torch.nn import functional
+
+    if query.shape[-2] != key.shape[-2] or query.dim() not in (3, 4):
+        return NotImplemented
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        causal_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~causal_mask, float("-inf"))
+    if attn_mask is not None:
+        is_boolean = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_boolean else scores + attn_mask
+    blind = scores.isneginf().all(-1, keepdim=True)
+    probabilities = scores.softmax(-1).masked_fill(blind, 0.0)
+    return functional.dropout(prune(probabilities, run=run, recomputed=recomputed), dropout_p) @ value
+
+
+ATTENTIONS = {"torch": scaled_dot_product_attention}
+"""Functions for attention with pruned probabilities, by the library of the tensors."""
+
 
 _PASSING = frozenset({"dropout", "to", "Identity", "clone", "contiguous"})
 _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
@@ -41,13 +87,13 @@ _FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 @dataclass(eq=False)
 class _Attention:
-    """An attention.
+    """An attention whose tokens may be dropped.
 
     heads: number of heads if batch and heads share an axis in the softmax, else None.  width: of a head.
     previous: the attention before this one.  skim: parameters of the learned predictor.
     """
 
-    pruned: Pruned
+    pruned: PrunedOp
     node: DataflowNode
     heads: int | None
     width: int
@@ -56,7 +102,7 @@ class _Attention:
 
 
 @dataclass(eq=False)
-class _Decision:
+class _TokenMasks:
     """The decision of an attention for the last input.
 
     alive: 0/1, (N, T), of the tokens that reach the attention; None for all.  later: of those that reach the
@@ -73,7 +119,7 @@ class _Decision:
 
 
 @dataclass(eq=False)
-class _Sum:
+class _ResidualSum:
     """A residual connection behind an attention.
 
     is_normed: whether the branch is added to the output of a normalisation; then the normalisation that
@@ -85,7 +131,7 @@ class _Sum:
 
 
 class AttentionPruneTool(DynamicPruneTool):
-    """A tool that drops tokens from later layers, by the attention that they receive.
+    """Drop tokens from later layers, by the attention that the tokens receive.
 
     unit: "token", or "block" of `block` adjacent tokens.  by: "attention": each attention keeps the share
     `keep` of its tokens that all heads and queries together attend to most; "learned": a predictor of two
@@ -111,7 +157,7 @@ class AttentionPruneTool(DynamicPruneTool):
         hidden: Annotated[int, Range(1, 65_536)] = 16,
         seed: Seed = 0,
     ) -> None:
-        super().__init__(seed, _Decision)
+        super().__init__(seed, _TokenMasks)
         self._size, self._protect, self._hidden = block if unit == "block" else 1, protect, hidden
         self._share, self._strength, self._learned = keep, strength, by == "learned"
         self._fused: set[str] = set()
@@ -119,15 +165,19 @@ class AttentionPruneTool(DynamicPruneTool):
     @property
     def result(self) -> DynamicPruneResult:
         """Return the result so far; MACs are those of the products of queries, keys and values."""
-        notes = [f"{name} is one op: what attends in it was left as it is." for name in sorted(self._fused)]
+        notes = [
+            f"{name} is one fused op: the attention in it was not pruned." for name in sorted(self._fused)
+        ]
         return DynamicPruneResult(self._rows.values(), notes)
 
     def loss(self) -> Any:
         """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
-        ran = [decision for decision in self._predictions() if decision.later is not None]
-        if not ran or not self._learned:
+        decisions = [decision for decision in self._predictions() if decision.later is not None]
+        if not decisions or not self._learned:
             return 0.0
-        share = sum(1.0 if one.alive is None else do("mean", one.alive) for one in ran) / len(ran)
+        share = sum(
+            1.0 if decision.alive is None else do("mean", decision.alive) for decision in decisions
+        ) / len(decisions)
         return self._strength * (share - self._share) ** 2
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
@@ -139,37 +189,48 @@ class AttentionPruneTool(DynamicPruneTool):
             if attend is None:
                 self._fused.add(kind)
                 return
-            one = self._attention(context, node, node)
-            context.replace_op(partial(attend, partial(self._attend, one=one)), **without_run(context))
+            attention = self._attention(context, node, node)
+            context.replace_op(
+                partial(attend, partial(self._attend, attention=attention)), **without_run(context)
+            )
         elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return
-            one = self._attention(context, node, product)
-            context.insert_after_op(self._prune, outputs=[0], one=one, **without_run(context))
-        elif (found := residual(self._flow, node)) is not None:
-            self._look_at_sum(context, node, found)
+            attention = self._attention(context, node, product)
+            context.insert_after_op(
+                self._prune_softmax, outputs=[0], attention=attention, **without_run(context)
+            )
+        elif (connection := residual_at(self._flow, node)) is not None:
+            self._analyse_residual(context, node, connection)
         elif kind == "layer_norm":
             added = self._flow.maker(node.inputs[0])
             if added is not None and "sum" in added.notes:
-                context.insert_after_op(self._restore, outputs=[0], node=node, one=added.notes["sum"])
+                context.insert_after_op(
+                    self._restore_dropped_tokens, outputs=[0], node=node, residual=added.notes["sum"]
+                )
 
     def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> _Attention:
-        scores, given = node.shapes[0] or (), product.shapes[0] or ()
+        scores, query_shape = node.shapes[0] or (), product.shapes[0] or ()
         heads = head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
         count = heads or (scores[1] if len(scores) == 4 else 1) or 1
         size, learned = self._size, self._learned
-        one = self._known(context, lambda: _Attention(
+        attention = self._op_record(context, lambda: _Attention(
             self._row(context, "tokens" if size == 1 else f"blocks of {size}"), node, heads,
-            given[-1] or 0 if given else 0, self._flow.nearest(node.reads, "attention"),
+            query_shape[-1] or 0 if query_shape else 0, self._flow.nearest(node.reads, "attention"),
             self._skim(context, count) if learned else (),
         ))  # fmt: skip
-        node.notes["attention"] = one
-        one.node = node
-        return one
+        node.notes["attention"] = attention
+        attention.node = node
+        return attention
 
     def _skim(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
         """Return the predictor's parameters; the initial bias keeps all tokens."""
-        like, width, hidden, normal = context.get_inputs()[0], 2 * heads, self._hidden, self._first.normal
+        like, width, hidden, normal = (
+            context.get_inputs()[0],
+            2 * heads,
+            self._hidden,
+            self._initial_random.normal,
+        )
         makers = {
             "skim.hidden.weight": lambda: normal(0, width**-0.5, (width, hidden)),
             "skim.hidden.bias": lambda: np.zeros(hidden),
@@ -178,57 +239,59 @@ class AttentionPruneTool(DynamicPruneTool):
         }
         return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
 
-    def _look_at_sum(self, context: amanda.OpContext, node: DataflowNode, found: Residual) -> None:
-        attention = self._flow.nearest([node.inputs[found.branch]], "attention")
-        products = [one for one in found.ops if one.type in LAYERS]
+    def _analyse_residual(self, context: amanda.OpContext, node: DataflowNode, connection: Residual) -> None:
+        attention = self._flow.nearest([node.inputs[connection.branch]], "attention")
+        products = [op for op in connection.ops if op.type in LAYERS]
         if attention is None or not products:
             return
-        made_by = (one.type for _, one in self._flow.back(found.identity) if one is not None)
-        is_normed = next((one for one in made_by if one not in _PASSING), None) == "layer_norm"
-        one = node.notes["sum"] = _Sum(attention, is_normed)
-        context.insert_before_op(self._hold, inputs=[found.branch, 1 - found.branch], one=one)
+        types = (op.type for _, op in self._flow.back(connection.identity) if op is not None)
+        is_normed = next((type for type in types if type not in _PASSING), None) == "layer_norm"
+        residual = node.notes["sum"] = _ResidualSum(attention, is_normed)
+        context.insert_before_op(
+            self._hold_dropped_tokens, inputs=[connection.branch, 1 - connection.branch], residual=residual
+        )
 
     @amanda.differentiable
-    def _prune(self, probabilities: Any, one: _Attention, run: Run, recomputed: bool) -> Any:
-        pruned = self._attend(probabilities, one, run, recomputed)
-        self._flow.made(one.node, [pruned])
+    def _prune_softmax(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
+        pruned = self._attend(probabilities, attention, run, recomputed)
+        self._flow.made(attention.node, [pruned])
         return pruned
 
-    def _attend(self, probabilities: Any, one: _Attention, run: Run, recomputed: bool) -> Any:
+    def _attend(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
         """Return probabilities without dropped tokens, and choose the tokens to drop next.
 
         probabilities: (N, H, T, T), or (N * H, T, T).
         """
         if len(probabilities.shape) == 3:
-            shape, heads = tuple(probabilities.shape), one.heads or 1
+            shape, heads = tuple(probabilities.shape), attention.heads or 1
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            return do("reshape", self._attend(split, one, run, recomputed), shape)
+            return do("reshape", self._attend(split, attention, run, recomputed), shape)
         batch, heads, queries, keys = probabilities.shape
-        decision = self._present.of(one)
+        decision = self._states.of(attention)
         decision.alive = decision.later = None
         if queries != keys:
             return probabilities
-        previous = None if one.previous is None else self._present.of(one.previous)
+        previous = None if attention.previous is None else self._states.of(attention.previous)
         before = previous.later if previous is not None and previous.carries else None
         if before is not None and tuple(before.shape) == (batch, keys):
             decision.alive = before
             # Without `stop`, a key that took most attention would get an unbounded gradient.
-            alive = as_type_of(stop(before), probabilities)
+            alive = as_type_of(detached(before), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
-        macs = 2 * int(batch * heads * queries * keys) * one.width
+        macs = 2 * int(batch * heads * queries * keys) * attention.width
         if recomputed:
             pass
         elif decision.alive is None:
-            one.pruned.add(0.0, macs, 0.0)
+            attention.pruned.add(0.0, macs, 0.0)
         else:
-            shares = do("mean", stop(decision.alive), axis=-1)
-            one.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
+            shares = do("mean", detached(decision.alive), axis=-1)
+            attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
         noise = partial(self._noise, run=run, recomputed=recomputed)
-        decision.later = self._left(probabilities, one, decision, previous, noise)
+        decision.later = self._choose_tokens(probabilities, attention, decision, previous, noise)
         return probabilities
 
-    def _left(
-        self, probabilities: Any, one: _Attention, decision: _Decision, previous: _Decision | None,
+    def _choose_tokens(
+        self, probabilities: Any, attention: _Attention, decision: _TokenMasks, previous: _TokenMasks | None,
         noise: Callable[[Any], Any],
     ) -> Any:  # fmt: skip
         """Return 0/1 of the tokens that later layers keep: (N, T)."""
@@ -242,62 +305,62 @@ class AttentionPruneTool(DynamicPruneTool):
         guarded = np.arange(units.shape[-1]) * self._size < self._protect
         first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
         if self._learned:
-            hard = self._predicted(probabilities, received, one, noise)
-            left = units * (first + (1 - first) * hard)
+            hard = self._predict_units(probabilities, received, attention, noise)
+            keep_mask = units * (first + (1 - first) * hard)
         else:
-            score = stop(per_unit(do("sum", received, axis=1), self._size)) * units
+            score = detached(per_unit(do("sum", received, axis=1), self._size)) * units
             decision.count = max(density_count(self._share, count), int(guarded.sum()))
-            left = winners(score + 1e6 * first + units - 1, decision.count) * units
-        return per_token(left, self._size, length)
+            keep_mask = top_mask(score + 1e6 * first + units - 1, decision.count) * units
+        return per_token(keep_mask, self._size, length)
 
-    def _predicted(
-        self, probabilities: Any, received: Any, one: _Attention, noise: Callable[[Any], Any]
+    def _predict_units(
+        self, probabilities: Any, received: Any, attention: _Attention, noise: Callable[[Any], Any]
     ) -> Any:
         """Return 0/1 of the units that the predictor keeps: (N, units)."""
-        own = do("diagonal", tensors_of(probabilities).wide(probabilities), axis1=-2, axis2=-1)
-        features = per_unit(do("concatenate", (received, own), axis=1), self._size)
-        features = do("transpose", as_type_of(features, one.skim[0]), (0, 2, 1))
-        weight, bias, last, offset = one.skim
+        self_attention = do("diagonal", tensors_of(probabilities).wide(probabilities), axis1=-2, axis2=-1)
+        features = per_unit(do("concatenate", (received, self_attention), axis=1), self._size)
+        features = do("transpose", as_type_of(features, attention.skim[0]), (0, 2, 1))
+        weight, bias, last, offset = attention.skim
         hidden = features @ weight + bias
         logits = (do("tanh", hidden) @ last + offset)[..., 0]
         return as_type_of(binary_gumbel(logits, noise(logits)), received)
 
     @amanda.differentiable
-    def _hold(self, branch: Any, state: Any, one: _Sum) -> Any:
+    def _hold_dropped_tokens(self, branch: Any, state: Any, residual: _ResidualSum) -> Any:
         """Add nothing to dropped tokens at a residual connection."""
-        decision = self._present.of(one)
+        decision = self._states.of(residual)
         decision.state = None
-        stays = self._along(one.attention, branch)
+        stays = self._tokens_alive(residual.attention, branch)
         if stays is None:
             return None
-        if one.is_normed:
+        if residual.is_normed:
             decision.state = state
             return None
         return branch * stays, state
 
     @amanda.differentiable
-    def _restore(self, normed: Any, node: DataflowNode, one: _Sum) -> Any:
+    def _restore_dropped_tokens(self, normed: Any, node: DataflowNode, residual: _ResidualSum) -> Any:
         """Restore the state that dropped tokens had before a residual connection and its normalisation."""
-        decision = self._present.of(one)
+        decision = self._states.of(residual)
         state, decision.state = decision.state, None
-        stays = None if state is None else self._along(one.attention, normed)
+        stays = None if state is None else self._tokens_alive(residual.attention, normed)
         if stays is None:
             return None
         restored = normed * stays + state * (1 - stays)
         self._flow.made(node, [restored])
         return restored
 
-    def _along(self, attention: _Attention, states: Any) -> Any:
+    def _tokens_alive(self, attention: _Attention, states: Any) -> Any:
         """Return 0/1 of the tokens that reached an attention, (N, T, 1) or (T, N, 1), as `states`.
 
         Returns None for all tokens, and for states of other sequences than those of the attention.
         """
-        decision = self._present.of(attention)
+        decision = self._states.of(attention)
         if decision.later is None:
             return None
-        shape, own = tuple(states.shape[:2]), tuple(decision.later.shape)
-        if decision.alive is None or shape not in (own, own[::-1]):
-            decision.carries = shape in (own, own[::-1])
+        shape, batch_and_tokens = tuple(states.shape[:2]), tuple(decision.later.shape)
+        if decision.alive is None or shape not in (batch_and_tokens, batch_and_tokens[::-1]):
+            decision.carries = shape in (batch_and_tokens, batch_and_tokens[::-1])
             return None
-        alive = decision.alive if shape == own else do("transpose", decision.alive, (1, 0))
+        alive = decision.alive if shape == batch_and_tokens else do("transpose", decision.alive, (1, 0))
         return as_type_of(alive, states)[..., None]

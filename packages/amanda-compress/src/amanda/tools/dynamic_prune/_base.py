@@ -1,19 +1,160 @@
-"""The base of dynamic pruning tools: predictors, a loss, and results."""
+"""Base of dynamic pruning tools: predictors, their state per thread, and results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, ToolError
 from amanda.options import Seed, checked
-from amanda.tools.dynamic_prune._result import DynamicPruneResult, Pruned
-from amanda.tools.dynamic_prune._thread_state import PerThreadState
 from amanda.tools.kit import Dataflow, DataflowNode, tensors_of
 from amanda.tools.libraries import get_dtype_name
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
+from amanda.tools.results import Column, Result, amount, shortened
+
+KEYS = ("phase", "type", "module", "source")
+
+
+@dataclass(eq=False)
+class PrunedOp:
+    """Sums over the executions of one op, which stay on the device of the tensors.
+
+    unit: "channels", "positions" or "tokens".  share: sum of the pruned shares of the units.
+    macs: multiply-accumulates of the dense op.  saved: those that pruned units would not need.
+    """
+
+    type: str
+    module: str
+    source: str
+    unit: str
+    executions: int = 0
+    share: Any = 0.0
+    macs: int = 0
+    saved: Any = 0.0
+
+    def add(self, share: Any, macs: int, saved: Any) -> None:
+        """Add an execution; share and saved: tensors without gradient, or numbers."""
+        self.executions += 1
+        self.share = self.share + share
+        self.macs += macs
+        self.saved = self.saved + saved * macs
+
+    def clear(self) -> None:
+        """Forget the executions."""
+        self.executions, self.share, self.macs, self.saved = 0, 0.0, 0, 0.0
+
+
+class DynamicPruneResult(Result):
+    """A row for each op: the pruned share, and the multiply-accumulates that pruning would save."""
+
+    name: ClassVar[str] = "dynamic_prune"
+    title = "Dynamic pruning"
+    columns = (
+        *(Column(key, show=partial(shortened, width=24)) for key in KEYS),
+        Column("unit"),
+        Column("executions", show="{:,}".format, number=True),
+        Column("pruned", show="{:.1%}".format, number=True, unit="share"),
+        Column("MACs", show=amount, total=True),
+        Column("saved MACs", show=amount, total=True),
+    )
+
+    def __init__(self, pruned: Iterable[PrunedOp], notes: Sequence[str] = ()) -> None:
+        self._rows = [
+            ("forward", row.type, row.module, row.source, row.unit, row.executions,
+             float(row.share) / row.executions, row.macs, round(float(row.saved)))
+            for row in pruned
+            if row.executions
+        ]  # fmt: skip
+        self._notes = (
+            "MACs are of the dense ops; saved MACs are those that an implementation which skips pruned "
+            "parts need not compute.",
+            *notes,
+        )
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each op that was executed."""
+        return self._rows
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on the numbers, and on ops that were not pruned."""
+        return self._notes
+
+    @property
+    def saved(self) -> float:
+        """Return the saved share of the multiply-accumulates of all ops."""
+        macs = sum(row[-2] for row in self._rows)
+        return sum(row[-1] for row in self._rows) / macs if macs else 0.0
+
+
+T = TypeVar("T")
+
+
+class PerThreadState(Generic[T]):
+    """State of a tool's ops, separate for each thread that executes the program.
+
+    A routine that a graph calls on a framework's own thread gets the state of the thread that runs the graph.
+    A state lives as long as its thread and its key.  make: function that returns a new state.
+    """
+
+    def __init__(self, tool: amanda.Tool, make: Callable[[], T]) -> None:
+        self._tool, self._make = ref(tool), make
+        self._states: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
+
+    def __getstate__(self) -> tuple[amanda.Tool | None, Callable[[], T]]:
+        """Return the arguments of a copy; states belong to threads of this process."""
+        return self._tool(), self._make
+
+    def __setstate__(self, state: tuple[amanda.Tool, Callable[[], T]]) -> None:
+        """Begin without states."""
+        self.__init__(*state)  # type: ignore[misc]
+
+    def of(self, key: Any) -> T:
+        """Return the state of a key, an object with weak references, in this execution.
+
+        Raises ToolError on a framework's own thread, where several threads execute the program.
+        """
+        states = self._last = self._states_of_caller()
+        state = states.get(key)
+        if state is None:
+            state = states[key] = self._make()
+        return state
+
+    def last(self, key: Any) -> T | None:
+        """Return the state of this thread's last execution; None where that had no such key.
+
+        Where this thread has executed nothing, the last execution of any thread counts.
+        """
+        caller = amanda.Tool.caller()
+        states = None if caller is None else self._states.get(caller)
+        return (self._last if states is None else states).get(key)
+
+    def _states_of_caller(self) -> WeakKeyDictionary[Any, T]:
+        """Return the states of the calling thread, or of the only thread where a framework's thread calls."""
+        caller = amanda.Tool.caller()
+        if caller is not None:
+            states = self._states.get(caller)
+            if states is None:
+                states = self._states[caller] = WeakKeyDictionary()
+            return states
+        if len(self._states) > 1:
+            raise ToolError(
+                f"{type(self._tool()).__name__}: a thread of the framework recomputes ops for one of "
+                f"{len(self._states)} threads that execute the program, and cannot tell which; give "
+                "each thread a tool of its own"
+            )
+        return next(iter(self._states.values()), self._last)
+
+    def clear(self) -> None:
+        """Forget all states."""
+        self._states.clear()
+        self._last = WeakKeyDictionary()
+
 
 T = TypeVar("T")
 Run = dict[Any, Any] | None
@@ -22,7 +163,7 @@ _NOISE = "amanda.tools.dynamic_prune: noise"
 
 
 class DynamicPruneTool(amanda.Tool):
-    """Base of tools whose predictors choose for each input the parts of ops that are pruned.
+    """Base of tools that prune parts of ops, chosen for each input by predictors.
 
     seed: of the predictors' initial values, and of the noise in training.  training: whether methods with
     noise add it; set by `train`, as for a module.
@@ -39,10 +180,13 @@ class DynamicPruneTool(amanda.Tool):
     @checked
     def __init__(self, seed: Seed = 0, state: Callable[[], Any] = dict) -> None:
         super().__init__()
-        self._first, self._noises = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-        self._flow, self._present = Dataflow(), PerThreadState[Any](self, state)
+        self._initial_random, self._noise_random = (
+            np.random.default_rng(seed),
+            np.random.default_rng([seed, 1]),
+        )
+        self._flow, self._states = Dataflow(), PerThreadState[Any](self, state)
         self._ops: dict[str, Any] = {}
-        self._rows: dict[str, Pruned] = {}
+        self._rows: dict[str, PrunedOp] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._enter)
         self.add_inst_for_op(self._leave, require_outputs=True)
@@ -59,7 +203,7 @@ class DynamicPruneTool(amanda.Tool):
 
     def clear(self) -> None:
         """Forget the pruned shares, and the last predictions; analysed ops stay analysed."""
-        self._present.clear()
+        self._states.clear()
         for row in self._rows.values():
             row.clear()
 
@@ -69,19 +213,19 @@ class DynamicPruneTool(amanda.Tool):
 
     def _predictions(self) -> list[Any]:
         """Return the predictions at each op in this thread's last execution."""
-        return [one for one in map(self._present.last, self._ops.values()) if one is not None]
+        return [state for state in map(self._states.last, self._ops.values()) if state is not None]
 
-    def _known(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
-        """Return the tool's record of an op, which `make` makes at the first analysis of the op."""
-        place = self.place(context)
-        if place not in self._ops:
-            self._ops[place] = make()
-        known: T = self._ops[place]
-        return known
+    def _op_record(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
+        """Return the tool's record of an op; the first analysis of the op creates it by `make`."""
+        op_key = self.place(context)
+        if op_key not in self._ops:
+            self._ops[op_key] = make()
+        record: T = self._ops[op_key]
+        return record
 
-    def _row(self, context: amanda.OpContext, unit: str) -> Pruned:
+    def _row(self, context: amanda.OpContext, unit: str) -> PrunedOp:
         """Return a new row of the result, for an op; unit: the name of the parts that are pruned."""
-        row = Pruned(context["type"], context.get_scope(), context.get_source(), unit)
+        row = PrunedOp(context["type"], context.get_scope(), context.get_source(), unit)
         self._rows[self.place(context)] = row
         return row
 
@@ -102,9 +246,12 @@ class DynamicPruneTool(amanda.Tool):
 
         Ops are analysed anew unless the state has exactly the parameters that exist.
         """
-        own = self.state_dict()
-        known = not self.waiting_state() and _shapes(own) == _shapes(state)
-        if not (known and all(_renew(value, state[name]) for name, value in own.items())):
+        parameters = self.state_dict()
+        has_same_parameters = not self.waiting_state() and _shapes(parameters) == _shapes(state)
+        if not (
+            has_same_parameters
+            and all(_update_in_place(value, state[name]) for name, value in parameters.items())
+        ):
             self._ops.clear()
             self._rows.clear()
             super().load_state_dict(state, strict)
@@ -139,7 +286,7 @@ class DynamicPruneTool(amanda.Tool):
         """
         if not self.training:
             return None
-        noises = self._noises
+        noises = self._noise_random
         if recomputed and run is not None and _NOISE in run:
             noises = np.random.default_rng()
             noises.bit_generator.state = run[_NOISE]
@@ -154,7 +301,7 @@ def without_run(context: amanda.OpContext) -> dict[str, Any]:
     return {} if context.is_eager() else {"run": None}
 
 
-def _renew(value: Any, loaded: Any) -> bool:
+def _update_in_place(value: Any, loaded: Any) -> bool:
     tensors = tensors_of(value)
     return tensors.update(value, tensors.state(loaded, value, True, get_dtype_name(value))) is value
 

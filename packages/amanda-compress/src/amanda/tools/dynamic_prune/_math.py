@@ -20,15 +20,15 @@ def saliency(x: Any, weight: Any, bias: Any) -> Any:
     return predicted * as_type_of(predicted > 0, predicted)
 
 
-def winners(values: Any, count: int) -> Any:
+def top_mask(values: Any, count: int) -> Any:
     """Return a 0/1 mask of the `count` largest along the last axis; of equal ones the first.
 
     values: (..., C).  Source: k-winners-take-all, Gao et al. 2019.
     """
-    return as_type_of(tensors_of(values).ranks(-stop(values)) < count, values)
+    return as_type_of(tensors_of(values).ranks(-detached(values)) < count, values)
 
 
-def shares(gate: Any) -> Any:
+def normalised_gate(gate: Any) -> Any:
     """Return a gate divided by the mean of its nonzero values along the last axis."""
     count = do("sum", as_type_of(gate > 0, gate), axis=-1, keepdims=True)
     return gate * count / _total(gate)
@@ -53,15 +53,15 @@ def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> A
     shifted = logits if noise is None else logits + noise
     soft = (do("tanh", shifted / (2 * temperature)) + 1) / 2
     hard = as_type_of(shifted > 0, logits)
-    return soft + stop(hard - soft)
+    return soft + detached(hard - soft)
 
 
-def stop(value: Any) -> Any:
+def detached(value: Any) -> Any:
     """Return a tensor through which no gradient goes."""
     return tensors_of(value).detach(value)
 
 
-def local(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
+def convolve_3x3(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
     """Return a 3x3 convolution to one channel, with padding 1: (N, height, width).
 
     x: (N, C, H, W) or (N, H, W, C), as the layout says.  kernel: (3, 3, C).
@@ -77,20 +77,21 @@ def local(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any:
     )  # fmt: skip
 
 
-def needed(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> Any:
+def needed_inputs(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> Any:
     """Return 0/1 of the input positions that a convolution reads for the output positions in `mask`.
 
     mask: 0/1, (N, height, width), of the output.  size: of the input.  Returns (N, *size).
     """
     if all(
-        one.reach == one.stride == 1 and not any(one.pads(of)) for one, of in zip(windows, size, strict=True)
+        window.reach == window.stride == 1 and not any(window.pads(extent))
+        for window, extent in zip(windows, size, strict=True)
     ):
         return mask
     rows, columns = (
-        tensors_of(mask).cast(_reaches(one, of, int(count)), mask)
-        for one, of, count in zip(windows, size, mask.shape[1:], strict=True)
+        tensors_of(mask).cast(_reaches(window, extent, int(count)), mask)
+        for window, extent, count in zip(windows, size, mask.shape[1:], strict=True)
     )
-    return as_type_of(do("transpose", rows, (1, 0)) @ stop(mask) @ columns > 0.5, mask)
+    return as_type_of(do("transpose", rows, (1, 0)) @ detached(mask) @ columns > 0.5, mask)
 
 
 def _reaches(window: Window, size: int, count: int) -> Any:
@@ -124,8 +125,8 @@ def renormalised(probabilities: Any, keys: Any) -> Any:
 
     probabilities: (..., S), rows of sum 1.  keys: 0/1, broadcast against it.
     """
-    kept = probabilities * keys
-    return kept / _total(kept)
+    masked = probabilities * keys
+    return masked / _total(masked)
 
 
 def _total(values: Any) -> Any:
@@ -134,17 +135,19 @@ def _total(values: Any) -> Any:
     return total + as_type_of(total == 0, total)
 
 
-def budget_loss(used: Sequence[Any], total: Sequence[Any], target: float, progress: float = 1.0) -> Any:
+def budget_loss(
+    macs_used: Sequence[Any], macs_dense: Sequence[Any], target: float, progress: float = 1.0
+) -> Any:
     """Return the squared distance of the blocks' cost from the target share, and from relaxing bounds.
 
-    used, total: multiply-accumulates of each block.  progress: of the training, from 0, where the
+    used, macs_dense: multiply-accumulates of each block.  progress: of the training, from 0, where the
     bounds of each block are the target, to 1, where there are no bounds.
     Source: Verelst & Tuytelaars 2020, with the annealing of their code.
     """
     strict = math.cos(min(max(progress, 0.0), 1.0) * math.pi / 2) ** 2
     lower, upper = strict * target, 1 - strict * (1 - target)
-    shares = [one / all_ for one, all_ in zip(used, total, strict=True)]
-    loss = (sum(used) / sum(total) - target) ** 2
+    shares = [block_macs / block_total for block_macs, block_total in zip(macs_used, macs_dense, strict=True)]
+    loss = (sum(macs_used) / sum(macs_dense) - target) ** 2
     for share in shares:
         below = as_type_of(share < lower, share) * (lower - share)
         above = as_type_of(share > upper, share) * (share - upper)

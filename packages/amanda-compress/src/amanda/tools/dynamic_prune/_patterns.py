@@ -35,7 +35,7 @@ class Residual:
     identity: int
 
 
-def residual(flow: Dataflow, node: DataflowNode) -> Residual | None:
+def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
     """Return the residual connection that an op ends, or None; the branch is the input with more ops."""
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
@@ -47,30 +47,30 @@ def residual(flow: Dataflow, node: DataflowNode) -> Residual | None:
     if meeting is None or meeting[0] == meeting[1] == 0:
         return None
     branch = 0 if meeting[0] > meeting[1] else 1
-    ops = [one for _, one in ways[branch][: meeting[branch]] if one is not None]
+    ops = [op for _, op in ways[branch][: meeting[branch]] if op is not None]
     return Residual(branch, tuple(ops), ways[1 - branch][0][0])
 
 
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
     """Return True unless the layers show that queries and keys come from different tensors."""
-    queries, *keys = (_layered(flow, number) for number in product.reads[:2])
+    queries, *keys = (_inputs_of_layers(flow, number) for number in product.reads[:2])
     return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
 
 
-def _layered(flow: Dataflow, number: int) -> set[int | None]:
+def _inputs_of_layers(flow: Dataflow, number: int) -> set[int | None]:
     """Return the inputs of the layers that made a tensor or its parts, since caches concatenate keys."""
-    parts, found, looked_at = [number], set[int | None](), 0
+    parts, layer_inputs, looked_at = [number], set[int | None](), 0
     while parts and looked_at < _PARTS:
         looked_at += 1
         for _, node in flow.back(parts.pop()):
             if node is not None and node.type in LAYERS:
-                found.add(node.data)
+                layer_inputs.add(node.data)
             elif node is not None and node.type == "cat":
                 parts.extend(node.reads)
             else:
                 continue
             break
-    return found
+    return layer_inputs
 
 
 def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
@@ -80,15 +80,15 @@ def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
         return None
     number = node.inputs[0]
     for _ in range(12):
-        made = flow.maker(number)
-        if made is None or made.type in SCORES:
-            return made
-        if made.type not in _BETWEEN:
+        maker = flow.maker(number)
+        if maker is None or maker.type in SCORES:
+            return maker
+        if maker.type not in _BETWEEN:
             return None
         same = [
-            i for i, shape in zip(made.inputs, made.shapes, strict=True) if shape == size and i is not None
+            i for i, shape in zip(maker.inputs, maker.shapes, strict=True) if shape == size and i is not None
         ]
-        number = next(iter(same), made.data)
+        number = next(iter(same), maker.data)
     return None
 
 
@@ -96,6 +96,6 @@ def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, 
     """Return the number of heads that share an axis with the batch, from the shape in the queries' layer."""
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
-            batch = prod(one or 1 for one in node.shapes[0][:-1]) // (scores[1] or 1)
+            batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores[1] or 1)
             return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
     return None

@@ -1,4 +1,4 @@
-"""Pruning of weights: unstructured, N:M, block, tile or structured, by a schedule; removal of channels.
+"""Pruning of weights (unstructured, N:M, block, tile, structured) on a schedule, and removal of channels.
 
 prune = PruneTool(sparsity=0.9, pattern="unstructured", schedule="cubic", end=1000, frequency=100)
 with amanda.apply(prune):
@@ -17,13 +17,12 @@ from amanda.tools.prune._masks import (
     block_mask,
     channel_mask,
     element_mask,
+    input_permutation,
     n_m_mask,
     tile_mask,
 )
-from amanda.tools.prune._permutation import input_permutation
-from amanda.tools.prune._result import PruneResult
-from amanda.tools.prune._schedule import cubic_sparsity, linear_sparsity
-from amanda.tools.prune._tool import PruneTool
+from amanda.tools.prune._options import cubic_sparsity, linear_sparsity
+from amanda.tools.prune._tool import PruneResult, PruneTool
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels import ChannelPruneResult, ChannelPruneTool
@@ -36,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the removal of channels when one of its names is asked for first."""
+    """Import the removal of channels when one of its names is first used."""
     if name not in ("ChannelPruneResult", "ChannelPruneTool"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from amanda.tools.prune import channels

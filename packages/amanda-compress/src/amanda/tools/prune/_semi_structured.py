@@ -1,4 +1,4 @@
-"""Weights of PyTorch that a GPU keeps, and multiplies, in the form of 2:4."""
+"""Compression of 2:4 weights of PyTorch for GPUs that multiply them faster."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._weight import PrunedWeight
 from amanda.tools.weights import parameter_store
 
-_TYPES = ("float16", "bfloat16")  # of float32 CUTLASS keeps 1:2
+_TYPES = ("float16", "bfloat16")  # CUTLASS stores float32 as 1:2, not 2:4
 _DEVICE, _CAPABILITY = "cuda", (8, 0)
 
 
 class SemiStructured:
     """The linear layers of a model whose weights are pruned 2:4.
 
-    dense: weights that stay dense, by path, and why.
-    Raises PruneError where all of them do.
+    dense: weights that stay dense, by path, and the reasons.
+    Raises PruneError where all weights stay dense.
     """
 
     def __init__(self, model: Any, weights: Iterable[PrunedWeight]) -> None:
@@ -29,24 +29,28 @@ class SemiStructured:
                 f"finalize was given a {type(model).__name__}; semi_structured=True is for a torch.nn.Module"
             )
         self.dense: dict[str, str] = {}
-        self._found = list(self._suited(model, {one.holder: one for one in weights if one.is_ready}))
-        self._check()
+        self._layers = list(
+            self._suitable_layers(model, {weight.holder: weight for weight in weights if weight.is_ready})
+        )
+        self._check_any_layer()
 
-    def _suited(self, model: Any, weights: dict[Any, PrunedWeight]) -> Iterator[tuple[str, Any]]:
+    def _suitable_layers(self, model: Any, weights: dict[Any, PrunedWeight]) -> Iterator[tuple[str, Any]]:
+        """Yield paths of weights that can be compressed, and their layers; write the others to `dense`."""
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 weight = weights.get(parameter_store(parameter).identity(parameter))
                 if weight is None:
                     continue
-                own = f"{path}.{name}" if path else name
-                reason = _misfit(module, name, parameter, weight)
+                parameter_path = f"{path}.{name}" if path else name
+                reason = _why_dense(module, name, parameter, weight)
                 if reason is None:
-                    yield own, module
+                    yield parameter_path, module
                 else:
-                    self.dense[own] = reason
+                    self.dense[parameter_path] = reason
 
-    def _check(self) -> None:
-        if not self._found:
+    def _check_any_layer(self) -> None:
+        """Raise PruneError, with the reasons, if no layer is left."""
+        if not self._layers:
             first = {why: path for path, why in reversed(self.dense.items())}
             counts = Counter(self.dense.values())
             reasons = "; ".join(f"{first[why]} ({count} so): {why}" for why, count in counts.items())
@@ -56,27 +60,27 @@ class SemiStructured:
             )
 
     def compress(self) -> None:
-        """Replace the weights, which have zeros by now; they are for inference and are not trained on.
+        """Replace the weights, into which masks are written, by compressed ones for inference.
 
-        Raises PruneError where PyTorch refuses all of them; the model has its zeros then.
+        Raises PruneError where PyTorch refuses all weights; the model keeps its dense weights with zeros.
         """
         import torch
 
         compressed = []
-        for path, module in self._found:
+        for path, module in self._layers:
             try:
-                made = torch.sparse.to_sparse_semi_structured(module.weight.detach())
+                sparse = torch.sparse.to_sparse_semi_structured(module.weight.detach())
             except (RuntimeError, ValueError, NotImplementedError) as error:  # extents, or a missing library
                 self.dense[path] = str(error)
             else:
-                module.weight = torch.nn.Parameter(made, requires_grad=False)
+                module.weight = torch.nn.Parameter(sparse, requires_grad=False)
                 compressed.append((path, module))
-        self._found = compressed
-        self._check()
+        self._layers = compressed
+        self._check_any_layer()
 
 
-def _misfit(module: Any, name: str, parameter: Any, weight: PrunedWeight) -> str | None:
-    """Return why a weight stays dense; None where it may be 2:4 for a GPU."""
+def _why_dense(module: Any, name: str, parameter: Any, weight: PrunedWeight) -> str | None:
+    """Return why a weight stays dense; None if it can be compressed."""
     import torch
 
     if not isinstance(module, torch.nn.Linear) or name != "weight" or weight.part is not None:

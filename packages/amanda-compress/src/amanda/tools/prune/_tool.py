@@ -1,49 +1,107 @@
-"""The tool: weights are masked before each op that reads them, and their gradients behind it."""
+"""PruneTool and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune._importance import Importance
-from amanda.tools.prune._inputs import products, squares, unread
-from amanda.tools.prune._making import Making
+from amanda.tools.prune._importance import Importance, sum_of_products, sum_of_squares, why_inputs_unread
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune._options import Budget, Options, Regrow
-from amanda.tools.prune._patterns import pattern_of
-from amanda.tools.prune._result import PruneResult
-from amanda.tools.prune._schedule import Kind, Schedule
+from amanda.tools.prune._options import PruneOptions, PruneSchedule, Regrow, ScheduleKind, Scope, pattern_of
 from amanda.tools.prune._semi_structured import SemiStructured
-from amanda.tools.prune._weight import PrunedWeight
+from amanda.tools.prune._weight import MaskUpdater, PrunedWeight
+from amanda.tools.results import Column
 from amanda.tools.select import Globs
 from amanda.tools.steps import Steps
-from amanda.tools.weights import WeightTool, WeightView, weight_input
+from amanda.tools.weights import WeightResult, WeightTool, WeightView, weight_input
+
+
+class PruneResult(WeightResult):
+    """The pruned weights, and the share of each that is dropped.
+
+    zeros: number of dropped elements of pruned weights.  importance: the option of PruneTool.
+    dense: weights that `finalize(model, semi_structured=True)` left dense, by path, and the reasons.
+    """
+
+    name: ClassVar[str] = "prune"
+    title = "Pruned weights"
+    state: ClassVar[tuple[str, str]] = ("masks", "/mask")
+    columns: ClassVar[Sequence[Column]] = (
+        *WeightResult.columns, Column("zeros", show="{:,}".format, total=True),
+        Column("sparsity", show="{:.4f}".format, number=True, unit="share"), Column("pattern"),
+    )  # fmt: skip
+
+    def __init__(self, tool: PruneTool) -> None:
+        self._pattern, self.importance = tool.pattern, tool.importance
+        super().__init__(tool)
+        self.dense: dict[str, str] = {}
+        self.zeros: int = sum(weight.zeros for weight in tool.weights)
+
+    def row(self, weight: Any) -> tuple[Any, ...]:
+        """Return the values of the columns for a weight."""
+        zeros = weight.zeros
+        return *super().row(weight), zeros, zeros / max(weight.size, 1), self._pattern
+
+    @property
+    def sparsity(self) -> float:
+        """The dropped share of the elements of pruned weights."""
+        return self.zeros / max(self.elements, 1)
+
+    @property
+    def share(self) -> float:
+        """The dropped share of all selected elements, those of skipped weights included."""
+        return self.zeros / max(self.elements + self.elements_left, 1)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return totals, and the skipped weights with the reasons."""
+        return {
+            **super().facts(),
+            "zeros": self.zeros,
+            "sparsity": self.sparsity,
+            "share": self.share,
+            "importance": self.importance,
+        }
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on totals, and on weights that were skipped."""
+        notes = [f"{self.counted}, sparsity {self.sparsity:.4f}."]
+        if self.elements_left:
+            notes.insert(
+                0,
+                f"{self.share:.4f} of the {self.elements + self.elements_left:,} elements that were selected "
+                f"are zero: {self.elements_left:,} are left as they are.",
+            )
+        notes += [f"{path} stays dense: {why}." for path, why in self.dense.items()]
+        return notes + self.notes_on_skipped()
 
 
 class PruneTool(WeightTool[PrunedWeight]):
-    """Prunes the weights of convolutions and products; `result` tells which, `finalize` writes it into them.
+    """Prune weights of convolutions and linear layers by masks; `finalize(model)` makes the zeros permanent.
 
-    sparsity: the share that is dropped, of each weight (scope "local") or of all together ("global").
-    pattern: "unstructured"; "2:4" and its like, of consecutive input channels, whatever the sparsity;
-        "block"; "tile"; "structured", output filters by their norm.
-    importance: "magnitude"; "gradient", |w * g|; "movement", the sum of -w * g over steps; "wanda", by the
-        norms of inputs, each output for itself; "sparsegpt", which changes what it keeps; "random".
+    sparsity: the dropped share of each weight (scope "local"), or of all weights together ("global").
+    pattern: "unstructured"; "2:4" or another n:m, which keeps n of each m consecutive input channels whatever
+        the sparsity; "block"; "tile"; "structured", whole output filters by their norm.
+    importance: "magnitude"; "gradient", |w * g|; "movement", the sum of -w * g over steps; "wanda", |w| times
+        the norm of the input, ranked for each output; "sparsegpt", which also changes the kept elements;
+        "random".
     schedule: "constant", or "linear" or "cubic" from `initial_sparsity` at step `begin` to `sparsity` at
         step `end`.
-    begin, end, frequency: masks are made at step begin, each `frequency`th after it, and end; with a constant
-        schedule and no frequency at begin alone.  A step is a call of the model, or what `step()` says.
-    regrow: whether what is dropped may come back when masks are made again: "importance" ranks all anew,
-        "gradient" (RigL) and "random" (SET) exchange the share `regrow_fraction` of what is kept.
-    type, module, exclude: globs of ops' words and of module paths; None for every convolution and product.
+    begin, end, frequency: masks are updated at step `begin`, at each `frequency`th step after it, and at
+        `end`; with a constant schedule and no frequency at `begin` alone.  A step is a call of the model,
+        unless the program calls `step()`.
+    regrow: how dropped elements come back when masks are updated.  None: never.  "importance": all elements
+        are ranked again.  "gradient" (RigL), "random" (SET): the share `regrow_fraction` of the kept
+        elements is exchanged for dropped ones.
+    type, module, exclude: globs of types of ops and of module paths; None for every convolution and product.
     norm: of filters and blocks, 1 or 2.  block: outputs and inputs of a block.  granularity: columns of a
-        tile.  permute: look for the order of the input channels in which n:m keeps most.  mask_gradients:
-        also mask weights' gradients.  seed: of "random".
+        tile.  permute: search the order of input channels in which n:m keeps most.  mask_gradients: also mask
+        the gradients of weights.  seed: of importance and regrow "random".
 
-    Raises PruneError for options that do not go together.
+    Raises PruneError for options that contradict each other.
     """
 
     elementwise = True
@@ -56,9 +114,9 @@ class PruneTool(WeightTool[PrunedWeight]):
         self,
         sparsity: Share = 0.5,
         pattern: Name = "unstructured",
-        scope: Budget = "local",
+        scope: Scope = "local",
         importance: Importance = "magnitude",
-        schedule: Kind = "constant",
+        schedule: ScheduleKind = "constant",
         begin: NonNegativeInt = 0,
         end: NonNegativeInt | None = None,
         frequency: PositiveInt | None = None,
@@ -75,79 +133,79 @@ class PruneTool(WeightTool[PrunedWeight]):
         mask_gradients: bool = True,
         seed: Seed = 0,
     ) -> None:
-        steps = Schedule(sparsity, schedule, initial_sparsity, begin, end, frequency)
-        self._options = Options(
-            steps, pattern_of(pattern, granularity, norm, block), scope, importance, regrow, regrow_fraction,
+        self._options = PruneOptions(
+            PruneSchedule(sparsity, schedule, initial_sparsity, begin, end, frequency),
+            pattern_of(pattern, granularity, norm, block), scope, importance, regrow, regrow_fraction,
             permute, mask_gradients, seed,
         )  # fmt: skip
         self.pattern, self.importance = pattern, importance
-        self.wants_gradients = regrow == "gradient" or self._options.of_gradients
-        if self.wants_gradients or self._options.of_inputs:
+        self.wants_gradients = regrow == "gradient" or self._options.uses_gradients
+        if self.wants_gradients or self._options.uses_inputs:
             self.leaves_rows = "gradients and inputs are not followed to rows that an index selects"
         super().__init__(type, module, exclude)
-        if self._options.of_inputs:
-            self.add_inst_for_op(self._note_inputs)
-        self._making = Making(self._options, self)
+        if self._options.uses_inputs:
+            self.add_inst_for_op(self._insert_gather_inputs)
+        self._mask_updater = MaskUpdater(self._options, self)
         self._steps = Steps()
-        self._steps.on_step(self._making.turn)
+        self._steps.on_step(self._mask_updater.end_step)
         if self._options.needs_steps:
             self.depends_on(self._steps)
 
     @property
     def result(self) -> PruneResult:
-        """The weights that were met, and how many elements of each are dropped."""
+        """The weights that ops have read, and how many elements of each are dropped."""
         return PruneResult(self)
 
     @property
     def needs_preparation(self) -> bool:
-        """True if the first masks are made of what `calibrating` gathers, not of each weight alone."""
-        return not self._options.of_weight_alone
+        """True if the first masks need inputs, gradients or other weights, which `calibrating` gathers."""
+        return not self._options.uses_weight_alone
 
     def step(self) -> None:
-        """Begin a step here, and at no call of a model any more."""
+        """Begin a step; from now on calls of the model begin none."""
         self._steps.step()
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose executions gather what the first masks are made of, and are no steps.
+        """Return a context whose calls of the model gather data for the first masks, and are no steps.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  `prepare` opens it.
         """
         try:
-            with self._making.calibrating():
+            with self._mask_updater.calibrating():
                 yield
         finally:
             self._steps.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks by "path of the weight/mask", what else belongs to them, and "step", the next one."""
-        return {**super().state_dict(), "step": self._making.next_step}
+        """Return masks and offsets of weights as "path of the weight/mask", and the next step as "step"."""
+        return {**super().state_dict(), "step": self._mask_updater.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take what `state_dict` gave, also in another process; the steps go on."""
-        kept = dict(state)
-        self._making.begin_at(int(kept.pop("step", 0)))
-        super().load_state_dict(kept, strict)
+        """Load what `state_dict` returned, also in another process; steps continue from there."""
+        weight_state = dict(state)
+        self._mask_updater.set_next_step(int(weight_state.pop("step", 0)))
+        super().load_state_dict(weight_state, strict)
         self._steps.clear()
 
     @property
     def transforms_gradients(self) -> bool:
-        """True if weights' gradients are masked."""
+        """True if the gradients of weights are masked."""
         return self._options.mask_gradients
 
     @property
     def is_settled(self) -> bool:
-        """True if masks that are made stay."""
+        """True if no mask changes any more once it is set."""
         options = self._options
-        return not (self._making.is_calibrating or options.schedule.goes_on or options.exchanges)
+        return not (self._mask_updater.is_calibrating or options.schedule.repeats or options.exchanges)
 
     def on_weight(self, weight: PrunedWeight) -> str | None:
-        """Make the mask of a weight, unless the pattern does not fit."""
+        """Add the state of a weight; return why it cannot be pruned, or None."""
         options = self._options
-        misfit = options.pattern.misfit(weight.canonical_shape, weight.layout is not None)
-        if misfit is None and options.of_inputs:
-            misfit = unread(weight.type, weight.layout)
-        if misfit is None:
+        reason = options.pattern.why_unsupported(weight.canonical_shape, weight.layout is not None)
+        if reason is None and options.uses_inputs:
+            reason = why_inputs_unread(weight.type, weight.layout)
+        if reason is None:
             weight.keep_elements("mask", True, "bool")
             dtype = "float64" if weight.dtype == "float64" else "float32"
             if options.exchanges or options.importance == "sparsegpt":
@@ -156,30 +214,30 @@ class PruneTool(WeightTool[PrunedWeight]):
                 weight.keep_elements("movement", 0, dtype)
             if options.permute:
                 weight.keep("permutation", np.arange(weight.canonical_shape[1]))
-        return misfit
+        return reason
 
     def on_read(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Make the mask that is due, or gather what it is made of."""
+        """Update the mask if that is due, or gather data for the update."""
         if weight.is_loaded:
-            weight.fit_loaded(present)
-        self._making.look_at(weight, present)
-        weight.start_grown(present)
+            weight.reset_offset_if_finalized(present)
+        self._mask_updater.update_if_due(weight, present)
+        weight.zero_regrown(present)
 
     def on_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Gather what the mask of a weight in a file is made of."""
+        """Gather data for the mask of a weight in a file."""
         if weight.is_loaded:
-            weight.fit_loaded(present)
-        self._making.gather_for_good(weight, present)
+            weight.reset_offset_if_finalized(present)
+        self._mask_updater.gather_for_file(weight, present)
 
     def on_gradient(self, weight: PrunedWeight, gradient: Any) -> None:
-        """Gather what decides what comes back, or what is dropped."""
+        """Gather the gradient, where importance or regrowth needs it."""
         if self._options.regrow == "gradient":
             weight.gather_gradient(gradient)
-        if self._options.of_gradients:
+        if self._options.uses_gradients:
             weight.gather_product(gradient)
 
-    def _note_inputs(self, context: amanda.OpContext) -> None:
-        """Read the inputs that a weight multiplies, where the importance is computed of them."""
+    def _insert_gather_inputs(self, context: amanda.OpContext) -> None:
+        """Insert a routine that gathers the inputs which an op multiplies by its weight."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
@@ -195,13 +253,15 @@ class PruneTool(WeightTool[PrunedWeight]):
         self, value: Any, form: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
     ) -> None:
         weight = run.get(self._key, form)
-        if isinstance(weight, PrunedWeight) and self._making.is_gathering(weight):
+        if isinstance(weight, PrunedWeight) and self._mask_updater.is_gathering(weight):
             rows = rows_of(value, weight.canonical_shape)
-            weight.gather_inputs(squares(rows) if self._options.importance == "wanda" else products(rows))
+            weight.gather_inputs(
+                sum_of_squares(rows) if self._options.importance == "wanda" else sum_of_products(rows)
+            )
 
     @amanda.traceable
     def transform(self, value: Any, mask: Any, offset: Any = None) -> Any:
-        """Return the weight with 0 where it is dropped, and less the offset."""
+        """Return the weight minus the offset, with 0 where it is dropped."""
         return value * mask if offset is None else (value - offset) * mask
 
     def transform_gradient(self, gradient: Any, mask: Any, offset: Any = None) -> Any:
@@ -212,23 +272,23 @@ class PruneTool(WeightTool[PrunedWeight]):
     def finalize(self, model: Any, semi_structured: bool = False) -> Any:
         """Write the masks into the weights of a model, which then computes the same without the tool.
 
-        semi_structured: also turn weights that are pruned 2:4 into those of
-        torch.sparse.to_sparse_semi_structured, for inference on GPUs; `result.dense` has those that are not.
-        Returns `result`, see `WeightTool.finalize`.  Raises PruneError as that does, and where no weight can
-        be turned: before anything is written where there is no GPU.
+        semi_structured: also compress weights that are pruned 2:4 by torch.sparse.to_sparse_semi_structured,
+        for inference on GPUs; `result.dense` lists the weights that stay dense.
+        Returns `result`, see `WeightTool.finalize`.  Raises PruneError as that method does, and where no
+        weight can be compressed; without a GPU before any weight is changed.
         """
         if not semi_structured:
             return super().finalize(model)
         if self.pattern != "2:4" or self._options.permute:
             with_order = " with permute=True" if self._options.permute else ""
             raise PruneError(f"semi_structured=True is for pattern 2:4, not {self.pattern}{with_order}")
-        made = SemiStructured(model, self.weights)
+        semi_structured_layers = SemiStructured(model, self.weights)
         result = super().finalize(model)
-        made.compress()
-        result.dense = made.dense
+        semi_structured_layers.compress()
+        result.dense = semi_structured_layers.dense
         return result
 
     def on_finalized(self, weight: PrunedWeight) -> None:
-        """Subtract nothing from a weight any more."""
+        """Set the offset of a weight to 0: `finalize` has subtracted it."""
         if weight.offset is not None:
             weight["offset"] = 0

@@ -1,28 +1,28 @@
-"""A weight that is pruned: what its next mask is made of."""
+"""A pruned weight, and the updates of its mask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune._arrays import Array
-from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune._permutation import input_permutation
-from amanda.tools.weights import Weight
+from amanda.tools.prune._importance import DATA_AND_REMEDY, random_scores, scores, sparsegpt
+from amanda.tools.prune._masks import Array, PruneError, input_permutation, regrown_keep_masks
+from amanda.tools.prune._options import PruneOptions
+from amanda.tools.weights import Weight, WeightTool
 
 
 class PrunedWeight(Weight):
-    """A weight with its mask.
+    """A weight with its mask, and with the data that a step gathers for the next mask.
 
-    State: "mask", true where an element is kept; "offset", what is taken from a value before it is masked:
-    what an element had when it came back, from which it is counted, or what SparseGPT changed;
-    "permutation", the order of the input channels; "movement", sums of weight times gradient.
-    magnitudes, gradient, product, inputs: what a step has gathered for the next mask.  magnitudes, and the
-    gradient and its product with the weight, are in the order of `ordered`; inputs as `squares` or `products`
-    of _inputs gives them.
+    State: "mask", true where an element is kept; "offset", subtracted from the weight before it is masked:
+    the value of an element when it came back, so that it starts at 0, or the change by SparseGPT;
+    "permutation", the order of the input channels; "movement", the sum of weight times gradient.
+    Data of a step: magnitudes, gradient and product (weight times gradient), in the order of `ordered`;
+    inputs, sums as `sum_of_squares` or `sum_of_products` returns them.
     """
 
     magnitudes: Array = None
@@ -30,7 +30,7 @@ class PrunedWeight(Weight):
     product: Array = None
     inputs: Array = None
     value: Array = None
-    _fresh: Array = None
+    _regrown: Array = None
 
     @property
     def mask(self) -> Array:
@@ -44,7 +44,7 @@ class PrunedWeight(Weight):
 
     @property
     def permutation(self) -> Array | None:
-        """The order of the input channels; None for that of the weight."""
+        """The order in which n:m counts input channels; None for the order of the weight."""
         return self.get("permutation")
 
     @property
@@ -52,14 +52,14 @@ class PrunedWeight(Weight):
         """Number of elements that are dropped."""
         return self.size - int(self.mask.sum())
 
-    def precedes(self, update: int | None) -> bool:
-        """Return True if its mask was made for an earlier step than this one."""
+    def is_older_than(self, update: int | None) -> bool:
+        """Return True if the mask is older than the update of a step."""
         return not self.is_skipped and update is not None and self.updated < update
 
-    def fit_loaded(self, present: Callable[[], Any]) -> None:
-        """Subtract nothing from a value that `finalize` has written: all that the mask drops is 0 in it.
+    def reset_offset_if_finalized(self, present: Callable[[], Any]) -> None:
+        """Set the offset to 0 if `finalize` wrote the loaded mask into the weight: its dropped values are 0.
 
-        SparseGPT subtracts nothing from such a value either, since it made up for nothing.
+        `finalize` has subtracted the offset already, be it of regrown elements or of SparseGPT.
         """
         self.is_loaded = False
         if self.offset is None or self.is_skipped:
@@ -69,83 +69,83 @@ class PrunedWeight(Weight):
         if bool(dropped.any()) and not bool(((value != 0) & dropped).any()):
             self["offset"] = 0
 
-    def start_grown(self, present: Callable[[], Any]) -> None:
-        """Count elements that have just come back from the present value: they start at 0."""
-        if self._fresh is None:
+    def zero_regrown(self, present: Callable[[], Any]) -> None:
+        """Make elements that have just come back 0: subtract their present values from now on."""
+        if self._regrown is None:
             return
         start = self.plain(present())
-        fresh, offset = (self.like(one, start) for one in (self._fresh, self.offset))
-        self["offset"] = do("where", fresh, start, offset)
-        self._fresh = None
+        regrown, offset = self.like(self._regrown, start), self.like(self.offset, start)
+        self["offset"] = do("where", regrown, start, offset)
+        self._regrown = None
 
     def ordered(self, value: Any) -> Array:
-        """Return a value with outputs and inputs first, the inputs in the order of the pattern."""
+        """Return a value as an array (outputs, inputs, window), inputs in the order of `permutation`."""
         return self.permuted(self.canonical(self.plain(value)))
 
     def permuted(self, array: Array) -> Array:
-        """Return an array (outputs, inputs, ...) with the inputs in the order of the pattern."""
+        """Return an array (outputs, inputs, ...) with its inputs in the order of `permutation`."""
         return array if self.permutation is None else array[:, self.permutation]
 
-    def kept_like(self, other: Array) -> Array:
-        """Return the mask in the order of `ordered`, where another array is."""
-        return self.permuted(self.canonical(self.like(self.mask, other)))
+    def keep_mask_like(self, array: Array) -> Array:
+        """Return the mask in the order of `ordered`, on the device of an array."""
+        return self.permuted(self.canonical(self.like(self.mask, array)))
 
-    def gather(self, value: Any) -> None:
-        """Take the magnitudes of a value."""
+    def gather_magnitudes(self, value: Any) -> None:
+        """Store the magnitudes of a value."""
         self.magnitudes = abs(self.ordered(value))
 
-    def alive(self, scores: Array) -> Array:
-        """Return scores, -inf for what is dropped."""
+    def without_dropped(self, scores: Array) -> Array:
+        """Return scores with -inf for dropped elements."""
         if not self.is_ready:
             return scores
-        return do("where", self.kept_like(scores), scores, do("full_like", scores, -inf))
+        return do("where", self.keep_mask_like(scores), scores, do("full_like", scores, -inf))
 
-    def permute(self, scores: Array, n: int, m: int) -> Array:
-        """Put the inputs in the order in which n:m keeps most of scores; return these in that order."""
+    def choose_permutation(self, scores: Array, n: int, m: int) -> Array:
+        """Choose the order of inputs in which n:m keeps the highest scores; return them in that order."""
         inputs_last = np.moveaxis(self.to_numpy(scores), 1, -1)
         self["permutation"] = input_permutation(inputs_last, n, m)
         return scores[:, self.permutation]
 
     def gather_gradient(self, gradient: Any) -> None:
-        """Add a gradient to what the step has gathered, if it gathers."""
+        """Add a finite gradient to the data of the step, if the step gathers."""
         if self.magnitudes is not None and is_finite(self.plain(gradient)):
-            self.gradient = _sum(self.gradient, self.ordered(gradient))
+            self.gradient = _add_to(self.gradient, self.ordered(gradient))
 
     def gather_product(self, gradient: Any) -> None:
-        """Add the weight times a gradient to what the step has gathered, and to the movement."""
+        """Add the weight times a gradient to the data of the step, and to the movement."""
         if self.value is None:
             return
         product = self.value * self.plain(gradient)
-        if not is_finite(product):  # a step that a gradient scaler leaves out
+        if not is_finite(product):  # a gradient scaler skips the step too
             return
-        self.product = _sum(self.product, self.ordered(product))
+        self.product = _add_to(self.product, self.ordered(product))
         if self.get("movement") is not None:
             self["movement"] = self["movement"] + self.like(product, self["movement"])
 
     def gather_inputs(self, inputs: Array) -> None:
-        """Add squares or products of inputs to what the step has gathered."""
-        self.inputs = _sum(self.inputs, inputs)
+        """Add sums of squares or products of inputs to the data of the step."""
+        self.inputs = _add_to(self.inputs, inputs)
 
     def check_inputs(self) -> None:
-        """Raise PruneError for NaN and infinity in the sums of inputs that a step has gathered."""
+        """Raise PruneError for NaN and infinity in the gathered sums of inputs."""
         if self.inputs is not None and not is_finite(self.inputs):
             raise PruneError(
-                f"NaN or Inf in what the {self.type} of {self.name} is given, or in the sums of its squares"
+                f"NaN or Inf in the inputs of the {self.type} of {self.name}, or in the sums of their squares"
             )
 
-    def forget(self) -> None:
+    def release_gathered(self) -> None:
         """Release the arrays gathered in a step."""
         self.magnitudes = self.gradient = self.product = self.inputs = self.value = None
 
-    def keep_only(self, kept: Array, update: int) -> None:
-        """Take another mask, in the order of `ordered`, made for a step."""
+    def set_mask(self, keep_mask: Array, update: int) -> None:
+        """Store a mask, in the order of `ordered`, of the update at a step."""
         if self.permutation is not None:
-            kept = kept[:, self.permutation.argsort()]
-        mask = self.restored(kept)
+            keep_mask = keep_mask[:, self.permutation.argsort()]
+        mask = self.restored(keep_mask)
         if self.offset is not None and self.is_ready:
-            self._fresh = mask & ~self.like(self.mask, mask)
+            self._regrown = mask & ~self.like(self.mask, mask)
         self["mask"], self.updated = mask, update
-        self.forget()
+        self.release_gathered()
 
 
 def is_finite(array: Array) -> bool:
@@ -153,5 +153,203 @@ def is_finite(array: Array) -> bool:
     return bool((abs(array) < inf).all())
 
 
-def _sum(former: Array, added: Array) -> Array:
-    return added * 1 if former is None else former + added
+def _add_to(total: Array | None, array: Array) -> Array:
+    """Return the sum; without a total a copy of the array, which a framework may overwrite."""
+    return array * 1 if total is None else total + array
+
+
+class MaskUpdater:
+    """Updates masks on schedule: at the op that reads a weight, or of all weights at the end of a step.
+
+    Masks of a weight's own values are updated where an op reads the weight.  Masks that need other weights,
+    inputs or gradients wait for the end of the step that gathers these.
+    step: number of the current step.  is_calibrating: True within `calibrating`, whose calls are no steps.
+    """
+
+    def __init__(self, options: PruneOptions, tool: WeightTool[PrunedWeight]) -> None:
+        self._options, self._schedule, self._tool = options, options.schedule, tool
+        self.step = self._first_step = 0
+        self.is_calibrating = self._step_ran = self._in_file = False
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that runs next."""
+        return self.step + 1 if self._step_ran else self._first_step
+
+    def set_next_step(self, step: int) -> None:
+        """Set the number of the next step."""
+        self._first_step, self._step_ran = step, False
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Return a context whose calls of the model gather data for the first masks, and are no steps."""
+        self.is_calibrating = True
+        try:
+            yield
+            self._update_gathered_masks(self._schedule.final_update if self._in_file else self._next_update)
+        except BaseException:
+            for weight in self._tool.weights:
+                weight.release_gathered()
+            raise
+        finally:
+            self.is_calibrating = self._in_file = False
+
+    def end_step(self, number: int) -> None:
+        """End the step, updating masks that are due; the step `number` after the first one begins.
+
+        Within `calibrating` nothing ends.
+        """
+        if self.is_calibrating:
+            return
+        self._update_gathered_masks(self._next_update)
+        self.step, self._step_ran = self._first_step + number, False
+
+    def update_if_due(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
+        """Update the mask of a weight that an op reads, or gather data for the update, if either is due."""
+        self._step_ran = self._step_ran or not self.is_calibrating
+        if self._options.uses_gradients:
+            weight.value = weight.plain(present())
+        if self._can_update_now(weight):
+            update = self._schedule.last_update(self.step)
+            if update is not None and weight.is_older_than(update):
+                self._gather(weight, present)
+                self._update_masks([weight], update)
+        elif weight.magnitudes is None and self.is_gathering(weight):
+            self._check_prepared()
+            self._gather(weight, present)
+
+    def is_gathering(self, weight: PrunedWeight) -> bool:
+        """Return True if the end of this step updates the mask of the weight."""
+        return weight.is_older_than(self._next_update)
+
+    def gather_for_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
+        """Gather data for the final mask of a weight in a file, which `prepare` alone makes.
+
+        Raises PruneError for an importance that is computed while a model runs.
+        """
+        if not weight.is_ready:
+            if self._options.uses_gradients or self._options.uses_inputs:
+                raise PruneError(
+                    f"importance={self._options.importance!r} is computed while a model runs, not of a file: "
+                    "prune the running model, and give tool.load_state_dict its state to write its masks"
+                )
+            self._in_file = self.is_calibrating
+            if weight.magnitudes is None:
+                weight.gather_magnitudes(present())
+
+    def _gather(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
+        """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again."""
+        value = present()
+        if weight.is_ready and not self._options.ranks_dropped:
+            weight.zero_regrown(present)
+            value = weight.transformed(self._tool, value)
+        weight.gather_magnitudes(value)
+        if self._options.importance == "sparsegpt":
+            weight.value = weight.plain(value) * 1
+
+    def _check_prepared(self) -> None:
+        """Raise PruneError if the first masks are due at step 0, and nothing was gathered for them."""
+        is_first = self._schedule.begin == self.step == 0 and not self.is_calibrating
+        if not is_first or any(weight.is_ready for weight in self._tool.weights):
+            return
+        importance = self._options.importance
+        if self._options.uses_gradients or self._options.uses_inputs:
+            raise PruneError(
+                f"importance={importance!r} is computed of {DATA_AND_REMEDY[importance]}, "
+                "or give begin=1: step 0 is dense then"
+            )
+        raise PruneError(
+            'scope="global" ranks all weights of the model, and the first masks are due before all weights '
+            "have been read: call tool.prepare(model, example), or give begin=1: step 0 is dense then"
+        )
+
+    def _can_update_now(self, weight: PrunedWeight) -> bool:
+        """Return True if the mask is computed from the weight's value alone, so that no step has to end."""
+        return self._options.uses_weight_alone and not (
+            self._options.regrow == "gradient" and weight.is_ready
+        )
+
+    @property
+    def _next_update(self) -> int | None:
+        """The update that the data of this step serve.
+
+        A calibration serves the update of the current step, a step that of the step after it.
+        """
+        return self._schedule.last_update(self.step + (not self.is_calibrating))
+
+    def _update_gathered_masks(self, update: int | None) -> None:
+        """Update the masks whose data the step has gathered."""
+        gathered = [weight for weight in self._tool.weights if weight.magnitudes is not None]
+        lacking = [weight for weight in gathered if self._lacks_data(weight)]
+        importance = self._options.importance
+        if self.is_calibrating and gathered and len(lacking) == len(gathered):
+            raise PruneError(
+                f"importance={importance!r} is computed of {DATA_AND_REMEDY[importance]}; none was finite"
+            )
+        reason = "none of its inputs was read" if self._options.uses_inputs else "it had no finite gradient"
+        for weight in gathered:
+            place = f"{weight.type} of {weight.name}"
+            if weight in lacking:
+                self._tool.weights.reasons[place] = reason
+            else:
+                self._tool.weights.reasons.pop(place, None)
+        gathered = [weight for weight in gathered if weight not in lacking]
+        if update is not None and gathered:
+            for group in [gathered] if self._options.is_global else [[weight] for weight in gathered]:
+                self._update_masks(group, update)
+        for weight in self._tool.weights:
+            weight.release_gathered()
+
+    def _lacks_data(self, weight: PrunedWeight) -> bool:
+        """Return True if the step has gathered no finite gradient, or no input, that the mask needs."""
+        regrows = self._options.regrow == "gradient" and weight.is_ready
+        return (
+            (regrows and weight.gradient is None)
+            or (self._options.uses_gradients and weight.product is None)
+            or (self._options.uses_inputs and weight.inputs is None)
+        )
+
+    def _update_masks(self, weights: Sequence[PrunedWeight], update: int) -> None:
+        """Update the masks of weights that share a budget."""
+        options, sparsity = self._options, self._schedule.sparsity_at(update)
+        for weight in weights:
+            weight.check_inputs()
+        if options.importance == "sparsegpt":
+            for weight in weights:
+                self._compensate(weight, sparsity, update)
+            return
+        importances = [self._importances(weight, update) for weight in weights]
+        if options.exchanges and all(weight.is_ready for weight in weights):
+            growth = [self._growth(weight, update) for weight in weights]
+            fraction = self._schedule.exchanged_share(update, options.fraction)
+            keep_masks = regrown_keep_masks(importances, growth, sparsity, fraction)
+        else:
+            keep_masks = options.keep_masks(importances, sparsity)
+        for weight, keep_mask in zip(weights, keep_masks, strict=True):
+            if options.regrow is None and weight.is_ready:
+                # Dropped elements rank lowest, but where sparsity falls some would return.
+                keep_mask = keep_mask & weight.keep_mask_like(keep_mask)
+            weight.set_mask(keep_mask, update)
+
+    def _importances(self, weight: PrunedWeight, update: int) -> Array:
+        """Return the importance of a weight's elements, the lowest of which are dropped."""
+        options = self._options
+        importances = scores(weight, options.importance, options.seed, update)
+        if options.pattern.n_m and weight.permutation is not None and not weight.is_ready:
+            importances = weight.choose_permutation(importances, *options.pattern.n_m)
+        return importances if options.ranks_dropped else weight.without_dropped(importances)
+
+    def _compensate(self, weight: PrunedWeight, sparsity: float, update: int) -> None:
+        """Prune a weight by SparseGPT: set its mask, and as offset the change of its kept elements."""
+        value = weight.ordered(weight.value)
+        if not is_finite(value):
+            raise PruneError(f"NaN or Inf in {weight.name}: importance='sparsegpt' is of finite numbers")
+        keep_mask, new_value = sparsegpt(value, weight.inputs, sparsity, self._options.pattern.n_m)
+        weight["offset"] = weight.restored((value - weight.like(new_value, value)) * keep_mask)
+        weight.set_mask(keep_mask, update)
+
+    def _growth(self, weight: PrunedWeight, update: int) -> Array:
+        """Return scores by which dropped elements come back."""
+        if self._options.regrow == "gradient":
+            return abs(weight.gradient)
+        return random_scores(weight, [self._options.seed, weight.number, update])

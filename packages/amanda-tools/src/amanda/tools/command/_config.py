@@ -40,25 +40,25 @@ class Config:
 
 def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
     """Return a file's content with the tools of the command line; raise SpecError if there is no tool."""
-    found = Config() if path is None else read_config(path)
-    found.tools = combined(found.tools, [ToolSpec.parse(text) for text in tools])
-    if not found.tools:
+    config = Config() if path is None else read_config(path)
+    config.tools = combined(config.tools, [ToolSpec.parse(text) for text in tools])
+    if not config.tools:
         raise SpecError(f"no tool is given: {such_as}, or --config FILE; `amanda tools` lists them")
-    return found
+    return config
 
 
 def read_config(path: Path) -> Config:
     """Return the content of a configuration file; raise SpecError if it is not valid."""
-    found = _parsed(path)
-    if not isinstance(found, Mapping):
+    content = _parsed(path)
+    if not isinstance(content, Mapping):
         raise SpecError(f"{path} has no keys; it has {' and '.join(_KEYS)}")
-    for key in found:
+    for key in content:
         if key not in _KEYS:
             raise SpecError(f"{path} has {key!r}; {did_you_mean(str(key), _KEYS)}")
-    output = found.get("output")
+    output = content.get("output")
     if output is not None and not isinstance(output, str):
         raise SpecError(f"{path}: output is {output!r}; give the path of a folder")
-    return Config(_tools(path, found.get("tools", {})), None if output is None else Path(output))
+    return Config(_tool_specs(path, content.get("tools", {})), None if output is None else Path(output))
 
 
 def _parsed(path: Path) -> Any:
@@ -79,20 +79,22 @@ def _parsed(path: Path) -> Any:
     raise SpecError(f"{path} is neither .toml nor .yaml")
 
 
-def _tools(path: Path, found: Any) -> list[ToolSpec]:
+def _tool_specs(path: Path, tools: Any) -> list[ToolSpec]:
     """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`."""
-    if isinstance(found, Mapping):
-        tables = {name: one or {} for name, one in found.items()}
-        found = [{**one, "name": name} if isinstance(one, Mapping) else one for name, one in tables.items()]
-    if not isinstance(found, list):
-        raise SpecError(f"{path}: tools is {found!r}; give a table of tools by name, or a list")
+    if isinstance(tools, Mapping):
+        tables = {name: table or {} for name, table in tools.items()}
+        tools = [
+            {**table, "name": name} if isinstance(table, Mapping) else table for name, table in tables.items()
+        ]
+    if not isinstance(tools, list):
+        raise SpecError(f"{path}: tools is {tools!r}; give a table of tools by name, or a list")
     specs = []
-    for one in found:
-        if isinstance(one, str):
-            specs.append(ToolSpec.parse(one))
-        elif isinstance(one, Mapping) and isinstance(one.get("name"), str):
-            given = {str(key): value for key, value in one.items() if key != "name"}
-            specs.append(ToolSpec(one["name"], given))
+    for tool in tools:
+        if isinstance(tool, str):
+            specs.append(ToolSpec.parse(tool))
+        elif isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
+            options = {str(key): value for key, value in tool.items() if key != "name"}
+            specs.append(ToolSpec(tool["name"], options))
         else:
-            raise SpecError(f"{path}: {one!r} among the tools is neither a name nor a table with a name")
+            raise SpecError(f"{path}: {tool!r} among the tools is neither a name nor a table with a name")
     return specs

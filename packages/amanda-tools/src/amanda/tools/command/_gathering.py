@@ -93,46 +93,48 @@ class Gathering:
         """
         self._lost = []
         folder = Path(self._handed.folder)
-        others = self._others(folder)
+        results = self._read_results(folder)
         if not self._handed.quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
         teller = Teller(self._handed.quiet, self._handed.full)
-        expected = max((one["ranks"] for one in others.values()), default=0)
-        missing = missing_ranks(others, expected) if expected else []  # ranks of other hosts are not known
+        expected = max((result["ranks"] for result in results.values()), default=0)
+        missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known
         for index, tooling in enumerate(self._tools):
-            theirs = {label: one["tools"][index] for label, one in others.items() if one["tools"][index]}
+            theirs = {
+                label: result["tools"][index] for label, result in results.items() if result["tools"][index]
+            }
             try:
-                self._tell(teller, tooling, theirs, missing, saw_op)
+                self._report_tool(teller, tooling, theirs, missing, saw_op)
             except Exception as error:  # the other tools' results are printed
                 self._lose(tooling, error)
-        teller.say(*_each_once(self._messages, others, "messages"))
+        teller.say(*_sentences_once(self._messages, results, "messages"))
         killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
-        teller.say(*dict.fromkeys([*_each_once(self._lost, others, "lost"), *killed]), anyway=True)
+        teller.say(*dict.fromkeys([*_sentences_once(self._lost, results, "lost"), *killed]), anyway=True)
         if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _others(self, folder: Path) -> dict[str, Any]:
+    def _read_results(self, folder: Path) -> dict[str, Any]:
         """Return what other processes left, by their labels; note what cannot be read."""
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem)):
             try:
                 with reading(path.stat().st_size + _MORE):  # of this program, whatever it comes to
-                    found[path.stem] = read_json(path, "file of a process's results", self._left_by_other)
+                    results[path.stem] = read_json(path, "file of a process's results", self._checked_results)
             except (AmandaError, OSError) as error:
                 self._lost.append(f"the results of {path.stem} are lost: {error}")
-        return found
+        return results
 
-    def _left_by_other(self, found: Any) -> Any:
-        if len(found["tools"]) != len(self._tools) or not isinstance(found["ranks"], int):
+    def _checked_results(self, content: Any) -> Any:
+        if len(content["tools"]) != len(self._tools) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")
-        if any({"saved", "result", "text"} - told.keys() for told in found["tools"] if told):
+        if any({"saved", "result", "text"} - result.keys() for result in content["tools"] if result):
             raise ValueError("a result in it lacks something")
         for key in ("messages", "lost"):
-            found[key] = list(map(str, found[key]))
-        return found
+            content[key] = list(map(str, content[key]))
+        return content
 
-    def _tell(
+    def _report_tool(
         self,
         teller: Teller,
         tooling: Tooling,
@@ -150,26 +152,26 @@ class Gathering:
         if result is None:
             return
         if theirs and can_merge(result):
-            parts = {label: restored(one["result"], result) for label, one in theirs.items()}
+            parts = {label: restored(other["result"], result) for label, other in theirs.items()}
             if saw_op:
                 parts = {self._label: result, **parts}
-            own = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
+            own_path = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
             merged = merge(parts, missing)
             saved = self._save(tooling, merged, self._suffix)
             if len(labels) > 1:
                 teller.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
             teller.show(merged)
-            teller.say_saved(name, saved, *own, *(one["saved"] for one in theirs.values()))
+            teller.say_saved(name, saved, *own_path, *(other["saved"] for other in theirs.values()))
             return
         if saw_op:
             saved = self._save(tooling, result, self._label if theirs else self._suffix)
             teller.show(result)
             teller.say_saved(name, saved)
-        for label, one in theirs.items():  # they cannot be merged
+        for label, other in theirs.items():  # they cannot be merged
             teller.say(f"{name} of {label}")
-            if one["text"] is not None:
-                teller.show(one["text"])
-            teller.say_saved(name, one["saved"])
+            if other["text"] is not None:
+                teller.show(other["text"])
+            teller.say_saved(name, other["saved"])
 
     def _save(self, tooling: Tooling, result: Any, label: str) -> str | None:
         """Save a result, with the process's label in the file's name; return the path, None without one."""
@@ -217,11 +219,11 @@ class Teller:
         is_table = self._console.is_terminal and not self._full and not isinstance(result, str)
         self._print(result if is_table else rich.text.Text(as_text(result, self._full)))
 
-    def _print(self, told: Any, anyway: bool = False) -> None:
+    def _print(self, content: Any, anyway: bool = False) -> None:
         if not self._is_there or (self._quiet and not anyway):
             return
         try:
-            self._console.print(told, soft_wrap=isinstance(told, rich.text.Text))
+            self._console.print(content, soft_wrap=isinstance(content, rich.text.Text))
         except (OSError, ValueError):  # the reader has gone
             self._is_there = False
 
@@ -239,6 +241,6 @@ def tell_of_others(handed: Handed) -> None:
         Teller().say(f"the results are lost: {type(error).__name__}: {error}")
 
 
-def _each_once(own: Iterable[str], others: Mapping[str, Any], key: str) -> list[str]:
+def _sentences_once(sentences: Iterable[str], results: Mapping[str, Any], key: str) -> list[str]:
     """Return the sentences of this process and of others, each once."""
-    return list(dict.fromkeys([*own, *(text for one in others.values() for text in one[key])]))
+    return list(dict.fromkeys([*sentences, *(text for result in results.values() for text in result[key])]))

@@ -38,14 +38,14 @@ _STEPS = {"start", "end", "frequency"}
     "states",
     multiple=True,
     metavar="[TOOL=]FILE",
-    help="What a tool learnt: .npz, .safetensors, .json.",
+    help="Saved state of a tool (scales, masks): .npz, .safetensors, .json.",
 )
 @click.option(
     "--report", type=path_to_write(*_FORMS), metavar="FILE", help=f"What was done, as {', '.join(_FORMS)}."
 )
 @limit_option
 @click.option("-f", "--force", is_flag=True, help="Replace OUT.")
-@click.option("-q", "--quiet", is_flag=True, help="Do not tell what was done.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no summary.")
 def _command(
     model: Path,
     tools: Sequence[str],
@@ -69,8 +69,8 @@ def _command(
     specs = configured(config, tools, such_as="-t prune").tools
     for spec in specs:
         if steps := _STEPS & spec.given.keys():
-            chosen = ", ".join(sorted(steps))
-            raise SpecError(f"tool {spec.name}: {chosen} chooses steps, and a file has none")
+            selectors = ", ".join(sorted(steps))
+            raise SpecError(f"tool {spec.name}: {selectors} chooses steps, and a file has none")
     toolings = made(specs)
     load_states(states, toolings)
     with _ended_by_signal():
@@ -82,11 +82,11 @@ def _command(
     results: list[Any] = [getattr(one.tool, "result", None) for one in toolings]
     for one in (*(one for one in results if isinstance(one, Result) and one.rows()), result):
         teller.show(one)
-    for tooling, own in zip(toolings, results, strict=True):
+    for tooling, tool_result in zip(toolings, results, strict=True):
         if tooling.out is not None:
             with naming(tooling.out):
                 tooling.out.parent.mkdir(parents=True, exist_ok=True)
-            own.save(tooling.out)
+            tool_result.save(tooling.out)
     if report is not None:
         result.save(report)
     sys.stdout.write(f"{output}\n")
@@ -115,14 +115,14 @@ def _ended_by_signal() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
+def load_states(texts: Sequence[str], toolings: Sequence[Tooling]) -> None:
     """Load the state of tools from "TOOL=FILE", or from "FILE" if there is one tool.
 
     A tool's own `load` reads the file; without one, `load_state_dict` takes the arrays of the file.
     Raises SpecError for a file that cannot be read, and for an unknown tool.
     """
     named = {tooling.name: tooling for tooling in toolings}
-    for text in given:
+    for text in texts:
         name, equals, file = text.partition("=")
         if not equals or name not in named:
             file, name = (text, toolings[0].name) if len(toolings) == 1 else (file, name)
@@ -136,10 +136,10 @@ def load_states(given: Sequence[str], toolings: Sequence[Tooling]) -> None:
             else:
                 tool.load_state_dict(read_arrays(path))
         except Exception as error:  # of what a crafted file tells, too
-            told = str(error)
-            if path.name not in told:
-                told = f"{path} is no state of {name} that can be read: {told}"
-            raise SpecError(f"--state {text}: {told}") from error
+            reason = str(error)
+            if path.name not in reason:
+                reason = f"{path} is no state of {name} that can be read: {reason}"
+            raise SpecError(f"--state {text}: {reason}") from error
 
 
 def read_arrays(path: Path) -> Mapping[str, Any]:
@@ -176,10 +176,11 @@ class InstrumentedResult(Result):
         """Return types and tools with their numbers of routines; stored ones are counted as stored alone."""
         done = self._done.inlined
         counted = Counter(
-            (one.type, one.tool, "stored" if one.stored else _WHERE[one.action]) for one in done
+            (routine.type, routine.tool, "stored" if routine.stored else _WHERE[routine.action])
+            for routine in done
         )
         places = [column.name for column in self.columns[2:]]
-        kinds = dict.fromkeys((one.type, one.tool) for one in done)
+        kinds = dict.fromkeys((routine.type, routine.tool) for routine in done)
         return [(type, tool, *(counted[type, tool, place] for place in places)) for type, tool in kinds]
 
     def notes(self) -> Sequence[str]:
@@ -197,8 +198,9 @@ class InstrumentedResult(Result):
         """Return the paths of both files, and each routine."""
         return {
             "model": str(self._model), "out": str(self._done.path), "kind": self._done.kind,
-            "analysed": self._done.analysed, "routines": [one._asdict() for one in self._done.inlined],
-            "left": [one._asdict() for one in self._done.left],
+            "analysed": self._done.analysed,
+            "routines": [routine._asdict() for routine in self._done.inlined],
+            "left": [skipped._asdict() for skipped in self._done.left],
         }  # fmt: skip
 
 

@@ -43,13 +43,13 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
     path = Path(first)
     if path.is_dir() or (path.is_file() and _is_script(path)):
         return [sys.executable, *program], True
-    found = first if path.is_file() else shutil.which(first)
-    if found is None:
-        scripts = {one.stem: one for one in path.parent.glob("*.py")}
+    executable = first if path.is_file() else shutil.which(first)
+    if executable is None:
+        scripts = {script.stem: script for script in path.parent.glob("*.py")}
         near = get_close_matches(path.stem, scripts, n=1)
         hint = f"did you mean {scripts[near[0]]}?" if near else ""
         raise SpecError(f"there is no {first!r}; {hint or _GIVE}")
-    return [found, *program[1:]], is_python(Path(found))
+    return [executable, *program[1:]], is_python(Path(executable))
 
 
 def launch(

@@ -38,21 +38,21 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
     try:
         return int(command.main(list(arguments), name, standalone_mode=False, **_HELP) or 0)
     except click.Abort:  # click converts KeyboardInterrupt
-        return _said(name, "interrupted", 130)
+        return _report_error(name, "interrupted", 130)
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except AmandaError as error:
-        return _said(name, str(error), 2 if isinstance(error, _USAGE) else failure, error)
+        return _report_error(name, str(error), 2 if isinstance(error, _USAGE) else failure, error)
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         if error.filename is None and isinstance(error, FileNotFoundError):
             where = "the working directory has been deleted: "
-        return _said(name, f"{where}{error.strerror or error}", failure)
+        return _report_error(name, f"{where}{error.strerror or error}", failure)
     except Exception as error:
         if not _notes(error):  # no tool raised it
             raise
-        return _said(name, f"{type(error).__name__}: {error}", failure, error)
+        return _report_error(name, f"{type(error).__name__}: {error}", failure, error)
 
 
 def save_option(*forms: str) -> Callable[[Any], Any]:
@@ -72,9 +72,9 @@ def tool_option(told: str) -> Callable[[Any], Any]:
 
 def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--compiled`, passed as `compiled`."""
-    told = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
+    text = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
     kind = click.Choice(["eager", "instrument"])
-    return click.option("--compiled", type=kind, default="eager", help=told)(command)
+    return click.option("--compiled", type=kind, default="eager", help=text)(command)
 
 
 class OptionType(click.ParamType[Any]):
@@ -94,19 +94,19 @@ class _Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = _SIZE.fullmatch(str(value).strip())
-        if found is None:
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
             self.fail(f"{value!r} is no size such as 500MB or 4GB", param, ctx)
-        return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+        return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
 
 def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--limit SIZE`: the size of the largest file that the command reads."""
 
     @functools.wraps(command)
-    def limited(limit: int | None, **given: Any) -> Any:
+    def limited(limit: int | None, **options: Any) -> Any:
         with reading(limit):
-            return command(**given)
+            return command(**options)
 
     return click.option(
         "--limit", type=_Size(), metavar="SIZE",
@@ -134,7 +134,7 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
     return read
 
 
-def _said(name: str, text: str, status: int, error: BaseException | None = None) -> int:
+def _report_error(name: str, text: str, status: int, error: BaseException | None = None) -> int:
     with suppress(OSError):  # a file on the full disk that the message is about, perhaps
         sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
     return status
@@ -156,11 +156,11 @@ def function_of(named: str) -> Callable[[], Any]:
     if path.suffix == ".py" and not path.is_file():
         raise SpecError(f"there is no file {where}")
     module = _loaded(path) if path.suffix == ".py" else _imported(where)
-    found = getattr(module, name, None)
-    if not callable(found):
-        own = [key for key, value in vars(module).items() if isfunction(value)]
-        raise SpecError(f"{where} has no function {name!r}; {did_you_mean(name, own)}")
-    evaluate: Callable[[], Any] = found
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if isfunction(value)]
+        raise SpecError(f"{where} has no function {name!r}; {did_you_mean(name, functions)}")
+    evaluate: Callable[[], Any] = function
     return evaluate
 
 

@@ -45,14 +45,14 @@ class Option:
         """True if text can be converted to the option's type."""
         return _is_readable(self.type)
 
-    def read(self, given: Given) -> Any:
+    def read(self, value: Given) -> Any:
         """Return the value; raise Unreadable, which names the expected type."""
-        return read(given, self.type)
+        return read(value, self.type)
 
     def __str__(self) -> str:
         if not self.readable:
             return f"{self.name}, and {_NOT_TEXT}"
-        default = "" if self.default is REQUIRED else f" = {_shown(self.default)}"
+        default = "" if self.default is REQUIRED else f" = {_default_text(self.default)}"
         return f"{self.name}: {kind_of(self.type).text}{default}"
 
 
@@ -64,32 +64,32 @@ def options_of(kind: Callable[..., Any]) -> dict[str, Option]:
     }
 
 
-def read(given: Given, annotation: Any) -> Any:
+def read(value: Given, annotation: Any) -> Any:
     """Return a value of a type, from text or from a value of a configuration file. Raises Unreadable."""
-    value, kind = _converted(given, annotation), kind_of(annotation)
+    converted, kind = _convert(value, annotation), kind_of(annotation)
     try:
-        return kind.accept(value)
+        return kind.accept(converted)
     except Mismatch as mismatch:
         raise _unreadable(annotation, str(mismatch)) from None
 
 
-def _converted(given: Given, annotation: Any) -> Any:
+def _convert(value: Given, annotation: Any) -> Any:
     plain = _plain(annotation)
     origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
-        return _read_first(given, members, annotation)
+        return _read_first(value, members, annotation)
     if origin is Literal:
-        return _read_literal(given, members, annotation)
+        return _read_literal(value, members, annotation)
     if _is_list(plain):
-        return _read_list(given, origin or plain, members, annotation)
-    if isinstance(given, (list, tuple)):
-        if len(given) != 1:
+        return _read_list(value, origin or plain, members, annotation)
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
             raise Unreadable(f"expected {kind_of(annotation).text}, not several values")
-        given = given[0]
+        value = value[0]
     if plain not in _READERS:
         raise Unreadable(_NOT_TEXT)
     try:
-        return _READERS[plain](given)
+        return _READERS[plain](value)
     except (ValueError, TypeError, KeyError):
         raise _unreadable(annotation) from None
 
@@ -100,69 +100,69 @@ def _unreadable(annotation: Any, why: str = "") -> Unreadable:
     return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
 
 
-def _read_first(given: Given, members: Sequence[Any], annotation: Any) -> Any:
+def _read_first(value: Given, members: Sequence[Any], annotation: Any) -> Any:
     # Text is tried last: 1 and none may be values of another type.
-    for member in sorted(members, key=lambda one: _plain(one) is str):
+    for member in sorted(members, key=lambda kind: _plain(kind) is str):
         with suppress(Unreadable):
-            return read(given, member)
+            return read(value, member)
     raise _unreadable(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
 
 
-def _read_literal(given: Given, members: Sequence[Any], annotation: Any) -> Any:
-    if isinstance(given, list) and len(given) == 1:
-        (given,) = given
+def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
     for member in members:
-        if given == member or (isinstance(given, str) and given == str(member)):
+        if value == member or (isinstance(value, str) and value == str(member)):
             return member
-    near = get_close_matches(str(given), list(map(str, members)), n=1)
+    near = get_close_matches(str(value), list(map(str, members)), n=1)
     expected = f"expected {kind_of(annotation).text}"
     raise Unreadable(expected + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _read_list(given: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
-    inner = _inner(members)
+def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
+    inner = _element_type(members)
     texts: list[Any] = []
-    for one in [given] if isinstance(given, str) or not isinstance(given, Sequence) else given:
+    for text in [value] if isinstance(value, str) or not isinstance(value, Sequence) else value:
         # 1e+5 is one number.
         pattern = r"(?<![eE])\+" if _plain(inner) is float else r"\+"
-        texts += re.split(pattern, one) if isinstance(one, str) else [one]
+        texts += re.split(pattern, text) if isinstance(text, str) else [text]
     try:
         values = [read(text, inner) for text in texts if text != ""]
     except Unreadable:
         raise Unreadable(f"expected {kind_of(annotation).text} (a+b)") from None
-    made = origin if origin in (list, tuple, set, frozenset) else list
-    return made(values)
+    container = origin if origin in (list, tuple, set, frozenset) else list
+    return container(values)
 
 
-def _bool(given: Any) -> bool:
-    return given if isinstance(given, bool) else _TRUTH[_str(given).lower()]
+def _bool(value: Any) -> bool:
+    return value if isinstance(value, bool) else _TRUTH[_str(value).lower()]
 
 
-def _int(given: Any) -> int:
-    if isinstance(given, bool) or (isinstance(given, float) and not given.is_integer()):
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
-    return int(given, 0) if isinstance(given, str) else int(given)
+    return int(value, 0) if isinstance(value, str) else int(value)
 
 
-def _float(given: Any) -> float:
-    if isinstance(given, bool):
+def _float(value: Any) -> float:
+    if isinstance(value, bool):
         raise TypeError
-    return float(given)
+    return float(value)
 
 
-def _none(given: Any) -> None:
-    if given is not None and _str(given).lower() != "none":
+def _none(value: Any) -> None:
+    if value is not None and _str(value).lower() != "none":
         raise ValueError
 
 
-def _str(given: Any) -> str:
-    if not isinstance(given, str):
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
         raise TypeError
-    return given
+    return value
 
 
-def _path(given: Any) -> Path | str:
-    return Path(given).expanduser() if _str(given) else ""  # Path("") would be the working directory
+def _path(value: Any) -> Path | str:
+    return Path(value).expanduser() if _str(value) else ""  # Path("") would be the working directory
 
 
 _READERS: Mapping[Any, Callable[[Any], Any]] = {
@@ -176,18 +176,19 @@ def _plain(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def _inner(members: Sequence[Any]) -> Any:
+def _element_type(members: Sequence[Any]) -> Any:
     """Return the type of the elements of a list."""
-    return next((one for one in members if one is not Ellipsis), str)
+    return next((member for member in members if member is not Ellipsis), str)
 
 
 def _is_readable(annotation: Any) -> bool:
     plain = _plain(annotation)
     origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
-        return any(_is_readable(one) for one in members if one is not type(None))
+        return any(_is_readable(member) for member in members if member is not type(None))
     if _is_list(plain):
-        return all(_is_readable(one) and not _is_list(_plain(one)) for one in members if one is not Ellipsis)
+        elements = [member for member in members if member is not Ellipsis]
+        return all(_is_readable(element) and not _is_list(_plain(element)) for element in elements)
     return origin is Literal or plain in _READERS
 
 
@@ -202,7 +203,7 @@ def _guess(option: options.Option) -> Any:
     return type(option.default) if type(option.default) in _READERS and option.default is not None else str
 
 
-def _shown(value: Any) -> str:
+def _default_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

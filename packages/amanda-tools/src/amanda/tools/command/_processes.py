@@ -64,8 +64,8 @@ class Handed:
     def put(self, environment: MutableMapping[str, str]) -> None:
         """Write the settings into an environment, with the folder of `sitecustomize` first on PYTHONPATH."""
         environment[VARIABLE] = json.dumps(asdict(self))
-        others = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
-        environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, others)])
+        paths = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
+        environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, paths)])
         environment.pop(PROCESS, None)
 
     @classmethod
@@ -75,7 +75,7 @@ class Handed:
 
     def toolings(self) -> list[Tooling]:
         """Return new tools for one process."""
-        return made(ToolSpec(name, given) for name, given in self.tools)
+        return made(ToolSpec(name, options) for name, options in self.tools)
 
 
 def nothing(tool: str, frameworks: Sequence[str]) -> str:
@@ -115,8 +115,8 @@ def process_label(handed: Handed) -> str:
     else:
         label = "main"
     if not label.startswith("rank") and (Path(handed.folder) / f"{label}.json").exists():
-        found = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
-        label = f"{label}.restart{found + 1}"
+        restarts = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
+        label = f"{label}.restart{restarts + 1}"
     os.environ[PROCESS] = label
     return label
 
@@ -131,16 +131,16 @@ def missing_ranks(labels: Iterable[str], ranks: int | None = None) -> list[str]:
 
     ranks: the number of ranks; None for up to the highest one that has a label.
     """
-    found: dict[str, set[int]] = {}
+    ranks_by_restart: dict[str, set[int]] = {}
     for match in filter(None, map(_RANK.fullmatch, labels)):
-        found.setdefault(match[2] or "", set()).add(int(match[1]))
-    if ranks and not found:
-        found[""] = set()
+        ranks_by_restart.setdefault(match[2] or "", set()).add(int(match[1]))
+    if ranks and not ranks_by_restart:
+        ranks_by_restart[""] = set()
     return [
         f"rank{rank}{restart}"
-        for restart, known in found.items()
-        for rank in range(ranks or max(known) + 1)
-        if rank not in known
+        for restart, numbers in ranks_by_restart.items()
+        for rank in range(ranks or max(numbers) + 1)
+        if rank not in numbers
     ]
 
 
@@ -161,10 +161,10 @@ def folder_of_ranks() -> str | None:
             FileExistsError
         ):  # a rank was first, or somebody else who may use the folder has the name
             folder.mkdir(mode=0o700)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:  # no temporary folder can be written to, or somebody has removed it
         return None
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return str(folder) if ours else None
 
 

@@ -70,7 +70,7 @@ class Session:
         self._handed, self._pid, self._saw_op, self._saving = handed, os.getpid(), False, None
         self._leaving = threading.RLock()
         self._label = process_label(handed)
-        self._gathering = Gathering(handed, tools, Messages().told, self._label)
+        self._gathering = Gathering(handed, tools, Messages().texts, self._label)
         self._has_failed = False
         self._rank: Rank | None = None
         if handed.together and self._pid == handed.root:
@@ -171,7 +171,7 @@ class Messages(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.told: list[str] = []
+        self.texts: list[str] = []
         logger = logging.getLogger("amanda")
         logger.handlers[:] = [one for one in logger.handlers if not isinstance(one, Messages)]
         logger.addHandler(self)
@@ -180,5 +180,5 @@ class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Collect a message that is new."""
         message = record.getMessage()
-        if message not in self.told and len(self.told) < _MESSAGES:
-            self.told.append(message)
+        if message not in self.texts and len(self.texts) < _MESSAGES:
+            self.texts.append(message)

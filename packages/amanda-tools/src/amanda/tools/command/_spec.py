@@ -23,8 +23,8 @@ from amanda.tools.select import Phase, Selection
 from amanda.tools.steps import Steps, Window
 
 SELECTORS: Mapping[str, Option] = {
-    one.name: one
-    for one in (
+    option.name: option
+    for option in (
         Option("type", list[str], None), Option("module", list[str], None),
         Option("exclude", list[str], None), Option("phase", Phase | None, None), Option("start", int, 0),
         Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
@@ -70,28 +70,28 @@ class ToolSpec:
     @classmethod
     def parse(cls, text: str) -> ToolSpec:
         """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes."""
-        name, _, rest = text.partition(":")
+        name, _, options_text = text.partition(":")
         if not name.strip():
             raise SpecError(f"{text!r} names no tool; give TOOL or TOOL:option=value,...")
-        splitter = shlex.shlex(rest, posix=True)
+        splitter = shlex.shlex(options_text, posix=True)
         splitter.whitespace, splitter.whitespace_split, splitter.commenters = ",", True, ""
         splitter.escape = ""
         try:
             parts = list(splitter)
         except ValueError:
             raise SpecError(f"{text!r} has a quotation mark without its twin") from None
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for part in parts:
             option, equals, value = part.partition("=")
-            given.setdefault(option.strip(), []).append(value if equals else "true")
-        return cls(name.strip(), given)
+            options.setdefault(option.strip(), []).append(value if equals else "true")
+        return cls(name.strip(), options)
 
     def __str__(self) -> str:
-        given = [
+        options = [
             f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
             for name, value in self.given.items()
         ]
-        return f"{self.name}:{','.join(given)}" if given else self.name
+        return f"{self.name}:{','.join(options)}" if options else self.name
 
     def make(self, steps: Steps) -> Tooling:
         """Return a new tool, restricted to its selection.
@@ -101,33 +101,35 @@ class ToolSpec:
         """
         kind = _class(self.name)
         options = options_of(kind)
-        values = {name: self._read(name, given, options) for name, given in self.given.items()}
-        missing = [str(one) for one in options.values() if one.default is REQUIRED and one.name not in values]
+        values = {name: self._read(name, value, options) for name, value in self.given.items()}
+        required = [option for option in options.values() if option.default is REQUIRED]
+        missing = [str(option) for option in required if option.name not in values]
         if missing:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
-        chosen = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
+        selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
         try:
             tool = kind(**values)
-            selected = {key: chosen[key] for key in ("type", "module", "exclude", "phase") if key in chosen}
-            selection = Selection(**selected)
+            keys = selectors.keys() & {"type", "module", "exclude", "phase"}
+            selection = Selection(**{key: selectors[key] for key in keys})
             window = None
-            if {"start", "end", "frequency"} & chosen.keys():
-                window = Window(steps, chosen.get("start", 0), chosen.get("end"), chosen.get("frequency", 1))
+            if {"start", "end", "frequency"} & selectors.keys():
+                start, frequency = selectors.get("start", 0), selectors.get("frequency", 1)
+                window = Window(steps, start, selectors.get("end"), frequency)
         except (AmandaError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
         if not isinstance(tool, amanda.Tool):
             kind = type(tool).__name__
             raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
-        _check_suffix(self.name, tool, chosen.get("out"))
+        _check_suffix(self.name, tool, selectors.get("out"))
         selection.let(tool)
         if window is not None:
             window.let(tool)
-        return Tooling(self.name, tool, chosen.get("out"), chosen.get("phase"))
+        return Tooling(self.name, tool, selectors.get("out"), selectors.get("phase"))
 
     def _read(self, name: str, given: Given, options: Mapping[str, Option]) -> Any:
         option = options.get(name) or SELECTORS.get(name)
         if option is None:
-            raise SpecError(f"tool {self.name} has no option {name!r}; {_known(name, options)}")
+            raise SpecError(f"tool {self.name} has no option {name!r}; {_known_options(name, options)}")
         try:
             return option.read(given)
         except Unreadable as error:
@@ -141,10 +143,10 @@ def split_tools(word: str) -> list[str]:
     A comma begins a tool where the name of a registered tool, alone or with a colon, follows; elsewhere the
     comma stands between options.
     """
-    known = {plugin.name for plugin in amanda.list_tools()}
+    registered = {plugin.name for plugin in amanda.list_tools()}
     specs: list[str] = []
     for part in word.split(","):
-        if specs and ":" in specs[-1] and part.partition(":")[0] not in known:
+        if specs and ":" in specs[-1] and part.partition(":")[0] not in registered:
             specs[-1] += f",{part}"
         else:
             specs.append(part)
@@ -153,11 +155,11 @@ def split_tools(word: str) -> list[str]:
 
 def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
-    specs = [ToolSpec(one.name, dict(one.given)) for one in first]
-    known = {spec.name: spec for spec in reversed(specs)}
+    specs = [ToolSpec(spec.name, dict(spec.given)) for spec in first]
+    specs_by_name = {spec.name: spec for spec in reversed(specs)}
     for spec in second:
-        if spec.name in known:
-            known.pop(spec.name).given.update(spec.given)
+        if spec.name in specs_by_name:
+            specs_by_name.pop(spec.name).given.update(spec.given)
         else:
             specs.append(spec)
     return specs
@@ -211,5 +213,5 @@ def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
         raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
 
 
-def _known(name: str, options: Mapping[str, Option]) -> str:
+def _known_options(name: str, options: Mapping[str, Option]) -> str:
     return did_you_mean(name, {*(one.name for one in options.values() if one.readable), *SELECTORS})

@@ -40,37 +40,41 @@ def strip(error: BaseException | None) -> None:
 
     Exceptions of tools and of Amanda itself keep the frames; interrupts lose them wherever they were raised.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [error]
     while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+        link = waiting.pop()
+        if link is None or id(link) in visited:
             continue
-        seen.add(id(one))
-        interrupt = isinstance(one, KeyboardInterrupt)
-        notes = getattr(one, "__notes__", [])
+        visited.add(id(link))
+        interrupt = isinstance(link, KeyboardInterrupt)
+        notes = getattr(link, "__notes__", [])
         if interrupt and notes:
             notes[:] = [note for note in notes if not note.startswith("[amanda]")]
         if interrupt or not any(note.startswith("[amanda]") for note in notes):
-            one.__traceback__ = _stripped(one.__traceback__, interrupt)
-        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+            link.__traceback__ = _without_our_frames(link.__traceback__, interrupt)
+        waiting += [
+            link.__cause__,
+            link.__context__,
+            *getattr(link, "exceptions", ()),
+        ]
 
 
-def _stripped(trace: TracebackType | None, all_of_ours: bool) -> TracebackType | None:
-    kept: list[TracebackType] = []
+def _without_our_frames(trace: TracebackType | None, all_of_ours: bool) -> TracebackType | None:
+    remaining: list[TracebackType] = []
     ours: list[TracebackType] = []
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith(_HOMES):
             ours.append(trace)
         else:
-            kept += [] if all_of_ours or _calls_op(ours) else ours
-            kept.append(trace)
+            remaining += [] if all_of_ours or _calls_op(ours) else ours
+            remaining.append(trace)
             ours = []
         trace = trace.tb_next
-    kept += [] if all_of_ours or _calls_op(ours) else ours
-    for one, after in zip(kept, [*kept[1:], None], strict=False):
-        one.tb_next = after
-    return kept[0] if kept else None
+    remaining += [] if all_of_ours or _calls_op(ours) else ours
+    for frame, after in zip(remaining, [*remaining[1:], None], strict=False):
+        frame.tb_next = after
+    return remaining[0] if remaining else None
 
 
 def _calls_op(frames: list[TracebackType]) -> bool:

@@ -70,6 +70,7 @@ class CoverageTool(amanda.Tool):
             context.insert_before_backward_op(self._count_call, grad_outputs=[], place=place)
 
     def _op_coverage(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> OpCoverage:
+        """Return the counts of an op, new ones at its first analysis."""
         places = self._eager_ops if context.get("modules") else self._graph_ops
         if op not in places:
             where = (context.get_scope(), context.get_source(), context.get("model", ""))
@@ -83,6 +84,7 @@ class CoverageTool(amanda.Tool):
 
     @amanda.observer
     def _count_in_module(self, place: OpCoverage, modules: ModuleFinder, run: dict[str, Any]) -> None:
+        """Count an execution, and add the op to the open call of its module."""
         place.calls += 1
         frame = modules.innermost_frame(sys._getframe(1))
         if frame is None:
@@ -215,6 +217,7 @@ _keras_codes: dict[str, CodeType] = {}
 
 
 def _keras_call_codes() -> frozenset[CodeType]:
+    """Return the code of `Layer.__call__` of each imported Keras."""
     for module, name in _LAYER_CLASSES:
         if module not in _keras_codes and (layer := getattr(sys.modules.get(module), name, None)) is not None:
             if module.startswith("keras."):

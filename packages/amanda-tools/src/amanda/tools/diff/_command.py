@@ -12,8 +12,7 @@ import click
 from amanda.errors import printable
 from amanda.options import NonNegativeFloat
 from amanda.tools.command import OptionType, SpecError, exit_status, function_of, limit_option, save_option
-from amanda.tools.diff._bundle import opened
-from amanda.tools.diff._diff import By, diff
+from amanda.tools.diff._diff import By, diff, open_bundle
 from amanda.tools.diff._programs import MAX_BYTES, Command
 from amanda.tools.diff._run import Compiled, Run, Source
 from amanda.tools.diff._runs import Control
@@ -95,10 +94,10 @@ def _command(
     """
     if python_b is not None and line_b is None:
         raise SpecError("--python-b is the interpreter of the program of --b, which is not given")
-    with opened(bundle) as bundled:
+    with open_bundle(bundle) as bundled:
         sides = [
-            _side(*given, "ab"[i], compiled, bundled)
-            for i, given in enumerate([(a, line_a, None), (b, line_b, python_b)])
+            _side(*sources, "ab"[i], compiled, bundled)
+            for i, sources in enumerate([(a, line_a, None), (b, line_b, python_b)])
         ]
         zipped = [path for path in files if path.suffix == ".zip"]
         if len(zipped) > 1:
@@ -126,7 +125,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _side(
-    given: str | None,
+    source: str | None,
     line: str | None,
     python: str | None,
     side: str,
@@ -135,39 +134,39 @@ def _side(
 ) -> Source:
     """Return a path, a function where there is no such path, a program, or a run of a bundle."""
     if line is not None:
-        if given is not None:
-            raise SpecError(f"{side} is given twice: as {given}, and as --{side} {line!r}")
+        if source is not None:
+            raise SpecError(f"{side} is given twice: as {source}, and as --{side} {line!r}")
         return Command(line, compiled or "instrument", MAX_BYTES, python or sys.executable)
-    if given is None:
+    if source is None:
         if side not in bundled:
             raise SpecError(f"{side} is missing; give two runs, or --a and --b")
         return bundled[side]
-    path = Path(given)
-    return path if path.exists() or ":" not in given else function_of(given)
+    path = Path(source)
+    return path if path.exists() or ":" not in source else function_of(source)
 
 
-def _control(given: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
+def _control(option: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
     """Return the control that is asked for, and by default float64 for a program."""
-    if given is None:
+    if option is None:
         return "auto" if is_program else bundled.get("control")
-    return None if given == "none" else given if given in get_args(Control) else Path(given)
+    return None if option == "none" else option if option in get_args(Control) else Path(option)
 
 
-def _mapping(given: Sequence[str]) -> dict[str, str] | None:
+def _mapping(options: Sequence[str]) -> dict[str, str] | None:
     """Return pairs, and those of files; None where nothing is given."""
-    found: dict[str, str] = {}
-    for one in given:
-        name, equals, other = one.partition("=")
+    names: dict[str, str] = {}
+    for option in options:
+        name, equals, other_name = option.partition("=")
         if equals:
-            found[name] = other
-        elif not Path(one).is_file():
-            raise SpecError(f"--map {one} is neither M=N nor a JSON file")
+            names[name] = other_name
+        elif not Path(option).is_file():
+            raise SpecError(f"--map {option} is neither M=N nor a JSON file")
         else:
-            found.update(read_json(one, "file of module names", _names))
-    return found or None
+            names.update(read_json(option, "file of module names", _names))
+    return names or None
 
 
-def _names(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+def _names(content: Any) -> dict[str, str]:
+    if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
         raise ValueError("it holds no object of module names by module names")
-    return found
+    return content

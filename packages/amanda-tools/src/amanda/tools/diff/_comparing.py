@@ -9,16 +9,12 @@ from dataclasses import replace
 from itertools import chain, product
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._align import is_compute, within
-from amanda.tools.diff._compare import TOLERANCES, Distance, Pair, distance, scale, tolerance
-from amanda.tools.diff._comparison import Comparison
-from amanda.tools.diff._culprit import Culprit, Partners, behind, culprit
-from amanda.tools.diff._executions import INPUT_ROLES, Match, Matching
-from amanda.tools.diff._flow import Execution, Flow
-from amanda.tools.diff._heads import heads
-from amanda.tools.diff._matches import OpMatches
+from amanda.tools.diff._alignment import inside_module, is_compute
+from amanda.tools.diff._causes import Cause, DataFlow, Execution, Partners, find_backward_cause, find_cause
+from amanda.tools.diff._comparison import Comparison, reading_text
+from amanda.tools.diff._errors import TOLERANCES, Distance, Pair, distance, noise_floor, tolerance
+from amanda.tools.diff._matching import INPUT_ROLES, ExecutionMatcher, Match, OpMatches
 from amanda.tools.diff._run import Run, visits
-from amanda.tools.diff._sentences import reading
 from amanda.tools.dump import Entry, Op
 
 Compared = tuple[Pair, Comparison]
@@ -30,19 +26,21 @@ Read = tuple[str, float, bool]
 """Role of what an op read, its relative error, and whether it agrees."""
 
 
-class Comparing:
+class RunComparison:
     """Two runs, and the relative error up to which their tensors agree.
 
     rtol: the same for all; None for `MARGIN` times what is expected, and where that is not known for one by
     element type.  pairs: the tensors of each comparison that `in_order` returned.
     """
 
-    def __init__(self, run: Run, other: Run, rtol: float | None, expected: Expected | None = None) -> None:
-        self._runs = (run, other)
+    def __init__(
+        self, run: Run, other_run: Run, rtol: float | None, expected: Expected | None = None
+    ) -> None:
+        self._runs = (run, other_run)
         self._rtol, self._expected = rtol, {} if expected is None else expected
         self.pairs: list[Pair] = []
-        self.matching = Matching(self._runs)
-        self.flows = Flow(run), Flow(other)
+        self.matching = ExecutionMatcher(self._runs)
+        self.flows = DataFlow(run), DataFlow(other_run)
         self.matches: dict[Execution, Match] = {}
         """Matches of ops by their first execution in run a."""
         self.dismissed = 0
@@ -57,8 +55,8 @@ class Comparing:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
         ordered = self._runs[0].ordered
 
-        def place(one: Compared) -> tuple[int, int]:
-            entry = one[0][0]
+        def place(item: Compared) -> tuple[int, int]:
+            entry = item[0][0]
             return (entry.order if ordered else entry.execution), entry.op
 
         comparisons: list[Comparison] = []
@@ -77,70 +75,70 @@ class Comparing:
         pairing = OpMatches(self._runs, self.flows, self.matching, renamed)
         matches, self._ends = pairing.matches, pairing.ends
         self.matches = {match.executions[0][0]: match for match in matches}
-        self._is_one_precision = _has_one_precision(self._runs, matches)
+        self._is_one_precision = _has_same_precision(self._runs, matches)
         matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
         sides = [
             [run.ops[i] for i in indices] for run, indices in zip(self._runs, pairing.alone, strict=True)
         ]
-        return [(match.pairs[0], self._compared(match)) for match in matches], (sides[0], sides[1])
+        return [(match.pairs[0], self._compare_match(match)) for match in matches], (sides[0], sides[1])
 
     def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
         for name, other_name in names.items():
-            inside = [within(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
-            calls = [[*visits(run, one)] for run, one in zip(self._runs, inside, strict=True)]
+            inside = [inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
+            calls = [[*visits(run, is_inside)] for run, is_inside in zip(self._runs, inside, strict=True)]
             if len(calls[0]) != len(calls[1]):  # exporters move ops, which cuts a call in two
-                products = [self._products(run, one) for run, one in zip(self._runs, calls, strict=True)]
+                products = [self._products(*side) for side in zip(self._runs, calls, strict=True)]
                 if products[0] != products[1] or not products[0]:
                     self.uneven.append(name)
-                calls = [[[*chain(*one)]] for one in calls]
+                calls = [[[*chain(*side)]] for side in calls]
             for both in zip(*calls, strict=True):
                 yield from self._module_outputs(name, both)
-            gradients = [_weight_gradients(run, one) for run, one in zip(self._runs, inside, strict=True)]
-            for ones, others in zip(*gradients, strict=False):
-                for pair in self._paired(ones, others):
-                    yield pair, self._comparison(pair, *self._judged(pair))
+            gradients = [_weight_gradients(*side) for side in zip(self._runs, inside, strict=True)]
+            for entries, other_entries in zip(*gradients, strict=False):
+                for pair in self._pair_entries(entries, other_entries):
+                    yield pair, self._comparison(pair, *self._measure(pair))
 
     def _products(self, run: Run, calls: Sequence[Sequence[int]]) -> int:
         """Return how many products and convolutions some calls of a module have."""
         return sum(is_compute(run.ops[i].type) for i in chain(*calls))
 
-    def _paired(self, ones: Sequence[Entry], others: Sequence[Entry]) -> Sequence[Pair]:
+    def _pair_entries(self, entries: Sequence[Entry], other_entries: Sequence[Entry]) -> Sequence[Pair]:
         """Pair one tensor of all executions of both runs; where one run has several for one, join them."""
-        if min(len(ones), len(others)) == 1 < max(len(ones), len(others)):
-            pairs = self.matching.joined([[one] for one in ones], [[one] for one in others])
+        if min(len(entries), len(other_entries)) == 1 < max(len(entries), len(other_entries)):
+            pairs = self.matching.joined([[entry] for entry in entries], [[entry] for entry in other_entries])
             self.matching.pieces += bool(pairs)
             self.matching.unlike += not pairs
             return pairs
-        self.matching.left += abs(len(ones) - len(others))
-        return list(zip(ones, others, strict=False))
+        self.matching.unmatched += abs(len(entries) - len(other_entries))
+        return list(zip(entries, other_entries, strict=False))
 
-    def _compared(self, match: Match) -> Comparison:
+    def _compare_match(self, match: Match) -> Comparison:
         """Compare by the tensor that is furthest off; by what the op read too if they differ."""
         pairs = match.pairs
-        floor = max(scale(side) for side in zip(*pairs, strict=True))
-        judged = [(*self._judged(pair, floor), pair) for pair in pairs]
-        worst, limit, furthest = max(judged, key=lambda one: (one[0].relative > one[1], one[0].relative))
+        floor = max(noise_floor(side) for side in zip(*pairs, strict=True))
+        judged = [(*self._measure(pair, floor), pair) for pair in pairs]
+        worst, limit, furthest = max(judged, key=lambda item: (item[0].relative > item[1], item[0].relative))
         if not worst.relative:
             return self._comparison(furthest, worst, limit)
         inputs = self.matching.reads(match)
         types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
-        if types[0] != types[1] and any(one.shape != other.shape for one, other in inputs):
+        if types[0] != types[1] and any(a.shape != b.shape for a, b in inputs):
             entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
-            words = reading(((one, 0.0, True) for one in entries), self._runs[0].ops[furthest[0].op])
+            words = reading_text(((entry, 0.0, True) for entry in entries), self._runs[0].ops[furthest[0].op])
             return replace(self._comparison(furthest, worst, limit), read=words)
         if types[0] != types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
-            others = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
-            inputs = [(one, self._nearest(one, other, others)) for one, other in inputs]
+            candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
+            inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
         read = [self._agreement(pair) for pair in inputs]
-        pairs_read = ((pair[0], *one[1:]) for pair, one in zip(inputs, read, strict=True))
-        words = reading(pairs_read, self._runs[0].ops[furthest[0].op])
+        pairs_read = ((pair[0], *agreement[1:]) for pair, agreement in zip(inputs, read, strict=True))
+        words = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
         return replace(self._comparison(furthest, worst, limit, read), read=words)
 
-    def _nearest(self, one: Entry, partner: Entry, others: Iterable[Entry]) -> Entry:
+    def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
         """Return that of what an op of another type has read which is nearest to what an op has read."""
-        alike = [other for other in others if (other.role, other.shape) == (one.role, one.shape)]
-        return min([partner, *alike], key=lambda other: self._agreement((one, other))[1])
+        alike = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
+        return min([partner, *alike], key=lambda c: self._agreement((entry, c))[1])
 
     def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
         """Leave out ops of another way to the same results, and put a cause before its effect.
@@ -148,89 +146,91 @@ class Comparing:
         comparisons: what `in_order` returned of ops.
         """
         rows = list(zip(comparisons, self.pairs, strict=True))
-        apart = [one for one in rows if one[0].diverges]
-        if apart and (ends := self._results(rows)) and all(ends):
-            effects = {id(one) for one, pair in apart if self._is_effect(one, self._match_of(pair))}
+        apart = [row for row in rows if row[0].diverges]
+        if apart and (ends := self._result_agreements(rows)) and all(ends):
+            effects = {id(row[0]) for row in apart if self._is_effect(row[0], self._match_of(row[1]))}
             self.dismissed = len(effects)
             rows = [row for row in rows if id(row[0]) not in effects]
-        self._end_apart(rows)
-        first = next((row for row, one in enumerate(rows) if one[0].diverges), None)
+        self._insert_last_result(rows)
+        first = next((i for i, row in enumerate(rows) if row[0].diverges), None)
         if first is not None and not rows[first][0].only:
             match, partners = self._match_of(rows[first][1]), Partners([*self.matches.values()])
-            cause = culprit(self._runs, self.flows, partners, self._apart(match))
+            cause = find_cause(self._runs, self.flows, partners, self._differing_reads(match))
             if rows[first][0].phase == "backward" and match.is_whole:
                 executions = [side[0] for side in match.executions]
-                cause = cause or behind(self._runs, partners, executions, rows[first][0].relative)
+                cause = cause or find_backward_cause(
+                    self._runs, partners, executions, rows[first][0].relative
+                )
             if cause is not None:
                 rows.insert(first, self._cause(cause, *rows[first]))
         self.pairs = [pair for _, pair in rows]
-        return [one for one, _ in rows]
+        return [comparison for comparison, _ in rows]
 
     def _match_of(self, pair: Pair) -> Match:
         return self.matches[pair[0].op, pair[0].execution]
 
-    def _results(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
+    def _result_agreements(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
         """Return for each result, and for each gradient of a weight, True if both runs agree."""
         agreements, has_gradients = [], False
-        for one, pair in rows:
+        for comparison, pair in rows:
             match = self._match_of(pair)
-            if one.phase == "backward":
+            if comparison.phase == "backward":
                 gradients = [pair for pair in match.pairs if pair[0].role == "weight gradient"]
                 has_gradients = has_gradients or bool(gradients)
-                floor = max((scale(side) for side in zip(*match.pairs, strict=True)), default=0.0)
-                judged = (self._judged(pair, floor) for pair in gradients)
+                floor = max((noise_floor(side) for side in zip(*match.pairs, strict=True)), default=0.0)
+                judged = (self._measure(pair, floor) for pair in gradients)
                 agreements += [distance.relative <= limit for distance, limit in judged]
             elif any(
                 not flow.is_read(entry)
                 for pair in match.pairs for flow, entry in zip(self.flows, pair, strict=True)
             ):  # fmt: skip
-                agreements.append(not one.diverges)
-        backward = [one for one, _ in rows if one.phase == "backward"]
+                agreements.append(not comparison.diverges)
+        backward = [comparison for comparison, _ in rows if comparison.phase == "backward"]
         if backward and not has_gradients:
             agreements.append(not backward[-1].diverges)
-        return agreements + [not self._compared(match).diverges for match in self._ends]
+        return agreements + [not self._compare_match(match).diverges for match in self._ends]
 
-    def _end_apart(self, rows: list[tuple[Comparison, Pair]]) -> None:
+    def _insert_last_result(self, rows: list[tuple[Comparison, Pair]]) -> None:
         """Insert the last result of a run that the other lacks, if it is not what the other comes to."""
         for match in self._ends:
-            one, pair = self._compared(match), match.pairs[0]
-            if not one.diverges:
+            comparison, pair = self._compare_match(match), match.pairs[0]
+            if not comparison.diverges:
                 continue
             is_in_b = any(pair[0].op == op for op, _ in self.matches)
             reason = f"an op of {'b' if is_in_b else 'a'} alone, whose result no op reads"
             in_a, in_b = (None, pair[1]) if is_in_b else (pair[0], None)
-            cause = Culprit(in_a, in_b, one.relative, reason)
+            cause = Cause(in_a, in_b, comparison.relative, reason)
             at = next((i for i, (_, placed) in enumerate(rows) if placed[0].order > pair[0].order), len(rows))
-            rows.insert(at, self._cause(cause, one, pair))
+            rows.insert(at, self._cause(cause, comparison, pair))
             return
 
-    def _is_effect(self, one: Comparison, match: Match) -> bool:
+    def _is_effect(self, comparison: Comparison, match: Match) -> bool:
         """Return True for an op that may differ only because what it reads does."""
-        if one.is_retyped:
+        if comparison.is_retyped:
             return False
-        if one.phase == "backward" or one.type != one.other_type:
+        if comparison.phase == "backward" or comparison.type != comparison.other_type:
             return True
         return any(
             flow.maker(entry) is not None
-            for pair, _ in self._apart(match) for flow, entry in zip(self.flows, pair, strict=True)
+            for pair, _ in self._differing_reads(match) for flow, entry in zip(self.flows, pair, strict=True)
         )  # fmt: skip
 
-    def _apart(self, match: Match) -> list[tuple[Pair, float]]:
+    def _differing_reads(self, match: Match) -> list[tuple[Pair, float]]:
         """Return what an op reads that differs, with relative errors."""
         read = [(pair, self._agreement(pair)) for pair in self.matching.reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
-    def _cause(self, suspect: Culprit, effect: Comparison, tensors: Pair) -> tuple[Comparison, Pair]:
+    def _cause(self, suspect: Cause, effect: Comparison, tensors: Pair) -> tuple[Comparison, Pair]:
         """Return a comparison of the op that is the cause, and its tensors.
 
         An op that a run lacks is compared by what the next op reads of it; shown: the tensors of that op.
         """
-        if suspect.one is not None and suspect.other is not None:
-            pair = suspect.one, suspect.other
+        if suspect.entry_a is not None and suspect.entry_b is not None:
+            pair = suspect.entry_a, suspect.entry_b
             sides = [(entry.op, entry.execution) for entry in pair]
-            return self._compared(Match([pair], ([sides[0]], [sides[1]]))), pair
-        side = 0 if suspect.one is not None else 1
-        entry = suspect.one or suspect.other
+            return self._compare_match(Match([pair], ([sides[0]], [sides[1]]))), pair
+        side = 0 if suspect.entry_a is not None else 1
+        entry = suspect.entry_a or suspect.entry_b
         assert entry is not None
         op = self._runs[side].ops[entry.op]
         cause = Comparison(
@@ -243,29 +243,29 @@ class Comparing:
     def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Compared]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
         calls = list(zip(self._runs, both, strict=True))
-        ends = [heads(run, visit) for run, visit in calls]
+        ends = [module_outputs(run, visit) for run, visit in calls]
         weights = [
-            [one for i in visit for one in run.by_op[i] if one.role == "weight"] for run, visit in calls
+            [entry for i in visit for entry in run.by_op[i] if entry.role == "weight"] for run, visit in calls
         ]
-        executions = [{entry.execution for entry in one} for one in ends]
+        executions = [{entry.execution for entry in side} for side in ends]
         if min(map(len, executions)) == 1 < max(map(len, executions)):
-            last = ([entry for entry in one if entry.op == one[-1].op] for one in ends)
-            for pair in self._paired(*last):
-                yield pair, self._comparison(pair, *self._judged(pair))
+            last = ([entry for entry in side if entry.op == side[-1].op] for side in ends)
+            for pair in self._pair_entries(*last):
+                yield pair, self._comparison(pair, *self._measure(pair))
             return
-        self.matching.left += len(executions[0] ^ executions[1]) if all(executions) else 0
+        self.matching.unmatched += len(executions[0] ^ executions[1]) if all(executions) else 0
         for execution in sorted(executions[0]):
             pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
             if not pairs:
                 continue
             if self._is_alike(pairs[-1]):
                 pairs = pairs[-1:]
-            judged = [(pair, *self._judged(pair)) for pair in pairs]
+            judged = [(pair, *self._measure(pair)) for pair in pairs]
             read = [
                 self._agreement((a, b))
                 for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
             ]  # fmt: skip
-            pair, closest, limit = min(judged, key=lambda one: one[1].relative)
+            pair, closest, limit = min(judged, key=lambda item: item[1].relative)
             if closest.relative == math.inf and pair[0].shape != pair[1].shape and _is_as_large(pair):
                 self.shaped.append(name)
                 continue
@@ -276,7 +276,7 @@ class Comparing:
         types = {run.ops[entry.op].type for run, entry in zip(self._runs, pair, strict=True)}
         return len(types) == 1 and _is_as_large(pair)
 
-    def _judged(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
+    def _measure(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
         """Return a distance, and how far may be."""
         ops = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
         layouts = [
@@ -298,18 +298,18 @@ class Comparing:
 
     def _agreement(self, pair: Pair) -> Read:
         """Return the role, the relative error, and True if two tensors agree."""
-        difference, bound = self._judged(pair)
+        difference, bound = self._measure(pair)
         bound = max(bound, tolerance(pair[0].dtype, pair[1].dtype, self._rtol))
         return pair[0].role, difference.relative, difference.relative <= bound
 
     def _comparison(
         self, pair: Pair, difference: Distance, limit: float, read: Sequence[Read] = ()
     ) -> Comparison:
-        op, other = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
+        op, other_op = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
         inputs = [agree for role, _, agree in read if role == "input"]
         weights = [relative for role, relative, _ in read if role == "weight"]
         return Comparison(
-            op.phase, op.type, op.module, op.source, other.type, other.module, other.source,
+            op.phase, op.type, op.module, op.source, other_op.type, other_op.module, other_op.source,
             pair[0].execution, difference.relative, difference.cosine, difference.largest, difference.exact,
             limit, limit, (pair[0].dtype, pair[1].dtype),
             all(inputs) if inputs else None, max(weights) if weights else None, self._error(pair[0]),
@@ -326,15 +326,15 @@ class Comparing:
         )  # fmt: skip
 
 
-def _has_one_precision(runs: tuple[Run, Run], matches: Sequence[Match]) -> bool:
+def _has_same_precision(runs: tuple[Run, Run], matches: Sequence[Match]) -> bool:
     """Return False for two runs whose products are mostly of other element types, as under autocast."""
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for match in matches:
         if is_compute(runs[0].ops[match.pairs[0][0].op].type):
             for count, entry in zip(counts, match.pairs[0], strict=True):
                 count[entry.dtype] += 1
-    usual = [count.most_common(1) for count in counts]
-    return not all(usual) or usual[0][0][0] == usual[1][0][0]
+    common_dtypes = [count.most_common(1) for count in counts]
+    return not all(common_dtypes) or common_dtypes[0][0][0] == common_dtypes[1][0][0]
 
 
 def _is_as_large(pair: Pair) -> bool:
@@ -349,3 +349,41 @@ def _weight_gradients(run: Run, inside: Callable[[str], bool]) -> list[list[Entr
             if entry.role == "weight gradient":
                 gradients.setdefault((index, entry.position), []).append(entry)
     return list(gradients.values())
+
+
+_READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
+_SUMS = ("add", "BiasAdd")
+
+
+def module_outputs(run: Run, visit: Sequence[int]) -> list[Entry]:
+    """Return what the last op gave, and what the last product gave with its bias."""
+    ops = [i for i in visit if run.ops[i].type not in _READS]
+    ends = {ops[-1]} if ops else set()
+    module = min((run.ops[i].module for i in ops), key=len, default="")  # a product of a child is the child's
+    products = [n for n, i in enumerate(ops) if is_compute(run.ops[i].type) and run.ops[i].module == module]
+    if products:
+        ends.add(_biased_end(run, ops[products[-1] :]))
+    return [
+        entry for i in sorted(ends) for entry in run.by_op[i]
+        if entry.role == "output" and entry.position == 0
+    ]  # fmt: skip
+
+
+def _biased_end(run: Run, ops: Sequence[int]) -> int:
+    """Return the last op of a product with its bias: ops that add to it or shape it, and keep its size."""
+    last, size = ops[0], _size(run, ops[0])
+    for index in ops[1:]:
+        kind = run.ops[index].type
+        if _size(run, index) != size:
+            continue
+        if kind not in (*_SUMS, "reshape", "squeeze"):
+            break
+        last = index
+        if kind in _SUMS:
+            break
+    return last
+
+
+def _size(run: Run, index: int) -> int:
+    outputs = [entry for entry in run.by_op[index] if entry.role == "output"]
+    return outputs[0].summary.statistics.elements

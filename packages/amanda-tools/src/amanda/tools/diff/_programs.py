@@ -29,7 +29,7 @@ Extra = tuple[type[amanda.Tool], Mapping[str, Any]]
 
 
 @dataclass
-class Function:
+class FunctionProgram:
     """A function and what it is called with; returned: what it gave at its last run."""
 
     call: Callable[..., Any]
@@ -48,10 +48,10 @@ class Function:
 
         Of compiled code, what the function returns is kept too: the compiler has the last word on it.
         """
-        tool = DumpTool(folder, **_kept(self.max_bytes))
-        others = [kind(**options) for kind, options in extra]
+        tool = DumpTool(folder, **_dump_options(self.max_bytes))
+        extra_tools = [kind(**options) for kind, options in extra]
         try:
-            with amanda.apply(*others, tool, compiled=self.compiled):
+            with amanda.apply(*extra_tools, tool, compiled=self.compiled):
                 returned = self.call(*self.inputs)
         except BaseException:
             tool.clear()  # else it would be written when the folder is gone
@@ -63,8 +63,11 @@ class Function:
             raise AmandaError(f"{self.name} executed no op that could be compared")
         if result.failure:
             raise AmandaError(f"what {self.name} computed cannot be kept: {result.failure}")
-        told = [f"{name}: {', '.join(sorted(one))}" for other in others for name, one in _remarks(other)]
-        run = replace(run_of(_whole(result.folder, self.name)), name=self.name, told=told)
+        remarks = [
+            f"{text}: {', '.join(sorted(words))}"
+            for extra_tool in extra_tools for text, words in _tool_remarks(extra_tool)
+        ]  # fmt: skip
+        run = replace(run_of(_complete_dump(result.folder, self.name)), name=self.name, remarks=remarks)
         self.returned = _arrays(returned) if run.in_graph else []
         return run
 
@@ -94,10 +97,10 @@ class Command:
         Raises AmandaError for a program that fails or executes no op.
         """
         tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
-        tools.append(("dump", {"folder": folder, **_kept(self.max_bytes)}))
+        tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
         under = [
             part for name, options in tools
-            for part in ("-t", f"{name}:{','.join(f'{key}={_text(one)}' for key, one in options.items())}")
+            for part in ("-t", f"{name}:{','.join(f'{key}={_text(x)}' for key, x in options.items())}")
         ]  # fmt: skip
         command = [self.python, "-m", "amanda", "run", "-q", "--compiled", self.compiled, *under]
         try:
@@ -107,12 +110,12 @@ class Command:
         if done.returncode:
             self._check_interpreter()
             raise AmandaError(f"{self.line!r} ended with {_status(done.returncode)}")
-        found = folder if (folder / "index.json").exists() else folder / "rank0"
-        if not (found / "index.json").exists():
+        dump_folder = folder if (folder / "index.json").exists() else folder / "rank0"
+        if not (dump_folder / "index.json").exists():
             raise AmandaError(f"{self.line!r} executed no op that could be compared")
-        run = run_of(_whole(found, repr(self.line)))
-        told = [] if found == folder else ["Of several ranks, rank 0 alone was compared"]
-        return replace(run, name=self.line, told=told)
+        run = run_of(_complete_dump(dump_folder, repr(self.line)))
+        remarks = [] if dump_folder == folder else ["Of several ranks, rank 0 alone was compared"]
+        return replace(run, name=self.line, remarks=remarks)
 
     def _check_interpreter(self) -> None:
         """Raise AmandaError if Amanda cannot be imported where the program ran."""
@@ -133,10 +136,10 @@ class Command:
             )
 
 
-Program = Function | Command
+Program = FunctionProgram | Command
 
 
-def _whole(folder: Path, program: str) -> Dump:
+def _complete_dump(folder: Path, program: str) -> Dump:
     """Return the dump of a program; raise AmandaError where something could not be written."""
     dump = Dump(folder)
     if dump.incomplete:
@@ -154,7 +157,7 @@ def _status(code: int) -> str:
         return f"signal {-code}"
 
 
-def _kept(max_bytes: int) -> dict[str, Any]:
+def _dump_options(max_bytes: int) -> dict[str, Any]:
     """Return the options of a `DumpTool` that keeps all tensors but inputs."""
     return {
         "inputs": "summary", "outputs": "full", "weights": "full", "gradients": "full", "executions": None,
@@ -174,8 +177,7 @@ def _arrays(value: Any) -> list[NDArray[Any]]:
     return [library.exact(tensor) for library, tensor in dense if tensor is not None]
 
 
-def _remarks(tool: amanda.Tool) -> list[tuple[str, set[str]]]:
+def _tool_remarks(tool: amanda.Tool) -> list[tuple[str, set[str]]]:
     """Return what a tool could not do, in sets of words."""
-    told = {"ops without float64 ran in float32": "narrow", "an op kept values of its own": "left"}
-    found: list[tuple[str, set[str]]] = [(text, getattr(tool, name, set())) for text, name in told.items()]
-    return [(text, one) for text, one in found if one]
+    attributes = {"ops without float64 ran in float32": "narrow", "an op kept values of its own": "reasons"}
+    return [(text, words) for text, name in attributes.items() if (words := getattr(tool, name, None))]

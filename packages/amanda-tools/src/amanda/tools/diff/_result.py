@@ -1,18 +1,16 @@
-"""Result of a comparison of two runs."""
+"""Result of a comparison of two runs, with a plot of the errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._comparison import Comparison
-from amanda.tools.diff._plot import error_plot
-from amanda.tools.diff._sentences import growth, growth_lines, sentence
+from amanda.tools.diff._comparison import Comparison, growth, growth_lines, sentence
 from amanda.tools.dump import Op
 from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase
@@ -50,7 +48,7 @@ class DiffResult(Result):
         remaining: DiffResult | None = None,
     ) -> None:
         self.a, self.b, self.told, self.remaining = a, b, tuple(told), remaining
-        self.title = "\n".join([f"a: {a}; b: {b}", *(f"{one}." for one in told)])
+        self.title = "\n".join([f"a: {a}; b: {b}", *(f"{text}." for text in told)])
         self.comparisons = tuple(comparisons)
         self.only_a, self.only_b, self.modules = tuple(only_a), tuple(only_b), tuple(modules)
 
@@ -62,8 +60,10 @@ class DiffResult(Result):
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
         self.comparisons = tuple(
-            replace(one, relative=math.inf, largest=math.inf, failure=failure) if found == op else one
-            for one, found in zip(self.comparisons, ops, strict=True)
+            replace(comparison, relative=math.inf, largest=math.inf, failure=failure)
+            if op_in_b == op
+            else comparison
+            for comparison, op_in_b in zip(self.comparisons, ops, strict=True)
         )
 
     @property
@@ -94,34 +94,43 @@ class DiffResult(Result):
     @property
     def hidden(self) -> Comparison | None:
         """The first op with an error over its own tolerance, but within one that earlier ops raised."""
-        return next((one for one in self.comparisons if one.by_type < one.relative <= one.tolerance), None)
+        return next(
+            (
+                comparison
+                for comparison in self.comparisons
+                if comparison.by_type < comparison.relative <= comparison.tolerance
+            ),
+            None,
+        )
 
     @property
     def first_difference(self) -> Comparison | None:
         """The first op with any difference, even of one bit."""
-        return next((one for one in self.comparisons if one.relative), None)
+        return next((comparison for comparison in self.comparisons if comparison.relative), None)
 
     def _first(self, *phases: str) -> Comparison | None:
-        chosen = (one for one in self.comparisons if not phases or one.phase in phases)
-        return next((one for one in chosen if one.diverges), None)
+        candidates = (
+            comparison for comparison in self.comparisons if not phases or comparison.phase in phases
+        )
+        return next((comparison for comparison in candidates if comparison.diverges), None)
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each comparison."""
         return [
-            (one.phase, one.type, one.module, one.source, _in_b(one), one.execution, one.relative,
-             one.cosine, one.largest, one.tolerance, one.verdict)
-            for one in self.comparisons
+            (row.phase, row.type, row.module, row.source, _in_b(row), row.execution, row.relative,
+             row.cosine, row.largest, row.tolerance, row.verdict)
+            for row in self.comparisons
         ]  # fmt: skip
 
     def around(self, before: int = 8, after: int = 12) -> DiffResult:
         """Return a result with only the rows around the first divergence, or the last rows without one."""
         first = self.first or self.first_difference
         at = self.comparisons.index(first) if first else len(self.comparisons)
-        chosen, told = self.comparisons[max(0, at - before) : at + after], (self.modules, self.told)
-        return DiffResult(self.a, self.b, chosen, self.only_a, self.only_b, *told, self.remaining)
+        comparisons, details = self.comparisons[max(0, at - before) : at + after], (self.modules, self.told)
+        return DiffResult(self.a, self.b, comparisons, self.only_a, self.only_b, *details, self.remaining)
 
     def __str__(self) -> str:
-        head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{one}." for one in self.told)]
+        head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{text}." for text in self.told)]
         table = self.around()._table_alone()
         return "\n".join([*head, *growth_lines(self.comparisons), str(table).lstrip("\n"), *self.notes()])
 
@@ -136,9 +145,9 @@ class DiffResult(Result):
             if row is not None
         ]
         if not notes:
-            worst = max((one.relative for one in self.comparisons), default=0.0)
-            found = "No divergence" if self.hidden is None else "Nothing beyond the tolerance of ops before"
-            notes.append(f"{found}; the largest relative error is {worst:.3g}.")
+            worst = max((comparison.relative for comparison in self.comparisons), default=0.0)
+            outcome = "No divergence" if self.hidden is None else "Nothing beyond the tolerance of ops before"
+            notes.append(f"{outcome}; the largest relative error is {worst:.3g}.")
         if self.hidden is not None:
             notes.append(
                 f"First difference beyond the tolerance of its own element types ({self.hidden.by_type:g}), "
@@ -148,24 +157,24 @@ class DiffResult(Result):
         if first is not None and first is not self.first:
             notes.append(f"First difference of any size: {first}")
         notes.append(self._counts())
-        if not all(one.exact for one in self.comparisons):
+        if not all(comparison.exact for comparison in self.comparisons):
             notes.append("Some were compared by statistics and samples alone: their tensors were not kept.")
         return notes
 
     def _counts(self) -> str:
         counts = {"same": 0, "close": 0, "different": 0}
-        for one in self.comparisons:
-            counts[one.verdict] += 1
-        told = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
-        what = "outputs of modules and gradients of weights" if self.modules else "executions of ops"
+        for comparison in self.comparisons:
+            counts[comparison.verdict] += 1
+        verdicts = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
+        noun = "outputs of modules and gradients of weights" if self.modules else "executions of ops"
         alone = "" if self.modules else f"; {len(self.only_a):,} ops in a alone, {len(self.only_b):,} in b"
-        return f"{len(self.comparisons):,} {what} compared: {told}{alone}."
+        return f"{len(self.comparisons):,} {noun} compared: {verdicts}{alone}."
 
     def facts(self) -> Mapping[str, Any]:
         """Return the runs, the first divergences, and ops of one run only, as plain values."""
         return {
             "a": self.a, "b": self.b, "sentence": self.sentence, "different": bool(self),
-            "first": self._positions(), "growth": [self.comparisons.index(one) for one in self.growth],
+            "first": self._positions(), "growth": [*map(self.comparisons.index, self.growth)],
             "remaining": None if self.remaining is None else self.remaining.sentence,
             "modules": list(self.modules), "told": list(self.told),
             "hidden": None if self.hidden is None else self.comparisons.index(self.hidden),
@@ -175,20 +184,20 @@ class DiffResult(Result):
 
     def _positions(self) -> dict[str, int | None]:
         """Return the row of the first divergence of each phase."""
-        found: dict[str, int | None] = dict.fromkeys(get_args(Phase))
-        for row, one in reversed(list(enumerate(self.comparisons))):
-            if one.diverges:
-                found[one.phase] = row
-        return found
+        rows: dict[str, int | None] = dict.fromkeys(get_args(Phase))
+        for row, comparison in reversed(list(enumerate(self.comparisons))):
+            if comparison.diverges:
+                rows[comparison.phase] = row
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return schema, version, facts and one object for each row; infinities and NaN as strings."""
-        found = super().to_dict()
-        for row in found["rows"]:
+        content = super().to_dict()
+        for row in content["rows"]:
             for name, value in row.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     row[name] = str(value)
-        return found
+        return content
 
     def _repr_html_(self) -> str:
         story = escape("\n".join([self.sentence, self.title, *growth_lines(self.comparisons), *self.notes()]))
@@ -196,12 +205,59 @@ class DiffResult(Result):
         return f"<pre>{story}</pre>{plot}{self._table_alone()._repr_html_()}"
 
 
-def _in_b(one: Comparison) -> str:
+def _in_b(comparison: Comparison) -> str:
     """Return the other run's module, and type where it is another; empty where both are the same.
 
     An op that one run lacks has its type, and the name of the run that has the op.
     """
-    if one.only:
-        return f"{one.type} (b alone)" if one.only == "b" else "(a alone)"
-    module = one.other_module if one.other_module != one.module else ""
-    return " ".join(filter(None, (one.other_type if one.other_type != one.type else "", module)))
+    if comparison.only:
+        return f"{comparison.type} (b alone)" if comparison.only == "b" else "(a alone)"
+    module = comparison.other_module if comparison.other_module != comparison.module else ""
+    return " ".join(
+        filter(None, (comparison.other_type if comparison.other_type != comparison.type else "", module))
+    )
+
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 260, 50, 30
+_LOWEST = 1e-9
+_COLOURS = {"forward": "#2563eb", "backward": "#d97706", "optimizer": "#059669", "construction": "#6b7280"}
+
+
+def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> str:
+    """Draw relative errors on a logarithmic scale, one point for each comparison, as an SVG element.
+
+    ringed: positions of points with a ring.  A dash marks the tolerance of each.
+    """
+    if not comparisons:
+        return ""
+    step = (_WIDTH - _LEFT - 10) / max(len(comparisons) - 1, 1)
+    points = [_point(comparison, _LEFT + i * step, i in ringed) for i, comparison in enumerate(comparisons)]
+    lines = [
+        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{_y(10.0**n):.1f}" y2="{_y(10.0**n):.1f}" stroke="#8884"/>'
+        f'<text x="{_LEFT - 6}" y="{_y(10.0**n) + 4:.1f}" text-anchor="end">1e{n}</text>'
+        for n in range(-9, 2, 2)
+    ]
+    words = "".join(f'<tspan fill="{colour}">● {phase}</tspan> ' for phase, colour in _COLOURS.items())
+    label = f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{words} relative error in the order of execution</text>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" '
+        'aria-label="relative error in the order of execution" font-size="12" fill="currentColor" '
+        f'style="font-family:sans-serif">{"".join(lines)}{label}{"".join(points)}</svg>'
+    )
+
+
+def _point(comparison: Any, x: float, is_ringed: bool) -> str:
+    y, colour = _y(comparison.relative), _COLOURS[comparison.phase]
+    place = f"{comparison.type} {comparison.module} {comparison.source}"
+    label = escape(f"{place}: {comparison.relative:.3g}, {comparison.verdict}")
+    ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="#dc2626" stroke-width="2"/>'
+    limit = _y(comparison.tolerance)
+    dash = f'<path d="M{x - 2:.1f} {limit:.1f}h4" stroke="#8888"/>'
+    point = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{label}</title></circle>'
+    return dash + (ring if is_ringed else "") + point
+
+
+def _y(error: float) -> float:
+    """Return the height of an error; those below 1e-9 lie at the bottom, those above 10 at the top."""
+    exponent = math.log10(min(max(error, _LOWEST), 10.0))
+    return 10 + (1 - exponent) / 10 * (_HEIGHT - _BOTTOM - 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from amanda.errors import AmandaError, OptionError
 from amanda.options import shown
-from amanda.tools.diff._lists import spread
 from amanda.tools.dump import Dump, Entry, Op, Summary
 from amanda.tools.stats import Measured, StatsResult
 
@@ -36,7 +36,7 @@ class Run:
     """Ops in the order in which they were met, and what is known of their tensors.
 
     name: for messages.  dump: where tensors are read, None where there are summaries alone.  op_by_op: names
-    of compiled callables that ran as eager code.  told: sentences on how it ran.
+    of compiled callables that ran as eager code.  remarks: sentences on how it ran.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Run:
     entries: Sequence[Entry]
     dump: Dump | None = None
     op_by_op: Sequence[str] = ()
-    told: Sequence[str] = ()
+    remarks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.by_op: dict[int, list[Entry]] = {}
@@ -72,8 +72,8 @@ class Run:
         """Return the ops of a phase that gave something, in the order in which they ended."""
         ends: dict[int, int] = {}  # an op ends after those that it calls
         for index, op in enumerate(self.ops):
-            given = (one.order for one in self.by_op.get(index, ()) if one.role in OUTPUT_ROLES)
-            if op.phase == phase and (end := next(given, None)) is not None:
+            orders = (entry.order for entry in self.by_op.get(index, ()) if entry.role in OUTPUT_ROLES)
+            if op.phase == phase and (end := next(orders, None)) is not None:
                 ends[index] = end
         return sorted(ends, key=ends.__getitem__) if self.ordered else list(ends)
 
@@ -87,7 +87,8 @@ class Run:
 
     def read(self, index: int, execution: int, *roles: str) -> list[Entry]:
         """Return what an op was given at an execution."""
-        return [one for one in self.by_op.get(index, ()) if one.execution == execution and one.role in roles]
+        entries = self.by_op.get(index, ())
+        return [entry for entry in entries if entry.execution == execution and entry.role in roles]
 
     @property
     def framework(self) -> str:
@@ -95,12 +96,12 @@ class Run:
         tags = [op.namespace.split("/")[0] for op in self.ops]
         return max(set(tags), key=tags.count) if tags else ""
 
-    def is_like(self, other: Run) -> bool:
+    def is_like(self, other_run: Run) -> bool:
         """Return True if both have the same kind of ops, as far as that is known."""
-        if not self.framework or not other.framework:
+        if not self.framework or not other_run.framework:
             return True
-        alike = self.in_graph == other.in_graph or self.framework in _SAME_IN_GRAPHS
-        return alike and self.framework == other.framework
+        alike = self.in_graph == other_run.in_graph or self.framework in _SAME_IN_GRAPHS
+        return alike and self.framework == other_run.framework
 
     @property
     def ordered(self) -> bool:
@@ -124,7 +125,7 @@ def open_run(source: Source, option: str) -> Run:
     if isinstance(source, Dump):
         return run_of(source)
     if isinstance(source, StatsResult):
-        return _of_statistics(source, "statistics")
+        return _statistics_run(source, "statistics")
     if not isinstance(source, (str, Path)):
         raise OptionError(
             f"diff: {option} is {shown(source)}; give a function, a Command, a dump, statistics or a path"
@@ -138,35 +139,35 @@ def open_run(source: Source, option: str) -> Run:
         return run_of(Dump(path))
     if path.name == "index.json":
         return run_of(Dump(path.parent))
-    return _of_statistics(StatsResult.load(path), str(path))
+    return _statistics_run(StatsResult.load(path), str(path))
 
 
 def run_of(dump: Dump) -> Run:
     """Return the run that a dump has; a line that called the program from here is no line of the user's."""
-    op_by_op = [f"{what} ({where})" if where else what for what, where in dump.op_by_op]
+    op_by_op = [f"{name} ({line})" if line else name for name, line in dump.op_by_op]
     ops = [replace(op, source="") if op.source.startswith(_HERE) else op for op in dump.ops]
-    return Run(str(dump.folder), *spread(ops, dump.entries), dump, op_by_op)
+    return Run(str(dump.folder), *expand_lists(ops, dump.entries), dump, op_by_op)
 
 
-def _of_statistics(result: StatsResult, name: str) -> Run:
+def _statistics_run(result: StatsResult, name: str) -> Run:
     """Return what was measured, as if each op had executed once."""
     ops: list[Op] = []
     entries: list[Entry] = []
-    for one in result.measured:
-        op = Op(one.phase, one.type, one.module, one.source, "", 0)
-        role, position = _role(one)
+    for tensor in result.measured:
+        op = Op(tensor.phase, tensor.type, tensor.module, tensor.source, "", 0)
+        role, position = _role(tensor)
         repeated = any(e.op == len(ops) - 1 and (e.role, e.position) == (role, position) for e in entries)
         if not ops or ops[-1] != op or repeated:
             ops.append(op)
-        summary = Summary(one.statistics, ())
-        shape = (one.statistics.elements,)
-        entries.append(Entry(len(ops) - 1, len(entries), 0, role, position, shape, one.dtype, summary))
+        summary = Summary(tensor.statistics, ())
+        shape = (tensor.statistics.elements,)
+        entries.append(Entry(len(ops) - 1, len(entries), 0, role, position, shape, tensor.dtype, summary))
     return Run(name, ops, entries)
 
 
-def _role(one: Measured) -> tuple[str, int]:
-    role, _, position = one.tensor.rpartition(" ")
-    return (role, int(position)) if position.isdigit() else (one.tensor, 0)
+def _role(tensor: Measured) -> tuple[str, int]:
+    role, _, position = tensor.tensor.rpartition(" ")
+    return (role, int(position)) if position.isdigit() else (tensor.tensor, 0)
 
 
 def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
@@ -180,3 +181,47 @@ def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
             visit = []
     if visit:
         yield visit
+
+
+_FOREACH, _FUSED = "_foreach_", "_fused_"
+"""PyTorch's private prefixes: of an op on each tensor of a list, and of a whole optimizer in one op."""
+_OUTPUT = "output"
+
+
+def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op], list[Entry]]:
+    """Replace each op over lists by ops for single tensors, which come after all others.
+
+    An op on each tensor of a list becomes that op, once for each tensor.  A fused optimizer becomes an op for
+    each tensor that it writes.
+    """
+    over_lists = {i for i, op in enumerate(ops) if op.type.startswith((_FOREACH, _FUSED))}
+    if not over_lists:
+        return list(ops), list(entries)
+    all_ops, all_entries, waiting = list(ops), [], defaultdict(list)
+    for entry in entries:
+        if entry.op in over_lists:
+            waiting[entry.op].append(entry)
+        else:
+            all_entries.append(entry)
+    for index, list_entries in waiting.items():
+        lists: dict[tuple[int, str, int], list[Entry]] = defaultdict(list)
+        for entry in list_entries:
+            lists[entry.execution, entry.role, entry.position].append(entry)
+        singles: dict[tuple[int, int], int] = {}
+        for (execution, role, position), tensors in lists.items():
+            if role != _OUTPUT:
+                continue
+            for number, tensor in enumerate(tensors):
+                single = singles.setdefault((position, number), len(all_ops))
+                if single == len(all_ops):
+                    all_ops.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
+                all_entries.append(replace(tensor, op=single, position=0))
+                all_entries += [
+                    replace(read[number if len(read) == len(tensors) else 0], op=single)
+                    for (read_execution, kind, _), read in lists.items()
+                    if read_execution == execution
+                    and kind in ("input", "weight")
+                    and len(read) in (1, len(tensors))
+                ]
+    all_entries.sort(key=lambda entry: entry.order)
+    return all_ops, all_entries

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import amanda
 from amanda.errors import AmandaError
-from amanda.tools.diff._compare import Pair, array_distance
-from amanda.tools.diff._comparing import MARGIN, Comparing, Expected
-from amanda.tools.diff._failing import failing
-from amanda.tools.diff._float64 import Float64Tool
-from amanda.tools.diff._programs import Command, Extra, Function, Program
-from amanda.tools.diff._replaced import ReplacedTool
+from amanda.tools.diff._comparing import MARGIN, Expected, RunComparison
+from amanda.tools.diff._errors import Pair, array_distance
+from amanda.tools.diff._programs import Command, Extra, FunctionProgram, Program
 from amanda.tools.diff._run import Compiled, Run, Source, open_run
-from amanda.tools.diff._start import Start
+from amanda.tools.diff._tools import Float64Tool, ReplacedTool, find_failing_op
 from amanda.tools.kit import Tensors
+from amanda.tools.libraries import numpy as np
 
 Control = Literal["again", "float64", "auto"]
 _REPEATED = frozenset({"pytorch", "onnxruntime"})
 """Frameworks whose functions start from the same state each time."""
 
 
-class Runs:
+class RecordedRuns:
     """The runs a and b, which are recorded in a folder where they are programs.
 
-    told: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
+    remarks: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
     failure: the op of b that fails where it is compiled, and the failure in words.
     """
 
@@ -39,23 +41,22 @@ class Runs:
         def program(source: Source) -> Program | None:
             if isinstance(source, Command):
                 return source
-            return Function(source, inputs, compiled, max_bytes) if callable(source) else None
+            return FunctionProgram(source, inputs, compiled, max_bytes) if callable(source) else None
 
         self._programs = program(a), program(b)
-        if inputs and not any(isinstance(one, Function) for one in self._programs):
+        if inputs and not any(isinstance(program, FunctionProgram) for program in self._programs):
             raise AmandaError(f"{len(inputs)} inputs were given, and neither a nor b is a function to call")
-        self._start: Start | None = None
-        self.told: list[str] = []
+        self._start: ProcessState | None = None
+        self.remarks: list[str] = []
         self.failure: tuple[int, str] | None = None
         self.a, self.b = (
-            open_run(source, label) if one is None else self._first(label, one)
-            for label, source, one in zip("ab", (a, b), self._programs, strict=True)
+            open_run(source, label) if code is None else self._record_first(label, code)
+            for label, source, code in zip("ab", (a, b), self._programs, strict=True)
         )
-        for one in (self.a, self.b):
-            self.told += one.told
+        self.remarks += [*self.a.remarks, *self.b.remarks]
         self.recorded = {"a": self.a, "b": self.b}
 
-    def _first(self, label: str, program: Program) -> Run:
+    def _record_first(self, label: str, program: Program) -> Run:
         """Record a or b; where compiled code of b fails, with eager ops from the one that fails on."""
         try:
             run = self._record(label, program)
@@ -63,21 +64,21 @@ class Runs:
             if label == "a" or program.compiled == "eager":
                 raise
             tries = count()
-            run, op = failing(lambda tool: self._record(f"b{next(tries)}", program, tool), error)
+            run, op = find_failing_op(lambda tool: self._record(f"b{next(tries)}", program, tool), error)
             cause = getattr(error, "inner_exception", error)
             line = str(cause).strip().partition("\n")[0]
             self.failure = (
                 op,
                 f"{type(cause).__name__} ({line}) where it is compiled, none where it is eager code",
             )
-            self.told.append("Ops of b from the one that fails on ran as eager code")
+            self.remarks.append("Ops of b from the one that fails on ran as eager code")
             return run
-        if isinstance(program, Function) and run.in_graph and run.framework in _REPEATED:
+        if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _REPEATED:
             self._begin(program)
             try:
-                self.told += _observed(label, program.returned, program.unobserved())
+                self.remarks += _tool_effects(label, program.returned, program.unobserved())
             except Exception as error:
-                self.told.append(
+                self.remarks.append(
                     f"{label} raised {type(error).__name__} without a tool, and nothing with one"
                 )
         return run
@@ -88,9 +89,9 @@ class Runs:
 
     def _begin(self, program: Program) -> None:
         """Bring the process to the state that its first run started from."""
-        if isinstance(program, Function):
+        if isinstance(program, FunctionProgram):
             if self._start is None:
-                self._start = Start()
+                self._start = ProcessState()
             else:
                 self._start.restore()
 
@@ -101,17 +102,17 @@ class Runs:
         """
         if control is None:
             return None
-        asked = isinstance(control, str) and control in get_args(Control)
-        run = self._control(cast("Control", control)) if asked else open_run(control, "control")
-        told = run.name if not asked else f"a {self._way}"
-        self.told.append(f"Errors up to {MARGIN:g} times those of a against {told} are expected")
-        self.told += run.told
+        is_named = isinstance(control, str) and control in get_args(Control)
+        run = self._control(cast("Control", control)) if is_named else open_run(control, "control")
+        label = run.name if not is_named else f"a {self._way}"
+        self.remarks.append(f"Errors up to {MARGIN:g} times those of a against {label} are expected")
+        self.remarks += run.remarks
         self.recorded["control"] = run
-        found, _ = Comparing(self.a, run, None).ops({})
-        is_wider = any(one.dtypes[0] != one.dtypes[1] for _, one in found)
+        compared, _ = RunComparison(self.a, run, None).ops({})
+        is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
         return {
-            (pair[0].op, pair[0].execution): max(one.relative, _rounding(one.dtypes[0]) if is_wider else 0.0)
-            for pair, one in found
+            (pair[0].op, pair[0].execution): max(c.relative, _rounding(c.dtypes[0]) if is_wider else 0.0)
+            for pair, c in compared
         }
 
     def _control(self, control: Control) -> Run:
@@ -126,7 +127,7 @@ class Runs:
             except AmandaError as error:
                 if control == "float64":
                     raise
-                self.told.append(str(error))
+                self.remarks.append(str(error))
         self._way = "once more"
         return self._record("again", program)
 
@@ -149,26 +150,29 @@ class Runs:
         program = self._programs[1]
         if program is None:
             raise AmandaError("bisect runs b again, and b is no program to run")
-        one, other = pair
-        if self.a.is_derived(one) or self.b.is_derived(other):
+        entry_a, entry_b = pair
+        if self.a.is_derived(entry_a) or self.b.is_derived(entry_b):
             return None
-        if self.a.dump is None or self.b.dump is None or self.b.ops[other.op].type == "returned":
+        if self.a.dump is None or self.b.dump is None or self.b.ops[entry_b.op].type == "returned":
             return None
-        if one.op >= len(self.a.dump.ops) or other.op >= len(self.b.dump.ops):  # one tensor of a list
+        if entry_a.op >= len(self.a.dump.ops) or entry_b.op >= len(self.b.dump.ops):  # one tensor of a list
             return None
         options = {
-            "source": self.a.dump.folder, "op": one.op, "target": self.b.dump.folder, "other": other.op
+            "source": self.a.dump.folder, "op": entry_a.op,
+            "target": self.b.dump.folder, "target_op": entry_b.op,
         }  # fmt: skip
         return self._record("replaced", program, (ReplacedTool, options))
 
 
-def _observed(label: str, seen: Sequence[Any], unseen: Sequence[Any]) -> list[str]:
+def _tool_effects(label: str, with_tool: Sequence[Any], without_tool: Sequence[Any]) -> list[str]:
     """Say where a function returns other numbers under tools than without."""
-    if len(seen) != len(unseen) or any(
-        one.shape != other.shape for one, other in zip(seen, unseen, strict=True)
+    if len(with_tool) != len(without_tool) or any(
+        a.shape != b.shape for a, b in zip(with_tool, without_tool, strict=True)
     ):
         return [f"{label} returned other tensors without a tool than with one"]
-    worst = max((array_distance(*pair).relative for pair in zip(seen, unseen, strict=True)), default=0.0)
+    worst = max(
+        (array_distance(*pair).relative for pair in zip(with_tool, without_tool, strict=True)), default=0.0
+    )
     if not worst:
         return []
     return [
@@ -185,3 +189,67 @@ def _rounding(dtype: str) -> float:
 
     bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
     return float(2.0**-bits / 4)
+
+
+class ProcessState:
+    """State of the process before its first run, which every other run starts from again.
+
+    It has the random state of Python, NumPy and PyTorch; parameters, buffers and gradients of all living
+    modules; and the state of all living optimizers.
+    """
+
+    def __init__(self) -> None:
+        self._random, self._numpy = random.getstate(), np.random.get_state()
+        self._torch: Any = sys.modules.get("torch")
+        if self._torch is not None:
+            with amanda.disabled(), self._torch.no_grad():
+                self._save_torch(self._torch)
+
+    def _save_torch(self, torch: Any) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        tensors, self._optimizers = {}, []
+        for item in gc.get_objects():
+            kind = type(item)
+            if issubclass(kind, torch.nn.Module) and "_parameters" in item.__dict__:
+                for tensor in (*item.parameters(recurse=False), *item.buffers(recurse=False)):
+                    if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                        tensors[id(tensor)] = tensor
+            elif issubclass(kind, torch.optim.Optimizer) and hasattr(item, "state"):
+                self._optimizers.append(
+                    (item, {key: _state_copy(value) for key, value in item.state.items()})
+                )
+        self._tensors = [(item, item.detach().clone(), _gradient_copy(item)) for item in tensors.values()]
+
+    def restore(self) -> None:
+        """Bring the process back to the state."""
+        random.setstate(self._random)
+        np.random.set_state(self._numpy)
+        if self._torch is None:
+            return
+        with amanda.disabled(), self._torch.no_grad():
+            self._torch.set_rng_state(self._cpu)
+            if self._cuda:
+                self._torch.cuda.set_rng_state_all(self._cuda)
+            for tensor, value, gradient in self._tensors:
+                if tensor.shape == value.shape and tensor.dtype == value.dtype:
+                    tensor.data.copy_(value)
+                else:
+                    tensor.data = value.clone()
+                if tensor.is_leaf:
+                    tensor.grad = None if gradient is None else gradient.clone()
+            for optimizer, state in self._optimizers:
+                optimizer.state.clear()
+                optimizer.state.update({key: _state_copy(value) for key, value in state.items()})
+
+
+def _gradient_copy(tensor: Any) -> Any:
+    gradient = tensor.grad if tensor.is_leaf else None
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _state_copy(value: Any) -> Any:
+    """Return the state of one parameter, with tensors of its own."""
+    if not isinstance(value, dict):
+        return value
+    return {name: tensor.clone() if hasattr(tensor, "clone") else tensor for name, tensor in value.items()}

@@ -167,7 +167,7 @@ class DumpTool(TensorTool[_IndexedOp]):
         if self._dtype is not None:
             record = self._indexed_op(Op("forward", "returned", "", "", "", 0))
             tensors = leaves([value], structures=True)
-            self._see(*tensors, record=record, role="output", dtype=self._dtype)
+            self._observe_execution(*tensors, record=record, role="output", dtype=self._dtype)
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
         """Add an op to the index."""

@@ -1,4 +1,4 @@
-"""Ops whose cost a formula tells for any shape: analysed once, counted by shape, evaluated when read."""
+"""Counts of executions by shape: an op is analysed once, and its costs are computed when they are read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from amanda.tools.flops._cost import are_known, shape_of
 from amanda.tools.flops._result import OpCost
 from amanda.tools.kit import leaves
 
-KNOWN = 1024
-"""Shapes of one op that are counted apart before their costs are found."""
-COSTS = 16 * KNOWN
+MAX_SHAPES = 1024
+"""Shapes of one op that are counted apart before their costs are computed."""
+MAX_COSTS = 16 * MAX_SHAPES
 """Costs that are remembered, of all ops together."""
 RECOMPUTATION = "recomputation"
 """The phase of what a framework runs again in the backward pass, as a checkpoint does."""
@@ -38,8 +38,8 @@ class Extents:
         return prod(self.shape)
 
 
-class At(dict[str, Any]):
-    """The context of an op at shapes that it was not analysed with: tensors have no values."""
+class ShapedContext(dict[str, Any]):
+    """The context of an op at shapes that it was not analysed with; its tensors have no values."""
 
     def __init__(self, context: amanda.OpContext, sides: Sequence[list[Any]]) -> None:
         super().__init__(context)
@@ -67,62 +67,64 @@ class At(dict[str, Any]):
         return self._sides[3]
 
 
-class ByShape(amanda.ShapeTally):
-    """Executions of an op, or of a backward op, by their shapes; costs are found when they are read.
+class ShapeCounts(amanda.ShapeTally):
+    """Count executions of an op, or of a backward op, by their shapes; compute costs when they are read.
 
     context: of its analysis.  sides: the values of the analysis: inputs and outputs, or gradients.
-    measure: gives the place of an `At`, as far as shapes decide.
-    costs: of all ops: what shapes decide, by all that decides it.
-    settle: takes the places over where there are many.  of: the op of a backward op.
-    key: what else decides the costs.
+    measure: returns the place of a `ShapedContext`, as far as shapes decide.
+    costs: places of all ops, by everything that decides them.
+    settle: adds the counts to the result, where there are many shapes.  forward: of the op of a backward op.
+    key: anything else that decides the costs.
     """
 
-    __slots__ = ("_context", "_costs", "_dtype", "_forms", "_measure", "_recomputed", "_settle", "key")
+    __slots__ = ("_builders", "_context", "_costs", "_dtype", "_measure", "_recomputed", "_settle", "key")
 
     def __init__(
         self,
         context: amanda.OpContext,
         sides: Sequence[Sequence[Any]],
-        measure: Callable[[At, tuple[Any, ...]], OpCost],
+        measure: Callable[[ShapedContext, tuple[Any, ...]], OpCost],
         costs: dict[Hashable, OpCost],
-        settle: Callable[[ByShape], None],
-        of: ByShape | None = None,
+        settle: Callable[[ShapeCounts], None],
+        forward: ShapeCounts | None = None,
         key: Hashable = None,
     ) -> None:
-        super().__init__(KNOWN)
+        super().__init__(MAX_SHAPES)
         self._context = context
         self._measure = measure
         self._costs = costs
         self._settle = settle
-        self._recomputed: _Recomputed | None = None
-        kinds = [getattr(one, "dtype", None) for one in leaves(sides)]
+        self._recomputed: _RecomputationCounts | None = None
+        kinds = [getattr(value, "dtype", None) for value in leaves(sides)]
         self._dtype: Any = next(
-            (kind for kind in kinds if kind is not None), None if of is None else of._dtype
+            (kind for kind in kinds if kind is not None), None if forward is None else forward._dtype
         )
         # A gradient that this pass does not make another pass may.
-        absent = None if of is None else self._dtype
-        own = [[_form(value, absent) for value in side] for side in sides]
-        self._forms: list[list[Callable[[Any], Any]]] = [*(() if of is None else of._forms), *own]
-        forward = of.key if of is not None else (context.get_op_type(), context["type"], context["in_place"])
+        absent = None if forward is None else self._dtype
+        builders = [[_stand_in_builder(value, absent) for value in side] for side in sides]
+        self._builders: list[list[Callable[[Any], Any]]]
+        self._builders = builders if forward is None else [*forward._builders, *builders]
+        names = (context.get_op_type(), context["type"], context["in_place"])
+        op_key = names if forward is None else forward.key
         node = getattr(context.get_backward_op(), "__name__", "")
         is_view = context["is_view"]((), ())
-        kind = is_view if of is None else context["backward_type"]
+        kind = is_view if forward is None else context["backward_type"]
         self.key: tuple[Hashable, ...] = (
-            forward, context["phase"], measure.__name__, node, kind, context.get_backward_order(),
+            op_key, context["phase"], measure.__name__, node, kind, context.get_backward_order(),
             context["parameters"], context["complex_products"], key, *kinds,
         )  # fmt: skip
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
         """Count an execution with these shapes."""
         super().__call__(shapes=shapes)
-        if len(self) > KNOWN:
+        if len(self) > MAX_SHAPES:
             self._settle(self)
 
     @property
-    def recomputed(self) -> _Recomputed:
+    def recomputed(self) -> _RecomputationCounts:
         """Return what counts recomputations."""
         if self._recomputed is None:
-            self._recomputed = _Recomputed(self)
+            self._recomputed = _RecomputationCounts(self)
         return self._recomputed
 
     def clear(self) -> None:
@@ -153,34 +155,34 @@ class ByShape(amanda.ShapeTally):
     def cost(self, shapes: tuple[Any, ...]) -> OpCost:
         """Return the cost of an execution with these shapes, of whichever op of this kind."""
         key = (self.key, shapes)
-        known = self._costs.get(key)
-        if known is None:
-            if len(self._costs) >= COSTS:
+        cost = self._costs.get(key)
+        if cost is None:
+            if len(self._costs) >= MAX_COSTS:
                 self._costs.clear()
-            sides = zip(self._forms, shapes, strict=True)
-            context = At(self._context, [_formed(forms, side) for forms, side in sides])
-            known = self._costs[key] = self._measure(context, shapes)
-        return known
+            sides = zip(self._builders, shapes, strict=True)
+            context = ShapedContext(self._context, [_stand_ins(builders, side) for builders, side in sides])
+            cost = self._costs[key] = self._measure(context, shapes)
+        return cost
 
 
-class _Recomputed(amanda.ShapeTally):
+class _RecomputationCounts(amanda.ShapeTally):
     """Recomputations of an op, by their shapes."""
 
-    __slots__ = ("_of",)
+    __slots__ = ("_counts",)
 
-    def __init__(self, of: ByShape) -> None:
-        super().__init__(KNOWN)
-        self._of = of
+    def __init__(self, counts: ShapeCounts) -> None:
+        super().__init__(MAX_SHAPES)
+        self._counts = counts
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
         """Count an execution with these shapes."""
         super().__call__(shapes=shapes)
-        if len(self) > KNOWN:
-            self._of.settle()
+        if len(self) > MAX_SHAPES:
+            self._counts.settle()
 
 
-class OfAnyShape(amanda.Tally):
-    """Executions of an op whose cost is that of `place` for all shapes."""
+class AnyShapeCount(amanda.Tally):
+    """Count executions of an op whose cost is that of `place` for all shapes."""
 
     __slots__ = ("_place", "_recomputed", "key")
 
@@ -207,17 +209,17 @@ class OfAnyShape(amanda.Tally):
             yield replace(self._place, phase=RECOMPUTATION, calls=self._recomputed.calls)
 
 
-class Once:
+class FirstShapeCount:
     """Executions of a backward op whose cost is known for the shapes of its first execution alone.
 
-    first, others: the places of executions with those shapes, and with others.
+    first, other: the places of executions with those shapes, and with others.
     """
 
-    __slots__ = ("_first", "_others", "_shapes")
+    __slots__ = ("_first", "_other", "_shapes")
 
-    def __init__(self, first: OpCost, others: OpCost) -> None:
+    def __init__(self, first: OpCost, other: OpCost) -> None:
         self._first = first
-        self._others = others
+        self._other = other
         self._shapes: tuple[Any, ...] | None = None
 
     @amanda.observer
@@ -225,22 +227,22 @@ class Once:
         """Count an execution with these shapes."""
         if self._shapes is None:
             self._shapes = shapes
-        place = self._first if shapes == self._shapes else self._others
+        place = self._first if shapes == self._shapes else self._other
         place.calls += 1
 
 
-def _formed(forms: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> list[Any]:
-    """Return values of these shapes; where there are more than were analysed, they are of one kind."""
-    return [forms[min(i, len(forms) - 1)](shape) for i, shape in enumerate(shapes)] if forms else []
+def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> list[Any]:
+    """Return stand-ins of these shapes; shapes beyond those of the analysis are of the last kind."""
+    return [builders[min(i, len(builders) - 1)](shape) for i, shape in enumerate(shapes)] if builders else []
 
 
-def _form(value: Any, absent: Any) -> Callable[[Any], Any]:
-    """Return what makes, of the shape of a value, one that stands for it.
+def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
+    """Return a function that turns a shape into a stand-in for a value.
 
     absent: element type of a tensor that takes the place of None; None where none does.
     """
     if isinstance(value, (list, tuple)):
-        kinds = [one.dtype for one in value if _is_tensor(one)]
+        kinds = [element.dtype for element in value if _is_tensor(element)]
         if not kinds:
             return lambda shape: value
         return lambda shape: [Extents(*pair) for pair in zip(shape, kinds, strict=True)]
@@ -257,12 +259,12 @@ def _is_tensor(value: Any) -> bool:
 
 def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bool:
     """Return whether shapes and element types say all about values: PyTorch's own, none in lists of lists."""
-    tensors = [one for side in sides for one in leaves(side) if hasattr(type(one), "shape")]
+    tensors = [tensor for side in sides for tensor in leaves(side) if hasattr(type(tensor), "shape")]
     shallow = [
-        one for side in sides for value in side
-        for one in (value if isinstance(value, (list, tuple)) else [value]) if _is_tensor(one)
+        tensor for side in sides for value in side
+        for tensor in (value if isinstance(value, (list, tuple)) else [value]) if _is_tensor(tensor)
     ]  # fmt: skip
-    return len(tensors) == len(shallow) and are_known(shape_of(one, shape) for one in tensors)
+    return len(tensors) == len(shallow) and are_known(shape_of(tensor, shape) for tensor in tensors)
 
 
 _NEW_MEMORY = """
@@ -270,25 +272,25 @@ _NEW_MEMORY = """
     scatter_add scatter_reduce clone masked_fill masked_select take repeat repeat_interleave zeros_like
     ones_like full_like one_hot triu tril roll flip sort argsort nonzero fill zero copy
 """
-_BY_DTYPE = "to type type_as float half double bfloat16 _to_copy"
-_SETTLED = frozenset(f"{_NEW_MEMORY} {_BY_DTYPE}".split())
+_CONVERSIONS = "to type type_as float half double bfloat16 _to_copy"
+_ALWAYS_COPIES = frozenset(f"{_NEW_MEMORY} {_CONVERSIONS}".split())
 _VIEWS = frozenset(
     """
     chunk expand expand_as broadcast_to narrow permute select split split_with_sizes t transpose unbind
     """.split()
 )
-_OF_A_VIEW = (int, slice, type(...), type(None))
+_VIEW_INDICES = (int, slice, type(...), type(None))
 
 
-def is_settled(kind: str, context: amanda.OpContext, is_view: bool) -> bool:
+def is_always_or_never_view(kind: str, context: amanda.OpContext, is_view: bool) -> bool:
     """Return whether an op of this type, which moves data, gives a view for all shapes or none, as here."""
     if kind in ("index", "getitem"):
         index = leaves(context.get_inputs()[1:])
         if any(map(_is_tensor, index)):
             return not is_view
-        return is_view and all(type(one) in _OF_A_VIEW for one in index)
+        return is_view and all(type(part) in _VIEW_INDICES for part in index)
     if kind in _VIEWS:
         return is_view or not context.get_outputs()
     if not any(map(_is_tensor, leaves(context.get_inputs()))):
         return not is_view
-    return kind in _SETTLED and context.get_attrs().get("memory_format") is None
+    return kind in _ALWAYS_COPIES and context.get_attrs().get("memory_format") is None

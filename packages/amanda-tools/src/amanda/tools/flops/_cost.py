@@ -30,12 +30,12 @@ class Cost(NamedTuple):
         return cls(macs, 2 * macs + more)
 
     def with_complex(self, products: int) -> Cost:
-        """Return the cost if each multiply-accumulate is so many of real numbers."""
+        """Return the cost if each multiply-accumulate takes `products` of real numbers."""
         more = (products - 1) * self.macs
         return Cost(self.macs + more, self.flops + 2 * more)
 
     def part(self, share: float) -> Cost:
-        """Return what one process computes of an op that several compute together."""
+        """Return the part of the cost that one process pays of an op that several compute together."""
         return self if share == 1.0 else Cost(round(self.macs * share), round(self.flops * share))
 
 
@@ -67,9 +67,9 @@ class Shapes:
     def of(
         cls, type: str, inputs: Sequence[Any], outputs: Sequence[Any], shape: Callable[[Any], Any], *more: Any
     ) -> Shapes:
-        """Return those of values.  shape: as StandardMapping gives it.  more: attributes, and the weight."""
+        """Return the shapes of values.  shape: as in StandardMapping.  more: attributes, and the weight."""
         read = [shape_of(value, shape) for value in inputs]
-        values = [value for value, known in zip(inputs, read, strict=True) if known in (None, UNKNOWN)]
+        values = [value for value, extents in zip(inputs, read, strict=True) if extents in (None, UNKNOWN)]
         return cls(type, read, [shape_of(value, shape) for value in outputs], values, *more)
 
     @property
@@ -83,7 +83,8 @@ class Shapes:
         """Elements of the largest input or output: those that an elementwise op or a reduction visits."""
         everything = tensors([*self.inputs, *self.outputs])
         lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
-        return max([prod(shape) for shape in everything] + [sum(map(prod, one)) for one in lists], default=0)
+        sizes = [*map(prod, everything), *(sum(map(prod, shapes)) for shapes in lists)]
+        return max(sizes, default=0)
 
     @property
     def are_known(self) -> bool:
@@ -101,7 +102,8 @@ class Shapes:
 
         (n, k) by (k, m) gives (n, m), and n k m is the root of the product of the three sizes.
         """
-        if not self.are_known or any(isinstance(one, Components) for one in (*self.inputs, *self.outputs)):
+        is_nested = any(isinstance(shape, Components) for shape in (*self.inputs, *self.outputs))
+        if is_nested or not self.are_known:
             return 0
         factors = sorted(prod(shape) for shape in tensors(self.inputs) if len(shape) > 1)[-2:]
         results = [prod(shape) for shape in tensors(self.outputs)]
@@ -119,13 +121,13 @@ def table(*entries: tuple[Formula, str]) -> dict[str, Formula]:
 
 def tensors(shapes: Iterable[Any]) -> list[Shape]:
     """Return the shapes of tensors, those in lists too."""
-    lists = (one if isinstance(one, list) else [one] for one in shapes)
-    return [shape for one in lists for shape in one if shape is not None]
+    lists = (group if isinstance(group, list) else [group] for group in shapes)
+    return [shape for group in lists for shape in group if shape is not None]
 
 
 def are_known(shapes: Iterable[Any]) -> bool:
     """Return True if every extent is known."""
-    return all(None not in one for one in tensors(shapes))
+    return all(None not in shape for shape in tensors(shapes))
 
 
 def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:
@@ -133,21 +135,21 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
 
     A tensor of the nested tensors' rank has a matrix for each component.
     """
-    everything: list[Any] = [one for side in sides for one in tensors(side)]
-    nested = [one for one in everything if isinstance(one, Components)]
+    everything: list[Any] = [shape for side in sides for shape in tensors(side)]
+    nested = [shape for shape in everything if isinstance(shape, Components)]
     if not nested:
         return [([list(side) for side in sides], 1)]
-    number, rank = len(nested[0]), 1 + max((len(one[0]) for one in nested if one), default=0)
+    number, rank = len(nested[0]), 1 + max((len(shape[0]) for shape in nested if shape), default=0)
 
     def part(shape: Any, i: int) -> Any:
         if isinstance(shape, list):
-            return [part(one, i) for one in shape]
+            return [part(inner, i) for inner in shape]
         if isinstance(shape, Components):
             return shape[i]
         is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == number
         return shape[1:] if is_batch else shape
 
-    parts = [[[part(one, i) for one in side] for side in sides] for i in range(number)]
+    parts = [[[part(shape, i) for shape in side] for side in sides] for i in range(number)]
     counts = Counter(map(str, parts))
     return [(part, counts[text]) for text, part in {str(part): part for part in parts}.items()]
 
@@ -170,7 +172,7 @@ def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
     shape: as StandardMapping gives it.
     """
     if isinstance(value, (list, tuple)):
-        return [extents for one in value if (extents := _extents(one, shape)) is not None] or None
+        return [extents for element in value if (extents := _extents(element, shape)) is not None] or None
     return _extents(value, shape)
 
 

@@ -1,41 +1,134 @@
-"""Costs of ops and of their backward ops, by formulas and by what an op calls inside."""
+"""Costs of ops and of their backward ops, and the facts that decide them: formula, shapes, bytes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import amanda
-from amanda.tools.flops._by_shape import At, Extents
+from amanda.tools.flops import _pytorch
+from amanda.tools.flops._by_shape import Extents, ShapedContext
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, components, size
-from amanda.tools.flops._facts import can_tell, formula_of, shapes_of
 from amanda.tools.flops._formulas import attention_backward, no_cost
-from amanda.tools.flops._inside import COMPILED, Inside
-from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, FORMULAS, MOVES
+from amanda.tools.flops._inside import COMPILED, InnerCosts
+from amanda.tools.flops._table import (
+    CONTRACTIONS,
+    COPIES,
+    ELEMENTWISE,
+    FORMULAS,
+    MOVES,
+    gradients_of_factors,
+    traffic,
+)
 from amanda.tools.kit import leaves
-from amanda.tools.mapping import local, share
+from amanda.tools.mapping import itemsize, local, share
+
+
+def formula_of(names: tuple[str, str]) -> Formula | None:
+    """Return the built-in formula of an op of these names: the framework's, and the vocabulary's."""
+    if names[0].startswith(_pytorch.LIBRARIES):
+        return no_cost
+    if names[0].endswith("Dataset") or "DatasetV" in names[0]:
+        return no_cost  # what its functions compute is in no op
+    return next((FORMULAS[name] for name in names if name in FORMULAS), None)
+
+
+def is_free(context: amanda.OpContext, names: tuple[str, str]) -> bool:
+    """Return whether an op computes nothing and moves no bytes, whatever its shapes are.
+
+    Of an op that may copy, `is_always_or_never_view` has been checked.
+    """
+    if context["in_place"] or names[1] not in MOVES or formula_of(names) is not no_cost:
+        return False
+    return COPIES.isdisjoint(names) or bool(context["is_view"]((), ()))
+
+
+def shapes_of(
+    context: ShapedContext | amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Shapes:
+    """Return the shapes that a formula of the op is given."""
+    return Shapes.of(
+        context["type"], inputs, outputs, context["shape"], context.get_attrs(),
+        context["weight_index"], context["weight_layout"],
+    )  # fmt: skip
+
+
+def element_type(context: amanda.OpContext) -> Any:
+    """Return the framework's element type of the first tensor among the inputs; None without one."""
+    kinds = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
+    return next((kind for kind in kinds if kind is not None), None)
+
+
+def has_shapes(names: tuple[str, str], shapes: Shapes) -> bool:
+    """Return True if a formula has all that it reads."""
+    return names[0] in _pytorch.OF_NESTED or shapes.are_known
+
+
+def bytes_moved(
+    context: ShapedContext | amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]
+) -> int:
+    """Return the bytes that one execution moves."""
+    inputs, in_place = context.get_inputs(), context["in_place"]
+    if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
+        return 0
+    read, written = ([bytes_of(context, [value]) for value in side] for side in (inputs, outputs))
+    return traffic(names, read, written, in_place)
+
+
+def bytes_of(context: ShapedContext | amanda.OpContext, values: Iterable[Any]) -> int:
+    """Return the bytes of tensors, also of those in lists."""
+    sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
+    return sum(count * (itemsize(_type_name(context, value)) or 4) for value, count in sizes if count)
+
+
+def _type_name(context: ShapedContext | amanda.OpContext, value: Any) -> str | None:
+    """Return the name of a tensor's element type; that of extents alone is PyTorch's."""
+    if isinstance(value, Extents):
+        return str(value.dtype).removeprefix("torch.")
+    name: str | None = context["dtype"](value)
+    return name
+
+
+def roles(context: amanda.OpContext) -> None:
+    """Write `parameters`, `backward_macs` and the like, as any framework tells them."""
+    if "parameters" not in context:
+        weight = context["weight_index"]
+        context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
+        context["backward_macs"] = _macs_of_each_gradient
+        context["extents"] = context["shape"]
+        context["inside"] = None
+        context["is_function"] = False
+        context["is_view"] = lambda inputs, outputs: False
+
+
+def _macs_of_each_gradient(context: amanda.OpContext) -> int:
+    """Return as many as the op takes, for the gradient of each factor that a backward op gives."""
+    kind = context["backward_type"].removesuffix("_backward")
+    count = gradients_of_factors(kind, context.get_grad_inputs() or [])
+    return count * (context["cost"].macs if context["cost"] else 0)
+
 
 NO_WORK = MOVES | {"accumulate_grad"}
 
 logger = logging.getLogger("amanda")
 
 
-class Costs:
-    """Costs by a program's own formulas and by those that are built in.
+class CostModel:
+    """Compute costs by a program's own formulas and by the built-in ones.
 
-    custom: by a word, or a framework's name of an op.  complex_macs: multiply-accumulates of real numbers in
-    one of complex numbers.
+    custom: formulas by a word, or a framework's name of an op.  complex_macs: real multiply-accumulates in
+    a complex one.
     """
 
     def __init__(self, custom: Mapping[str, Formula], complex_macs: int) -> None:
         self.custom = dict(custom)
         self._complex_macs = complex_macs
 
-    def complex_products(self, context: At | amanda.OpContext) -> int:
-        """Return how many multiply-accumulates of real numbers is one of the op's."""
-        names = [str(context["dtype"](one)) for one in leaves(context.get_inputs())]
+    def complex_products(self, context: ShapedContext | amanda.OpContext) -> int:
+        """Return the number of real multiply-accumulates in one multiply-accumulate of the op."""
+        names = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
         kinds = [
             name.startswith("complex") for name in names if name.startswith(("complex", "float", "bfloat"))
         ]
@@ -43,7 +136,9 @@ class Costs:
             return 1
         return self._complex_macs if all(kinds) else min(self._complex_macs, 2)
 
-    def of_op(self, names: tuple[str, str], shapes: Shapes, source: str, products: int = 1) -> Cost | None:
+    def cost_of_op(
+        self, names: tuple[str, str], shapes: Shapes, source: str, products: int = 1
+    ) -> Cost | None:
         """Return the cost by a formula; None where there is none.
 
         products: as `complex_products` gives them.
@@ -52,7 +147,7 @@ class Costs:
         formula = custom or formula_of(names)
         if formula is no_cost:
             return Cost()
-        if formula is None or not can_tell(names, shapes):
+        if formula is None or not has_shapes(names, shapes):
             return None
         try:
             costs = [(formula(part), count) for part, count in shapes.by_component()]
@@ -61,18 +156,20 @@ class Costs:
                 raise
             logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
             return None
-        total = costs[0][0] if len(costs) == 1 and costs[0][1] == 1 else _sum(costs)
+        total = costs[0][0] if len(costs) == 1 and costs[0][1] == 1 else _total(costs)
         return total if custom or products == 1 else total.with_complex(products)
 
-    def inside(self, context: At | amanda.OpContext) -> Inside | None:
-        """Return what an op calls, counted once for the op and its backward ops."""
+    def inside(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
+        """Return the costs of the operators that an op calls, counted once for its backward ops too."""
         if "within" not in context:
             run = context["inside"]
             context["within"] = run and run(context, {**FORMULAS, **self.custom}, self._complex_macs)
-        within: Inside | None = context["within"]
+        within: InnerCosts | None = context["within"]
         return within
 
-    def of_backward_op(self, context: At | amanda.OpContext, kind: str, grads: Sequence[Any]) -> Cost | None:
+    def cost_of_backward_op(
+        self, context: ShapedContext | amanda.OpContext, kind: str, grads: Sequence[Any]
+    ) -> Cost | None:
         """Return the cost of a backward op of a type that gives these gradients."""
         forward, shape = kind.removesuffix("_backward"), context["shape"]
         if kind in self.custom:
@@ -86,7 +183,7 @@ class Costs:
         if forward not in ELEMENTWISE and context.get_backward_order() == 1:
             within = self.inside(context)
             node = context.get_backward_op().__name__
-            cost = within.next_of(node) if within else None
+            cost = within.pop_cost_of(node) if within else None
             if cost is not None:
                 return cost
             if within and node == COMPILED and within.backward_macs:
@@ -96,7 +193,7 @@ class Costs:
                 return None
         return Cost(0, sum(size(shape(local(grad))) for grad in grads))
 
-    def of_gradients(
+    def cost_of_gradients(
         self, context: amanda.OpContext, names: tuple[str, str], op: Shapes, *sides: Sequence[Any]
     ) -> Cost | None:
         """Return the cost of a backward op by shapes that are known as it runs; None where they are not.
@@ -109,38 +206,41 @@ class Costs:
         kind = context["element_type"]
         for (inputs, outputs, *grads), count in components([op.inputs, op.outputs, *sides]):
             forward = replace(op, inputs=inputs, outputs=outputs)
-            at = At(context, [[_extents(one, kind) for one in side] for side in (inputs, outputs, *grads)])
-            at["cost"] = self.of_op(names, forward, "", context["complex_products"])
-            made = [one for one in at.get_grad_inputs() if one is not None]
-            cost = self.of_backward_op(at, context["backward_type"], made)
+            shaped = ShapedContext(
+                context, [[_extents_of(shape, kind) for shape in side] for side in (inputs, outputs, *grads)]
+            )
+            shaped["cost"] = self.cost_of_op(names, forward, "", context["complex_products"])
+            leaving = [grad for grad in shaped.get_grad_inputs() if grad is not None]
+            cost = self.cost_of_backward_op(shaped, context["backward_type"], leaving)
             if cost is None:
                 return None
             costs.append((cost, count))
-        return _sum(costs)
+        return _total(costs)
 
 
-def _sum(costs: Sequence[tuple[Cost, int]]) -> Cost:
-    """Return the sum of costs, each of which comes so often."""
-    return Cost(sum(one.macs * count for one, count in costs), sum(one.flops * count for one, count in costs))
+def _total(costs: Sequence[tuple[Cost, int]]) -> Cost:
+    """Return the sum of costs, each times its count."""
+    macs = sum(cost.macs * count for cost, count in costs)
+    return Cost(macs, sum(cost.flops * count for cost, count in costs))
 
 
-def _extents(shape: Any, kind: Any) -> Any:
+def _extents_of(shape: Any, kind: Any) -> Any:
     """Return what stands for a tensor of a shape and an element type, or for a list of tensors."""
     if isinstance(shape, list):
-        return [_extents(one, kind) for one in shape]
+        return [_extents_of(inner, kind) for inner in shape]
     return None if shape is None else Extents(shape, kind)
 
 
-def _attention_backward(context: At | amanda.OpContext, part: float) -> Cost | None:
+def _attention_backward(context: ShapedContext | amanda.OpContext, part: float) -> Cost | None:
     """Return the cost of a fused kernel, whose gradients are those of queries, keys and values."""
-    entering = next((one for one in context.get_grad_outputs() or [] if one is not None), None)
+    entering = next((value for value in context.get_grad_outputs() or [] if value is not None), None)
     if entering is None:
         return Cost()
     is_own = context["type"] == "scaled_dot_product_attention"
     inputs = context.get_inputs()[:3] if is_own else [None] * 3
     grads = [*(context.get_grad_inputs() or []), None, None, None]
     read = [grad if value is None else value for value, grad in zip(inputs, grads, strict=False)]
-    if any(one is None for one in read):
+    if any(value is None for value in read):
         return None
-    shapes = [context["shape"](one) for one in (entering, *read)]
+    shapes = [context["shape"](value) for value in (entering, *read)]
     return attention_backward(Shapes("", shapes, ())).part(part)

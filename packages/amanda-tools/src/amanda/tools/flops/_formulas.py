@@ -72,17 +72,17 @@ def bilinear(op: Shapes) -> Cost:
 
 def contraction(op: Shapes) -> Cost:
     """Count each element of the result times the extents that it is summed over, by numbers of axes."""
-    (left, _), _ = op.attributes["dimension_numbers"]
-    return Cost.of_macs(prod(op.out) * prod(op.inputs[0][axis] for axis in left))
+    (summed, _), _ = op.attributes["dimension_numbers"]
+    return Cost.of_macs(prod(op.out) * prod(op.inputs[0][axis] for axis in summed))
 
 
 def ragged_contraction(op: Shapes) -> Cost:
     """Count a contraction by groups: a row with the matrix of its group, or each part of the depth once."""
     numbers = op.attributes["ragged_dot_dimension_numbers"]
-    (left, _), _ = numbers.dot_dimension_numbers
-    in_depth = set(left) & set(numbers.lhs_ragged_dimensions)
+    (summed, _), _ = numbers.dot_dimension_numbers
+    in_depth = set(summed) & set(numbers.lhs_ragged_dimensions)
     result = op.out[1:] if in_depth else op.out  # else the groups are the first axis
-    return Cost.of_macs(prod(result) * prod(op.inputs[0][axis] for axis in left))
+    return Cost.of_macs(prod(result) * prod(op.inputs[0][axis] for axis in summed))
 
 
 def grouped_product(op: Shapes) -> Cost:
@@ -146,11 +146,11 @@ def einsum(op: Shapes) -> Cost:
 
     The axes of an ellipsis are letters too.
     """
-    equation = next((one for one in op.values if isinstance(one, (str, bytes))), None)
+    equation = next((value for value in op.values if isinstance(value, (str, bytes))), None)
     equation = equation or op.attributes.get("equation", "")
     equation = equation.decode() if isinstance(equation, bytes) else str(equation)
     names, result, extents = _letters(equation, tensors(op.inputs))
-    path = next((one for one in op.values if isinstance(one, (list, tuple))), ())
+    path = next((value for value in op.values if isinstance(value, (list, tuple))), ())
     macs = 0
     for first, second in _pairs(path, len(names)):
         right, left = (names.pop(i) for i in sorted((first, second), reverse=True))
@@ -182,9 +182,9 @@ def _letters(equation: str, operands: list[tuple[int, ...]]) -> tuple[list[str],
 
 def _pairs(path: Sequence[int], count: int) -> list[tuple[int, int]]:
     """Return positions of the operands to be multiplied next; the product is put behind the others."""
-    if path and all(isinstance(one, int) for one in path):
+    if path and all(isinstance(index, int) for index in path):
         return list(zip(path[::2], path[1::2], strict=True))
-    return [(0, 1)] + [(0, left - 1) for left in range(count - 1, 1, -1)] if count > 1 else []
+    return [(0, 1)] + [(0, remaining - 1) for remaining in range(count - 1, 1, -1)] if count > 1 else []
 
 
 def convolution(op: Shapes) -> Cost:
@@ -202,7 +202,9 @@ def transposed_convolution(op: Shapes) -> Cost:
     """Count for every input element the output channels of its group under the kernel."""
     weight, axes = _kernel(op), op.weight_layout or "IO"
     # TensorFlow gives the extents of the result first.
-    data = next(one for i, one in enumerate(op.inputs) if one is not None and i != op.weight and len(one) > 2)
+    data = next(
+        shape for i, shape in enumerate(op.inputs) if shape is not None and i != op.weight and len(shape) > 2
+    )
     return Cost.of_macs(prod(data) * prod(weight) // weight[axes.index("I")], _bias(op, 2))
 
 
@@ -283,8 +285,8 @@ def cached_attention(past: int) -> Formula:
             depth = query[-1] if len(query) == 4 else query[-1] // heads
         cached = op.inputs[past] if len(op.inputs) > past else None
         scores = query[0] * queries * (keys + (cached[-2] if cached else 0))
-        made = op.out[-1] if len(op.out) == 4 else op.out[-1] // heads
-        return Cost.of_macs(scores * (depth + made), scores * (SOFTMAX + 1))
+        value_width = op.out[-1] if len(op.out) == 4 else op.out[-1] // heads
+        return Cost.of_macs(scores * (depth + value_width), scores * (SOFTMAX + 1))
 
     return cost
 
@@ -327,9 +329,9 @@ def encoder_layer(op: Shapes) -> Cost:
     return Cost.of_macs(macs, sum(map(prod, sequences)) * (2 * LAYER_NORM + 2))
 
 
-def listed(op: Shapes) -> int:
+def elements_of_list(op: Shapes) -> int:
     """Return the elements of all tensors of the first list."""
-    return sum(map(prod, next((one for one in op.inputs if isinstance(one, list)), [])))
+    return sum(map(prod, next((shapes for shapes in op.inputs if isinstance(shapes, list)), [])))
 
 
 def of_matrix(count: Callable[[int, int, int], float]) -> Formula:

@@ -1,4 +1,4 @@
-"""Costs of an op of PyTorch by what it calls inside, counted on tensors without data."""
+"""Costs of the operators that an op of PyTorch calls inside, counted on tensors without data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.flops._cost import Cost, Formula, Shapes
 from amanda.tools.flops._formulas import visits
-from amanda.tools.flops._scripted import may_run_again
 from amanda.tools.flops._table import ELEMENTWISE
 from amanda.tools.kit import RequiredNames
 from amanda.tools.mapping import torch_word
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _REQUIRED = RequiredNames(
     "amanda.tools.flops",
@@ -44,7 +44,7 @@ COMPILED = "CppFunction"
 
 
 @dataclass
-class Inside:
+class InnerCosts:
     """The cost of an op, and of each node of its backward pass by the node's name, in order of execution.
 
     unknown: names of the ops inside that no formula knows.
@@ -57,10 +57,10 @@ class Inside:
 
     @property
     def backward_macs(self) -> int:
-        """Multiply-accumulates of the nodes that were not asked for."""
+        """Multiply-accumulates of the nodes whose costs were not popped yet."""
         return sum(cost.macs for costs in self.backward.values() for cost in costs)
 
-    def next_of(self, node: str) -> Cost | None:
+    def pop_cost_of(self, node: str) -> Cost | None:
         """Return the cost of the next node of a name; the last one stands for those that follow."""
         costs = self.backward.get(node)
         if not costs:
@@ -74,66 +74,68 @@ class Inside:
         else:
             self._called.append(cost)
 
-    def take(self) -> Cost:
-        """Return the cost of what was called since the last time."""
-        total = Cost(sum(one.macs for one in self._called), sum(one.flops for one in self._called))
+    def pop_total(self) -> Cost:
+        """Return the cost of the operators called since the last time."""
+        total = Cost(sum(cost.macs for cost in self._called), sum(cost.flops for cost in self._called))
         self._called.clear()
         return total
 
 
-def inside(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> Inside | None:
+def costs_inside(
+    context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int
+) -> InnerCosts | None:
     """Run an op and its backward pass without data and add up what they call; None where that fails.
 
-    complex_macs: multiply-accumulates of real numbers in one of complex numbers.
+    complex_macs: real multiply-accumulates in a complex one.
     """
     try:
-        return _counted(context, formulas, complex_macs) if may_run_again(context) else None
+        return _inner_costs(context, formulas, complex_macs) if may_run_again(context) else None
     except Exception:  # data decide, or there is no kernel without data: the op is reported by its name
         return None
 
 
-def _counted(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> Inside:
+def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> InnerCosts:
     _REQUIRED.check()
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    inputs, wanted = list(context.get_inputs()), iter(context["differentiated"])
-    given = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
-    modes = [one.fake_mode for one in given if isinstance(one, FakeTensor)]
+    inputs, differentiated = list(context.get_inputs()), iter(context["differentiated"])
+    tensors = [value for value in tree_leaves(inputs) if isinstance(value, torch.Tensor)]
+    modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
     leaves: list[Tensor] = []
 
     def twin(tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
-            made = tensor.detach()
+            copy = tensor.detach()
         elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             with mode:  # what a subclass wraps is none of ours to read
-                made = torch.empty_strided(
+                copy = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
         else:
-            made = mode.from_tensor(tensor.detach())
-        if not next(wanted):
-            return made
-        leaves.append(made.requires_grad_())
-        return made.clone()  # an op in place may not write into a leaf
+            copy = mode.from_tensor(tensor.detach())
+        if not next(differentiated):
+            return copy
+        leaves.append(copy.requires_grad_())
+        return copy.clone()  # an op in place may not write into a leaf
 
-    found = Inside()
-    with _unseen(), torch.enable_grad():
+    costs = InnerCosts()
+    with _hidden_from_program(), torch.enable_grad():
         twins = tree_map_only(torch.Tensor, twin, inputs)
-        with mode, _counter(found, formulas, context["shape"], mode, complex_macs):
-            made = tree_leaves(context.get_computation()(twins))
-            found.forward = found.take()
-            outputs = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
+        with mode, _counting_mode(costs, formulas, context["shape"], mode, complex_macs):
+            results = tree_leaves(context.get_computation()(twins))
+            costs.forward = costs.pop_total()
+            outputs = [value for value in results if isinstance(value, torch.Tensor) and value.requires_grad]
             if outputs and leaves:
-                _count_backward(outputs, leaves, found)
-    return found
+                _count_backward(outputs, leaves, costs)
+    return costs
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
-    """Keep what runs from the program's modes, its hooks on saved tensors, and the profiles of the JIT."""
+def _hidden_from_program() -> Iterator[None]:
+    """Hide ops from the program's modes, from its hooks on saved tensors and from profiles of the JIT."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -146,33 +148,37 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], found: Inside) -> None:
+def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: InnerCosts) -> None:
     import torch
 
     def begin(grads: Any) -> None:
-        found.take()
+        costs.pop_total()
 
     def end(name: str, grad_inputs: Any, grad_outputs: Any) -> None:
-        found.backward.setdefault(name, []).append(found.take())
+        costs.backward.setdefault(name, []).append(costs.pop_total())
 
     hooks: list[Any] = []
-    seen, nodes = set(), [one.grad_fn for one in outputs]
+    visited, nodes = set(), [output.grad_fn for output in outputs]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             hooks += [node.register_prehook(begin), node.register_hook(partial(end, node.name()))]
-            nodes += [one for one, _ in node.next_functions]
-    grads = [torch.ones_like(one) for one in outputs]
+            nodes += [following for following, _ in node.next_functions]
+    grads = [torch.ones_like(output) for output in outputs]
     torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
     for hook in hooks:
         hook.remove()
 
 
-def _counter(
-    found: Inside, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any, complex_macs: int
+def _counting_mode(
+    costs: InnerCosts,
+    formulas: Mapping[str, Formula],
+    shape: Callable[[Any], Any],
+    fake: Any,
+    complex_macs: int,
 ) -> AbstractContextManager[Any]:
-    """Return a mode that adds what is dispatched to `found`.
+    """Return a mode that adds what is dispatched to `costs`.
 
     fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
     """
@@ -192,14 +198,14 @@ def _counter(
         def __torch_dispatch__(
             self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            given: Any = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
-            made = op(*given[0], **given[1])
-            cost = _cost_of_call(op, given[0], given[1], made, formulas, shape)
-            values = (one for one in tree_leaves(given) if isinstance(one, torch.Tensor))
-            if cost is not None and any(one.is_complex() for one in values):
+            arguments: Any = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
+            result = op(*arguments[0], **arguments[1])
+            cost = _cost_of_call(op, arguments[0], arguments[1], result, formulas, shape)
+            values = (value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor))
+            if cost is not None and any(value.is_complex() for value in values):
                 cost = cost.with_complex(complex_macs)
-            found.add(op.overloadpacket.__name__, cost)
-            return made
+            costs.add(op.overloadpacket.__name__, cost)
+            return result
 
     return Counter()  # type: ignore[no-untyped-call]
 
@@ -208,30 +214,100 @@ def _cost_of_call(
     op: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    made: Any,
+    result: Any,
     formulas: Mapping[str, Formula],
     shape: Callable[[Any], Any],
 ) -> Cost | None:
     """Return the cost of a call of an ATen operator, by its name or its tag; None where neither tells."""
     if op.namespace == "prim":
         return Cost()
-    parameters = [one.name for one in op._schema.arguments]
+    parameters = [argument.name for argument in op._schema.arguments]
     values = dict(zip(parameters, args, strict=False)) | dict(kwargs)
     inputs = [values[name] for name in parameters if name in values]
     name = op.overloadpacket.__name__
-    formula = _formula(name, formulas)
+    formula = _formula_of_kernel(name, formulas)
     if formula is None and _TAGS & {str(tag) for tag in op.tags}:
         formula = visits(1)
-    outputs = made if isinstance(made, (list, tuple)) else [made]
+    outputs = result if isinstance(result, (list, tuple)) else [result]
     return None if formula is None else formula(Shapes.of(torch_word(name), inputs, outputs, shape, values))
 
 
-def _formula(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
+def _formula_of_kernel(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
     """Return the formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
     for spelling in (name, name.removesuffix("_"), name.removesuffix("_copy")):
         formula = formulas.get(spelling) or formulas.get(torch_word(spelling))
         if formula is not None:
             return formula
-    stem, found, _ = name.removeprefix("_").partition("_backward")
-    words = (torch_word(stem), torch_word(f"_{stem}")) if found else ()
-    return next((formulas[one] for one in words if one in ELEMENTWISE), None)
+    stem, suffix, _ = name.removeprefix("_").partition("_backward")
+    words = (torch_word(stem), torch_word(f"_{stem}")) if suffix else ()
+    return next((formulas[word] for word in words if word in ELEMENTWISE), None)
+
+
+_NODES_OF_VALUES = frozenset(
+    f"prim::{name}"
+    for name in """
+    BroadcastSizes CallFunction CallMethod Constant DictConstruct GetAttr If ListConstruct ListUnpack Loop
+    NumToTensor RaiseException TupleConstruct TupleIndex TupleSlice TupleUnpack Uninitialized Closure
+    abs device dtype id isinstance layout max min ndim rangelist requires_grad shape unchecked_cast
+    unchecked_unwrap_optional is_cuda is_meta is_nested is_sparse is_quantized
+    """.split()
+)
+"""Nodes of TorchScript that make values of values, and run blocks."""
+_READERS_OF_METADATA = frozenset(
+    "aten::__is__ aten::__isnot__ aten::dim aten::is_contiguous aten::is_floating_point aten::len "
+    "aten::numel aten::size aten::stride".split()
+)
+"""Operators of TorchScript alone that read no data of tensors."""
+_CONTAINERS = ("prim::ListConstruct", "prim::DictConstruct")
+
+
+def may_run_again(context: amanda.OpContext) -> bool:
+    """Return True if an op is an operator of ATen, or a graph of TorchScript of such."""
+    graph = getattr(getattr(context.get_op(), "_function", None), "inlined_graph", None)
+    if graph is not None:
+        return all(map(_is_repeatable, _nodes(graph)))
+    return _is_dispatched(f"aten::{context.get_op_type()}")
+
+
+def _is_dispatched(name: str) -> bool:
+    """Return True for an operator that reaches tensors through the dispatcher, where modes act, alone."""
+    import torch
+
+    operator = getattr(torch.ops.aten, name.partition("::")[2], None)
+    overloads = [] if operator is None else operator.overloads()
+    names = [name if overload == "default" else f"{name}.{overload}" for overload in overloads]
+    return any(map(torch._C._dispatch_has_kernel, names))
+
+
+def _nodes(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes(inner)
+
+
+def _is_repeatable(node: Any) -> bool:
+    import torch
+
+    kind = node.kind()
+    if kind in _NODES_OF_VALUES:
+        return True
+    if not kind.startswith("aten::"):
+        return False
+    schema = torch._C.parse_schema(node.schema())
+    aliases = [argument.alias_info for argument in schema.arguments]
+    written = [i for i, alias in enumerate(aliases) if alias and alias.is_write]
+    name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+    if torch._C._dispatch_has_kernel(name):
+        # A tensor is written where it has no data; a generator is the program's.
+        return all(_is_of_tensors(schema.arguments[i]) for i in written)
+    if written:  # a list, or a dict, which may be a module's
+        inputs = list(node.inputs())
+        return all(inputs[i].node().kind() in _CONTAINERS for i in written)
+    reads_data = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    makes_tensors = any("Tensor" in str(argument.type) for argument in schema.returns)
+    return bool(schema.returns) and (kind in _READERS_OF_METADATA or not (reads_data or makes_tensors))
+
+
+def _is_of_tensors(argument: Any) -> bool:
+    return "Tensor" in str(argument.type)

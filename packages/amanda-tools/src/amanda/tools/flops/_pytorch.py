@@ -9,7 +9,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops._cost import Components
-from amanda.tools.flops._inside import inside
+from amanda.tools.flops._inside import costs_inside
 from amanda.tools.flops._table import gradients_of_factors
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import MATRIX_PRODUCTS, local, share, torch_shape, torch_word
@@ -27,17 +27,17 @@ def roles(context: amanda.OpContext) -> None:
 
     inputs = context.get_inputs()
     is_forward = context["phase"] == "forward"
-    owned = [one for one in leaves(inputs) if is_forward and isinstance(one, Parameter)]
-    context["parameters"] = sum(local(one).numel() for one in owned)
+    owned = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
+    context["parameters"] = sum(local(value).numel() for value in owned)
     context["backward_macs"] = _backward_macs
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
-    context["inside"] = inside
+    context["inside"] = costs_inside
     context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_op_type()
     with DisableTorchFunction():
         tensors = list(tensors_of(inputs))
-        context["differentiated"] = [one.requires_grad for one in tensors]
-        context["is_complex"] = any(one.dtype.is_complex for one in tensors)
+        context["differentiated"] = [value.requires_grad for value in tensors]
+        context["is_complex"] = any(value.dtype.is_complex for value in tensors)
     context["is_view"] = is_view
 
 
@@ -49,12 +49,12 @@ def extents(value: Any) -> Any:
         return torch_shape(value)
     with torch._C.DisableTorchFunction(), amanda.disabled():
         try:
-            return Components(_of_components(value)) if value.is_nested else torch_shape(value)
+            return Components(_component_shapes(value)) if value.is_nested else torch_shape(value)
         except (NotImplementedError, RuntimeError):  # the lengths have no values, as on the device meta
             return torch_shape(value)
 
 
-def _of_components(nested: Any) -> Iterator[tuple[int, ...]]:
+def _component_shapes(nested: Any) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of the components of a nested tensor."""
     import torch
 
@@ -72,16 +72,16 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     import torch
 
     with torch._C.DisableTorchFunction():
-        held = {_storage(local(one)) for one in tensors_of(inputs)}
-        made = [_storage(local(one)) for one in tensors_of(outputs)]
-    return bool(made) and None not in made and held.issuperset(made)
+        read = {_storage(local(tensor)) for tensor in tensors_of(inputs)}
+        written = [_storage(local(tensor)) for tensor in tensors_of(outputs)]
+    return bool(written) and None not in written and read.issuperset(written)
 
 
 def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
     """Return the tensors among values, those in lists too."""
     import torch
 
-    return (one for one in leaves(values) if isinstance(one, torch.Tensor))
+    return (value for value in leaves(values) if isinstance(value, torch.Tensor))
 
 
 def _storage(tensor: Any) -> int | None:
@@ -102,25 +102,25 @@ _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
 def _backward_macs(context: amanda.OpContext) -> int:
     """Count the products that make each gradient that a node gives."""
     grads, entering = context.get_grad_inputs() or [], context.get_grad_outputs() or []
-    first = next((one for one in entering if one is not None), None)
+    first = next((grad for grad in entering if grad is not None), None)
     if first is None:
         return 0  # where no gradient enters none leaves
     product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
     if product is None:
-        layer = _of_recurrent_layer(context)
-        return _as_often_as_forward(context, _is_complex(first)) if layer is None else layer
+        layer = _macs_of_recurrent_layer(context)
+        return _macs_of_factors(context, _is_complex(first)) if layer is None else layer
     factors = MATRIX_PRODUCTS[torch_word(product[1].lower())].factors
-    left, right = (grads[i] if i < len(grads) else None for i in factors)
+    first_grad, second = (grads[i] if i < len(grads) else None for i in factors)
     size, macs = prod(first.shape), 0
-    if left is not None:
-        macs += round(size * (left.shape[-1] if left.dim() else 1) * share([left]))
-    if right is not None:
-        width = right.shape[-2] if right.dim() > 1 else right.shape[-1] if right.dim() else 1
-        macs += round(size * width * share([right]))
+    if first_grad is not None:
+        macs += round(size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
+    if second is not None:
+        width = second.shape[-2] if second.dim() > 1 else second.shape[-1] if second.dim() else 1
+        macs += round(size * width * share([second]))
     return macs * (context.get("complex_products", 1) if _is_complex(first) else 1)
 
 
-def _as_often_as_forward(context: amanda.OpContext, is_complex: bool) -> int:
+def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
     """Count for the gradient of each factor as many as the op itself takes.
 
     The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
@@ -131,9 +131,9 @@ def _as_often_as_forward(context: amanda.OpContext, is_complex: bool) -> int:
     if context["is_complex"] and not is_complex:
         macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
-        entering = sum(one is not None for one in (context.get_grad_outputs() or [])[:2])
-        made = [one is not None for one in grads[:3]]
-        return int(entering * made[0] + sum(made[1:])) * macs
+        entering = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
+        is_made = [grad is not None for grad in grads[:3]]
+        return int(entering * is_made[0] + sum(is_made[1:])) * macs
     return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), grads)
 
 
@@ -141,7 +141,7 @@ def _is_complex(value: Any) -> bool:
     return "complex" in str(value.dtype)
 
 
-def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
+def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
     """Count a node of oneDNN's LSTM, one layer in one direction; None for others.
 
     Its gradients are those of the input, the weights of the input and of the state, two biases, and states.
@@ -151,8 +151,8 @@ def _of_recurrent_layer(context: amanda.OpContext) -> int | None:
         return None
     grads, extents = context.get_grad_inputs() or [], context.get_inputs()[0].shape
     steps, rows = extents[1::-1] if context["batch_first"] else extents[:2]
-    hidden = next(one for one in context.get_grad_outputs() or [] if one is not None).shape[-1]
-    size = sum(one.numel() for one in (grads[1], grads[2]) if one is not None)  # of weights
+    hidden = next(grad for grad in context.get_grad_outputs() or [] if grad is not None).shape[-1]
+    size = sum(grad.numel() for grad in (grads[1], grads[2]) if grad is not None)  # of weights
     if grads[0] is not None:
         size += grads[0].shape[-1] * _GATES * hidden
     state = _GATES * hidden**2 * rows * (steps if grads[5] is not None else steps - 1)

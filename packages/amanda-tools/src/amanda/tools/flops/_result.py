@@ -39,7 +39,7 @@ class OpCost:
     estimate: int = 0
 
 
-_columns = (
+_COUNTS = (
     Column("calls", show="{:,}".format, total=True),
     Column("MACs", show=amount, total=True),
     Column("FLOPs", show=amount, total=True),
@@ -50,9 +50,9 @@ _columns = (
 
 
 class FlopsResult(PlacesResult[OpCost]):
-    """FLOPs and their like of everything that was executed.
+    """Table of FLOPs, MACs, parameters and bytes per operator.
 
-    places: what was counted, each op apart.  by: the keys of a row, of `KEYS`.
+    places: the counts of each op.  by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "flops"
@@ -60,28 +60,30 @@ class FlopsResult(PlacesResult[OpCost]):
     place = OpCost
     summed = ("calls",)
     order: ClassVar[str] = "FLOPs"
-    counted: ClassVar[Sequence[Column]] = _columns
+    counted: ClassVar[Sequence[Column]] = _COUNTS
 
     def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS) -> None:
         self.places = [place for place in places if place.calls or place.flops is None]
-        self._is_told = False
+        self._is_warned = False
         self.tell_by(by, "FLOPs")
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
         """Return the sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
 
-        Calls whose cost is not known count as 0 macs and flops: `unsupported` and `unseen` have them, and a
+        Calls whose cost is unknown count as 0 macs and flops: `unsupported` and `unseen` list them, and a
         warning is logged once.
         """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
         if what in ("macs", "flops"):
-            self._tell_missing()
+            self._warn_of_gaps()
         return self._sum(what, phase)
 
-    def _sum(self, what: str, phase: str | None = None) -> int:
-        chosen = [place for place in self.places if phase in (None, place.phase)]
-        return sum((1 if what == "calls" else getattr(place, what) or 0) * place.calls for place in chosen)
+    def _sum(self, quantity: str, phase: str | None = None) -> int:
+        places = [place for place in self.places if phase in (None, place.phase)]
+        if quantity == "calls":
+            return sum(place.calls for place in places)
+        return sum((getattr(place, quantity) or 0) * place.calls for place in places)
 
     @property
     def unsupported(self) -> Mapping[str, int]:
@@ -95,7 +97,7 @@ class FlopsResult(PlacesResult[OpCost]):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, those with most FLOPs first."""
-        rows = [(*key, *_sums(places)) for key, places in self.grouped(self.places).items()]
+        rows = [(*key, *_totals(places)) for key, places in self.grouped(self.places).items()]
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
 
@@ -108,7 +110,8 @@ class FlopsResult(PlacesResult[OpCost]):
         """Totals, what was not counted, and each op."""
         phases = dict.fromkeys(place.phase for place in self.places)
         totals = {
-            phase: {what: self._sum(what, phase) for what in ("macs", "flops", "bytes")} for phase in phases
+            phase: {quantity: self._sum(quantity, phase) for quantity in ("macs", "flops", "bytes")}
+            for phase in phases
         }
         return {"totals": totals, "unsupported": dict(self.unsupported), **super().facts()}
 
@@ -122,31 +125,30 @@ class FlopsResult(PlacesResult[OpCost]):
         within = f" ({parts})" if len(phases) > 1 else ""
         notes = [f"{amount(self._sum('flops'))} FLOPs{within}, {totals}."]
         notes += ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
-        return [*notes, *self._missing()]
+        return [*notes, *self._gaps()]
 
-    def _missing(self) -> Sequence[str]:
+    def _gaps(self) -> Sequence[str]:
         """Return sentences on what is not counted, if anything is not."""
-        told = []
+        sentences = []
         if unsupported := self.unsupported:
             share = 100 * sum(unsupported.values()) / max(self._sum("calls"), 1)
-            whose = f"{share:.1f} % of the calls, which count as 0: {_listed(unsupported)}"
-            told.append(f"No formula, or no shapes, for {whose}.")
+            whose = f"{share:.1f} % of the calls, which count as 0: {_listing(unsupported)}"
+            sentences.append(f"No formula, or no shapes, for {whose}.")
         if unseen := self.unseen:
-            told.append(
-                f"Executions of {sum(unseen.values())} ops cannot be seen, and count as 0: {_listed(unseen)}."
-            )
+            total = sum(unseen.values())
+            sentences.append(f"Executions of {total} ops cannot be seen, and count as 0: {_listing(unseen)}.")
         if missing := self.missing:
             everything = self._sum("macs") + sum(missing.values())
             listed = ", ".join(f"{name} ({100 * macs / everything:.1f} %)" for name, macs in missing.items())
-            told.append(
+            sentences.append(
                 f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
             )
-        return told
+        return sentences
 
-    def _tell_missing(self) -> None:
-        if not self._is_told:
-            self._is_told = True
-            for sentence in self._missing():
+    def _warn_of_gaps(self) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            for sentence in self._gaps():
                 logger.warning("FLOPs: %s", sentence)
 
     @property
@@ -156,22 +158,22 @@ class FlopsResult(PlacesResult[OpCost]):
 
     def _without_cost(self, number: Callable[[OpCost], int]) -> Mapping[str, int]:
         """Return sums of a number, where there is any, by the types of ops whose cost is not known."""
-        found = Counter[str]()
+        numbers = Counter[str]()
         for place in self.places:
             if place.flops is None and (count := number(place)):
-                found[place.type] += count
-        return found
+                numbers[place.type] += count
+        return numbers
 
 
-def _listed(types: Mapping[str, int]) -> str:
+def _listing(types: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({number})" for name, number in sorted(types.items()))
 
 
-def _sums(places: Sequence[OpCost]) -> tuple[Any, ...]:
-    known = [place for place in places if place.flops is not None]
-    macs = sum((place.macs or 0) * place.calls for place in known) if known else None
-    flops = sum((place.flops or 0) * place.calls for place in known) if known else None
+def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
+    counted = [place for place in places if place.flops is not None]
+    macs = sum((place.macs or 0) * place.calls for place in counted) if counted else None
+    flops = sum((place.flops or 0) * place.calls for place in counted) if counted else None
     moved = sum(place.bytes * place.calls for place in places)
-    held = {(place.module, place.source, place.type): place.parameters for place in places}
+    parameters = {(place.module, place.source, place.type): place.parameters for place in places}
     intensity = flops / moved if flops is not None and moved else None
-    return sum(place.calls for place in places), macs, flops, sum(held.values()), moved, intensity
+    return sum(place.calls for place in places), macs, flops, sum(parameters.values()), moved, intensity

@@ -209,8 +209,8 @@ FORMULAS: dict[str, Formula] = {
         (operations(lambda op: 3 * prod(op.out) * op.inputs[0][-1]), "_cdist_forward _pdist_forward pdist"),
         (products(lambda op: prod(op.out) * (op.inputs[0][-1] + 2), lambda op: prod(op.out)),
          "_euclidean_dist"),
-        (operations(of.listed), " ".join(f"_foreach_{word} _foreach_{word}_" for word in _FOREACH)),
-        (operations(lambda op: 12 * of.listed(op)),
+        (operations(of.elements_of_list), " ".join(f"_foreach_{word} _foreach_{word}_" for word in _FOREACH)),
+        (operations(lambda op: 12 * of.elements_of_list(op)),
          "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"),
         (no_cost, "_ToTorchTensor _FromTorchTensor Redistribute NestedRedistribute _DDPSink"),
         (no_cost, "split_with_sizes_copy"),
@@ -261,12 +261,12 @@ def traffic(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int
     indices, it reads whole.  In place it writes as much as the other inputs hold, or all of the first without
     them.
     """
-    written, (first, *rest) = sum(outputs), inputs or (0,)
-    others = sum(rest)
+    written, (first, *sizes) = sum(outputs), inputs or (0,)
+    other_inputs = sum(sizes)
     if MOVES.isdisjoint(names):
         return sum(inputs) + written
     if COPIES.isdisjoint(names) or (in_place and names[1] in _RESHAPED):
         return 0
     if in_place:
-        return others + min(written, others or written)
-    return written + min(first, written) + others
+        return other_inputs + min(written, other_inputs or written)
+    return written + min(first, written) + other_inputs

@@ -1,4 +1,4 @@
-"""The tool: a cost for each op and its backward ops, counted at each execution."""
+"""FlopsTool: it computes the cost of each op and its backward ops, and counts their executions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from amanda.options import Name, checked
 from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
-    At,
-    ByShape,
-    OfAnyShape,
-    Once,
+    AnyShapeCount,
+    FirstShapeCount,
+    ShapeCounts,
+    ShapedContext,
     are_plain,
-    is_settled,
+    is_always_or_never_view,
 )
 from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, elements, shape_of
-from amanda.tools.flops._costs import NO_WORK, Costs
-from amanda.tools.flops._facts import (
+from amanda.tools.flops._costs import (
+    NO_WORK,
+    CostModel,
     bytes_moved,
     bytes_of,
-    can_tell,
     element_type,
     formula_of,
+    has_shapes,
     is_free,
     roles,
     shapes_of,
@@ -36,22 +37,25 @@ from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELE
 from amanda.tools.kit import remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
 
-_AT_EXECUTION: Any = object()
+_COST_AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
-_BY_ELEMENTS = ELEMENTWISE | NO_WORK | {"scaled_dot_product_attention"}
+_TYPES_BY_ELEMENTS = ELEMENTWISE | NO_WORK | {"scaled_dot_product_attention"}
 """Types of backward ops that cost by shapes, besides those of products."""
+
+_Counts = ShapeCounts | AnyShapeCount
 
 
 class FlopsTool(amanda.Tool):
-    """Counts what is executed in its scopes; `result` tells, `clear` starts anew.
+    """Count FLOPs, MACs, parameters and bytes of every op, forward and backward.
 
-    formulas: by the word of StandardMapping or a framework's own name of an op, what it costs; they come
-    before those that are built in; "conv2d_backward" is the word of a backward op, whose formula is given
-    the gradients that enter and leave it.  complex_macs: multiply-accumulates of real numbers in one of
-    complex numbers: 4 by definition, 3 by Gauss' method, or 1, as others count.  Shapes decide: executions
-    are counted by their shapes, a formula is evaluated for each when `result` is read, and an op of which no
-    formula tells the cost for all shapes is analysed for each.  The `cost` that it writes into the context
-    is that of the execution that is analysed: a tool that reads it says `guard="shape"`.
+    formulas: functions from `Shapes` to `Cost` that override the built-in formulas, by the type of an op
+    ("conv2d", "conv2d_backward") or a framework's own name of the op; that of a backward op is given the
+    gradients that enter and leave it.  complex_macs: real multiply-accumulates in one of complex numbers: 4
+    by definition, 3 by Gauss' method, 1 as some counters have it.
+
+    A formula is evaluated once for each set of shapes, when `result` is read; an op without a formula for
+    all shapes is analysed for each set.  The `cost` in the context is that of the execution that is
+    analysed: a tool that reads `cost` inserts its routine with `guard="shape"`.
     """
 
     is_copied_when_used = False
@@ -61,33 +65,33 @@ class FlopsTool(amanda.Tool):
         self, formulas: Mapping[Name, Formula] | None = None, complex_macs: Literal[1, 3, 4] = 4
     ) -> None:
         super().__init__()
-        self._formulas = Costs(formulas or {}, complex_macs)
-        # Equal ops share one: a program may make and drop models as long as it likes, and without a cache
-        # an op is analysed at each execution.
+        self._model = CostModel(formulas or {}, complex_macs)
+        # Equal ops share a place, which bounds memory: a program may create and drop models without end,
+        # and without a cache an op is analysed at each execution.
         self._places: dict[Hashable, OpCost] = {}
-        self._ops: dict[int, dict[Hashable, ByShape | OfAnyShape]] = {}  # by its id; its backward ops too
+        self._ops: dict[int, dict[Hashable, _Counts]] = {}  # by id of the op; its backward ops too
         self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
-        self._unseen: dict[Hashable, OpCost] = {}
-        self._computing = 0  # ops analysed so far that compute
-        self._composite: set[str] = set()  # types of ops whose own ops, called in Python, are counted
+        self._uncounted: dict[Hashable, OpCost] = {}
+        self._computing_ops = 0  # ops analysed so far that compute
+        self._composite_types: set[str] = set()  # types of ops whose own ops, called in Python, are counted
         self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
-        self.add_inst_for_op(self._look_at_inputs)
-        self.add_inst_for_op(self._look_at_gradients, backward=True)
-        self.add_inst_for_op(self._forward, require_outputs=True, guard="read")
-        self.add_inst_for_op(self._backward, backward=True, require_outputs=True)
+        self.add_inst_for_op(self._note_unknown_inputs)
+        self.add_inst_for_op(self._note_unknown_gradients, backward=True)
+        self.add_inst_for_op(self._analyze_forward, require_outputs=True, guard="read")
+        self.add_inst_for_op(self._analyze_backward, backward=True, require_outputs=True)
 
     @property
     def result(self) -> FlopsResult:
-        """The counts of what was executed so far."""
+        """The counts of all executions so far."""
         places = {key: replace(place) for key, place in list(self._places.items())}
         for ops in list(self._ops.values()):
             for op in list(ops.values()):
-                _add(places, op)
+                _add_counts(places, op)
         executed = [place for place in places.values() if place.calls]
-        return FlopsResult([*executed, *self._unseen.values()])
+        return FlopsResult([*executed, *self._uncounted.values()])
 
     def clear(self) -> None:
-        """Forget what was executed; what was analysed stays."""
+        """Reset the counts; analysed ops stay analysed."""
         for place in self._places.values():
             place.calls = 0
         for ops in self._ops.values():
@@ -95,165 +99,172 @@ class FlopsTool(amanda.Tool):
                 op.clear()
 
     def op_gone(self, op_id: int) -> None:
-        """Keep what was counted of an op that is gone."""
+        """Keep the counts of an op that the program dropped."""
         for op in self._ops.pop(op_id, {}).values():
-            self._settle(op)
+            self._settle_counts(op)
 
-    def _settle(self, op: ByShape | OfAnyShape) -> None:
-        """Find the costs of what was counted of an op by shape, and count it there."""
-        _add(self._places, op)
+    def _settle_counts(self, op: _Counts) -> None:
+        """Move the counts of an op to the places of their costs."""
+        _add_counts(self._places, op)
         op.clear()
 
-    def _tally(self, context: amanda.OpContext, op: ByShape | OfAnyShape) -> ByShape | OfAnyShape:
-        """Return what counts executions of ops with this id and key."""
+    def _shared_counts(self, context: amanda.OpContext, op: _Counts) -> _Counts:
+        """Return the counts of ops with this id and key."""
         return self._ops.setdefault(context.get_op_id(), {}).setdefault(op.key, op)
 
     def refused(self, action: amanda.Action, reason: str) -> None:
-        """Keep an op whose executions cannot be counted, for the result to say so."""
+        """Record an op whose executions cannot be counted, for the notes of the result."""
         place, names = action.kwargs.get("place"), action.kwargs.get("names")
         if place is None or (place.flops == 0 if names is None else formula_of(names) is no_cost):
             return
-        unseen = replace(place, calls=0, macs=None, flops=None, bytes=0)
-        self._unseen.setdefault((_key(unseen), id(action.kwargs.get("shapes"))), unseen)
+        uncounted = replace(place, calls=0, macs=None, flops=None, bytes=0)
+        self._uncounted.setdefault((_place_key(uncounted), id(action.kwargs.get("shapes"))), uncounted)
 
-    def _look_at_inputs(self, context: amanda.OpContext) -> None:
-        context["computing"] = self._computing
+    def _note_unknown_inputs(self, context: amanda.OpContext) -> None:
+        context["computing"] = self._computing_ops
         if not are_known(shape_of(value, context["shape"]) for value in context.get_inputs()):
-            context.insert_before_op(self._note_inputs, shape=context["extents"])
+            context.insert_before_op(self._record_input_shapes, shape=context["extents"])
 
-    def _look_at_gradients(self, context: amanda.OpContext) -> None:
-        context["computing"] = self._computing
-        if context.get("cost") is _AT_EXECUTION:
+    def _note_unknown_gradients(self, context: amanda.OpContext) -> None:
+        context["computing"] = self._computing_ops
+        if context.get("cost") is _COST_AT_EXECUTION:
             key = context.get_backward_op_id()
-            context.insert_before_backward_op(self._note_gradients, shape=context["extents"], key=key)
+            context.insert_before_backward_op(self._record_gradient_shapes, shape=context["extents"], key=key)
 
-    def _forward(self, context: amanda.OpContext) -> None:
+    def _analyze_forward(self, context: amanda.OpContext) -> None:
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
-        context["complex_products"] = self._formulas.complex_products(context)
-        is_eager, is_known = context.is_eager(), can_tell(names, shapes)
-        if is_eager and self._is_told_by_shapes(context, names, shapes, outputs):
+        context["complex_products"] = self._model.complex_products(context)
+        is_eager, is_known = context.is_eager(), has_shapes(names, shapes)
+        if is_eager and self._depends_on_shapes_alone(context, names, shapes, outputs):
             self._count_by_shapes(context, names, shapes, outputs)
             return
         if is_eager and is_known:
             context.get_input_shapes()
         place = self._new_place(context, names[1])
         if not is_known:
-            context["cost"], context["element_type"] = _AT_EXECUTION, element_type(context)
+            context["cost"], context["element_type"] = _COST_AT_EXECUTION, element_type(context)
             context.insert_after_op(
-                self._count_shapes, place=place, names=names, shapes=shapes, context=context
+                self._count_execution_shapes, place=place, names=names, shapes=shapes, context=context
             )
             return
-        cost = self._formulas.of_op(names, shapes, place.source, context["complex_products"])
+        cost = self._model.cost_of_op(names, shapes, place.source, context["complex_products"])
         if cost is None:
             place.estimate = shapes.estimate
-            within = self._formulas.inside(context)
+            within = self._model.inside(context)
             cost = within.forward if within and not within.unknown else None
-        if self._calls_ops(context, context.get_op_type()):
+        if self._calls_counted_ops(context, context.get_op_type()):
             place.estimate = 0
             is_apart = cost is None or context["is_function"] or any(remarks_on_packed_inputs(context))
             cost = Cost() if is_apart else cost
-        self._computing += bool(cost and cost.flops)
+        self._computing_ops += bool(cost and cost.flops)
         place.bytes = bytes_moved(context, names, outputs)
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
-            context["as_analysed"] = ByShape(
-                context, sides, lambda *_: place, {}, self._settle, key=_key(place)
+            context["as_analysed"] = ShapeCounts(
+                context, sides, lambda *_: place, {}, self._settle_counts, key=_place_key(place)
             )
-        context.insert_after_op(self._count, outputs=[], place=self._shared(place))
+        context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(place))
 
-    def _calls_ops(self, context: amanda.OpContext, name: str) -> bool:
+    def _calls_counted_ops(self, context: amanda.OpContext, name: str) -> bool:
         """Return True for a function in Python, forward or backward, whose own ops compute and are counted.
 
         They are analysed with the first execution of the function, and perhaps not with others.
         """
-        if self._computing > context["computing"]:
-            self._composite.add(name)
-        return name in self._composite
+        if self._computing_ops > context["computing"]:
+            self._composite_types.add(name)
+        return name in self._composite_types
 
     def _new_place(self, context: Any, kind: str) -> OpCost:
         place = OpCost(context["phase"], kind, context.get_scope(), context.get_source())
         place.parameters = context["parameters"]
         return place
 
-    def _is_told_by_shapes(
+    def _depends_on_shapes_alone(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> bool:
-        """Return whether shapes and element types say what the op and its backward ops cost."""
-        inputs, custom = context.get_inputs(), any(name in self._formulas.custom for name in names)
-        if custom or names[1] not in BY_SHAPES_ALONE or self._computing > context["computing"]:
+        """Return True if shapes and element types decide the costs of an op and its backward ops."""
+        inputs, custom = context.get_inputs(), any(name in self._model.custom for name in names)
+        if custom or names[1] not in BY_SHAPES_ALONE or self._computing_ops > context["computing"]:
             return False
         if not are_plain([inputs, outputs], context["shape"]):
             return False
         is_view = context["is_view"](inputs, outputs)
-        if not (COPIES.isdisjoint(names) or is_settled(names[1], context, is_view)):
+        if not (COPIES.isdisjoint(names) or is_always_or_never_view(names[1], context, is_view)):
             return False
         context["is_view"] = lambda inputs, outputs: is_view
-        return self._formulas.of_op(names, shapes, context.get_source()) is not None
+        return self._model.cost_of_op(names, shapes, context.get_source()) is not None
 
     def _count_by_shapes(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> None:
         sides = [context.get_inputs(), outputs]
-        op = ByShape(context, sides, self._place_at, self._costs, self._settle)
+        op = ShapeCounts(context, sides, self._place_at_shapes, self._costs, self._settle_counts)
         context["by_shape"] = op
-        place = self._place_of(context, names, shapes)
+        place = self._place_with_cost(context, names, shapes)
         context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
-        self._computing += bool(place.flops)
-        counted = OfAnyShape(place, _key(place)) if is_free(context, names) else op
-        context.insert_after_op(self._tally(context, counted), outputs=[])
+        self._computing_ops += bool(place.flops)
+        counted = AnyShapeCount(place, _place_key(place)) if is_free(context, names) else op
+        context.insert_after_op(self._shared_counts(context, counted), outputs=[])
 
-    def _place_at(self, context: At, shapes: tuple[Any, ...]) -> OpCost:
-        """Return where executions with the shapes of a context are counted."""
-        told = shapes_of(context, context.get_inputs(), context.get_outputs())
-        return self._place_of(context, (context.get_op_type(), context["type"]), told)
+    def _place_at_shapes(self, context: ShapedContext, shapes: tuple[Any, ...]) -> OpCost:
+        """Return the place that counts executions with the shapes of a context."""
+        op = shapes_of(context, context.get_inputs(), context.get_outputs())
+        return self._place_with_cost(context, (context.get_op_type(), context["type"]), op)
 
-    def _place_of(self, context: At | amanda.OpContext, names: tuple[str, str], shapes: Shapes) -> OpCost:
-        """Return where executions of an op that is told by shapes are counted."""
+    def _place_with_cost(
+        self, context: ShapedContext | amanda.OpContext, names: tuple[str, str], shapes: Shapes
+    ) -> OpCost:
+        """Return the place that counts executions of an op whose cost shapes decide."""
         place = self._new_place(context, names[1])
-        known, products = can_tell(names, shapes), context["complex_products"]
-        cost = self._formulas.of_op(names, shapes, place.source, products) if known else None
+        cost = None
+        if has_shapes(names, shapes):
+            cost = self._model.cost_of_op(names, shapes, place.source, context["complex_products"])
         place.macs, place.flops = cost or (None, None)
         place.estimate = 0 if cost else shapes.estimate
         place.bytes = bytes_moved(context, names, context.get_outputs() or [])
         return place
 
-    def _shared(self, place: OpCost, shapes: str = "") -> OpCost:
-        """Return the place that stands for all ops that equal this one, executed with these shapes."""
-        return self._places.setdefault((_key(place), shapes), place)
+    def _shared_place(self, place: OpCost, shapes: str = "") -> OpCost:
+        """Return the place that all equal ops share at these shapes."""
+        return self._places.setdefault((_place_key(place), shapes), place)
 
-    def _backward(self, context: amanda.OpContext) -> None:
+    def _analyze_backward(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
         if "cost" not in context:
-            context["cost"], context["estimate"] = self._cost_of_absent(context), 0
-        if context["cost"] is _AT_EXECUTION:
+            context["cost"], context["estimate"] = self._cost_of_skipped_op(context), 0
+        if context["cost"] is _COST_AT_EXECUTION:
             place.macs = place.flops = None
             key = context.get_backward_op_id()
-            context.insert_after_backward_op(self._count_gradients, place=place, context=context, key=key)
+            count = self._count_gradient_shapes
+            context.insert_after_backward_op(count, place=place, context=context, key=key)
             return
-        is_own = kind == f"{context['type']}_backward" and context["is_function"]
-        context["is_composite"] = is_own and self._calls_ops(context, f"{context.get_op_type()}_backward")
-        of = context.get("by_shape", context.get("as_analysed"))
-        if of is not None:
-            self._count_gradients_by_shapes(context, kind, of)
+        is_function = kind == f"{context['type']}_backward" and context["is_function"]
+        name = f"{context.get_op_type()}_backward"
+        context["is_composite"] = is_function and self._calls_counted_ops(context, name)
+        forward = context.get("by_shape", context.get("as_analysed"))
+        if forward is not None:
+            self._count_gradients_by_shapes(context, kind, forward)
             return
-        place = self._shared(self._gradients_at(context))
-        context.insert_after_backward_op(self._count, grad_inputs=[], place=place)
+        place = self._shared_place(self._gradient_place(context))
+        context.insert_after_backward_op(self._count_execution, grad_inputs=[], place=place)
 
-    def _gradients_at(self, context: At | amanda.OpContext, shapes: tuple[Any, ...] = ()) -> OpCost:
-        """Return where executions of a backward op with the shapes of a context are counted."""
+    def _gradient_place(
+        self, context: ShapedContext | amanda.OpContext, shapes: tuple[Any, ...] = ()
+    ) -> OpCost:
+        """Return the place that counts executions of a backward op with the shapes of a context."""
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
         if shapes and "by_shape" in context:
             forward = context["by_shape"].cost(shapes[:2])
             context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
-        cost = self._formulas.of_backward_op(context, kind, grads)
+        cost = self._model.cost_of_backward_op(context, kind, grads)
         if context["is_composite"]:
             cost = Cost()
         place.macs, place.flops = cost or (None, None)
@@ -263,97 +274,102 @@ class FlopsTool(amanda.Tool):
         place.bytes = bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
         return place
 
-    def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str, of: ByShape) -> None:
+    def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str, forward: ShapeCounts) -> None:
         """Count a backward op by the shapes of its gradients, some of which a pass may not make.
 
-        of: the op.
+        forward: counts of the forward op.
         """
-        given = [context.get_grad_outputs() or [], context.get_grad_inputs() or []]
-        place = self._shared(self._gradients_at(context))
-        if self._is_told_by_gradients(context, kind) and are_plain(given, context["shape"]):
-            op = ByShape(context, given, self._gradients_at, self._costs, self._settle, of)
-            context.insert_after_backward_op(self._tally(context, op), grad_inputs=[])
+        sides = [context.get_grad_outputs() or [], context.get_grad_inputs() or []]
+        place = self._shared_place(self._gradient_place(context))
+        if self._is_decided_by_gradients(context, kind) and are_plain(sides, context["shape"]):
+            op = ShapeCounts(context, sides, self._gradient_place, self._costs, self._settle_counts, forward)
+            context.insert_after_backward_op(self._shared_counts(context, op), grad_inputs=[])
             return
         unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
-        context.insert_after_backward_op(Once(place, self._shared(unknown)).count, grad_inputs=[])
+        counter = FirstShapeCount(place, self._shared_place(unknown))
+        context.insert_after_backward_op(counter.count, grad_inputs=[])
 
-    def _is_told_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:
+    def _is_decided_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:
         """Return True if shapes say what a backward op costs, whatever the op calls inside."""
         forward = kind.removesuffix("_backward")
-        if kind in self._formulas.custom:
+        if kind in self._model.custom:
             return False
-        is_known = forward in _BY_ELEMENTS or forward.removesuffix("_backward") in CONTRACTIONS
+        is_known = forward in _TYPES_BY_ELEMENTS or forward.removesuffix("_backward") in CONTRACTIONS
         return is_known or context.get_backward_order() > 1
 
-    def _cost_of_absent(self, context: amanda.OpContext) -> Cost | None:
+    def _cost_of_skipped_op(self, context: amanda.OpContext) -> Cost | None:
         """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
         shapes = shapes_of(context, context.get_inputs(), context.get_outputs() or [])
         names = (context.get_op_type(), context["type"])
-        products = context["complex_products"] = self._formulas.complex_products(context)
-        return (
-            self._formulas.of_op(names, shapes, context.get_source(), products) if shapes.are_known else None
-        )
+        products = context["complex_products"] = self._model.complex_products(context)
+        if not shapes.are_known:
+            return None
+        return self._model.cost_of_op(names, shapes, context.get_source(), products)
 
     @staticmethod
     @amanda.observer
-    def _note_inputs(*inputs: Any, shape: Any, run: dict[str, Any], recomputed: bool) -> None:
+    def _record_input_shapes(*inputs: Any, shape: Any, run: dict[str, Any], recomputed: bool) -> None:
         run["shapes"] = [shape_of(value, shape) for value in inputs]
 
     @amanda.observer
-    def _count_shapes(
+    def _count_execution_shapes(
         self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, context: amanda.OpContext,
         run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
-        told = run.pop("shapes", shapes.inputs)
-        inputs = [known if one is None else one for one, known in zip(told, shapes.inputs, strict=True)]
-        made = [shape_of(value, context["extents"]) for value in outputs]
-        place = self._shared(replace(place), str((inputs, made)))
-        place = self._counted(place, recomputed, str((inputs, made)))
-        known = replace(shapes, inputs=inputs, outputs=made)
+        pairs = zip(run.pop("shapes", shapes.inputs), shapes.inputs, strict=True)
+        inputs = [analysed if executed is None else executed for executed, analysed in pairs]
+        written = [shape_of(value, context["extents"]) for value in outputs]
+        key = str((inputs, written))
+        place = self._place_in_phase(self._shared_place(replace(place), key), recomputed, key)
+        op = replace(shapes, inputs=inputs, outputs=written)
         if not place.calls:
-            cost = self._formulas.of_op(names, known, place.source, context["complex_products"])
+            cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
             place.macs, place.flops = cost or (None, None)
-            place.estimate = 0 if cost else known.estimate
-            read, written = ([4 * elements([one]) for one in side] for side in (inputs, made))
-            place.bytes = traffic(names, read, written, in_place=False)
+            place.estimate = 0 if cost else op.estimate
+            reads, writes = ([4 * elements([shape]) for shape in side] for side in (inputs, written))
+            place.bytes = traffic(names, reads, writes, in_place=False)
         place.calls += 1
-        run["op"] = names, known
+        run["op"] = names, op
 
     @staticmethod
     @amanda.observer
-    def _note_gradients(*grads: Any, shape: Any, key: int, run: dict[str, Any]) -> None:
+    def _record_gradient_shapes(*grads: Any, shape: Any, key: int, run: dict[str, Any]) -> None:
         run[f"entering {key}"] = [shape_of(grad, shape) for grad in grads]
 
     @amanda.observer
-    def _count_gradients(
+    def _count_gradient_shapes(
         self, *grads: Any, place: OpCost, context: amanda.OpContext, key: int, run: dict[str, Any]
     ) -> None:
-        made = [shape_of(grad, context["extents"]) for grad in grads]
+        leaving = [shape_of(grad, context["extents"]) for grad in grads]
         names, op = run.get("op", ((), None))
         entering = run.pop(f"entering {key}", ())
-        place = self._shared(replace(place), str((op, entering, made)))
+        place = self._shared_place(replace(place), str((op, entering, leaving)))
         if not place.calls:
-            cost = None if op is None else self._formulas.of_gradients(context, names, op, entering, made)
+            cost = None
+            if op is not None:
+                cost = self._model.cost_of_gradients(context, names, op, entering, leaving)
             place.macs, place.flops = cost or (None, None)
-            place.bytes = 4 * elements([*entering, *made])
+            place.bytes = 4 * elements([*entering, *leaving])
         place.calls += 1
 
     @amanda.observer
-    def _count(self, place: OpCost, *, recomputed: bool) -> None:
-        self._counted(place, recomputed).calls += 1
+    def _count_execution(self, place: OpCost, *, recomputed: bool) -> None:
+        self._place_in_phase(place, recomputed).calls += 1
 
-    def _counted(self, place: OpCost, recomputed: bool, shapes: str = "") -> OpCost:
-        """Return where an execution is counted that is one of a place, or a recomputation of such."""
-        return self._shared(replace(place, phase=RECOMPUTATION, calls=0), shapes) if recomputed else place
+    def _place_in_phase(self, place: OpCost, recomputed: bool, shapes: str = "") -> OpCost:
+        """Return the place itself, or that of its recomputations."""
+        if not recomputed:
+            return place
+        return self._shared_place(replace(place, phase=RECOMPUTATION, calls=0), shapes)
 
 
-def _add(places: dict[Hashable, OpCost], op: ByShape | OfAnyShape) -> None:
-    """Add what was counted of an op to the places of its costs."""
+def _add_counts(places: dict[Hashable, OpCost], op: _Counts) -> None:
+    """Add the counts of an op to the places of their costs."""
     for place in op.places():
-        places.setdefault((_key(place), ""), replace(place, calls=0)).calls += place.calls
+        places.setdefault((_place_key(place), ""), replace(place, calls=0)).calls += place.calls
 
 
-def _key(place: OpCost) -> Hashable:
+def _place_key(place: OpCost) -> Hashable:
     """Return the parts that equal ops have in common."""
     return (
         place.phase, place.type, place.module, place.source, place.macs, place.flops, place.parameters,

@@ -9,14 +9,9 @@ campaign = Campaign(InjectTool(type="conv2d"), trials=200, compare=top1_changed)
 print(campaign.run(lambda: model(x)))
 """
 
-from amanda.tools.inject._campaign import Campaign
-from amanda.tools.inject._compare import Compare, differs, differs_by, top1_changed
-from amanda.tools.inject._faults import InjectError
-from amanda.tools.inject._formats import BitField, bits_of, from_bytes, to_bytes
-from amanda.tools.inject._memory import MemorySnapshot
-from amanda.tools.inject._outcomes import CampaignResult, Outcome, Rate, Trial, wilson
-from amanda.tools.inject._result import Injection, InjectResult
-from amanda.tools.inject._sites import Site
+from amanda.tools.inject._campaign import Campaign, Compare, MemorySnapshot, differs, differs_by, top1_changed
+from amanda.tools.inject._faults import BitField, InjectError, Site, bits_of, from_bytes, to_bytes
+from amanda.tools.inject._result import CampaignResult, Injection, InjectResult, Outcome, Rate, Trial, wilson
 from amanda.tools.inject._tool import InjectTool
 
 __all__ = [

@@ -1,59 +1,203 @@
-"""Campaigns: runs of one program, each with other faults."""
+"""Campaigns: runs of a program, each with different faults, and comparisons of their outputs."""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.options import NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
-from amanda.tools.inject._compare import Compare, arrays, differs, not_finite
-from amanda.tools.inject._faults import InjectError
-from amanda.tools.inject._memory import MemorySnapshot
-from amanda.tools.inject._outcomes import CampaignResult, Outcome, Trial
-from amanda.tools.inject._sites import Site
+from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
+from amanda.tools.inject._faults import InjectError, Site
+from amanda.tools.inject._result import CampaignResult, Outcome, Trial
 from amanda.tools.inject._tool import InjectTool
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import tree_iter, tree_map
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Compare = Callable[[Any, Any], bool]
+"""Function of the output without faults and that of a trial, from `arrays`; returns True for corruption."""
+
+
+def arrays(output: Any) -> Any:
+    """Return a program's output, with each tensor copied to a NumPy array.
+
+    Mappings become dicts, and lists and tuples lists; other objects are copied.
+    """
+    if isinstance(output, Mapping):
+        return {key: arrays(value) for key, value in output.items()}
+    if isinstance(output, (list, tuple)):
+        return [arrays(value) for value in output]
+    if isinstance(output, (bool, int, float, complex)):
+        return np.array(output)
+    if hasattr(output, "shape") and hasattr(output, "dtype"):
+        return np.array(tensors_of(output).to_numpy(output))
+    return copy.deepcopy(output)
+
+
+def differs(golden: Any, output: Any) -> bool:
+    """Return True if any number differs; NaN equals NaN, and 0.0 equals -0.0."""
+    return not _all_agree(golden, output, _arrays_equal)
+
+
+@checked(error=InjectError)
+def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> Compare:
+    """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`."""
+
+    def close(golden_array: NDArray[Any], array: NDArray[Any]) -> bool:
+        return bool(np.allclose(array, golden_array, rtol, atol, equal_nan=True))
+
+    return lambda golden, output: not _all_agree(golden, output, close)
+
+
+def top1_changed(golden: Any, output: Any) -> bool:
+    """Return True if the index of the largest number along the last axis of the first array has changed."""
+    golden_array, array = next(_arrays_in(golden), None), next(_arrays_in(output), None)
+    if golden_array is None:
+        raise InjectError("top1_changed compares arrays; the output of the program has none")
+    if array is None or golden_array.shape != array.shape:
+        return True
+    return bool((golden_array.argmax(-1) != array.argmax(-1)).any())
+
+
+def not_finite(golden: Any, output: Any) -> bool:
+    """Return True if NaN or Inf replaces a finite number."""
+    for golden_array, array in zip_longest(_arrays_in(golden), _arrays_in(output)):
+        if array is not None and _can_hold_nan(array):
+            non_finite = ~np.isfinite(array)
+            if golden_array is not None and golden_array.shape == array.shape and _can_hold_nan(golden_array):
+                non_finite &= np.isfinite(golden_array)
+            if non_finite.any():
+                return True
+    return False
+
+
+def _can_hold_nan(array: NDArray[Any]) -> bool:
+    return array.dtype.kind in "fc"
+
+
+def _arrays_in(output: Any) -> Iterator[NDArray[Any]]:
+    return (array for array in tree_iter(output) if isinstance(array, np.ndarray))
+
+
+def _arrays_equal(golden: NDArray[Any], output: NDArray[Any]) -> bool:
+    return bool(np.array_equal(golden, output, equal_nan=_can_hold_nan(golden) and _can_hold_nan(output)))
+
+
+def _all_agree(golden: Any, output: Any, agree: Callable[[Any, Any], bool]) -> bool:
+    """Return True if two outputs have the same structure, and `agree` holds for all arrays."""
+    if type(golden) is not type(output):
+        return False
+    if isinstance(golden, dict):
+        return golden.keys() == output.keys() and all(
+            _all_agree(golden[key], output[key], agree) for key in golden
+        )
+    if isinstance(golden, list):
+        return len(golden) == len(output) and all(
+            _all_agree(*pair, agree) for pair in zip(golden, output, strict=True)
+        )
+    if isinstance(golden, np.ndarray):
+        return golden.shape == output.shape and agree(golden, output)
+    return bool(golden == output)
+
+
+class MemorySnapshot(amanda.Tool):
+    """Save the memory that a program reads or writes but did not allocate: parameters, buffers, inputs.
+
+    `restore` sets every byte to its value before the first op that read or wrote the memory.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+        self.add_inst_for_op(self._instrument)
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._restorers: dict[Any, Callable[[], None]] = {}
+        self._new_memory: set[Any] = set()
+
+    def restore(self) -> None:
+        """Restore the saved memory."""
+        with amanda.disabled():
+            for restore in self._restorers.values():
+                restore()
+
+    def outlasting(self, value: Any) -> Any:
+        """Return the value with copies of its tensors in saved memory, which `restore` would overwrite."""
+        return tree_map(self._copy_outlasting, value, is_leaf=_is_leaf)
+
+    def _copy_outlasting(self, value: Any) -> Any:
+        is_restored = any(key in self._restorers for key, _ in _memories_of([value]))
+        return tensors_of(value).duplicate(value) if is_restored else value
+
+    def _instrument(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self._save_inputs)
+        context.insert_after_op(self._note_outputs)
+
+    @amanda.observer
+    def _save_inputs(self, *inputs: Any) -> None:
+        for key, save in _memories_of(inputs):
+            if key not in self._restorers and key not in self._new_memory:
+                self._restorers[key] = save()
+
+    @amanda.observer
+    def _note_outputs(self, *outputs: Any) -> None:
+        self._new_memory.update(key for key, _ in _memories_of(outputs) if key not in self._restorers)
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, dict) and type(value) not in (list, tuple)
+
+
+def _memories_of(values: Any) -> Iterator[tuple[Any, Callable[[], Callable[[], None]]]]:
+    """Yield key and save function of the memory of each value, also in lists."""
+    memories = (tensors_of(value).memory(value) for value in tree_iter(values))
+    yield from (memory for memory in memories if memory is not None)
+
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]
 
 
 class HangError(AmandaError):
-    """A program with faults runs for much longer than without."""
+    """A program with faults ran much longer than without."""
 
 
-class _Watch(amanda.Tool):
-    """A tool that stops a program after more than `limit` ops or `timeout` seconds."""
+class _HangWatch(amanda.Tool):
+    """Stop a program after more than `limit` ops or `timeout` seconds."""
 
     def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
         self.limit = float("inf")
         self.start()
-        self.add_inst_for_op(lambda context: context.insert_before_op(self._look, inputs=[]))
+        self.add_inst_for_op(lambda context: context.insert_before_op(self._check_limits, inputs=[]))
 
     def start(self) -> None:
-        self.executions, self.fired = 0, ""
+        self.executions, self.reason = 0, ""
         self._deadline = float("inf") if self._timeout is None else time.monotonic() + self._timeout
 
-    def _look(self) -> None:
+    def _check_limits(self) -> None:
         self.executions += 1
         if self.executions > self.limit:
-            self.fired = f"it executed more than {int(self.limit):,} ops"
+            self.reason = f"it executed more than {int(self.limit):,} ops"
         elif time.monotonic() > self._deadline:
-            self.fired = f"it ran for more than {self._timeout} s"
-        if self.fired:
-            raise HangError(f"the program was stopped: {self.fired}")
+            self.reason = f"it ran for more than {self._timeout} s"
+        if self.reason:
+            raise HangError(f"the program was stopped: {self.reason}")
 
 
 class Campaign:
-    """Trials of a program with faults that a tool injects, and their outcomes.
+    """Run a program many times with faults, and classify the outcomes.
 
     tool: injects the faults; its seed and the number of a trial determine them.  trials: number of runs.
-    compare: function of the output without faults and the output of a trial, which returns True for a
-        corrupted output: `differs`, `differs_by(...)`, `top1_changed` or your own.  Outputs are NumPy arrays
+    compare: function of the output without faults and the output of a trial; returns True for a corrupted
+        output: `differs`, `differs_by(...)`, `top1_changed` or a function of yours.  Outputs are NumPy arrays
         in the structure that the program returned.
     sample: "ops": each trial picks one execution of one op, all equally likely; "elements": with a likelihood
         proportional to the number of elements; "all": each execution can have faults, by the tool's options.
@@ -76,20 +220,20 @@ class Campaign:
     ) -> None:
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
         self._hang_factor = hang_factor
-        self._memory, self._watch = MemorySnapshot(), _Watch(timeout)
+        self._memory, self._watch = MemorySnapshot(), _HangWatch(timeout)
         self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
 
     @checked(error=InjectError)
     def run(self, program: Program) -> CampaignResult:
         """Run the program twice without faults, then once for each trial; return the outcomes.
 
-        The program has to do the same at each call, random numbers included.  After each run the memory that
-        existed before, such as parameters and buffers, is restored bit by bit.
-        Raises InjectError for a program whose output varies, or in which no fault fits.
+        The program has to do the same at each call, with the same random numbers.  After each run the memory
+        that existed before, such as parameters and buffers, is restored bit by bit.
+        Raises InjectError for a program whose output varies, or without a tensor for the fault.
         """
         try:
-            golden, sites = self._golden(program)
-            trials = [self._trial(program, number, golden, sites) for number in range(self._trials)]
+            golden, sites = self._run_without_faults(program)
+            trials = [self._run_trial(program, number, golden, sites) for number in range(self._trials)]
         finally:
             self._memory.clear()
         return CampaignResult(trials, self._tool.seed, len(sites))
@@ -97,33 +241,34 @@ class Campaign:
     @checked(error=InjectError)
     def replay(self, program: Program, number: NonNegativeInt) -> Any:
         """Run the program with the faults of one trial; return its output, or raise its exception."""
-        _, sites = self._golden(program)
-        self._tool.try_at(number, self._site(number, sites))
-        return self._run(program, self._memory.outlasting)
+        _, sites = self._run_without_faults(program)
+        self._tool.try_at(number, self._draw_site(number, sites))
+        return self._run_restoring(program, self._memory.outlasting)
 
-    def _golden(self, program: Program) -> tuple[Any, list[Site]]:
+    def _run_without_faults(self, program: Program) -> tuple[Any, list[Site]]:
         """Return the output without faults, and the sites at which faults fit."""
         self._watch.limit = float("inf")
         self._memory.clear()
         with self._tool.calibrating():
-            golden = self._run(program, arrays, self._memory)
+            golden = self._run_restoring(program, arrays, self._memory)
         if self._hang_factor is not None:
             self._watch.limit = self._hang_factor * max(self._watch.executions, 100)
         sites = self._tool.sites
         if not sites:
             raise InjectError(
-                "the program executes nothing in which a fault fits; " + " ".join(self._tool.result.notes())
+                "no op of the program has a tensor for this fault; " + " ".join(self._tool.result.notes())
             )
         with self._tool.calibrating():
-            again = self._run(program, arrays)
-        if self._compare(golden, again) or not_finite(golden, again):
+            second_output = self._run_restoring(program, arrays)
+        if self._compare(golden, second_output) or not_finite(golden, second_output):
             raise InjectError(
-                "the program gives another output each time, also without faults; let it seed its random "
-                "numbers and start from the same weights at each call"
+                "the output of the program varies without faults; let the program seed its random numbers "
+                "and start from the same weights at each call"
             )
         return golden, sites
 
-    def _site(self, number: int, sites: list[Site]) -> Site | None:
+    def _draw_site(self, number: int, sites: list[Site]) -> Site | None:
+        """Return the random site of a trial; None for all sites."""
         if self._sample == "all":
             return None
         key = np.array([self._tool.seed, 0], np.uint64)
@@ -134,34 +279,35 @@ class Campaign:
         ends = np.cumsum([site.elements for site in sites])
         return sites[int(np.searchsorted(ends, random.integers(ends[-1]), side="right"))]
 
-    def _trial(self, program: Program, number: int, golden: Any, sites: list[Site]) -> Trial:
-        self._tool.try_at(number, self._site(number, sites))
-        outcome, error = self._outcome(program, golden)
+    def _run_trial(self, program: Program, number: int, golden: Any, sites: list[Site]) -> Trial:
+        self._tool.try_at(number, self._draw_site(number, sites))
+        outcome, error = self._classify_run(program, golden)
         injections = self._tool.result.injections
         return Trial(number, outcome if injections else "no_fault", injections, error)
 
-    def _outcome(self, program: Program, golden: Any) -> tuple[Outcome, str]:
-        raised = None
+    def _classify_run(self, program: Program, golden: Any) -> tuple[Outcome, str]:
+        """Run the program with faults; return the outcome, and the error of a crash or hang."""
+        exception = None
         try:
-            output = self._run(program, arrays)
+            output = self._run_restoring(program, arrays)
         except Exception as error:
-            raised = error
-        if self._watch.fired:
-            return "hang", self._watch.fired
-        if isinstance(raised, InjectError):
-            raise raised
-        if raised is not None:
-            return "crash", f"{type(raised).__name__}: {raised}"
+            exception = error
+        if self._watch.reason:
+            return "hang", self._watch.reason
+        if isinstance(exception, InjectError):
+            raise exception
+        if exception is not None:
+            return "crash", f"{type(exception).__name__}: {exception}"
         if not_finite(golden, output):
             return "nan", ""
         return ("sdc" if self._compare(golden, output) else "masked"), ""
 
-    def _run(self, program: Program, read: Callable[[Any], Any], *others: amanda.Tool) -> Any:
+    def _run_restoring(self, program: Program, read_output: Callable[[Any], Any], *tools: amanda.Tool) -> Any:
         """Run the program; return `read(output)`, computed before memory is restored."""
         self._watch.start()
         try:
-            with amanda.apply(*others, *self._tools):
+            with amanda.apply(*tools, *self._tools):
                 output = program()
-            return read(output)
+            return read_output(output)
         finally:
             self._memory.restore()

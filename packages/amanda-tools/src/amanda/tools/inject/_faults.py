@@ -1,25 +1,114 @@
-"""Faults: the changes of elements."""
+"""Faults: number formats in memory, changes of elements, and the tensors that have them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
-from amanda.tools.inject._formats import BitField, bits_of, from_bytes, to_bytes
+from amanda.tools.kit import Tensors, tensors_of
+from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Bytes: TypeAlias = "NDArray[np.uint8]"
-"""Elements: a row of bytes for each."""
+BitField = Literal["any", "sign", "exponent", "mantissa"]
+"""A part of a number in memory."""
+
+_INTEGER = re.compile(r"(u?)int(8|16|32|64)")
+_FLOATS = frozenset({"float16", "float32", "float64"})
+_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+@cache
+def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
+    """Return the positions of the bits of a field, 0 the least significant; () for an unknown type.
+
+    A truth value has bit 0.  The real part of a complex number has the lower half of the bits.
+    An integer's bits other than the sign are its mantissa.
+
+    >>> bits_of("float16", "exponent")
+    (10, 11, 12, 13, 14)
+    """
+    if dtype in _COMPLEX:
+        part, half = bits_of(_COMPLEX[dtype], field), len(bits_of(_COMPLEX[dtype]))
+        return (*part, *(bit + half for bit in part))
+    mantissa, exponent, sign = _field_sizes(dtype or "")
+    unsigned, size = mantissa + exponent, mantissa + exponent + sign
+    fields = {"mantissa": (0, mantissa), "exponent": (mantissa, unsigned), "sign": (unsigned, size)}
+    return tuple(range(*fields.get(field, (0, size))))
+
+
+def _only_in_ml_dtypes(dtype: str) -> bool:
+    """Return True for a type of floating numbers of ml_dtypes that NumPy lacks."""
+    return dtype == "bfloat16" or (dtype.startswith("float8_") and hasattr(ml_dtypes, dtype))
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype in _FLOATS or _only_in_ml_dtypes(dtype)
+
+
+def _field_sizes(dtype: str) -> tuple[int, int, int]:
+    """Return the numbers of bits of mantissa, exponent and sign."""
+    if _is_float(dtype):
+        format_info = ml_dtypes.finfo(Tensors.numpy_type(dtype))  # type: ignore[no-untyped-call]
+        return format_info.nmant, format_info.nexp, format_info.bits - format_info.nmant - format_info.nexp
+    if integer := _INTEGER.fullmatch(dtype):
+        sign = 0 if integer[1] else 1
+        return int(integer[2]) - sign, 0, sign
+    return int(dtype == "bool"), 0, 0
+
+
+def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
+    """Return rows of bytes as numbers, floats in float64."""
+    if dtype == "complex32":
+        return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
+    numbers: NDArray[Any] = rows.view(Tensors.numpy_type(dtype))[:, 0]
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return numbers.astype(np.float64) if _is_float(dtype) else numbers
+
+
+def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
+    """Return a row of bytes for each number, rounded, and for integers clipped to the range of the type.
+
+    like: a tensor of the type, whose library rounds if NumPy lacks the type.
+    Raises ValueError for NaN in integers.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if _only_in_ml_dtypes(dtype) or dtype == "complex32":
+            tensors = tensors_of(like)
+            return tensors.bytes_at(tensors.cast(numbers, like), np.arange(len(numbers)))
+        rounded = _clipped_integers(numbers, dtype) if _INTEGER.fullmatch(dtype) else numbers.astype(dtype)
+    return rounded.reshape(-1, 1).view(np.uint8)
+
+
+def _clipped_integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return numbers rounded to integers in the range of a type."""
+    if np.isnan(numbers).any():
+        raise ValueError(f"NaN cannot be written into elements of type {dtype}")
+    least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    clipped = [
+        least if number < least else most if number > most else round(number) for number in numbers.tolist()
+    ]
+    return np.array(clipped, dtype)
+
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ElementBytes: TypeAlias = "NDArray[np.uint8]"
+"""Elements of a tensor, a row of bytes for each."""
 Kind = Literal[
     "bit_flip", "multi_bit", "stuck_at_0", "stuck_at_1", "value", "zero", "nan", "gaussian", "uniform",
     "relative", "wrong_row",
 ]  # fmt: skip
-OF_BITS = ("bit_flip", "multi_bit", "stuck_at_0", "stuck_at_1")
-OF_NOISE = ("gaussian", "uniform", "relative")
+BIT_FAULTS = ("bit_flip", "multi_bit", "stuck_at_0", "stuck_at_1")
+NOISE_FAULTS = ("gaussian", "uniform", "relative")
 
 
 class InjectError(AmandaError, ValueError):
@@ -27,13 +116,13 @@ class InjectError(AmandaError, ValueError):
 
 
 class Fault(NamedTuple):
-    """One kind of fault and its parameters.
+    """A kind of fault and its parameters.
 
     bits: positions that may change, None for all.  field: the part of a number with these bits.
     flips: number of bits that change in an element; "multi_bit" changes adjacent bits.
     value: written by "value".
     scale: standard deviation of "gaussian" and of the factor of "relative", bound of "uniform".
-    axis: faults are in slices, of all elements with one index of this axis; None for single elements.
+    axis: a fault hits all elements with one index of this axis; None for single elements.
     """
 
     kind: Kind
@@ -45,26 +134,26 @@ class Fault(NamedTuple):
     axis: int | None = None
 
     def check(self) -> None:
-        """Raise InjectError for parameters that do not go together."""
-        if self.kind not in OF_BITS and (self.bits is not None or self.field != "any"):
+        """Raise InjectError for `bits` or `field` with a kind that changes no bits."""
+        if self.kind not in BIT_FAULTS and (self.bits is not None or self.field != "any"):
             raise InjectError(
-                f"bits and field are for faults of bits ({', '.join(OF_BITS)}), not for {self.kind}"
+                f"bits and field are for faults of bits ({', '.join(BIT_FAULTS)}), not for {self.kind}"
             )
 
     def fits(self, dtype: str | None, shape: Sequence[int]) -> bool:
-        """Return True if a tensor can have the fault; bool has no noise, and integers have no NaN."""
+        """Return True if a tensor can have the fault: bool can have no noise, and integers no NaN."""
         if self.axis is not None and not -len(shape) <= self.axis < len(shape):
             return False
-        if self.kind in OF_BITS:
-            return bool(len(self._choices(dtype)))
+        if self.kind in BIT_FAULTS:
+            return bool(len(self._bit_choices(dtype)))
         if self.kind == "wrong_row":
             return bool(bits_of(dtype)) and self.axis is not None and shape[self.axis] > 1
         if self.kind == "nan":
             return bool(bits_of(dtype, "exponent"))
-        return bool(bits_of(dtype)) and (dtype != "bool" or self.kind not in OF_NOISE)
+        return bool(bits_of(dtype)) and (dtype != "bool" or self.kind not in NOISE_FAULTS)
 
-    def _choices(self, dtype: str | None) -> NDArray[np.int64]:
-        """Return the bits that may change: a row for each run of adjacent ones, or one row of single ones."""
+    def _bit_choices(self, dtype: str | None) -> NDArray[np.int64]:
+        """Return the bits that may change: a row for each run of adjacent bits, or one row of single bits."""
         bits = np.array(
             [bit for bit in bits_of(dtype, self.field) if self.bits is None or bit in self.bits], np.int64
         )
@@ -75,17 +164,17 @@ class Fault(NamedTuple):
         runs: NDArray[np.int64] = np.lib.stride_tricks.sliding_window_view(bits, self.flips)
         return np.asarray(runs[runs[:, -1] - runs[:, 0] == self.flips - 1])
 
-    def applied(
-        self, raw: Bytes, dtype: str, like: Any, random: np.random.Generator, unit: NDArray[np.int64]
-    ) -> tuple[Bytes, NDArray[np.int64] | None]:
+    def apply(
+        self, raw: ElementBytes, dtype: str, like: Any, random: np.random.Generator, unit: NDArray[np.int64]
+    ) -> tuple[ElementBytes, NDArray[np.int64] | None]:
         """Return elements (n, width) with the fault, and the changed bits (n, flips).
 
-        like: a tensor of the elements' type.  unit: number of the slice of each element, or of the element;
-        in a slice the same bits change in all elements.
+        like: a tensor of the elements' type.  unit: number of the slice of each element, or of the element
+        without an axis; the same bits change in all elements of a slice.
         """
-        if self.kind not in OF_BITS:
-            return to_bytes(self._numbers(raw, dtype, random), dtype, like), None
-        choices, units = self._choices(dtype), int(unit.max()) + 1
+        if self.kind not in BIT_FAULTS:
+            return to_bytes(self._faulty_numbers(raw, dtype, random), dtype, like), None
+        choices, units = self._bit_choices(dtype), int(unit.max()) + 1
         if self.kind == "multi_bit":
             drawn = choices[random.integers(len(choices), size=units)]
         else:
@@ -98,7 +187,8 @@ class Fault(NamedTuple):
             return raw ^ masks, bits
         return raw & ~masks if self.kind == "stuck_at_0" else raw | masks, bits
 
-    def _numbers(self, raw: Bytes, dtype: str, random: np.random.Generator) -> NDArray[Any]:
+    def _faulty_numbers(self, raw: ElementBytes, dtype: str, random: np.random.Generator) -> NDArray[Any]:
+        """Return the numbers that replace elements: a constant, or elements with noise."""
         constants = {"value": self.value, "zero": 0.0, "nan": float("nan")}
         if self.kind in constants:
             return np.full(len(raw), constants[self.kind])
@@ -108,3 +198,81 @@ class Fault(NamedTuple):
         drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(old) else noise[:, 0]
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(old * (1 + drawn) if self.kind == "relative" else old + drawn)
+
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Site(NamedTuple):
+    """An execution of an op that can have faults.  elements: number of elements of its tensors."""
+
+    op: int
+    execution: int
+    elements: int
+    phase: str
+    type: str
+    module: str
+    source: str
+
+
+@dataclass(eq=False)
+class SelectedOp:
+    """A selected op, forward or backward.
+
+    labels: phase, type, module and source.  number: in the order of analysis.  dtype: return the name of a
+    tensor's element type.  remarks: sentences on tensors that cannot be read.
+    """
+
+    op: int
+    labels: tuple[str, str, str, str]
+    number: int
+    dtype: Any
+    executions: int = 0
+    remarks: dict[str, None] = field(default_factory=dict)
+
+
+class TargetTensor(NamedTuple):
+    """A tensor that may have faults: the value of a routine at a position, or an item of a list there."""
+
+    value: Any
+    dtype: str
+    name: str
+    position: int
+    item: int | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.value.shape)
+
+    def units(self, axis: int | None) -> int:
+        """Return the number of slices along an axis, or of elements for None."""
+        return self.size if axis is None else int(self.value.shape[axis])
+
+    def positions(self, units: NDArray[np.int64], axis: int | None) -> NDArray[np.int64]:
+        """Return the flat positions of slices: an array (elements before the axis, units, elements after)."""
+        if axis is None:
+            return units[None, :, None]
+        extents = self.value.shape
+        axis %= len(extents)
+        before, after = np.arange(prod(extents[:axis])), np.arange(prod(extents[axis + 1 :]))
+        return np.asarray((before[:, None, None] * extents[axis] + units[:, None]) * len(after) + after)
+
+
+def tensors_in(
+    value: Any, name: str, position: int, fault: Fault, place: SelectedOp
+) -> Iterator[TargetTensor]:
+    """Yield the dense tensors in a value, or in a list, whose element type can have the fault."""
+    is_list = isinstance(value, (list, tuple))
+    for item, tensor in enumerate(value if is_list else (value,)):
+        dtype = place.dtype(tensor)
+        reason = None if dtype is None else tensors_of(tensor).unread(tensor)
+        if reason is not None:
+            place.remarks[
+                f"{name} of {place.labels[1]} of {place.labels[2] or place.labels[3]} is skipped: {reason}."
+            ] = None
+        elif dtype is not None and tensors_of(tensor).is_dense(tensor) and fault.fits(dtype, tensor.shape):
+            yield TargetTensor(
+                tensor, dtype, name + f"[{item}]" * is_list, position, item if is_list else None
+            )

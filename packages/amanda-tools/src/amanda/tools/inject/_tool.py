@@ -1,4 +1,4 @@
-"""The tool: changes random elements at executions of the selected ops."""
+"""The tool: changes random elements of tensors of the selected ops."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ from amanda.options import (
     checked,
     deprecated,
 )
-from amanda.tools.inject._faults import Fault, InjectError, Kind
-from amanda.tools.inject._formats import BitField, from_bytes
+from amanda.tools.inject._faults import (
+    BitField,
+    Fault,
+    InjectError,
+    Kind,
+    SelectedOp,
+    Site,
+    TargetTensor,
+    from_bytes,
+    tensors_in,
+)
 from amanda.tools.inject._result import Injection, InjectResult
-from amanda.tools.inject._sites import SelectedOp, Site, Tensor, tensors_in
 from amanda.tools.kit import parameter_inputs, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping, weight_gradient
@@ -34,7 +42,7 @@ Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", 
 
 
 class InjectTool(amanda.Tool):
-    """A tool that changes elements of the selected ops' tensors; `result` lists them, `clear` starts anew.
+    """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` drops them.
 
     fault: "bit_flip", "stuck_at_0" and "stuck_at_1" of `flips` bits in each element, 1 by default;
         "multi_bit" flips adjacent bits, 2 by default; "value", "zero" and "nan"; "gaussian" (standard
@@ -57,14 +65,14 @@ class InjectTool(amanda.Tool):
     seed: faults depend on the seed, the op's id and the number of the execution alone; the framework's random
         generators are not touched.
     permanent: inject the same faults at every execution of an op.
-    start, end, frequency: executions of each op with faults, counted from 0: from `start` on, each
-        `frequency`th before `end`.
-    limit: number of injections that the result keeps.
+    start, end, frequency: executions of each op with faults, counted from 0: every `frequency`th from `start`
+        on, before `end`.
+    limit: number of changed elements in the result.
 
     Shapes of hardware's faults: Tyagi et al. 2026 (arXiv 2605.04213), where stuck-at faults in the gates of a
     GPU gave NaN or Inf in 1.01 % of corruptions, single flips in under 40 % of those with flipped bits, and
     addresses with a period; Fernandes dos Santos et al. 2022 (arXiv 2211.13094) on why single flips are
-    too naive.  How many bits and which period are for the caller to say: no distribution is built in.
+    too naive.  The caller chooses bits and period: no distribution is built in.
 
     Raises InjectError for options that do not go together.
     """
@@ -99,7 +107,7 @@ class InjectTool(amanda.Tool):
         self._fault = Fault(fault, bits, field, flips, value, scale, axis)
         self._fault.check()
         if count is not None and probability is not None:
-            raise InjectError("give either a count of elements or the probability of each, not both")
+            raise InjectError("give either count or probability, not both")
         if end is not None and end < start:
             raise InjectError(f"end is {end}, start {start}; give an end that is not before the start")
         self._target, self._index = target, index
@@ -108,30 +116,30 @@ class InjectTool(amanda.Tool):
         self._permanent, self._limit = permanent, limit
         self._executions = range(start, sys.maxsize if end is None else end, frequency)
         self.seed = seed
-        self._met: set[str] = set()
+        self._analysed_types: set[str] = set()
         self._selected = False
         self._number = itertools.count()
-        self._places: dict[int, dict[int, SelectedOp]] = {}  # by the forward op, by the op itself
+        self._selected_ops: dict[int, dict[int, SelectedOp]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
         self.try_at(0, None)
         self.depends_on(StandardMapping())
         if target in ("outputs", "inputs", "weights"):
-            self.add_inst_for_op(self._forward)
+            self.add_inst_for_op(self._instrument_forward)
         else:
-            self.add_inst_for_op(self._backward, backward=True)
+            self.add_inst_for_op(self._instrument_backward, backward=True)
 
     @property
     def result(self) -> InjectResult:
         """Return the injections so far, in an order that does not depend on threads."""
-        executions = self._executed + sum(one.executions for one in self._all_places())
-        left = () if self._selected else self._met
-        result = InjectResult(_in_order(self._injections), self._total, executions, left)
-        unread = dict.fromkeys(sentence for place in self._all_places() for sentence in place.left)
+        executions = self._executed + sum(op.executions for op in self._all_selected_ops())
+        unselected_types = () if self._selected else self._analysed_types
+        result = InjectResult(_sorted_items(self._injections), self._total, executions, unselected_types)
+        unread = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
         result.remarks = [*as_remarks(self.unmatched()), *unread]
         return result
 
     def unmatched(self) -> list[str]:
-        """Return a sentence for each option that no op fitted."""
+        """Return a sentence for each option that selected no op."""
         return [*super().unmatched(), *self._selection.unmatched()]
 
     def clear(self) -> None:
@@ -139,77 +147,79 @@ class InjectTool(amanda.Tool):
         self._injections: list[tuple[tuple[int, int], Injection]] = []
         self._total = 0
         self._executed = 0  # by ops that are gone
-        for place in self._all_places():
+        for place in self._all_selected_ops():
             place.executions = 0
 
     def op_gone(self, op_id: int) -> None:
-        """Drop the record of an op that is gone, but keep the number of its executions."""
+        """Drop the record of an op, but keep the number of its executions."""
         self._backward_of.pop(op_id, None)
-        self._executed += sum(one.executions for one in self._places.pop(op_id, {}).values())
+        self._executed += sum(op.executions for op in self._selected_ops.pop(op_id, {}).values())
 
-    def _all_places(self) -> list[SelectedOp]:
-        return [place for places in list(self._places.values()) for place in list(places.values())]
+    def _all_selected_ops(self) -> list[SelectedOp]:
+        return [place for places in list(self._selected_ops.values()) for place in list(places.values())]
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context without faults; `sites` lists the executions in it where faults would fit."""
-        self._begin_noting()
+        """Record the executions that can have faults, in a context without faults; `sites` lists them."""
+        self._begin_calibration()
         try:
             yield
         finally:
-            self._is_noting = False
+            self._calibrates = False
 
     @deprecated(use="calibrating, a context", since="amanda-tools 0.2", gone="0.4")
     def look(self) -> None:
         """Note executions, and inject nothing, until `try_at`.  Deprecated: use `calibrating`."""
-        self._begin_noting()
+        self._begin_calibration()
 
-    def _begin_noting(self) -> None:
+    def _begin_calibration(self) -> None:
         self.try_at(0, None)
-        self._is_noting = True
+        self._calibrates = True
 
     @property
     def sites(self) -> list[Site]:
-        """Return the executions in which faults fit, of the last `calibrating`."""
-        return _in_order(self._sites)
+        """Return the executions that can have faults, of the last `calibrating`."""
+        return _sorted_items(self._sites)
 
     def try_at(self, trial: int, site: Site | None) -> None:
-        """Inject faults at one site, or for None at all; trial: changes the random choice."""
+        """Inject faults at one site, or for None at all sites.  trial: varies the random choice."""
         self.clear()
         self._sites: list[tuple[tuple[int, int], Site]] = []
-        self._only, self._trial, self._is_noting = site, trial, False
+        self._only, self._trial, self._calibrates = site, trial, False
 
-    def _forward(self, context: amanda.OpContext) -> None:
-        self._met.add(context["type"])
+    def _instrument_forward(self, context: amanda.OpContext) -> None:
+        """Insert the injection at the outputs, inputs or weights of a selected op."""
+        self._analysed_types.add(context["type"])
         if not self._selection.fits(context):
             return
-        place = self._place(context, context.get_op_id(), context["phase"], context["type"])
+        place = self._selected_op(context, context.get_op_id(), context["phase"], context["type"])
         if self._target == "outputs":
-            context.insert_after_op(self._inject, place=place, **_without_run(context))
+            context.insert_after_op(self._inject, place=place, **_run_argument(context))
             return
-        owned = {context["weight_index"], *parameter_inputs(context)}
+        parameters = {context["weight_index"], *parameter_inputs(context)}
         positions = range(len(context.get_inputs()))
-        wanted = [i for i in positions if (i in owned) == (self._target == "weights")]
-        if wanted:
+        targets = [i for i in positions if (i in parameters) == (self._target == "weights")]
+        if targets:
             context.insert_before_op(
-                self._inject, inputs=wanted, place=place, positions=wanted, **_without_run(context)
+                self._inject, inputs=targets, place=place, positions=targets, **_run_argument(context)
             )
 
-    def _backward(self, context: amanda.OpContext) -> None:
+    def _instrument_backward(self, context: amanda.OpContext) -> None:
+        """Insert the injection at the gradients of a selected backward op."""
         kind: str = context["backward_type"]
-        self._met.add(kind)
+        self._analysed_types.add(kind)
         own_name = context.get_backward_op().__name__
         if not self._selection.fits(context, kind, own_name) and not self._selects_by_forward(context, kind):
             return
-        place = self._place(context, context.get_backward_op_id() or 0, "backward", kind)
+        place = self._selected_op(context, context.get_backward_op_id() or 0, "backward", kind)
         if self._target == "grad_outputs":
             context.insert_before_backward_op(self._inject, place=place, run=None)
         elif self._target == "grad_inputs":
             context.insert_after_backward_op(self._inject, place=place, run=None)
         elif context["weight_grad_index"] is not None:
-            wanted = [context["weight_grad_index"]]
+            targets = [context["weight_grad_index"]]
             context.insert_after_backward_op(
-                self._inject, grad_inputs=wanted, place=place, positions=wanted,
+                self._inject, grad_inputs=targets, place=place, positions=targets,
                 fits=weight_gradient(context), run=None,
             )  # fmt: skip
 
@@ -219,14 +229,14 @@ class InjectTool(amanda.Tool):
             return False
         if self._target == "weight_grads" and context["weight_grad_index"] is None:
             return False
-        own = context.get_backward_op_id()
-        return self._backward_of.setdefault(context.get_op_id(), own) == own
+        backward_op = context.get_backward_op_id()
+        return self._backward_of.setdefault(context.get_op_id(), backward_op) == backward_op
 
-    def _place(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
-        places = self._places.setdefault(context.get_op_id(), {})
+    def _selected_op(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
+        places = self._selected_ops.setdefault(context.get_op_id(), {})
         if op not in places:
-            told = (phase, kind, context.get_scope(), context.get_source())
-            places[op] = SelectedOp(op, told, next(self._number), context["dtype"])
+            labels = (phase, kind, context.get_scope(), context.get_source())
+            places[op] = SelectedOp(op, labels, next(self._number), context["dtype"])
             self._selected = True
         return places[op]
 
@@ -235,6 +245,7 @@ class InjectTool(amanda.Tool):
         fits: Callable[[int, Any], bool] = lambda position, value: True,
         run: dict[Any, Any] | None, recomputed: bool,
     ) -> Any:  # fmt: skip
+        """Return the values of an execution with faults, or record its site; None without faults."""
         execution = execution_number(place, run, recomputed)
         if execution not in self._executions:
             return None
@@ -248,14 +259,14 @@ class InjectTool(amanda.Tool):
             if self._index in (None, index) and fits(index, value)
             for tensor in tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
         ]
-        if not self._is_noting:
-            return self._changed(values, tensors, place, execution, recomputed)
+        if not self._calibrates:
+            return self._with_faults(values, tensors, place, execution, recomputed)
         if not recomputed and (size := sum(tensor.size for tensor in tensors)):
-            self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.told)))
+            self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.labels)))
         return None
 
-    def _changed(
-        self, values: Sequence[Any], tensors: Sequence[Tensor], place: SelectedOp, execution: int,
+    def _with_faults(
+        self, values: Sequence[Any], tensors: Sequence[TargetTensor], place: SelectedOp, execution: int,
         recomputed: bool,
     ) -> tuple[Any, ...] | None:  # fmt: skip
         """Return the values with faults in random elements or slices; None without faults."""
@@ -273,12 +284,12 @@ class InjectTool(amanda.Tool):
         for tensor, start, hit in zip(tensors, starts, hits, strict=True):
             if not len(hit):
                 continue
-            made = self._faulty(tensor, hit - start, place, execution, random, recomputed)
+            faulty = self._with_fault(tensor, hit - start, place, execution, random, recomputed)
             if tensor.item is None:
-                results[tensor.position] = made
+                results[tensor.position] = faulty
             else:
                 results[tensor.position] = [*results[tensor.position]]
-                results[tensor.position][tensor.item] = made
+                results[tensor.position][tensor.item] = faulty
         return tuple(results)
 
     def _random(self, op: int, execution: int) -> np.random.Generator:
@@ -287,9 +298,9 @@ class InjectTool(amanda.Tool):
         key = np.array([self.seed, op], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
 
-    def _faulty(
-        self, tensor: Tensor, units: Any, place: SelectedOp, execution: int, random: np.random.Generator,
-        recomputed: bool,
+    def _with_fault(
+        self, tensor: TargetTensor, units: Any, place: SelectedOp, execution: int,
+        random: np.random.Generator, recomputed: bool,
     ) -> Any:  # fmt: skip
         """Return a tensor with the fault in elements or slices, and record the injections."""
         xp, dtype, axis = tensors_of(tensor.value), tensor.dtype, self._fault.axis
@@ -298,30 +309,30 @@ class InjectTool(amanda.Tool):
         old, bits = xp.bytes_at(tensor.value, positions), None
         if self._fault.kind == "wrong_row":
             extent = tensor.units(axis)
-            others = (units + random.integers(1, extent, size=len(units))) % extent
-            new = xp.bytes_at(tensor.value, tensor.positions(others, axis).ravel())
+            other_rows = (units + random.integers(1, extent, size=len(units))) % extent
+            new = xp.bytes_at(tensor.value, tensor.positions(other_rows, axis).ravel())
         else:
             unit = np.broadcast_to(np.arange(len(units))[:, None], where.shape).ravel()
-            new, bits = self._fault.applied(old, dtype, tensor.value, random, unit)
+            new, bits = self._fault.apply(old, dtype, tensor.value, random, unit)
         if recomputed:
             return xp.with_bytes(tensor.value, positions, new)
         self._total += len(positions)
-        kept = max(0, self._limit - len(self._injections))
-        told = (*place.told, place.op, execution, tensor.name, dtype)
-        before, after = (from_bytes(raw[:kept], dtype).tolist() for raw in (old, new))
-        for i, position in enumerate(positions[:kept]):
+        room = max(0, self._limit - len(self._injections))
+        labels = (*place.labels, place.op, execution, tensor.name, dtype)
+        before, after = (from_bytes(raw[:room], dtype).tolist() for raw in (old, new))
+        for i, position in enumerate(positions[:room]):
             element = tuple(map(int, np.unravel_index(position, tensor.value.shape)))
-            hit = () if bits is None else tuple(map(int, bits[i]))
-            injection = Injection(*told, element, hit, before[i], after[i])
+            changed_bits = () if bits is None else tuple(map(int, bits[i]))
+            injection = Injection(*labels, element, changed_bits, before[i], after[i])
             self._injections.append(((execution, place.number), injection))
         return xp.with_bytes(tensor.value, positions, new)
 
 
-def _without_run(context: amanda.OpContext) -> dict[str, None]:
-    """Return keyword arguments that keep `run` from a routine where nothing runs again."""
+def _run_argument(context: amanda.OpContext) -> dict[str, None]:
+    """Return keyword arguments that set `run` to None in graphs, where no op runs again."""
     return {} if context.is_eager() else {"run": None}
 
 
-def _in_order(found: list[tuple[tuple[int, int], Any]]) -> list[Any]:
+def _sorted_items(pairs: list[tuple[tuple[int, int], Any]]) -> list[Any]:
     """Return injections or sites, sorted by execution and by the number of the op."""
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+    return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]

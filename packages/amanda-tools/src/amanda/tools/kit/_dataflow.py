@@ -11,7 +11,7 @@ from typing import Any
 import amanda
 from amanda.backend import TensorMap
 
-_KNOWN, _FAR, _AROUND = 100_000, 200, 1000
+_MAX_MAKERS, _MAX_STEPS, _MAX_VISITED = 100_000, 200, 1000
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class DataflowNode:
 
 
 class Dataflow:
-    """Numbers tensors as they are met, and remembers which op made each one.
+    """Number tensors at their first use, and remember the op that made each tensor.
 
     Call `node` in an analysis routine of each forward op, and `made` in one with `require_outputs=True`; the
     tool depends on StandardMapping.
@@ -54,27 +54,27 @@ class Dataflow:
         lists: list[Sequence[Any]] = [
             value if isinstance(value, (list, tuple)) else [value] for value in context.get_inputs()
         ]
-        numbers = [[None if dtype(one) is None else self.number(one) for one in values] for values in lists]
+        numbers = [[None if dtype(x) is None else self.number(x) for x in values] for values in lists]
         return DataflowNode(
             context.get_op_id(), context["type"],
-            tuple(None if isinstance(value, (list, tuple)) else one[0]
-                  for value, one in zip(context.get_inputs(), numbers, strict=True)),
+            tuple(None if isinstance(value, (list, tuple)) else group[0]
+                  for value, group in zip(context.get_inputs(), numbers, strict=True)),
             tuple(shape(values[0]) if values else None for values in lists),
-            tuple(one for each in numbers for one in each if one is not None),
+            tuple(number for group in numbers for number in group if number is not None),
         )  # fmt: skip
 
     def made(self, node: DataflowNode, tensors: Iterable[Any]) -> None:
-        """Record the outputs of an op, or what a routine gave in their place."""
+        """Record the outputs of an op, or the tensors that a routine returned in their place."""
         for tensor in tensors:
             number = self._renumbered(tensor)
             if number is not None:
                 self._makers[number] = node
-                self._makers.pop(number - _KNOWN, None)
+                self._makers.pop(number - _MAX_MAKERS, None)
 
     def number(self, tensor: Any) -> int | None:
-        """Return the number of a tensor, a new one for a new tensor; None for what is no tensor."""
-        known = self._numbers.get(tensor)
-        return self._renumbered(tensor) if known is None else known
+        """Return the number of a tensor, a new one for a new tensor; None for other values."""
+        number = self._numbers.get(tensor)
+        return self._renumbered(tensor) if number is None else number
 
     def _renumbered(self, tensor: Any) -> int | None:
         number = next(self._next)
@@ -90,7 +90,7 @@ class Dataflow:
 
     def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:
         """Iterate over a tensor and its maker, then the first tensor that the maker reads, and so on."""
-        for _ in range(_FAR):
+        for _ in range(_MAX_STEPS):
             if number is None:
                 return
             node = self.maker(number)
@@ -99,11 +99,11 @@ class Dataflow:
 
     def nearest(self, numbers: Iterable[int | None], note: str) -> Any:
         """Return the note of a name at the nearest op that these tensors come from; None without one."""
-        waiting, seen = deque(numbers), set[int | None]()
-        while waiting and len(seen) < _AROUND:
+        waiting, visited = deque(numbers), set[int | None]()
+        while waiting and len(visited) < _MAX_VISITED:
             number = waiting.popleft()
-            node = None if number in seen else self.maker(number)
-            seen.add(number)
+            node = None if number in visited else self.maker(number)
+            visited.add(number)
             if node is not None:
                 if note in node.notes:
                     return node.notes[note]

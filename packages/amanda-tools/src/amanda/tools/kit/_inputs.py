@@ -18,14 +18,14 @@ def leaves(values: Iterable[Any], structures: bool = False) -> list[Any]:
     >>> leaves([1, [2, (3,)], "four"])
     [1, 2, 3, 'four']
     """
-    found: list[Any] = []  # a generator takes three times as long
+    flat: list[Any] = []  # a generator takes three times as long
     for value in values:
         nested = _members(value) if structures else value
         if isinstance(nested, (list, tuple)):
-            found += leaves(nested, structures)
+            flat += leaves(nested, structures)
         else:
-            found.append(nested)
-    return found
+            flat.append(nested)
+    return flat
 
 
 def _members(value: Any) -> Any:
@@ -44,7 +44,8 @@ def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
         for i, value in enumerate(context.get_inputs())
         if not isinstance(value, (list, tuple))
     }
-    return tuple(i for i, one in variables.items() if one is not None and tensors_of(one).is_parameter(one))
+    owned = {i: x for i, x in variables.items() if x is not None}
+    return tuple(i for i, x in owned.items() if tensors_of(x).is_parameter(x))
 
 
 def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:
@@ -60,6 +61,6 @@ def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:
             yield unread_sentence(f"Input {position}", f"it is packed, {name}", context["type"], where)
 
 
-def unread_sentence(what: str, reason: str, kind: str, where: str) -> str:
+def unread_sentence(role: str, reason: str, kind: str, where: str) -> str:
     """Return a sentence for a result on a tensor that is not read."""
-    return f"{what} of {kind} of {where} is not read: {reason}."
+    return f"{role} of {kind} of {where} is not read: {reason}."

@@ -15,22 +15,22 @@ logger = logging.getLogger("amanda")
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line for each point."""
+    """Show a bar on a terminal, elsewhere a line for each point."""
 
-    def __init__(self, shown: bool) -> None:
+    def __init__(self, is_visible: bool) -> None:
         from rich import progress
         from rich.console import Console
 
         self._console = Console(stderr=True, soft_wrap=True)
-        self._lines = shown and not self._console.is_terminal
+        self._lines = is_visible and not self._console.is_terminal
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"), progress.BarColumn(),
             progress.MofNCompleteColumn(), progress.TimeRemainingColumn(),
-            console=self._console, transient=True, disable=self._lines or not shown,
+            console=self._console, transient=True, disable=self._lines or not is_visible,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=None)
         self._count = self._total = 0
-        self._told = ""
+        self._description = ""
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -40,23 +40,23 @@ class Progress:
         if not self._bar.disable:  # else it would end a line that nobody began
             self._bar.stop()
 
-    def begin(self, total: int, told: str, count: int = 0) -> None:
-        """Say that a point is about to be measured, after so many."""
-        self._count, self._total, self._told = count, total, told
-        self._bar.update(self._task, description=told, total=total, completed=count)
+    def begin(self, total: int, description: str, count: int = 0) -> None:
+        """Announce the measurement of a point.  count: points measured before it."""
+        self._count, self._total, self._description = count, total, description
+        self._bar.update(self._task, description=description, total=total, completed=count)
 
     def done(self, outcome: str) -> None:
-        """Say that it was."""
+        """Report the outcome of the point."""
         self._bar.update(self._task, completed=self._count + 1)
         if self._lines:
-            line = f"{self._count + 1}/{self._total} {self._told}: {outcome}"
+            line = f"{self._count + 1}/{self._total} {self._description}: {outcome}"
             self._console.print(line, highlight=False, markup=False)
 
     @staticmethod
-    def attempt(measure: Callable[[], T], told: str) -> tuple[T | None, str]:
+    def attempt(measure: Callable[[], T], description: str) -> tuple[T | None, str]:
         """Return the value of a function of the user, and ""; or None and its exception, as text.
 
-        The exception is logged; told: what failed.  Errors of Amanda and KeyboardInterrupt reach the caller.
+        The exception is logged with the description.  Errors of Amanda and interrupts reach the caller.
         """
         try:
             return measure(), ""
@@ -64,7 +64,7 @@ class Progress:
             raise
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-            logger.warning("%s: %s", told, error)
+            logger.warning("%s: %s", description, error)
             return None, error
 
 

@@ -61,12 +61,12 @@ def op_tensors(
         for tensor in leaves(value) if isinstance(value, (list, tuple)) else (value,):
             name = dtype(tensor)
             if name is not None and (name.startswith(kinds) or name.endswith("]")):
-                one = OpTensor(role, position, flat_index, tensor, name)
+                op_tensor = OpTensor(role, position, flat_index, tensor, name)
                 reason = tensors_of(tensor).unread(tensor)
                 if reason is None:
-                    yield one
+                    yield op_tensor
                 elif leave is not None:
-                    leave(one, reason)
+                    leave(op_tensor, reason)
             flat_index += 1
 
 
@@ -76,13 +76,13 @@ Leave = Callable[[OpTensor, str], None]
 
 @dataclass(slots=True)
 class OpRecord:
-    """One op, forward or backward; seen: how many executions had tensors of a role."""
+    """One op, forward or backward; executions_by_role: how many had tensors of a role."""
 
     phase: str
     type: str
     module: str
     source: str
-    seen: dict[str, int] = field(default_factory=dict, init=False)
+    executions_by_role: dict[str, int] = field(default_factory=dict, init=False)
 
 
 Role = Literal["input", "weight", "output", "gradient"]
@@ -118,14 +118,14 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self._every: int = every
         self._executions: int | None = executions
         self._records: dict[Key, RecordT] = {}
-        self._left: dict[str, None] = {}
+        self._unread: dict[str, None] = {}
         self.depends_on(StandardMapping())
         if self.by_slice:
             self.add_inst_for_op(self._follow_slices)
         if self._roles - {"gradient"}:
-            self.add_inst_for_op(self._forward)
+            self.add_inst_for_op(self._insert_observers)
         if "gradient" in self._roles:
-            self.add_inst_for_op(self._backward, backward=True)
+            self.add_inst_for_op(self._insert_backward_observer, backward=True)
 
     @abstractmethod
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> RecordT:
@@ -136,38 +136,38 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Observe the inputs, the outputs or the gradients of an op at one of its executions."""
 
     def observe_all(self, observed: Iterable[tuple[RecordT, Iterator[OpTensor], int]]) -> None:
-        """Do what `observe` does for executions of many ops, in order."""
+        """Observe executions of many ops, in order."""
         for record, tensors, execution in observed:
             self.observe(record, tensors, execution)
 
     @property
     def remarks(self) -> list[str]:
         """Sentences on tensors that cannot be read, for the `remarks` of a result."""
-        return list(self._left)
+        return list(self._unread)
 
     def clear(self) -> None:
         """Reset the counts of executions; analysed ops stay analysed."""
         for record in self._records.values():
-            record.seen.clear()
+            record.executions_by_role.clear()
 
-    def _forward(self, context: amanda.OpContext) -> None:
+    def _insert_observers(self, context: amanda.OpContext) -> None:
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
-        given: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
-        see = self._see_slice if _SLICE in context else self._see
-        self._left.update(dict.fromkeys(remarks_on_packed_inputs(context)))
+        options: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
+        see = self._observe_slice if _SLICE in context else self._observe_execution
+        self._unread.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         if "input" in self._roles:
             context.insert_before_op(
-                see, role="input", is_weights=lambda position, _: position == weight, **given
+                see, role="input", is_weights=lambda position, _: position == weight, **options
             )
         elif "weight" in self._roles and weight is not None:
-            context.insert_before_op(see, inputs=[weight], role="weight", first=weight, **given)
+            context.insert_before_op(see, inputs=[weight], role="weight", first=weight, **options)
         if "output" in self._roles and context["type"] not in UNINITIALISED:
-            context.insert_after_op(see, role="output", **given)
+            context.insert_after_op(see, role="output", **options)
 
-    def _backward(self, context: amanda.OpContext) -> None:
+    def _insert_backward_observer(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
         if kind != "accumulate_grad":
-            see = self._see_slice if _SLICE in context else self._see
+            see = self._observe_slice if _SLICE in context else self._observe_execution
             context.insert_after_backward_op(
                 see, record=self._record(context, "backward", kind), role="gradient",
                 dtype=context["dtype"], is_weights=weight_gradient(context),
@@ -187,47 +187,49 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         return self._records[key]
 
     @amanda.observer
-    def _see(
+    def _observe_execution(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
     ) -> None:  # fmt: skip
-        execution = self._due(record, role)
+        execution = self._count_execution(record, role)
         if execution is not None:
-            leave = partial(self._leave, record)
-            self.observe(record, _tensors(values, role, dtype, first, is_weights, leave), execution)
+            leave = partial(self._note_unread, record)
+            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave)
+            self.observe(record, tensors, execution)
 
     @amanda.observer
-    def _see_slice(
+    def _observe_slice(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, run: dict[str, Any], first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
     ) -> None:  # fmt: skip
         part: str = run.get(_SLICE, "")
-        execution = self._due(record, f"{role} {part}")
+        execution = self._count_execution(record, f"{role} {part}")
         if execution is not None:
-            tensors = _tensors(values, role, dtype, first, is_weights, partial(self._leave, record))
-            self.observe(record, (one._replace(slice=part) for one in tensors), execution)
+            leave = partial(self._note_unread, record)
+            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave)
+            self.observe(record, (tensor._replace(slice=part) for tensor in tensors), execution)
 
-    def _leave(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
-        self._left[tensor.unread(reason, record.type, record.module or record.source)] = None
+    def _note_unread(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
+        self._unread[tensor.unread(reason, record.type, record.module or record.source)] = None
 
-    @amanda.gathered(_see)
-    def _see_all(self, executions: Executions) -> None:
-        places = executions.prepared(_places)
-        due = [self._due(one.record, one.role) for one in places]
-        if any(one is not None for one in due):
-            seen = zip(places, executions.values(), due, strict=True)
+    @amanda.gathered(_observe_execution)
+    def _observe_executions(self, executions: Executions) -> None:
+        observers = executions.prepared(_graph_observers)
+        numbers = [self._count_execution(observer.record, observer.role) for observer in observers]
+        if any(number is not None for number in numbers):
+            observed = zip(observers, executions.values(), numbers, strict=True)
             self.observe_all(
-                [(one.record, one.tensors(values), i) for one, values, i in seen if i is not None]
+                [(op.record, op.tensors(values), i) for op, values, i in observed if i is not None]
             )
 
-    def _due(self, record: RecordT, role: str) -> int | None:
+    def _count_execution(self, record: RecordT, role: str) -> int | None:
         """Count an execution; return its number, None if it is not one of those to observe."""
-        seen = record.seen.get(role, 0)
-        record.seen[role] = seen + 1
-        taken, between = divmod(seen, self._every)
-        if between or (self._executions is not None and taken >= self._executions):
+        executions = record.executions_by_role.get(role, 0)
+        record.executions_by_role[role] = executions + 1
+        observed, between = divmod(executions, self._every)
+        if between or (self._executions is not None and observed >= self._executions):
             return None
-        return seen
+        return executions
 
 
 @amanda.observer
@@ -236,8 +238,8 @@ def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
     run[_SLICE] = "" if current is None else current.path.removeprefix(holder.path)
 
 
-class _Place:
-    """One observer in a graph, where the element types of what it is given stay as they are."""
+class _GraphObserver:
+    """One observer in a graph, where element types of its values never change."""
 
     def __init__(
         self, record: Any, role: str, dtype: Dtype, first: int = 0,
@@ -251,29 +253,32 @@ class _Place:
         """Return the tensors among the values of an execution."""
         layout, role, first, is_weights = self._layout, self.role, self._first, self._is_weights
         if layout is None:
-            found = list(op_tensors(values, self._dtype, role, first=first))
-            if not any(isinstance(one, (list, tuple)) for one in values):
-                self._layout = [(one.position, one.flat_index, one.dtype) for one in found]
+            tensors = list(op_tensors(values, self._dtype, role, first=first))
+            if not any(isinstance(value, (list, tuple)) for value in values):
+                self._layout = [(tensor.position, tensor.flat_index, tensor.dtype) for tensor in tensors]
         else:  # a hot path
-            found = [OpTensor(role, i, flat, values[i - first], dtype) for i, flat, dtype in layout]
-        return iter(found) if is_weights is None else _weights_told(iter(found), is_weights)
+            tensors = [OpTensor(role, i, flat, values[i - first], dtype) for i, flat, dtype in layout]
+        return iter(tensors) if is_weights is None else _with_weight_roles(iter(tensors), is_weights)
 
 
-def _places(executions: Sequence[Observed]) -> list[_Place]:
-    """Return the places of executions."""
-    return [_Place(**one.kwargs) for one in executions]
+def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:
+    """Return an observer for each execution of a batch."""
+    return [_GraphObserver(**execution.kwargs) for execution in executions]
 
 
-def _tensors(
+def _tensors_with_roles(
     values: Sequence[Any], role: str, dtype: Dtype, first: int = 0,
     is_weights: Callable[[int, Any], bool] | None = None, leave: Leave | None = None,
 ) -> Iterator[OpTensor]:  # fmt: skip
     tensors = op_tensors(values, dtype, role, first=first, leave=leave)
-    return tensors if is_weights is None else _weights_told(tensors, is_weights)
+    return tensors if is_weights is None else _with_weight_roles(tensors, is_weights)
 
 
-def _weights_told(tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool]) -> Iterator[OpTensor]:
-    for one in tensors:
-        if is_weights(one.position, one.tensor):
-            one = one._replace(role="weight" if one.role == "input" else f"weight {one.role}")
-        yield one
+def _with_weight_roles(
+    tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool]
+) -> Iterator[OpTensor]:
+    """Yield tensors, those of weights under the role "weight" or "weight gradient"."""
+    for tensor in tensors:
+        if is_weights(tensor.position, tensor.tensor):
+            tensor = tensor._replace(role="weight" if tensor.role == "input" else f"weight {tensor.role}")
+        yield tensor

@@ -166,7 +166,7 @@ class Tensors:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         return do("asarray", np.asarray(value, np.float32), like=like).astype(like.dtype)
 
-    def beside(self, array: Any, other: Array) -> Array:
+    def beside(self, array: Any, neighbour: Array) -> Array:
         """Return an array where another one is, in its own element type."""
         return np.asarray(array)
 
@@ -176,13 +176,13 @@ class Tensors:
 
     def keep_mask_of_highest(self, scores: Array, count: int) -> Array:
         """Return False for the `count` lowest of scores in one row, True for others; equal ones in order."""
-        kept = np.ones(len(scores), bool)
+        mask = np.ones(len(scores), bool)
         if count:
             highest = np.partition(scores, count - 1)[count - 1]
             below = scores < highest
-            kept[below] = False
-            kept[np.flatnonzero(scores == highest)[: count - int(below.sum())]] = False
-        return kept
+            mask[below] = False
+            mask[np.flatnonzero(scores == highest)[: count - int(below.sum())]] = False
+        return mask
 
     def ranks(self, values: Array) -> Array:
         """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
@@ -254,9 +254,9 @@ class Tensors:
 
         None where NumPy has no such array for one of these.
         """
-        found = [self.shared(x) for x in values]
-        arrays = [array for array in found if array is not None]
-        if len(arrays) < len(found):
+        views = [self.shared(x) for x in values]
+        arrays = [array for array in views if array is not None]
+        if len(arrays) < len(views):
             return None
         return [array for array in arrays if array.dtype.kind in "fc"]
 

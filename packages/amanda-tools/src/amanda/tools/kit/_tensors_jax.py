@@ -136,16 +136,14 @@ class JaxTensors(Tensors):
         import jax
 
         computed = jax.custom_vjp(forward)
-        computed.defvjp(
-            lambda *given: (forward(*given), given), lambda given, gradient: tuple(backward(gradient, *given))
-        )
+        computed.defvjp(lambda *xs: (forward(*xs), xs), lambda xs, gradient: tuple(backward(gradient, *xs)))
         return computed(*tensors)
 
     def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
         """Return a number or an array as an array of NumPy, or as a parameter that an optimizer may train."""
-        given = np.asarray(value) if isinstance(value, JaxParameter) else value
-        made = super().state(given, like, trained, dtype)
-        return JaxParameter(made) if trained else made
+        array = np.asarray(value) if isinstance(value, JaxParameter) else value
+        state = super().state(array, like, trained, dtype)
+        return JaxParameter(state) if trained else state
 
     def update(self, former: Any, value: Any) -> Any:
         """Return former state with other values; these where they do not fit."""
@@ -172,10 +170,10 @@ def _library(*values: Any) -> Any:
     """Return jax.numpy if one of some values is a symbol, else NumPy."""
     import jax
 
-    return jax.numpy if any(isinstance(one, jax.core.Tracer) for one in values) else _Host()
+    return jax.numpy if any(isinstance(value, jax.core.Tracer) for value in values) else _NumpyOnHost()
 
 
-class _Host:
+class _NumpyOnHost:
     """NumPy, whose functions are given arrays of NumPy: an array of JAX would compute itself."""
 
     def __getattr__(self, name: str) -> Any:
@@ -184,7 +182,7 @@ class _Host:
         def call(*values: Any, **options: Any) -> Any:
             import jax
 
-            given = (np.asarray(one) if isinstance(one, jax.Array) else one for one in values)
-            return function(*given, **options)
+            arrays = (np.asarray(value) if isinstance(value, jax.Array) else value for value in values)
+            return function(*arrays, **options)
 
         return call

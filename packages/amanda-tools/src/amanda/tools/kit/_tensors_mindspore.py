@@ -29,8 +29,8 @@ class MindSporeTensors(Tensors):
             return np.asarray(x)
         import mindspore
 
-        kept: NDArray[Any] = (x.astype(mindspore.float32) if x.dtype == mindspore.bfloat16 else x).asnumpy()
-        return kept
+        array: NDArray[Any] = (x.astype(mindspore.float32) if x.dtype == mindspore.bfloat16 else x).asnumpy()
+        return array
 
     def copy(self, array: Any) -> Array:
         """Return a copy to be written into later, an array of NumPy."""
@@ -116,19 +116,19 @@ class MindSporeTensors(Tensors):
         """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
 
         def gradients(gradient: Any, *tensors: Any) -> list[Any]:
-            made = zip(backward(gradient, *tensors), tensors, strict=True)
-            return [None if one is None else self.cast(one, tensor) for one, tensor in made]
+            pairs = zip(backward(gradient, *tensors), tensors, strict=True)
+            return [None if grad is None else self.cast(grad, tensor) for grad, tensor in pairs]
 
         return _computed_with_gradient().apply(forward, gradients, *tensors)
 
     def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
         """Return a number, an array or a tensor as an array, or as a parameter that an optimizer trains."""
-        made = np.array(self.to_numpy(value), dtype)
+        array = np.array(self.to_numpy(value), dtype)
         if not trained:
-            return made
+            return array
         import mindspore
 
-        return mindspore.Parameter(mindspore.Tensor(made), name="state")
+        return mindspore.Parameter(mindspore.Tensor(array), name="state")
 
     def update(self, former: Any, value: Any) -> Any:
         """Return former state with other values; these where they do not fit."""

@@ -176,23 +176,23 @@ class TensorFlowTensors(Tensors):
         """Return an array that shares the memory of an eager tensor on the host; a hot path."""
         if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY:
             return None
-        if not _has_hosts_alone() and "CPU" not in x.device:
+        if not _has_only_cpus() and "CPU" not in x.device:
             return None
         array = x._numpy_internal()
         return array if type(array) is np.ndarray else np.asarray(array)
 
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
         """Return arrays that share the memory of floating tensors on the host; a hot path."""
-        found, eager, hosts = [], _eager_tensor(), _has_hosts_alone()
+        arrays, eager, hosts = [], _eager_tensor(), _has_only_cpus()
         for x in values:
             if type(x) is not eager:
                 return None
             kind = x._datatype_enum()
             if kind in _FLOATS and (hosts or "CPU" in x.device):
-                found.append(x._numpy_internal())
+                arrays.append(x._numpy_internal())
             elif kind not in _NO_FLOATS:
                 return None
-        return found
+        return arrays
 
     def is_in_host_memory(self, x: Any) -> bool:
         """Return True for an eager tensor on the host, which NumPy reads without a copy."""
@@ -207,16 +207,16 @@ class TensorFlowTensors(Tensors):
         from tensorflow.python.eager import record
 
         @_tf().custom_gradient  # type: ignore[untyped-decorator]
-        def computed(*given: Any) -> Any:
+        def computed(*values: Any) -> Any:
             def gradients(entering: Any) -> Any:
                 with amanda.disabled():
-                    found = backward(entering, *given)
+                    grads = backward(entering, *values)
                 if collect is not None:
-                    collect(*found[1:])
-                return found
+                    collect(*grads[1:])
+                return grads
 
             with record.stop_recording():
-                return forward(*given), gradients
+                return forward(*values), gradients
 
         return computed(*tensors)
 
@@ -241,8 +241,8 @@ class TensorFlowTensors(Tensors):
         """Write new values into state."""
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
-            held = _tf().experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
-            _tf().raw_ops.AssignVariableOp(resource=state.handle, value=held)
+            tensor = _tf().experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
+            _tf().raw_ops.AssignVariableOp(resource=state.handle, value=tensor)
         else:
             state.assign(array, read_value=False)
 
@@ -257,9 +257,9 @@ def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a copy whose memory a framework takes as it is."""
     memory = np.empty(array.size + _ALIGNED, np.float32)
     first = -(memory.ctypes.data // memory.itemsize) % _ALIGNED
-    made = memory[first : first + array.size].reshape(array.shape)
-    np.copyto(made, array)
-    return made
+    copy = memory[first : first + array.size].reshape(array.shape)
+    np.copyto(copy, array)
+    return copy
 
 
 @cache
@@ -271,9 +271,9 @@ def _eager_tensor() -> Any:
 
 
 @cache
-def _has_hosts_alone() -> bool:
+def _has_only_cpus() -> bool:
     """Return True if TensorFlow, which has begun to compute, knows processors alone."""
-    return all(one.device_type == "CPU" for one in _tf().config.list_logical_devices())
+    return all(device.device_type == "CPU" for device in _tf().config.list_logical_devices())
 
 
 @cache

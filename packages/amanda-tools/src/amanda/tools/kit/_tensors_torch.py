@@ -38,11 +38,11 @@ _NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 
 """Real element types that NumPy has too."""
 
 
-class _Borrowed:
+class _BorrowedMemory:
     """A tensor's memory as NumPy asks for it; Tensor.numpy() would forbid the storage to change its size."""
 
     def __init__(self, x: Tensor, kind: np.dtype[Any]) -> None:
-        self._kept = x
+        self._owner = x
         self.__array_interface__ = {
             "version": 3, "data": (x.data_ptr(), True), "shape": tuple(x.shape), "typestr": kind.str,
             "strides": tuple(step * kind.itemsize for step in x.stride()),
@@ -171,7 +171,7 @@ class TorchTensors(Tensors):
             return None
         if x.layout is not torch.strided or x.is_nested or x.is_neg() or not x.numel() or not x.data_ptr():
             return None
-        return np.asarray(_Borrowed(x, np.dtype(kind)))
+        return np.asarray(_BorrowedMemory(x, np.dtype(kind)))
 
     def blocks(self, numbers: Tensor) -> Iterator[Any]:
         """Yield rows in the widest floating type of the device; of what is on the host, arrays of NumPy."""
@@ -198,8 +198,8 @@ class TorchTensors(Tensors):
 
     def counts(self, indices: Tensor, total: int) -> Tensor:
         """Return how often each index occurs; torch.bincount would wait for the device."""
-        found = indices.new_zeros(total)
-        return found.scatter_add_(0, indices, indices.new_ones(1).expand_as(indices))
+        zeros = indices.new_zeros(total)
+        return zeros.scatter_add_(0, indices, indices.new_ones(1).expand_as(indices))
 
     def total(self, numbers: Tensor) -> Tensor:
         """Return the sum of all elements in float32 or wider."""
@@ -228,8 +228,8 @@ class TorchTensors(Tensors):
 
         plain = resolved(x)
         copy = plain.clone(memory_format=torch.contiguous_format)
-        chosen = torch.from_numpy(positions).to(x.device)
-        rows_of_bytes(copy)[chosen] = torch.from_numpy(np.array(rows)).to(x.device)
+        indices = torch.from_numpy(positions).to(x.device)
+        rows_of_bytes(copy)[indices] = torch.from_numpy(np.array(rows)).to(x.device)
         written: Tensor = distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
         return written
 
@@ -243,29 +243,29 @@ class TorchTensors(Tensors):
             storage = x.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
             return None
-        return (storage._cdata, partial(_saved, x)) if storage.nbytes() else None
+        return (storage._cdata, partial(_save_storage, x)) if storage.nbytes() else None
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         import torch
 
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            found = torch.as_tensor(value, dtype=like.dtype, device=like.device)  # autograd may use it later
-            cast: Tensor = distributed(found, like)
+            tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)  # autograd may use it later
+            cast: Tensor = distributed(tensor, like)
             return cast
 
-    def beside(self, array: Any, other: Tensor) -> Tensor:
+    def beside(self, array: Any, neighbour: Tensor) -> Tensor:
         """Return an array where another one is, in its own element type."""
         import torch
 
-        return torch.as_tensor(array, device=other.device)
+        return torch.as_tensor(array, device=neighbour.device)
 
     def flat(self, arrays: Sequence[Tensor]) -> Tensor:
         """Return the elements of tensors one after another, where the first tensor is."""
         import torch
 
-        first, *others = (one.to(arrays[0].device).reshape(-1) for one in arrays)
-        return torch.cat([first, *others]) if others else first
+        first, *rows = (array.to(arrays[0].device).reshape(-1) for array in arrays)
+        return torch.cat([first, *rows]) if rows else first
 
     def keep_mask_of_highest(self, scores: Tensor, count: int) -> Tensor:
         """Return False for the `count` lowest of scores in one row, True for the others.
@@ -281,9 +281,9 @@ class TorchTensors(Tensors):
             dropped = scores <= float(ordered[count - 1])
             if int(dropped.count_nonzero()) == count:
                 return dropped.logical_not_()
-        kept = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-        kept[scores.topk(count, largest=False).indices] = False
-        return kept
+        mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+        mask[scores.topk(count, largest=False).indices] = False
+        return mask
 
     def ranks(self, values: Tensor) -> Tensor:
         """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
@@ -325,8 +325,8 @@ class TorchTensors(Tensors):
         """Return a value, and 0 where x is not between two bounds; comparisons would be slow on the host."""
         import torch
 
-        found: Tensor = torch.ops.aten.hardtanh_backward(value, x, low, high)
-        return found
+        result: Tensor = torch.ops.aten.hardtanh_backward(value, x, low, high)
+        return result
 
     def sum(self, x: Tensor, axes: Sequence[int]) -> Tensor:
         """Return the sum over axes."""
@@ -358,7 +358,7 @@ class TorchTensors(Tensors):
         collect: Callable[..., None] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
-        result: Tensor = _function().apply(forward, backward, *tensors)
+        result: Tensor = _function_with_gradient().apply(forward, backward, *tensors)
         return result
 
     def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Tensor:
@@ -366,8 +366,8 @@ class TorchTensors(Tensors):
         import torch
 
         with torch.inference_mode(False):
-            made = torch.as_tensor(value, dtype=getattr(torch, dtype), device=like.device).detach().clone()
-            return torch.nn.Parameter(made) if trained else made
+            tensor = torch.as_tensor(value, dtype=getattr(torch, dtype), device=like.device).detach().clone()
+            return torch.nn.Parameter(tensor) if trained else tensor
 
     def update(self, former: Tensor, value: Tensor) -> Tensor:
         """Return a parameter with other values; these where they do not fit."""
@@ -384,36 +384,36 @@ class TorchTensors(Tensors):
             state.copy_(torch.as_tensor(value, dtype=state.dtype, device=state.device))
 
 
-def _saved(x: Tensor) -> Callable[[], None]:
+def _save_storage(x: Tensor) -> Callable[[], None]:
     """Copy the storage of a tensor; return a function that restores it, past autograd's counts of writes."""
     import torch
 
     with torch.inference_mode(False):
-        held = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-    copy = held.clone()
+        memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    copy = memory.clone()
 
     def restore() -> None:
-        if held.untyped_storage().nbytes() == len(copy) and not torch.equal(held, copy):
-            held.copy_(copy)
+        if memory.untyped_storage().nbytes() == len(copy) and not torch.equal(memory, copy):
+            memory.copy_(copy)
 
     return restore
 
 
 @cache
-def _function() -> Any:
+def _function_with_gradient() -> Any:
     import torch
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, forward: Any, backward: Any, *tensors: Any) -> Any:
             ctx.save_for_backward(*tensors)
-            ctx.given = backward
+            ctx.backward_of_tensors = backward
             return forward(*tensors)
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, gradient: Any) -> Any:
             with amanda.disabled():
-                return None, None, *ctx.given(gradient, *ctx.saved_tensors)
+                return None, None, *ctx.backward_of_tensors(gradient, *ctx.saved_tensors)
 
     return Function

@@ -62,26 +62,29 @@ def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int]
     """
     axes = spatial_axes(layout)
     if "window_strides" in attributes:
-        return _of_jax(attributes, axes, kernel)
+        return _jax_windows(attributes, axes, kernel)
     if "padding" in attributes and "strides" in attributes:
-        return _of_tensorflow(attributes, axes, kernel)
+        return _tensorflow_windows(attributes, axes, kernel)
     if attributes.keys() & {"strides", "kernel_shape", "auto_pad", "pads"}:
-        return _of_onnx(attributes, axes, kernel)
+        return _onnx_windows(attributes, axes, kernel)
     if attributes.get("transposed"):
         raise NotImplementedError("the window of a transposed convolution")
-    kernel = _each(attributes.get("kernel_size", kernel), axes)
-    dilation, stride = _each(attributes.get("dilation", 1), axes), _each(attributes.get("stride") or 1, axes)
+    kernel = _per_axis(attributes.get("kernel_size", kernel), axes)
+    dilation = _per_axis(attributes.get("dilation", 1), axes)
+    stride = _per_axis(attributes.get("stride") or 1, axes)
     if "kernel_size" in attributes and not attributes.get("stride"):
         stride = kernel
     padding = attributes.get("padding", 0)
-    pads = [(one, one) for one in _each(0 if isinstance(padding, str) else padding, axes)]
+    pads = [(pad, pad) for pad in _per_axis(0 if isinstance(padding, str) else padding, axes)]
     if padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        pads = [(one // 2, one - one // 2) for one in total]
+        pads = [(zeros // 2, zeros - zeros // 2) for zeros in total]
     return list(map(Window, kernel, stride, dilation, pads))
 
 
-def _of_tensorflow(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+def _tensorflow_windows(
+    attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]
+) -> list[Window]:
     sizes = [attributes["ksize"][i] for i in axes] if attributes.get("ksize") else kernel
     stride = [attributes["strides"][i] for i in axes]
     dilation = [(attributes.get("dilations") or {i: 1})[i] for i in axes]
@@ -94,10 +97,10 @@ def _of_tensorflow(attributes: Mapping[str, Any], axes: Sequence[int], kernel: S
     ]
 
 
-def _of_jax(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+def _jax_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
     """Return the windows of a convolution, whose attributes are of spatial axes alone, or of a pooling."""
     dilated = [*(attributes.get("lhs_dilation") or ()), *(attributes.get("base_dilation") or ())]
-    if any(one != 1 for one in dilated):
+    if any(factor != 1 for factor in dilated):
         raise NotImplementedError("the window of a transposed convolution")
     is_pooling = "window_dimensions" in attributes
     names = ("window_strides", "window_dilation" if is_pooling else "rhs_dilation", "padding")
@@ -109,7 +112,7 @@ def _of_jax(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence
     ]
 
 
-def _of_onnx(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+def _onnx_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
     count = len(axes)
     stride, dilation = (attributes.get(name) or [1] * count for name in ("strides", "dilations"))
     around = attributes.get("pads") or [0] * (2 * count)
@@ -120,8 +123,8 @@ def _of_onnx(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequenc
     return list(map(Window, kernel or attributes["kernel_shape"], stride, dilation, pads))
 
 
-def _each(value: Any, axes: Sequence[int]) -> list[int]:
-    values = [int(one) for one in value] if isinstance(value, (list, tuple)) else [int(value)]
+def _per_axis(value: Any, axes: Sequence[int]) -> list[int]:
+    values = [int(number) for number in value] if isinstance(value, (list, tuple)) else [int(value)]
     return values * len(axes) if len(values) == 1 else values
 
 

@@ -1,10 +1,5 @@
 """Context mapping: what a driver says of an op, in words that every framework shares."""
 
-from amanda.tools.mapping._backend import backend_of
-from amanda.tools.mapping._gradient import weight_gradient
-from amanda.tools.mapping._installed import InstalledEntries
-from amanda.tools.mapping._itemsize import itemsize
-from amanda.tools.mapping._local import distributed, is_partial, local, share, whole
 from amanda.tools.mapping._products import (
     CONVOLUTIONS,
     MATRIX_PRODUCTS,
@@ -13,17 +8,18 @@ from amanda.tools.mapping._products import (
     Product,
     are_transposed,
     product_of,
+    spatial_axes,
 )
 from amanda.tools.mapping._pytorch import dtype as torch_dtype
 from amanda.tools.mapping._pytorch import shape as torch_shape
 from amanda.tools.mapping._pytorch import word as torch_word
 from amanda.tools.mapping._rerun import Rerun, rerun, undisturbed
-from amanda.tools.mapping._rules import MappingTool, Rule, RuleError
-from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping
+from amanda.tools.mapping._rules import InstalledEntries, MappingTool, Rule, RuleError
+from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping, weight_gradient
 from amanda.tools.mapping._tensorflow_names import PASSES as TENSORFLOW_PASSES
 from amanda.tools.mapping._tensorflow_names import READS as TENSORFLOW_READS
+from amanda.tools.mapping._tensors import backend_of, distributed, is_partial, itemsize, local, share, whole
 from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
-from amanda.tools.mapping._weight_axes import spatial_axes
 
 __all__ = [
     "CONVOLUTIONS", "MATRIX_PRODUCTS", "PRODUCTS", "SEVERAL_WEIGHTS", "TENSORFLOW_PASSES", "TENSORFLOW_READS",

@@ -36,9 +36,9 @@ def in_construction() -> bool:
     """Return True if the innermost frame that says so makes a model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = part_of(frame)
-        if found is not None:
-            return found == "construction"
+        part = part_of(frame)
+        if part is not None:
+            return part == "construction"
         frame = frame.f_back
     return False
 

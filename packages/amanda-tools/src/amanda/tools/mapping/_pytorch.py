@@ -45,7 +45,7 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
         return None
     if not isinstance(extents, tuple):
         return None
-    return tuple(one if isinstance(one, int) else None for one in extents)
+    return tuple(extent if isinstance(extent, int) else None for extent in extents)
 
 
 def dtype(value: Any) -> str | None:
@@ -70,9 +70,9 @@ def dtype(value: Any) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _dtype_name(own: Any, kind: Any, opaque: bool) -> str:
+def _dtype_name(tensor_class: Any, kind: Any, opaque: bool) -> str:
     name = str(kind).removeprefix("torch.")
-    return f"{own.__name__}[{name}]" if opaque else name
+    return f"{tensor_class.__name__}[{name}]" if opaque else name
 
 
 @cache
@@ -138,8 +138,9 @@ def _is_differentiated(context: OpContext) -> bool:
     """Return True if autograd records the op, as in the closure of an optimizer's step."""
     import torch
 
-    given = (one for value in context.get_inputs() for one in (value if isinstance(value, list) else [value]))
-    return torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in given)
+    lists = [value if isinstance(value, list) else [value] for value in context.get_inputs()]
+    are_recorded = (getattr(x, "requires_grad", False) for values in lists for x in values)
+    return torch.is_grad_enabled() and any(are_recorded)
 
 
 def _describe_op(context: OpContext) -> None:
@@ -234,16 +235,16 @@ def backward_type(node: str, kind: str) -> str:
     The node that computes the op's own gradient has the op's word, e.g. "conv2d_backward"; one
     that is a part of it has the word of its own: "transpose_backward" in the backward of linear.
     """
-    stem, order = _stem(node)
+    stem, order = _stem_and_order(node)
     if stem != kind:
         stem = node_word(stem, kind)
     return stem + "_backward" * order
 
 
-def _stem(node: str) -> tuple[str, int]:
-    found = _NODE.fullmatch(node)
-    assert found is not None
-    return found[1], len(found[2]) // len("Backward")
+def _stem_and_order(node: str) -> tuple[str, int]:
+    match = _NODE.fullmatch(node)
+    assert match is not None
+    return match[1], len(match[2]) // len("Backward")
 
 
 def node_word(stem: str, kind: str) -> str:
@@ -251,12 +252,12 @@ def node_word(stem: str, kind: str) -> str:
     if stem.startswith("GeneratedBackwardFor_"):  # of an operator that a library defines, by its formula
         return kind
     name = snake(stem)
-    own = word(name)
-    if own == kind or own in KERNELS.get(kind, ()) or ("conv" in own and kind.startswith("conv")):
+    name_word = word(name)
+    if name_word in (kind, *KERNELS.get(kind, ())) or ("conv" in name_word and kind.startswith("conv")):
         return kind
-    if own.startswith("scaled_dot_product"):
+    if name_word.startswith("scaled_dot_product"):
         return "scaled_dot_product_attention"
-    return own
+    return name_word
 
 
 def snake(name: str) -> str:
@@ -282,7 +283,7 @@ _WEIGHT_GRAD_AT = {
 
 def _weight_grad_index(context: OpContext, node: str) -> int | None:
     weight = context["weight_index"]
-    stem, order = _stem(node)
+    stem, order = _stem_and_order(node)
     if weight is None or order != 1 or context.get_backward_order() != 1:
         return None
     return _weight_grad_by_node(context["type"], weight, snake(stem))

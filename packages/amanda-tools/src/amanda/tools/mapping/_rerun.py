@@ -1,4 +1,4 @@
-"""Which ops of PyTorch may run again, and how, so that the program does not notice."""
+"""Ops of PyTorch that may run again, and the context in which the program does not notice it."""
 
 from __future__ import annotations
 
@@ -31,35 +31,37 @@ _NATIVE = (
 
 
 def rerun(context: amanda.OpContext) -> None:
-    """Put whether an op may run again into its context as `rerun`: a rule for PyTorch's eager mode."""
-    context["rerun"] = _rerun(context)
+    """Write the `Rerun` of an op into its context as `rerun`: a rule for PyTorch's eager mode."""
+    context["rerun"] = _rerun_facts(context)
 
 
-def _rerun(context: amanda.OpContext) -> Rerun:
+def _rerun_facts(context: amanda.OpContext) -> Rerun:
     """Return whether an op may run again, by the schemas of its overloads."""
     import torch
 
     inputs, name = context.get_inputs(), context.get_op_type()
     if context["in_place"]:
         return Rerun(None if name.startswith("_fused") else (0,))
-    written = tuple(i for i, one in enumerate(inputs) if _is_out(context, one))
+    written = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
     if written:
         return Rerun(written)
     native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
     packet = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
     if packet is None or not native:
         return Rerun()
-    overloads = [getattr(packet, one) for one in packet.overloads()]
-    schemas = [one._schema for one in overloads]
-    if any(one.is_mutable and not any(given.is_out for given in one.arguments) for one in schemas):
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    schemas = [overload._schema for overload in overloads]
+    mutating = [schema for schema in schemas if schema.is_mutable]
+    if any(not any(argument.is_out for argument in schema.arguments) for schema in mutating):
         return Rerun(None)
-    random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+    random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
     trained = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
     scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if trained else ()
-    return Rerun(scratch, True, random or any(isinstance(one, torch.Generator) for one in inputs), scratch)
+    random = random or any(isinstance(value, torch.Generator) for value in inputs)
+    return Rerun(scratch, True, random, scratch)
 
 
-def _is_out(context: amanda.OpContext, value: Any) -> bool:
+def _is_out_argument(context: amanda.OpContext, value: Any) -> bool:
     try:
         return value is not None and context.get_value("out") is value
     except amanda.AmandaError:

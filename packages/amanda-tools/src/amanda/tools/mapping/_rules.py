@@ -1,12 +1,16 @@
-"""MappingTool: functions that rewrite contexts before and after the tools that depend on them."""
+"""MappingTool: functions that rewrite contexts, and the rules that distributions register."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from amanda import Namespace, OpContext, Tool
-from amanda.errors import ToolError
+from amanda.errors import AmandaError, ToolError
 from amanda.options import Where, checked
 
 Rewrite = Callable[[OpContext], None]
@@ -28,7 +32,7 @@ Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of rules: [[
 
 
 class MappingTool(Tool):
-    """Rewrites the contexts that the tools which depend on it read.
+    """Rewrite the contexts of ops for the tools that depend on this one (for authors of tools).
 
     rules: `[namespace, before]` or `[namespace, before, after]`.  A rule applies to an op whose
     namespace it matches: "pytorch" and "tensorflow/2.21.0" by their leading tags, "*/*/graph" by place.
@@ -47,43 +51,154 @@ class MappingTool(Tool):
 
     @checked(error=RuleError)
     def __init__(self, rules: Rules) -> None:
-        self.rules = [_read(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
+        self.rules = [_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
         for backward in (False, True):
             for require_outputs in (False, True):
-                self.add_inst_for_op(self._map, backward, require_outputs)
+                self.add_inst_for_op(self._apply_before, backward, require_outputs)
                 if any(rule.after for rule in self.rules):
-                    self.add_closing_inst_for_op(self._map_back, backward, require_outputs)
+                    self.add_closing_inst_for_op(self._apply_after, backward, require_outputs)
 
-    def _map(self, context: OpContext) -> None:
+    def _apply_before(self, context: OpContext) -> None:
         for rule in self.rules:
             if rule.before is not None and context.namespace.matches(rule.namespace):
                 rule.before(context)
 
-    def _map_back(self, context: OpContext) -> None:
+    def _apply_after(self, context: OpContext) -> None:
         for rule in reversed(self.rules):
             if rule.after is not None and context.namespace.matches(rule.namespace):
                 rule.after(context)
 
 
-def _read(rule: Sequence[Any], which: str) -> Rule:
-    wanted = "a rule is [namespace, before] or [namespace, before, after]"
+def _read_rule(rule: Sequence[Any], place: str) -> Rule:
+    expected = "a rule is [namespace, before] or [namespace, before, after]"
     if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
-        raise RuleError(f"{which} is {rule!r}; {wanted}")
+        raise RuleError(f"{place} is {rule!r}; {expected}")
     if len(rule) not in (2, 3):
-        raise RuleError(f"{which} has {len(rule)} elements; {wanted}")
+        raise RuleError(f"{place} has {len(rule)} elements; {expected}")
     namespace, *functions = rule
     if not isinstance(namespace, (str, Namespace)):
         raise RuleError(
-            f'the namespace of {which} is {namespace!r}; give tags such as "pytorch" or "*/*/graph"'
+            f'the namespace of {place} is {namespace!r}; give tags such as "pytorch" or "*/*/graph"'
         )
     tags = Namespace(str(namespace))
     if not all(tags):
         raise RuleError(
-            f'the namespace of {which} is "{namespace}", which has an empty tag; "*" stands for any'
+            f'the namespace of {place} is "{namespace}", which has an empty tag; "*" stands for any'
         )
     for name, function in zip(("before", "after"), functions, strict=False):
         if function is not None and not callable(function):
-            raise RuleError(f"`{name}` of {which} is {function!r}; give a function of one context, or None")
+            raise RuleError(f"`{name}` of {place} is {function!r}; give a function of one context, or None")
     if not any(functions):
-        raise RuleError(f"{which} has no function; {wanted}")
+        raise RuleError(f"{place} has no function; {expected}")
     return Rule(tags, *functions)
+
+
+T = TypeVar("T")
+
+
+class InstalledEntries:
+    """The entry points of one group, each of which serves the framework or library of its name.
+
+    role: the object of an entry, for messages.  error: raised for an entry that cannot be used.
+    """
+
+    def __init__(self, group: str, role: str, error: type[AmandaError]) -> None:
+        self._group, self._role, self._error = group, role, error
+
+    def names(self) -> list[str]:
+        """Return the names that entries have."""
+        return sorted(_entries_of(self._group))
+
+    def load(self, name: str) -> Any:
+        """Return the object of the entry of a name; None without one.
+
+        Raises `error`, which names the distribution to upgrade or uninstall, where there are several entries
+        or the one cannot be imported.
+        """
+        entries = _entries_of(self._group).get(name)
+        if entries is None:
+            return None
+        entry, *further = entries
+        if further:
+            rivals = " and ".join(map(self._described, entries))
+            raise self._error(f"{rivals} both serve {name}; uninstall one of them")
+        try:
+            return entry.load()
+        except Exception as reason:
+            raise self._error(
+                f"{self._described(entry)} cannot be imported: {reason!r}; upgrade or uninstall that "
+                "distribution"
+            ) from reason
+
+    def create(self, name: str, base: type[T], path: str) -> T | None:
+        """Return an instance of the class that the entry of a name registers; None without an entry.
+
+        path: where users import `base` from.  Raises `error` as `load` does, and for no subclass of `base`.
+        """
+        kind = self.load(name)
+        if kind is None:
+            return None
+        if not isinstance(kind, type) or not issubclass(kind, base):
+            raise self._error(f"{self.describe(name)} is {kind!r}; it has to be a subclass of {path}")
+        return kind()
+
+    def describe(self, name: str) -> str:
+        """Return the entry of a name in words, with its distribution."""
+        return self._described(_entries_of(self._group)[name][0])
+
+    def _described(self, entry: EntryPoint) -> str:
+        of = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
+        return f"the {self._role} {entry.value}{of}"
+
+
+RULES = InstalledEntries("amanda.mappings", "mapping rule", RuleError)
+"""Entry points: the name is a namespace, such as "mindspore"; the object a function `standard(context)`."""
+
+
+def installed_rules() -> list[list[Any]]:
+    """Return a rule for each entry, by name; its function is imported when it meets the first op."""
+    return [[name, _DeferredRule(name)] for name in RULES.names()]
+
+
+@dataclass(frozen=True)
+class _DeferredRule:
+    """A rule that is imported at the first op."""
+
+    name: str
+
+    def __call__(self, context: OpContext) -> None:
+        self._function(context)
+
+    @cached_property
+    def _function(self) -> Callable[[OpContext], None]:
+        rule: Callable[[OpContext], None] = RULES.load(self.name)
+        if not callable(rule):
+            raise RuleError(
+                f"{RULES.describe(self.name)} is {rule!r}; it has to be a function of one context"
+            )
+        return rule
+
+
+def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by name: several where distributions have one name."""
+    return _entries_by_name(group, tuple(sys.path))
+
+
+@cache
+def _entries_by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    entries: dict[str, dict[str, EntryPoint]] = {}
+    for entry in _installed_entry_points(path).select(group=group):
+        entries.setdefault(entry.name, {})[entry.value] = entry
+    return {name: tuple(point for _, point in sorted(same.items())) for name, same in entries.items()}
+
+
+@lru_cache(1)
+def _installed_entry_points(path: tuple[str, ...]) -> Any:
+    """Return the entry points of all distributions on sys.path; a scan takes 50 ms, and three groups ask."""
+    return entry_points()
+
+
+def forget_installed() -> None:
+    """Scan the distributions again at the next use."""
+    _installed_entry_points.cache_clear()
+    _entries_by_name.cache_clear()

@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
+from amanda import OpContext
+from amanda.errors import AmandaError
 from amanda.options import checked
 from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
-from amanda.tools.mapping._gradient import drop_unmade
-from amanda.tools.mapping._installed import installed_rules
-from amanda.tools.mapping._rules import MappingTool, Rules
-from amanda.tools.mapping._weight_axes import write_weight_axes
+from amanda.tools.mapping._products import write_weight_axes
+from amanda.tools.mapping._rules import MappingTool, Rules, installed_rules
+
+
+def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
+    """Return a function that is True for the position and value of the weight's gradient in a pass.
+
+    For the routines of a backward op, which the analysis of one pass inserts for all: another may make no
+    gradient of the weight, or, where the weight is broadcast, one of another shape.  A weight that is
+    computed anew for each call is told by its rank.  Call it in a callback without `require_outputs`: in one
+    with it `weight_grad_index` is that of the present pass alone.
+    """
+    index, shape = context["weight_grad_index"], context["shape"]
+    if index is None:
+        return _never
+    extents, is_variable = _weight_extents(context)
+
+    def is_weights(position: int, gradient: Any) -> bool:
+        gradient_extents = None if position != index or gradient is None else shape(gradient)
+        return gradient_extents is not None and (
+            extents is None or _extents_agree(gradient_extents, extents, is_variable)
+        )
+
+    return is_weights
+
+
+def drop_absent_weight_gradient(context: OpContext) -> None:
+    """Set `weight_grad_index` to None if this pass made no gradient in the weight's shape."""
+    index, grads = context.get("weight_grad_index"), context.get_grad_inputs()
+    if index is None or grads is None:
+        return
+    gradient = grads[index] if index < len(grads) else None
+    gradient_extents, (extents, _) = context["shape"](gradient), _weight_extents(context)
+    if gradient is None or not (
+        gradient_extents is None or extents is None or _extents_agree(gradient_extents, extents, True)
+    ):
+        context["weight_grad_index"] = None
+
+
+def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
+    """Return the weight's extents, None where unknown, and True for a variable, which keeps its extents."""
+    weight = context["weight_index"]
+    if weight is None:
+        return None, False
+    try:
+        extents = context["shape"](context.get_inputs()[weight])
+        return extents, context.get_variable(weight) is not None
+    except AmandaError:
+        return None, False
+
+
+def _never(position: int, gradient: Any) -> bool:
+    return False
+
+
+def _extents_agree(first: Sequence[int | None], second: Sequence[int | None], whole: bool) -> bool:
+    if len(first) != len(second):
+        return False
+    return not whole or all(None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True))
+
 
 UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize",
@@ -19,7 +78,7 @@ UNINITIALISED = frozenset(
 
 
 class StandardMapping(MappingTool):
-    """Puts these keys into a context, with the same words for every framework.
+    """Write the type, shapes, weight and layout of ops into contexts, alike in every framework (for authors).
 
     type: what the op computes: "add" for `a + b`, "conv2d", "linear", "matmul"; a name of the
         framework's own where the vocabulary has no word.
@@ -44,14 +103,22 @@ class StandardMapping(MappingTool):
         # A framework's half is a module of its own: a function `standard(context)` that writes
         # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and
         # `weight_layout` where the table of `_weight_axes` has that.
-        own = [
+        framework_rules = [
             ["pytorch", _pytorch.standard],
             ["tensorflow", _tensorflow.standard],
             ["onnxruntime", _onnxruntime.standard],
         ]
-        super().__init__([*own, *installed_rules(), ["*", write_weight_axes], ["*", drop_unmade], *rules])
+        super().__init__(
+            [
+                *framework_rules,
+                *installed_rules(),
+                ["*", write_weight_axes],
+                ["*", drop_absent_weight_gradient],
+                *rules,
+            ]
+        )
         self._is_plain = not rules
 
     def stands_for(self) -> Hashable:
-        """One StandardMapping without rules of its own does for all the tools of a scope."""
+        """Return a key that lets one StandardMapping without further rules serve all tools of a scope."""
         return StandardMapping if type(self) is StandardMapping and self._is_plain else None

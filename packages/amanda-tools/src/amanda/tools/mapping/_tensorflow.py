@@ -8,9 +8,8 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._construction import in_construction
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes
 from amanda.tools.mapping._tensorflow_names import IN_PLACE, PASSES, READS, WORDS
-from amanda.tools.mapping._weight_axes import convolution_axes
 
 _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
 
@@ -65,8 +64,8 @@ def _describe_op(context: OpContext) -> None:
 
 def layout(kind: str, attributes: dict[str, Any]) -> str:
     """Axes of the data of a convolution, pooling or normalisation; by default TensorFlow's default."""
-    given = attributes.get("data_format") or ("NDHWC" if "3d" in kind else "NHWC")
-    return given.decode() if isinstance(given, bytes) else str(given)
+    axes = attributes.get("data_format") or ("NDHWC" if "3d" in kind else "NHWC")
+    return axes.decode() if isinstance(axes, bytes) else str(axes)
 
 
 def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
@@ -83,8 +82,8 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
     """Return True if an input was read from a variable, also through a cast or a reshape."""
     if index in context.get_parameters():
         return True
-    seen, value = 0, inputs[index]
-    while seen < 8:
+    steps, value = 0, inputs[index]
+    while steps < 8:
         try:
             op = value.op
         except AttributeError:  # an eager tensor has none
@@ -93,7 +92,7 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
             return True
         if op.type not in PASSES or not op.inputs:
             return False
-        seen, value = seen + 1, op.inputs[0]
+        steps, value = steps + 1, op.inputs[0]
     return False
 
 
@@ -103,18 +102,18 @@ def _groups(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str,
     channels = layout(kind, attributes).index("C")
     if kind.startswith("depthwise"):
         return 1 if kernel is None or kernel[-2] is None else kernel[-2]
-    extents = _result_of_transposed(inputs[0]) if kind.startswith("conv_transpose") else shape(inputs[0])
+    extents = _extents_of_transposed(inputs[0]) if kind.startswith("conv_transpose") else shape(inputs[0])
     whole = None if extents is None else extents[channels]
     each = None if kernel is None else kernel[-2]
     return max(whole // each, 1) if whole and each else 1
 
 
-def _result_of_transposed(sizes: Any) -> Sequence[int | None] | None:
+def _extents_of_transposed(sizes: Any) -> Sequence[int | None] | None:
     """Return the extents of the result of a transposed convolution, its first input, as far as known."""
     import tensorflow as tf
 
-    known = tf.get_static_value(sizes, partial=True)
-    return None if known is None else tuple(None if one is None else int(one) for one in known)
+    extents = tf.get_static_value(sizes, partial=True)
+    return None if extents is None else tuple(None if extent is None else int(extent) for extent in extents)
 
 
 def _describe_backward_op(context: OpContext) -> None:
@@ -126,7 +125,7 @@ def _describe_backward_op(context: OpContext) -> None:
     context["weight_grad_index"] = _weight_grad_index(context, name)
 
 
-_OWN = re.compile(r".*(?:Grad|Backprop)(?:V\d|Input|Filter|InputV\d|FilterV\d|WithArgmax)?(?:V\d)?")
+_GRADIENT_NAME = re.compile(r".*(?:Grad|Backprop)(?:V\d|Input|Filter|InputV\d|FilterV\d|WithArgmax)?(?:V\d)?")
 
 
 def backward_type(name: str, kind: str) -> str:
@@ -138,7 +137,7 @@ def backward_type(name: str, kind: str) -> str:
     if name == "AddN":
         return "accumulate_grad"
     word = WORDS.get(name, name)
-    return f"{kind if word == kind or _OWN.fullmatch(name) else word}_backward"
+    return f"{kind if word == kind or _GRADIENT_NAME.fullmatch(name) else word}_backward"
 
 
 def _weight_grad_index(context: OpContext, name: str) -> int | None:
@@ -146,13 +145,13 @@ def _weight_grad_index(context: OpContext, name: str) -> int | None:
     if weight is None:
         return None
     if kind in MATRIX_PRODUCTS:
-        return 0 if WORDS.get(name) in MATRIX_PRODUCTS and _is_of_factor(context, weight) else None
+        return 0 if WORDS.get(name) in MATRIX_PRODUCTS and _is_gradient_of_factor(context, weight) else None
     if kind == "batch_norm":
         return 1 if name.startswith("FusedBatchNormGrad") else None
     return 0 if "BackpropFilter" in name else None
 
 
-def _is_of_factor(context: OpContext, weight: int) -> bool:
+def _is_gradient_of_factor(context: OpContext, weight: int) -> bool:
     """Return True if a product in the gradient of a product is the gradient of this factor."""
     for name in (("grad_a", "grad_x"), ("grad_b", "grad_y"))[weight]:
         try:

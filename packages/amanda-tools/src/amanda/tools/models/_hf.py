@@ -37,18 +37,19 @@ def made(
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
     """Return the configuration of a file, of a folder with one, or the default one of a type of model."""
     if Path(name).exists():
-        made, known = transformers.AutoConfig.from_pretrained, transformers.AutoConfig.from_pretrained(name)
+        create = transformers.AutoConfig.from_pretrained
     elif name in transformers.CONFIG_MAPPING:
-        made, known = transformers.AutoConfig.for_model, transformers.AutoConfig.for_model(name)
+        create = transformers.AutoConfig.for_model
     else:
         near = did_you_mean(name, transformers.CONFIG_MAPPING)
         hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
         raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
+    defaults = create(name)
     for option in options:
-        if option not in known.to_dict():
-            near = did_you_mean(option, known.to_dict())
+        if option not in defaults.to_dict():
+            near = did_you_mean(option, defaults.to_dict())
             raise ModelError(f"the configuration of {name} has no {option!r}; {near}")
-    return made(name, **options)
+    return create(name, **options)
 
 
 def _inputs(model: Any, config: Any) -> Iterator[Input]:
@@ -71,10 +72,10 @@ def _inputs(model: Any, config: Any) -> Iterator[Input]:
 
 def _tokens(name: str, config: Any) -> Input:
     most = [
-        getattr(config, one, None)
-        for one in ("max_position_embeddings", "n_positions", "max_target_positions")
+        getattr(config, field, None)
+        for field in ("max_position_embeddings", "n_positions", "max_target_positions")
     ]
-    length = min([TOKENS, *(one for one in most if isinstance(one, int) and one > 0)])
+    length = min([TOKENS, *(limit for limit in most if isinstance(limit, int) and limit > 0)])
     return Input(name, (1, length), config.vocab_size, "int64")
 
 

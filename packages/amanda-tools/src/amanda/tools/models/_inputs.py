@@ -44,16 +44,16 @@ def reshaped(inputs: Sequence[Input], shapes: Iterable[str]) -> list[Input]:
 
     A shape without a name is for the first input.  Raises ModelError for other text and unknown names.
     """
-    found = {one.name: one for one in inputs}
+    inputs_by_name = {entry.name: entry for entry in inputs}
     for text in shapes:
         match = _SHAPE.fullmatch(text)
         if match is None:
             raise ModelError(f"--input-shape {text} is no shape; give sizes, as in 2,3,224,224 or NAME=2,64")
         name = match["name"] or inputs[0].name
-        if name not in found:
+        if name not in inputs_by_name:
             raise ModelError(
-                f"--input-shape {text}: the model has no input {name!r}; {did_you_mean(name, found)}"
+                f"--input-shape {text}: the model has no input {name!r}; {did_you_mean(name, inputs_by_name)}"
             )
         sizes = re.split("[,x]", match["sizes"]) if match["sizes"] else []
-        found[name] = replace(found[name], shape=tuple(map(int, sizes)))
-    return list(found.values())
+        inputs_by_name[name] = replace(inputs_by_name[name], shape=tuple(map(int, sizes)))
+    return list(inputs_by_name.values())

@@ -18,11 +18,11 @@ def made(
     """Return a model with random weights, or one of a file with its own."""
     keras = library("keras", word)
     model = _model(keras, word, name, options)
-    inputs = reshaped([_input(one) for one in model.inputs], shapes)
+    inputs = reshaped([_input(entry) for entry in model.inputs], shapes)
     random = np.random.default_rng(0)
-    values = [one.value(random) for one in inputs]
-    given = values[0] if len(values) == 1 else values
-    call = _training(keras, model, given, word) if backward else lambda: model(given, training=False)
+    values = [entry.value(random) for entry in inputs]
+    batch = values[0] if len(values) == 1 else values
+    call = _training(keras, model, batch, word) if backward else lambda: model(batch, training=False)
     return Subject(word, f"{type(model).__name__} {model.name}", model, inputs, call, model.count_params())
 
 
@@ -32,7 +32,7 @@ def _model(keras: Any, word: str, name: str, options: Mapping[str, Any]) -> Any:
             if not Path(name).is_file():
                 raise ModelError(f"there is no file {name}")
             return keras.saving.load_model(name, compile=False)
-        kinds = {one for one, value in vars(keras.applications).items() if isinstance(value, Callable)}  # type: ignore[arg-type]
+        kinds = {key for key, value in vars(keras.applications).items() if isinstance(value, Callable)}  # type: ignore[arg-type]
         if name not in kinds:
             raise ModelError(f"keras.applications has no model {name!r}; {did_you_mean(name, kinds)}")
         return getattr(keras.applications, name)(**{"weights": None, **options})
@@ -42,15 +42,15 @@ def _model(keras: Any, word: str, name: str, options: Mapping[str, Any]) -> Any:
         raise ModelError(f"{word} cannot be made: {str(error).splitlines()[0]}") from error
 
 
-def _input(found: Any) -> Input:
+def _input(tensor: Any) -> Input:
     """Return an input; the batch, and other sizes that the model leaves open, are 1, of images 224."""
-    open_size = 224 if len(found.shape) == 4 else 1
-    shape = tuple(size or (open_size if axis else 1) for axis, size in enumerate(found.shape))
-    dtype = found.dtype if isinstance(found.dtype, str) else found.dtype.name
-    return Input(found.name, shape, 0 if "float" in dtype else 2, dtype)
+    open_size = 224 if len(tensor.shape) == 4 else 1
+    shape = tuple(size or (open_size if axis else 1) for axis, size in enumerate(tensor.shape))
+    dtype = tensor.dtype if isinstance(tensor.dtype, str) else tensor.dtype.name
+    return Input(tensor.name, shape, 0 if "float" in dtype else 2, dtype)
 
 
-def _training(keras: Any, model: Any, given: Any, word: str) -> Callable[[], object]:
+def _training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
     """Return a function that runs the model and the gradients of the sum of its outputs."""
     if keras.backend.backend() != "tensorflow":
         raise ModelError(
@@ -60,7 +60,7 @@ def _training(keras: Any, model: Any, given: Any, word: str) -> Callable[[], obj
 
     def step() -> object:
         with tf.GradientTape() as tape:
-            found = model(given, training=True)
-        return tape.gradient(found, model.trainable_variables)
+            outputs = model(batch, training=True)
+        return tape.gradient(outputs, model.trainable_variables)
 
     return step

@@ -29,15 +29,15 @@ def made(
     except Exception as error:
         raise ModelError(f"ONNX Runtime cannot load {name}: {str(error).splitlines()[0]}") from error
     random = np.random.default_rng(0)
-    inputs = reshaped([_input(one) for one in session.get_inputs()], shapes)
-    values = {one.name: one.value(random) for one in inputs}
+    inputs = reshaped([_input(entry) for entry in session.get_inputs()], shapes)
+    values = {entry.name: entry.value(random) for entry in inputs}
     kind = session.get_modelmeta().graph_name or "graph"
     return Subject(word, kind, session, inputs, lambda: session.run(None, values))
 
 
-def _input(found: Any) -> Input:
+def _input(node: Any) -> Input:
     """Return an input of a graph; sizes that the graph leaves open are 1."""
-    shape = tuple(size if isinstance(size, int) and size > 0 else 1 for size in found.shape)
-    kind = found.type.removeprefix("tensor(").removesuffix(")")
+    shape = tuple(size if isinstance(size, int) and size > 0 else 1 for size in node.shape)
+    kind = node.type.removeprefix("tensor(").removesuffix(")")
     below = 0 if kind in ("float", "double", "float16") else 2
-    return Input(found.name, shape, below, _TYPES.get(kind, kind))
+    return Input(node.name, shape, below, _TYPES.get(kind, kind))

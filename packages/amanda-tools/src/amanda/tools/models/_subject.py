@@ -43,10 +43,10 @@ class Subject:
         except Exception as error:
             if isinstance(error, AmandaError) or getattr(error, "__notes__", None):  # of a tool
                 raise
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             shapes = ", ".join(map(str, self.inputs))
             fix = "give shapes that fit by --input-shape [NAME=]N,N,..."
-            raise ModelError(f"{self.word} does not run on {shapes}: {told}; {fix}") from error
+            raise ModelError(f"{self.word} does not run on {shapes}: {reason}; {fix}") from error
 
 
 def is_model(word: str) -> bool:
@@ -64,16 +64,16 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
     device: as PyTorch calls it; "meta" for shapes without values.
     Raises ModelError for a word without a model, a package that is not installed, and shapes that do not fit.
     """
-    kind, _, rest = word.partition(":")
-    if not (kind in KINDS and rest):
-        kind, rest = _FILES.get(Path(word).suffix, ""), word
+    kind, _, model_name = word.partition(":")
+    if not (kind in KINDS and model_name):
+        kind, model_name = _FILES.get(Path(word).suffix, ""), word
     if not kind:
         raise ModelError(
-            f"word {word!r} names no model; give {', '.join(f'{one}:NAME' for one in KINDS)}, or FILE.onnx"
+            f"word {word!r} names no model; give {', '.join(f'{key}:NAME' for key in KINDS)}, or FILE.onnx"
         )
     if device != "cpu" and kind in ("keras", "onnx"):
         raise ModelError(f"--device {device} is for models of PyTorch, {word} runs where {kind} puts it")
-    name, options = _split(rest)
+    name, options = _split(model_name)
     module = {"hf": "_hf", "timm": "_timm", "torch": "_torch"}.get(kind, f"_{kind}")
     maker: Callable[..., Subject] = import_module(f"amanda.tools.models.{module}").made
     return maker(word, name, options, shapes, backward=backward, device=device)
@@ -88,9 +88,9 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
     name, _, last = text.rpartition(":")
     if not name or "=" not in last:
         return text, {}
-    given = ToolSpec.parse(f"model:{last}").given
+    values = ToolSpec.parse(f"model:{last}").given
     try:
-        return name, {key: yaml.safe_load(value[-1]) for key, value in given.items()}  # type: ignore[index]
+        return name, {key: yaml.safe_load(value[-1]) for key, value in values.items()}  # type: ignore[index]
     except yaml.YAMLError as error:
         raise ModelError(f"the options {last!r} cannot be read: {error}") from None
 

@@ -23,15 +23,17 @@ def made(
     torch = library("torch", word)
     factory = function_of(name)
     with torch.device(device):
-        found = factory(**options)
-    module, *given = found if isinstance(found, (tuple, list)) else (found,)
+        result = factory(**options)
+    module, *arguments = result if isinstance(result, (tuple, list)) else (result,)
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
             f"{name} returns {type(module).__name__}; it is to return a module, or (module, inputs)"
         )
-    if given and not shapes:
-        inputs = [Input(f"input {i}", tuple(getattr(one, "shape", ()))) for i, one in enumerate(given)]
-        return subject(word, module, inputs, lambda: module(*given), backward, device)
+    if arguments and not shapes:
+        inputs = [
+            Input(f"input {i}", tuple(getattr(value, "shape", ()))) for i, value in enumerate(arguments)
+        ]
+        return subject(word, module, inputs, lambda: module(*arguments), backward, device)
     if not shapes:
         raise ModelError(
             f"{word} does not say what its inputs are: give --input-shape {_guess(torch, module)}, "
@@ -49,7 +51,7 @@ def with_values(
 
     random = np.random.default_rng(0)
     with amanda.disabled():
-        values = {one.name: torch.from_numpy(one.value(random)).to(device) for one in inputs}
+        values = {entry.name: torch.from_numpy(entry.value(random)).to(device) for entry in inputs}
     call = (lambda: module(**values)) if by_name else (lambda: module(*values.values()))
     return subject(word, module, inputs, call, backward, device)
 
@@ -64,14 +66,15 @@ def subject(
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
-            made = leaves([call()], structures=True)
-            found = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
+            outputs = leaves([call()], structures=True)
+            tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+            differentiable = [tensor for tensor in tensors if tensor.requires_grad]
             with amanda.disabled():
-                given = [torch.ones_like(one) for one in found]
+                gradients = [torch.ones_like(output) for output in differentiable]
             if backward:
-                torch.autograd.backward(found, given)
+                torch.autograd.backward(differentiable, gradients)
 
-    count = sum(one.numel() for one in module.parameters())
+    count = sum(parameter.numel() for parameter in module.parameters())
     return Subject(word, type(module).__name__, module, inputs, run, count)
 
 
@@ -80,7 +83,7 @@ def on_device(word: str, device: str, build: Callable[[], Any]) -> Any:
     import torch
 
     with torch.device("meta"), amanda.disabled():
-        count = sum(one.numel() * one.element_size() for one in build().parameters())
+        count = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
     if device == "cpu" and count > (free := _free()):
         raise ModelError(
             f"the parameters of {word} take {count / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; give "

@@ -27,7 +27,7 @@ def load_ipython_extension(shell: Any) -> None:
         """
         words, _, statement = line.strip().partition(" ")
         try:
-            tools = made([ToolSpec.parse(one) for one in split_tools(words)]) if words else []
+            tools = made([ToolSpec.parse(spec) for spec in split_tools(words)]) if words else []
             if not tools:
                 raise SpecError("no tool is given: %%amanda flops, or %amanda flops model(x)")
             if cell is not None and statement.strip():

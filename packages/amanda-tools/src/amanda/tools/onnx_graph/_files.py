@@ -69,7 +69,7 @@ def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_exte
 
     if folder is not None:
         external_data_helper.load_external_data_for_model(model, str(folder))
-    size = sum(map(_size, model.graph.initializer))
+    size = sum(map(_size_in_bytes, model.graph.initializer))
     beside = is_external or size >= _LARGE
     onnx.save_model(
         model, path, save_as_external_data=beside, location=f"{path.name}.data" if beside else None
@@ -77,7 +77,7 @@ def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_exte
     return size
 
 
-def _size(tensor: TensorProto) -> int:
+def _size_in_bytes(tensor: TensorProto) -> int:
     from onnx import helper
 
     return int(prod(tensor.dims) * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize)
@@ -87,14 +87,14 @@ def add_note(model: ModelProto, about: Mapping[str, Any]) -> None:
     """Say in the metadata of a model what was done, after what is said there already."""
     from onnx import helper
 
-    metadata = {one.key: one.value for one in model.metadata_props}
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
     notes = [*json.loads(metadata.get("amanda", "[]")), about]
     helper.set_model_props(model, {**metadata, "amanda": json.dumps(notes)})
 
 
 def opset_of(model: ModelProto) -> int:
     """Return the version of ONNX' own operators; 0 where the model names none."""
-    return next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), 0)
+    return next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 0)
 
 
 def inlined(model: ModelProto) -> ModelProto:

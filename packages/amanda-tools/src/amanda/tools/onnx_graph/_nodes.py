@@ -29,23 +29,23 @@ def reads_of(node: NodeProto) -> Iterator[str]:
 def captures_of(node: NodeProto) -> Iterator[str]:
     """Yield the values of the graph around a node that the bodies of the node read."""
     for body in bodies_of(node):
-        inside = {one.name for one in (*body.input, *body.initializer)}
-        inside |= {one.values.name for one in body.sparse_initializer}
+        inside = {value.name for value in (*body.input, *body.initializer)}
+        inside |= {value.values.name for value in body.sparse_initializer}
         for inner in body.node:
             yield from (name for name in reads_of(inner) if name not in inside)
             inside.update(inner.output)
-        yield from (one.name for one in body.output if one.name not in inside)
+        yield from (value.name for value in body.output if value.name not in inside)
 
 
 def read_in(graph: GraphProto) -> set[str]:
     """Return the names of the outputs of a graph, and of the values that its nodes read."""
-    return {one.name for one in graph.output}.union(*map(reads_of, graph.node))
+    return {value.name for value in graph.output}.union(*map(reads_of, graph.node))
 
 
 def names_in(graph: GraphProto) -> Iterator[str]:
     """Yield the names of the values and nodes of a graph and of its bodies."""
-    yield from (one.name for one in (*graph.input, *graph.initializer, *graph.output))
-    yield from (one.values.name for one in graph.sparse_initializer)
+    yield from (value.name for value in (*graph.input, *graph.initializer, *graph.output))
+    yield from (value.values.name for value in graph.sparse_initializer)
     for node in graph.node:
         yield from (node.name, *node.input, *node.output)
         for body in bodies_of(node):
@@ -62,7 +62,7 @@ def constant_of(node: NodeProto) -> TensorProto | None:
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
-    if not _is_own(node) or node.op_type != "Constant" or len(node.attribute) != 1:
+    if not _is_standard(node) or node.op_type != "Constant" or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
     tensor = TensorProto()
@@ -87,16 +87,16 @@ def remove_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
     kept: names of initializers that stay, read or not.
     """
     del graph.value_info[:]
-    read = {*kept, *(one.name for one in graph.output)}
+    read = {*kept, *(value.name for value in graph.output)}
     for i in reversed(range(len(graph.node))):
         node = graph.node[i]
-        if _is_own(node) and node.op_type in _MOVES and read.isdisjoint(node.output):
+        if _is_standard(node) and node.op_type in _MOVES and read.isdisjoint(node.output):
             del graph.node[i]
             continue
         for body in bodies_of(node):
             remove_unread(body)
         read.update(reads_of(node))
-    unread = {one.name for one in graph.initializer} - read
+    unread = {value.name for value in graph.initializer} - read
     for field in (graph.initializer, graph.input):
         for i in reversed(range(len(field))):
             if field[i].name in unread:
@@ -110,7 +110,7 @@ _MOVES = {"Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze"
 """Types of nodes by which weights reach their readers."""
 
 
-def _is_own(node: NodeProto) -> bool:
+def _is_standard(node: NodeProto) -> bool:
     """Return True for an operator that ONNX defines."""
     return node.domain in ("", "ai.onnx")
 
@@ -119,13 +119,14 @@ def attribute_of(node: NodeProto, name: str, default: Any) -> Any:
     """Return the value of an attribute; the default where the node has none of this name."""
     from onnx import helper
 
-    return next((helper.get_attribute_value(one) for one in node.attribute if one.name == name), default)
+    attribute = next((attribute for attribute in node.attribute if attribute.name == name), None)
+    return default if attribute is None else helper.get_attribute_value(attribute)
 
 
 def remove_attribute(node: NodeProto, name: str) -> None:
     """Remove an attribute, if there is one of this name."""
-    for one in [one for one in node.attribute if one.name == name]:
-        node.attribute.remove(one)
+    for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
+        node.attribute.remove(attribute)
 
 
 def set_attribute(node: NodeProto, name: str, value: int | Sequence[int]) -> None:

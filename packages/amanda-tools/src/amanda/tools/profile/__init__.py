@@ -1,4 +1,4 @@
-"""A profile and a timeline: how long each op takes, forward and backward, and what memory it makes.
+"""Profile and timeline: the time of each op, forward and backward, and the memory that it allocates.
 
 profile = ProfileTool()
 with amanda.apply(profile):
@@ -7,11 +7,8 @@ print(profile.result.by("module"))
 profile.result.save("step.trace.json")
 """
 
-from amanda.tools.profile._kernels import KernelResult
-from amanda.tools.profile._memory import Peak
-from amanda.tools.profile._modules import ModuleResult
-from amanda.tools.profile._op import OpProfile
-from amanda.tools.profile._result import ProfileResult
+from amanda.tools.profile._records import OpProfile, Peak
+from amanda.tools.profile._result import KernelResult, ModuleResult, ProfileResult
 from amanda.tools.profile._tool import ProfileTool
 
 __all__ = ["KernelResult", "ModuleResult", "OpProfile", "Peak", "ProfileResult", "ProfileTool"]

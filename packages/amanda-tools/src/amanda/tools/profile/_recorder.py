@@ -1,10 +1,10 @@
-"""Recorder of the begin and end of executions."""
+"""Recorder of the begin and end of executions, with clocks of devices and torch.profiler."""
 
 from __future__ import annotations
 
 from _thread import get_ident
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -13,18 +13,136 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda.errors import OptionError
-from amanda.tools.profile._device import DeviceClock
-from amanda.tools.profile._kernels import Kernels
-from amanda.tools.profile._log import GRAPH, Log
-from amanda.tools.profile._memory import Memory
-from amanda.tools.profile._op import OpProfile
+from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, StorageTracker
+
+
+class DeviceClock:
+    """Clock of a device: the time of an op lies between two events in the queue of the device.
+
+    record: record an event, for None a new one; return the event, or None if that is not possible now.
+    An event has the methods of torch.cuda.Event.
+    """
+
+    PENDING_LIMIT = 4096
+
+    def __init__(self, record: Callable[[Any], Any]) -> None:
+        self._record = record
+        self._free: list[Any] = []
+        self._pending: deque[tuple[OpProfile, Any, Any]] = deque()
+
+    def begin(self, profile: OpProfile) -> Any:
+        """Return the event at which an op begins, or None."""
+        return self._record(self._free.pop() if self._free else None)
+
+    def end(self, profile: OpProfile, begin_event: Any) -> None:
+        """Record the end of an op; above PENDING_LIMIT ops, read completed events."""
+        end_event = None if begin_event is None else self.begin(profile)
+        if end_event is not None:
+            self._pending.append((profile, begin_event, end_event))
+        while len(self._pending) > self.PENDING_LIMIT and self._pending[0][2].query():
+            self._read_oldest()
+
+    def wait(self) -> None:
+        """Wait for all events and read them."""
+        while self._pending:
+            self._pending[0][2].synchronize()
+            self._read_oldest()
+
+    def clear(self) -> None:
+        """Forget the events."""
+        self._pending.clear()
+
+    def _read_oldest(self) -> None:
+        profile, begin_event, end_event = self._pending.popleft()
+        profile.device = (profile.device or 0) + round(1e6 * begin_event.elapsed_time(end_event))
+        self._free += (begin_event, end_event)
+
+
+RANGE = "amanda: "
+
+
+class KernelProfiler:
+    """Run torch.profiler in recorded steps, with a range around each op and no synchronisation.
+
+    obstacle: why torch.profiler does not run; "" if it does.
+    """
+
+    def __init__(self) -> None:
+        self.obstacle = ""
+        self._profiler: Any = None
+        self._thread = 0
+
+    def begin(self, profile: OpProfile) -> Any:
+        """Return the range of an op, which ends when dropped; None if torch.profiler cannot run."""
+        if self._profiler is None and not self._start_profiler():
+            return None
+        import torch
+
+        return torch.ops.profiler._record_function_enter_new(f"{RANGE}{profile.index}", None)
+
+    def end(self, profile: OpProfile, profiler_range: Any) -> None:
+        """End the range of an op."""
+        if profiler_range is not None:
+            import torch
+
+            torch.ops.profiler._record_function_exit._RecordFunction(profiler_range)
+
+    def stop(self, places: Sequence[OpProfile]) -> None:
+        """Stop torch.profiler if it runs, and add the kernels in the ranges of each op to the op."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        if get_ident() != self._thread:
+            self.obstacle = "the result was read on another thread than torch.profiler began on"
+            return
+        profiler.stop()
+        for index, kernel, device, nanoseconds in kernels_in_ranges(profiler.events() or ()):
+            if index < len(places):
+                counts = places[index].kernels.setdefault((kernel, device), [0, 0])
+                counts[0] += 1
+                counts[1] += nanoseconds
+
+    def _start_profiler(self) -> bool:
+        """Start torch.profiler on this thread; return False, with the obstacle noted, if that fails."""
+        import torch
+
+        enabled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if enabled and not self.obstacle:  # a second profile would end the first
+            self.obstacle = "another profile was running already"
+        if self.obstacle:
+            return False
+        activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profiler.start()
+        self._thread = get_ident()
+        return True
+
+
+def kernels_in_ranges(events: Iterable[Any]) -> Iterator[tuple[int, str, str, int]]:
+    """Yield each kernel on a GPU, and each operator of ATen on a CPU.
+
+    A kernel is the index of the innermost range around it, its name, device, and nanoseconds without those of
+    operators within.
+    """
+    for event in events:
+        outer = event.cpu_parent
+        while outer is not None and not outer.name.startswith(RANGE):
+            outer = outer.cpu_parent
+        if outer is None:
+            continue
+        index = int(outer.name.removeprefix(RANGE))
+        for kernel in event.kernels:
+            yield index, kernel.name, f"cuda:{kernel.device}", round(1000 * kernel.duration)
+        if event.name.startswith("aten::"):
+            yield index, event.name, "cpu", round(1000 * event.self_cpu_time_total)
+
 
 RECOMPUTED = -1
-"""Stands for the id of a backward op in the key of a recomputation's profile."""
+"""Id of the backward op in the key of a recomputation's profile."""
 DEEPEST = 256
-"""The most ops within ops, counting those that raised and did not end."""
+"""Most ops within ops, counting ops that raised and did not end."""
 Routines = tuple[Callable[..., None], Callable[..., None]]
-"""The routine before an op, and the one after it."""
+"""The routine before an op, and the routine after it."""
 
 
 class Schedule(NamedTuple):
@@ -39,7 +157,7 @@ class Schedule(NamedTuple):
     repeat: int = 0
 
     def check(self) -> None:
-        """Raise OptionError for cycles without end in which nothing is recorded apart."""
+        """Raise OptionError for a number of cycles without `active`."""
         if self.repeat and not self.active:
             raise OptionError(
                 f"repeat={self.repeat} needs active, the number of steps to record in each cycle"
@@ -57,21 +175,21 @@ class Schedule(NamedTuple):
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if value) or "all"
 
 
-Probe = DeviceClock | Kernels
+Probe = DeviceClock | KernelProfiler
 """Meter besides the program's clock, with `begin` and `end`; `end` is not called if the op raises."""
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenExecution:
     """An execution under way.
 
-    inside: time of the ops within.  ours: time of the routines at those.  begun: by the probes.
+    inside: time of the ops within.  overhead: time of the routines at these.  begun: results of the probes.
     """
 
     place: OpProfile
     begin: int = 0
     inside: int = 0
-    ours: int = 0
+    overhead: int = 0
     begun: Sequence[Any] = ()
 
 
@@ -86,7 +204,7 @@ class Recorder:
 
     def __init__(self, schedule: Schedule, limit: int, on_end: Callable[[], None] = lambda: None) -> None:
         self.schedule = schedule
-        self.memory = Memory(limit)
+        self.memory = StorageTracker(limit)
         self.clocks: dict[str, DeviceClock] = {}
         self.places: dict[tuple[int, int | None], OpProfile] = {}
         self._on_end = on_end
@@ -102,15 +220,16 @@ class Recorder:
         for clock in self.clocks.values():
             clock.clear()
         self.memory.clear()
-        self.log = Log(self._limit)
-        self._open: defaultdict[int, deque[_Open]] = defaultdict(partial(deque, maxlen=DEEPEST))
+        self.log = ExecutionLog(self._limit)
+        self._open: defaultdict[int, deque[_OpenExecution]] = defaultdict(partial(deque, maxlen=DEEPEST))
         self._first = self._step
-        self._begin()
+        self._begin_step()
 
     def on_step(self, number: int) -> None:
-        """Begin a step; a lower number than before says that earlier steps were not steps.
+        """Begin a step.
 
-        Then the records so far count as one step, or are dropped if there is a schedule.
+        A lower number than before means that earlier steps were counted too soon.  Then the records so far
+        count as one step, or are dropped if there is a schedule.
         """
         before, self._step = self._step, number
         if number < before:
@@ -118,17 +237,18 @@ class Recorder:
             if self.schedule != Schedule():
                 self.clear()
             else:
-                self.log.join(number - self._first)
-        self._begin()
+                self.log.merge_steps(number - self._first)
+        self._begin_step()
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
+        """Begin the step of the schedule, and start or stop recording with it."""
         present = self._step - self._first
         if self.log.number == present:
             return
         was, self.recording = self.recording, self.schedule.records(present)
-        self.log.turn(present if self.recording else None)
+        self.log.start_step(present if self.recording else None)
         if was != self.recording:
-            self._open.clear()
+            self._open.clear()  # an execution with its begin or end outside of recording has no time
             if not self.recording:
                 self._on_end()
             self.memory.record(self.recording)
@@ -142,53 +262,56 @@ class Recorder:
             )  # fmt: skip
         return place.recomputation
 
-    def in_sequence(self, place: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
+    def nested_routines(self, place: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
         """Return routines for an op that begins and ends on one thread, nested in other ops."""
 
         @amanda.innermost
         def begin(*, recomputed: bool = False) -> None:
             if not self.recording:
                 return
-            here = self.recomputation(place) if recomputed else place
+            profile = self.recomputation(place) if recomputed else place
             stack = self._open[get_ident()]
             entered = perf_counter_ns() if stack else 0
-            one = _Open(here)
+            execution = _OpenExecution(profile)
+            # probes begin before the clock is read, so that their time is not the op's
             if probes:
-                one.begun = [probe.begin(here) for probe in probes]
+                execution.begun = [probe.begin(profile) for probe in probes]
             if stack:
-                stack[-1].ours += perf_counter_ns() - entered
-            stack.append(one)
-            one.begin = perf_counter_ns()
+                stack[-1].overhead += perf_counter_ns() - entered
+            stack.append(execution)
+            execution.begin = perf_counter_ns()
 
         @amanda.innermost
         def end(*, recomputed: bool = False) -> None:
             now = perf_counter_ns()
-            here = self.recomputation(place) if recomputed else place
+            profile = self.recomputation(place) if recomputed else place
             thread = get_ident()
             stack = self._open.get(thread)
-            if not stack or (stack[-1].place is not here and all(one.place is not here for one in stack)):
+            # fast path: the innermost execution is nearly always the one that ends
+            if not stack or (stack[-1].place is not profile and all(e.place is not profile for e in stack)):
                 return
-            one, inside, ours = stack.pop(), 0, 0
-            while one.place is not here:  # the op raised, and its time belongs to the op around it
-                inside, ours, one = inside + one.inside, ours + one.ours, stack.pop()
-            ours += one.ours
+            execution, inside, overhead = stack.pop(), 0, 0
+            while execution.place is not profile:  # the op raised, and its time belongs to the op around it
+                inside, overhead = inside + execution.inside, overhead + execution.overhead
+                execution = stack.pop()
+            overhead += execution.overhead
             if probes:
-                for probe, begun in zip(probes, one.begun, strict=True):
-                    probe.end(here, begun)
-            took = now - one.begin - ours
-            here.add(took, one.inside + inside)
-            self.log.keep(here, one.begin, now, thread)
+                for probe, begun in zip(probes, execution.begun, strict=True):
+                    probe.end(profile, begun)
+            took = now - execution.begin - overhead
+            profile.add(took, execution.inside + inside)
+            self.log.add(profile, execution.begin, now, thread)
             if stack:
-                around = stack[-1]
-                around.inside += took
-                around.ours += ours + perf_counter_ns() - now
+                outer = stack[-1]
+                outer.inside += took
+                outer.overhead += overhead + perf_counter_ns() - now
 
         return begin, end
 
-    def in_parallel(self, place: OpProfile, is_fed: bool) -> Routines:
+    def parallel_routines(self, place: OpProfile, is_fed: bool) -> Routines:
         """Return routines for an op of a graph, which begins and ends on any thread, within one run.
 
-        Of several executions under way, in a loop, the one that began first is taken to end first.
+        Executions of an op that overlap, in a loop, are taken to end in the order of their begin.
         is_fed: whether the op has an input, at whose arrival it begins.
         """
 
@@ -204,7 +327,7 @@ class Recorder:
             if begun:
                 start = begun.popleft()
                 place.add(now - start, 0)
-                self.log.keep(place, start, now, GRAPH)
+                self.log.add(place, start, now, GRAPH)
             elif not is_fed and self.recording:
                 place.calls += 1
 
@@ -212,10 +335,10 @@ class Recorder:
 
 
 def floor(samples: int = 200) -> float:
-    """Return the nanoseconds that the routines measure for an op that does nothing."""
+    """Return the nanoseconds that the routines measure for an empty op: the least that a row can show."""
     place = OpProfile("forward", "", "", "")
     recorder = Recorder(Schedule(), samples)
-    begin, end = recorder.in_sequence(place)
+    begin, end = recorder.nested_routines(place)
     for _ in range(samples):
         begin()
         end()

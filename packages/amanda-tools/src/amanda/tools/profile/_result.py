@@ -1,31 +1,128 @@
-"""The result of a profile: a row for each op, or for each module, type or phase; the peak; the timeline."""
+"""Results of a profile: a row for each op, module, type, phase or kernel; peaks; the timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from amanda.tools.profile import _trace
-from amanda.tools.profile._kernels import KernelResult
-from amanda.tools.profile._log import Timeline
-from amanda.tools.profile._memory import Peak
-from amanda.tools.profile._modules import MS, ModuleResult, milliseconds, size
-from amanda.tools.profile._op import KEYS, OpProfile, together
 from amanda.tools.profile._recorder import Recorder, floor
-from amanda.tools.results import NOTHING, Column, KeyedResult, check_schema, made_of
-
-_columns = (
-    Column("calls", show="{:,}".format, total=True),
-    Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum"),
-    Column("self ms", show=milliseconds, total=True, unit="ms"),
-    Column("mean us", show="{:,.1f}".format, number=True, unit="us", folded="mean"),
-    Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum"),
-    Column("device ms", show=milliseconds, number=True, unit="ms", folded="sum"),
-    Column("allocated", show=size, total=True, unit="B"),
-    Column("at peak", show=size, total=True, unit="B"),
+from amanda.tools.profile._records import KEYS, OpProfile, Peak, Timeline, summed
+from amanda.tools.results import (
+    NOTHING,
+    Column,
+    KeyedResult,
+    Result,
+    amount,
+    check_schema,
+    made_of,
+    shortened,
 )
+
+MS = 1e-6
+"""Milliseconds of a nanosecond."""
+
+milliseconds = "{:,.3f}".format
+bytes_text = partial(amount, unit="B")
+
+
+class ModuleResult(Result):
+    """Times and bytes by module.  self: time of the module's direct ops.  total: with the modules in it."""
+
+    name: ClassVar[str] = "profile.modules"
+    title = "Profile by module"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("module", show=partial(shortened, width=60)),
+        Column("calls", show="{:,}".format, number=True),
+        Column("self ms", show=milliseconds, total=True, unit="ms"),
+        Column("total ms", show=milliseconds, number=True, unit="ms"),
+        Column("forward ms", show=milliseconds, number=True, unit="ms"),
+        Column("backward ms", show=milliseconds, number=True, unit="ms"),
+        Column("share", show="{:.1%}".format, number=True, unit="share"),
+        Column("allocated", show=bytes_text, number=True, unit="B"),
+    )
+
+    def __init__(self, places: Sequence[OpProfile]) -> None:
+        self.places = tuple(places)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each module, outermost first; "" is the model, with ops outside of modules."""
+        inside: dict[str, list[OpProfile]] = {}
+        direct: dict[str, list[OpProfile]] = {}
+        for place in self.places:
+            for path in (paths := _enclosing_paths(place.module)):
+                inside.setdefault(path, []).append(place)
+            direct.setdefault(paths[-1], []).append(place)
+        all_time, rows = _self_time(self.places), []
+        for path in sorted(inside, key=_natural_key):
+            places, total = inside[path], _self_time(inside[path])
+            sums = summed(places)
+            rows.append((
+                path, sums.calls, MS * _self_time(direct.get(path, ())), MS * total,
+                MS * _self_time(places, "forward"), MS * _self_time(places, "backward"),
+                total / all_time if all_time else 0.0, sums.allocated,
+            ))  # fmt: skip
+        return rows
+
+
+def _self_time(places: Iterable[OpProfile], phase: str | None = None) -> int:
+    return sum(place.own for place in places if phase in (None, place.phase))
+
+
+def _enclosing_paths(module: str) -> Sequence[str]:
+    """Return a module's path and those of the modules around it, outermost first."""
+    parts = [part for part in module.replace("/", ".").split(".") if part]
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+
+def _natural_key(path: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts `layer.2` before `layer.10`."""
+    parts = path.split(".") if path else []
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+class KernelResult(Result):
+    """Kernels on a GPU, and operators of ATen on a CPU, by the op that ran them."""
+
+    name: ClassVar[str] = "profile.kernels"
+    title = "Kernels"
+    columns: ClassVar[Sequence[Column]] = (
+        *(Column(key, show=partial(shortened, width=32)) for key in KEYS),
+        Column("kernel", show=partial(shortened, width=48)),
+        Column("device"),
+        Column("calls", show="{:,}".format, total=True),
+        Column("ms", show=milliseconds, total=True),
+    )
+
+    def __init__(self, places: Sequence[OpProfile], obstacle: str = "") -> None:
+        self.places = tuple(places)
+        self._obstacle = obstacle
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each kernel of each op, most time first."""
+        counts_by_key: dict[tuple[str, ...], list[list[int]]] = {}
+        for place in self.places:
+            for kernel, counts in place.kernels.items():
+                counts_by_key.setdefault((*place.names.values(), *kernel), []).append(counts)
+        sums = (
+            (key, [sum(column) for column in zip(*counts, strict=True)])
+            for key, counts in counts_by_key.items()
+        )
+        rows = [(*key, calls, MS * nanoseconds) for key, (calls, nanoseconds) in sums]
+        return sorted(rows, key=lambda row: -row[-1])
+
+    def notes(self) -> Sequence[str]:
+        """Return a sentence on the times, or the reason why there are none."""
+        if self._obstacle:
+            return [f"There are no kernels: {self._obstacle}."]
+        if not any(place.kernels for place in self.places):
+            return ["There are no kernels: ProfileTool(kernels=True) records them with torch.profiler."]
+        return [
+            "Rows are kernels on a GPU, and operators of ATen on a CPU, without the time of operators within."
+        ]
 
 
 _NUMBERS = {
@@ -37,17 +134,26 @@ _NUMBERS = {
 
 @dataclass(eq=False, repr=False)
 class ProfileResult(KeyedResult):
-    """Times and bytes of all records up to a moment.
+    """Times and bytes of ops.
 
-    places: the profile of each op.  peaks: of each device whose memory was followed.
+    places: the profile of each op.  peaks: of each device whose memory was recorded.
     timeline: for traces.  wall_ns: sum over recorded steps, from the first op of each to its last.
-    schedule: in words.  obstacle: why the kernels that were asked for are not known.
+    schedule: in words.  obstacle: why `kernels=True` gave no kernels.
     told_by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "profile"
     keys: ClassVar[Sequence[str]] = KEYS
-    counted: ClassVar[Sequence[Column]] = _columns
+    counted: ClassVar[Sequence[Column]] = (
+        Column("calls", show="{:,}".format, total=True),
+        Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum"),
+        Column("self ms", show=milliseconds, total=True, unit="ms"),
+        Column("mean us", show="{:,.1f}".format, number=True, unit="us", folded="mean"),
+        Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum"),
+        Column("device ms", show=milliseconds, number=True, unit="ms", folded="sum"),
+        Column("allocated", show=bytes_text, total=True, unit="B"),
+        Column("at peak", show=bytes_text, total=True, unit="B"),
+    )
     width: ClassVar[int] = 36
     order: ClassVar[str] = "self ms"
 
@@ -65,24 +171,27 @@ class ProfileResult(KeyedResult):
 
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
-        """Return the present records of a recorder, copied."""
-        kept = {place: together([place]) for place in recorder.places.values()}
-        places, log, devices = list(kept.values()), recorder.log, recorder.memory.devices.values()
+        """Return a copy of the records of a recorder."""
+        copies = {place: summed([place]) for place in recorder.places.values()}
+        places, log, devices = list(copies.values()), recorder.log, recorder.memory.devices.values()
         peaks = []
         for peak in (device.at_peak() for device in devices if device.peak):
-            owners = [(kept.get(owner) or together([owner]), held) for owner, held in peak.owners]
+            owners = [(copies.get(owner) or summed([owner]), size) for owner, size in peak.owners]
             peaks.append(replace(peak, owners=owners))
-            for owner, held in owners:
-                owner.at_peak += held
-        # given bytes count from the beginning
-        alive = {one.name: [(when, held + one.given) for when, held in one.history] for one in devices}
+            for owner, size in owners:
+                owner.at_peak += size
+        # older bytes were alive before the first change, so every point of the history has all of them
+        alive = {
+            device.name: [(when, size + device.older_bytes) for when, size in device.history]
+            for device in devices
+        }
         steps, count, spent = log.steps()
         timeline = Timeline(log.events(places), dict(log.threads), steps, alive, log.dropped)
         measured = [place for place in places if place.calls]
         return cls(measured, peaks, timeline, count, spent, str(recorder.schedule), obstacle)
 
     def kernels(self) -> KernelResult:
-        """Return a row for each kernel of each op, if the tool was made with `kernels`."""
+        """Return a row for each kernel of each op, if the tool has `kernels=True`."""
         return KernelResult(self.places, self.obstacle)
 
     def modules(self) -> ModuleResult:
@@ -99,17 +208,19 @@ class ProfileResult(KeyedResult):
         return MS * self.wall_ns
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return rows by their keys, those with most own time first."""
+        """Return rows by their keys, most self time first."""
         whole = sum(place.own for place in self.places)
-        rows = [(*key, *_row(together(places), whole)) for key, places in self.grouped(self.places).items()]
-        own = len(self._by) + 2
-        return sorted(rows, key=lambda row: -(row[own] or 0))
+        rows = [(*key, *_row(summed(places), whole)) for key, places in self.grouped(self.places).items()]
+        self_column = len(self._by) + 2
+        return sorted(rows, key=lambda row: -(row[self_column] or 0))
 
     def facts(self) -> Mapping[str, Any]:
         """Return totals, steps, peaks with their owners, and each op in nanoseconds."""
         return {
             "by": self._by,
-            "steps": [{"step": one.number, "ms": MS * (one.end - one.begin)} for one in self.timeline.steps],
+            "steps": [
+                {"step": step.number, "ms": MS * (step.end - step.begin)} for step in self.timeline.steps
+            ],
             "wall_ms": self.wall,
             "totals_ms": {
                 phase: self.total(phase) for phase in dict.fromkeys(place.phase for place in self.places)
@@ -120,24 +231,24 @@ class ProfileResult(KeyedResult):
             "wall_ns": self.wall_ns,
             "peaks": [
                 {"device": peak.device, "bytes": peak.size,
-                 "owners": [{**_named(place), "bytes": held} for place, held in peak.owners]}
+                 "owners": [{**_names_in_file(place), "bytes": size} for place, size in peak.owners]}
                 for peak in self.peaks
             ],
             "places": [
-                {**_named(place), **{name: getattr(place, field) for field, name in _NUMBERS.items()}}
+                {**_names_in_file(place), **{name: getattr(place, field) for field, name in _NUMBERS.items()}}
                 for place in self.places
             ],
         }  # fmt: skip
 
-    def merged(self, *others: ProfileResult) -> ProfileResult:
-        """Return this and other runs or ranks as one: equal ops add up, and the timeline is this one's."""
-        results = (self, *others)
+    def merged(self, *profiles: ProfileResult) -> ProfileResult:
+        """Return the sum of this profile and those of other runs or ranks, with the timeline of this one."""
+        results = (self, *profiles)
         equal: dict[tuple[str, ...], list[OpProfile]] = {}
-        for place in (one for result in results for one in result.places):
+        for place in (op for result in results for op in result.places):
             equal.setdefault((*place.names.values(), place.name), []).append(place)
         return replace(
             self,
-            places=list(map(together, equal.values())),
+            places=list(map(summed, equal.values())),
             peaks=[peak for result in results for peak in result.peaks],
             recorded_steps=sum(result.recorded_steps for result in results),
             wall_ns=sum(result.wall_ns for result in results),
@@ -145,16 +256,20 @@ class ProfileResult(KeyedResult):
         )
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> ProfileResult:
-        """Return the result that `to_dict` described, without timeline; raise ValueError for others."""
-        check_schema(found, cls.name, cls.version)
+    def from_dict(cls, content: Mapping[str, Any]) -> ProfileResult:
+        """Return the result of a dict from `to_dict`, without timeline; raise ValueError for other dicts."""
+        check_schema(content, cls.name, cls.version)
         peaks = [
-            Peak(peak["device"], peak["bytes"], [(_place(one), one["bytes"]) for one in peak["owners"]])
-            for peak in found["peaks"]
+            Peak(
+                peak["device"],
+                peak["bytes"],
+                [(_op_from_dict(owner), owner["bytes"]) for owner in peak["owners"]],
+            )
+            for peak in content["peaks"]
         ]
         return cls(
-            list(map(_place, found["places"])), peaks, recorded_steps=found["recorded_steps"],
-            wall_ns=found["wall_ns"], schedule=found["schedule"], told_by=found["by"],
+            list(map(_op_from_dict, content["places"])), peaks, recorded_steps=content["recorded_steps"],
+            wall_ns=content["wall_ns"], schedule=content["schedule"], told_by=content["by"],
         )  # fmt: skip
 
     @property
@@ -163,27 +278,29 @@ class ProfileResult(KeyedResult):
         return 1 + len(self.peaks)
 
     def notes(self) -> Sequence[str]:
-        """Return sentences on the times, the peaks, and executions that the table or the timeline lacks."""
+        """Return sentences on times, peaks, and executions without time or outside of the timeline."""
         ops, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
         notes = [] if self.places else [NOTHING]
         if self.places:
             share = f", {ops / self.wall:.0%}" if self.wall else ""
             notes.append(
                 f"Ops took {ops:,.3f} ms of {self.wall:,.3f} ms in {steps} recorded "
-                f"step{'s' if steps != 1 else ''}{share}; an op that does nothing would show "
-                f"{floor() / 1000:.2f} us. Routines of tools are not in these times."
+                f"step{'s' if steps != 1 else ''}{share}. The time of tools is excluded, except for "
+                f"{floor() / 1000:.2f} us per op."
             )
         notes += [f"{str(peak)[0].upper()}{str(peak)[1:]}." for peak in self.peaks]
         untimed = sum(place.calls - place.timed for place in self.places)
         if untimed:
-            notes.append(f"{untimed:,} executions have no time: no value goes into them.")
-        if self.obstacle:
-            notes.append(f"torch.profiler did not tell kernels: {self.obstacle}.")
-        if dropped:
-            kept = len(self.timeline.events)
             notes.append(
-                f"The timeline has the first {kept:,} executions, {dropped:,} more are in the sums "
-                "alone; `limit` says how many are kept."
+                f"{untimed:,} executions have no time: the ops have no inputs, so nothing marks their begin."
+            )
+        if self.obstacle:
+            notes.append(f"torch.profiler recorded no kernels: {self.obstacle}.")
+        if dropped:
+            length = len(self.timeline.events)
+            notes.append(
+                f"The timeline has the first {length:,} executions; {dropped:,} more are in the table only. "
+                "Raise `limit` for a longer timeline."
             )
         return notes
 
@@ -192,13 +309,12 @@ class ProfileResult(KeyedResult):
         return _trace.trace(self.timeline)
 
     def save(self, path: str | Path) -> Path:
-        """Write a file in the form that its suffix names.
+        """Write the result in the format of the suffix.
 
-        A name such as `trace.json` or `step.trace.json.gz` means the timeline.  Raises AmandaError for a
-        suffix that names no form.
+        `trace.json` or `step.trace.json.gz` is the timeline.  Raises AmandaError for an unknown suffix.
         """
         path = Path(path)
-        if _trace.is_meant(path):
+        if _trace.is_trace_name(path):
             return _trace.write(self.to_trace(), path)
         return super().save(path)
 
@@ -222,12 +338,12 @@ def _row(place: OpProfile, whole: int) -> tuple[Any, ...]:
     )
 
 
-def _named(place: OpProfile) -> dict[str, str]:
+def _names_in_file(place: OpProfile) -> dict[str, str]:
     return {**place.about, "of": f"{place.op_id:016x}"}
 
 
-def _place(found: Mapping[str, Any]) -> OpProfile:
-    names = {key: found[key] for key in (*KEYS, "name")}
-    numbers = {field: found[name] for field, name in _NUMBERS.items() if name in found}
-    ids = {"id": int(found["id"], 16), "op_id": int(found["of"], 16)}
+def _op_from_dict(content: Mapping[str, Any]) -> OpProfile:
+    names = {key: content[key] for key in (*KEYS, "name")}
+    numbers = {field: content[name] for field, name in _NUMBERS.items() if name in content}
+    ids = {"id": int(content["id"], 16), "op_id": int(content["of"], 16)}
     return made_of(OpProfile, {**names, **ids, **numbers})

@@ -1,4 +1,4 @@
-"""Mapping rules for facts of an op that StandardMapping does not have, for each framework."""
+"""Mapping rules, by framework, for facts about an op that measuring needs and StandardMapping lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import itemsize
-from amanda.tools.profile._memory import name_of
+from amanda.tools.profile._records import name_of
 
 _REQUIRED = RequiredNames(
     "amanda.tools.profile",
@@ -28,17 +28,16 @@ _REQUIRED = RequiredNames(
 
 
 @dataclass(frozen=True)
-class Roles:
-    """Facts of an op, which a rule writes as `context["profile"]`.
+class MeasuringFacts:
+    """Facts about an op that measuring needs; a rule writes them to `context["profile"]`.
 
-    passes: whether the op only passes values on, and is not measured.  parallel: whether it runs beside other
-    ops.  runs_others: whether it runs ops that have times of their own.
-    ranges: whether torch.profiler sees the op's kernels.
-    gpu: the device of the op.  record: function that records an event in the queue of the device.
-    storages: function that returns the memory of values.  saved: function that returns the memory that a
-    forward op saves for its backward pass, from the outputs and the value of `sequence` before the op.
-    nbytes: function that returns the bytes of outputs whose end cannot be observed.
-    untimed: why an op that only passes has no time of its own; "" for one that moves values alone.
+    passes: the op only passes values on, and is not measured.  parallel: it runs beside other ops.
+    runs_others: it runs ops that are measured too.  ranges: torch.profiler sees the op's kernels.
+    gpu: the device of the op.  record: record an event in the queue of the device.
+    storages: return the memory of values.  saved: return the memory that a forward op saves for its backward
+    pass, from the outputs and the result of `sequence` before the op.
+    nbytes: return the bytes of outputs; where the end of tensors cannot be observed.
+    untimed: why an op with `passes` has no time; "" for an op that moves values.
     """
 
     passes: bool = False
@@ -54,17 +53,18 @@ class Roles:
     untimed: str = ""
 
 
-def _of_any(context: amanda.OpContext) -> None:
-    context.setdefault("profile", Roles())
+def _default_facts(context: amanda.OpContext) -> None:
+    context.setdefault("profile", MeasuringFacts())
 
 
-def _of_pytorch(context: amanda.OpContext) -> None:
+def _pytorch_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of PyTorch; a backward op has those of its forward op."""
     if context.is_backward():
         return
     _REQUIRED.check()
-    context["profile"] = Roles(
-        ranges=True, gpu=_gpu_of(context.get_inputs()), record=_record,
-        storages=_storages, saved=_saved, sequence=_sequence,
+    context["profile"] = MeasuringFacts(
+        ranges=True, gpu=_gpu_of(context.get_inputs()), record=_record_event,
+        storages=_storages_of, saved=_storages_saved_since, sequence=_next_sequence_number,
     )  # fmt: skip
 
 
@@ -72,15 +72,15 @@ def _gpu_of(inputs: Iterable[Any]) -> str | None:
     """Return the GPU of an op's tensors; None for other devices."""
     import torch
 
-    placed = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
+    types = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
     for value in leaves(inputs):
-        device = value.device if isinstance(value, placed) else value
+        device = value.device if isinstance(value, types) else value
         if isinstance(device, torch.device) and device.type == "cuda":
             return name_of(device)
     return None
 
 
-def _record(event: Any) -> Any:
+def _record_event(event: Any) -> Any:
     """Record an event, a new one for None, in the current stream; return None while a graph is captured."""
     from torch import cuda
 
@@ -91,21 +91,21 @@ def _record(event: Any) -> Any:
     return event
 
 
-def _storages(values: Iterable[Any]) -> list[Any]:
-    """Return the storages of the tensors among values, also of those in lists."""
+def _storages_of(values: Iterable[Any]) -> list[Any]:
+    """Return the storages of the tensors in values, also in lists."""
     torch = _torch()
-    found: list[Any] = []
+    storages: list[Any] = []
     with torch._C.DisableTorchFunction():
         for tensor in leaves(values):
             if not isinstance(tensor, torch.Tensor):
                 continue
             try:
-                memory = tensor.untyped_storage()
-                memory.nbytes()
+                storage = tensor.untyped_storage()
+                storage.nbytes()
             except (NotImplementedError, RuntimeError):
                 continue  # sparse, or a wrapper without memory of its own
-            found.append(memory)
-    return found
+            storages.append(storage)
+    return storages
 
 
 @cache
@@ -115,36 +115,38 @@ def _torch() -> Any:
     return torch
 
 
-def _sequence() -> int:
+def _next_sequence_number() -> int:
     """Return the sequence number of the next autograd node on this thread."""
     return int(_torch().autograd._get_sequence_nr())
 
 
-def _saved(outputs: Iterable[Any], since: int) -> list[Any]:
+def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     """Return the storages that the nodes of an op, from a sequence number on, saved for the backward pass.
 
-    Nodes of Python functions, and saved tensors that hooks pack, are left alone.
+    Nodes of Python functions, and saved tensors that hooks pack, are skipped:
+    reading these would run code of the program.
     """
-    torch, present = _torch(), _sequence()
+    torch, present = _torch(), _next_sequence_number()
     if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return []
-    found: list[Any] = []
-    seen: set[Any] = set()
+    saved_values: list[Any] = []
+    visited: set[Any] = set()
     with torch._C.DisableTorchFunction():
         nodes = [one.grad_fn for one in leaves(outputs) if isinstance(one, torch.Tensor)]
         while nodes:
             node = nodes.pop()
-            if node is None or node in seen or not since <= node._sequence_nr() < present:
+            if node is None or node in visited or not since <= node._sequence_nr() < present:
                 continue
-            seen.add(node)
-            found += _saved_by(node)
+            visited.add(node)
+            saved_values += _saved_values(node)
             nodes += [one for one, _ in node.next_functions]
-    return _storages(found)
+    return _storages_of(saved_values)
 
 
-def _saved_by(node: Any) -> Iterator[Any]:
+def _saved_values(node: Any) -> Iterator[Any]:
+    """Yield the values that an autograd node has saved."""
     kind: Any = type(node)
-    for name in _saved_names(kind):
+    for name in _saved_attributes(kind):
         try:
             yield getattr(node, name)
         except RuntimeError:  # freed, or written into since
@@ -152,7 +154,7 @@ def _saved_by(node: Any) -> Iterator[Any]:
 
 
 @cache
-def _saved_names(kind: Any) -> Sequence[str]:
+def _saved_attributes(kind: Any) -> Sequence[str]:
     return [name for name in vars(kind) if name.startswith("_saved_")]
 
 
@@ -175,34 +177,36 @@ _FLOW = frozenset(
 """Types of version 1's control flow, which pass values on."""
 
 
-def _of_tensorflow(context: amanda.OpContext) -> None:
+def _tensorflow_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of TensorFlow."""
     kind = context.get_op_type() if context.is_forward() else str(context.get_backward_op().__name__)
 
     shape, dtype = context["shape"], context["dtype"]
 
     def nbytes(values: Iterable[Any]) -> int:
-        sizes = ((shape(one) or (), itemsize(dtype(one)) or 0) for one in leaves(values))
+        sizes = ((shape(tensor) or (), itemsize(dtype(tensor)) or 0) for tensor in leaves(values))
         return 0 if kind in _SHARED else sum(prod(extents) * width for extents, width in sizes)
 
-    context["profile"] = Roles(
+    context["profile"] = MeasuringFacts(
         passes=kind in _FLOW, parallel=not context.is_eager(), runs_others=kind in _CALLS, nbytes=nbytes
     )
 
 
 _COMPILED = (
-    "are part of programs that XLA compiles and fuses, so that they have no time of their own: "
-    "jax.profiler.trace shows the program's, and outside of jit each op is measured"
+    "have no time, because XLA compiled and fused them: jax.profiler.trace measures the program, "
+    "and outside of jit each op is measured"
 )
 
 
-def _of_jax(context: amanda.OpContext) -> None:
+def _jax_facts(context: amanda.OpContext) -> None:
     import jax
 
     values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
-    is_traced = any(isinstance(one, jax.core.Tracer) for one in leaves(values))
-    context["profile"] = Roles(passes=True, untimed=_COMPILED) if is_traced else Roles()
+    is_traced = any(isinstance(value, jax.core.Tracer) for value in leaves(values))
+    context["profile"] = MeasuringFacts(passes=True, untimed=_COMPILED) if is_traced else MeasuringFacts()
 
 
 RULES: Sequence[Sequence[Any]] = (
-    ("*", _of_any), ("pytorch", _of_pytorch), ("tensorflow", _of_tensorflow), ("jax", _of_jax),
+    ("*", _default_facts), ("pytorch", _pytorch_facts),
+    ("tensorflow", _tensorflow_facts), ("jax", _jax_facts),
 )  # fmt: skip

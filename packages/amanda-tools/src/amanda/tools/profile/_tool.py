@@ -1,4 +1,4 @@
-"""The tool: measures the time of ops, and the memory of the tensors that they make."""
+"""The tool: measures the time of ops, and the memory of their outputs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from typing import Any
 import amanda
 from amanda.options import NonNegativeInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.profile._device import DeviceClock
-from amanda.tools.profile._kernels import Kernels
-from amanda.tools.profile._op import OpProfile
-from amanda.tools.profile._recorder import Probe, Recorder, Schedule
+from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
+from amanda.tools.profile._records import OpProfile
 from amanda.tools.profile._result import ProfileResult
-from amanda.tools.profile._rules import RULES, Roles
+from amanda.tools.profile._rules import RULES, MeasuringFacts
 from amanda.tools.steps import Steps
 
 
 class ProfileTool(amanda.Tool):
-    """A tool that measures the time and memory of ops; `result` has the profile, `clear` starts anew.
+    """Measure the time and memory of each op; `result` has the profile, `clear` begins a new one.
 
     wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
     then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.
     Steps are counted as `amanda.tools.steps.Steps` counts them, or begin at calls of `step()`.
-    backward: measure backward ops too.  memory: follow the memory of tensors.
+    backward: measure backward ops too.  memory: record the memory of tensors.
     kernels: in PyTorch, run torch.profiler in the recorded steps to find the kernels of each op.
-    limit: number of executions that the timeline keeps; sums have all of them.
+    limit: number of executions in the timeline; the table counts all executions.
 
     Raises OptionError for numbers below 0, and for `repeat` without `active`.
     """
@@ -49,7 +47,7 @@ class ProfileTool(amanda.Tool):
         schedule = Schedule(wait, warmup, active, repeat)
         schedule.check()
         self._follows_memory, self._tells_kernels = memory, kernels
-        self._kernels = Kernels()
+        self._kernels = KernelProfiler()
         self._recorder = Recorder(schedule, limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
         self._untimed: dict[str, set[tuple[int, int | None]]] = {}
@@ -61,16 +59,16 @@ class ProfileTool(amanda.Tool):
             self.add_inst_for_op(self._instrument, backward=True)
 
     def step(self) -> None:
-        """Begin a step; from now on steps begin only at calls of this method."""
+        """Begin a step; from then on only calls of this method begin steps."""
         self._steps.step()
 
     @property
     def result(self) -> ProfileResult:
         """Return the profile so far."""
         for clock in self._recorder.clocks.values():
-            clock.settle()
+            clock.wait()
         self._read_kernels()
-        self._recorder.memory.drain()
+        self._recorder.memory.process_deaths()
         result = ProfileResult.of(self._recorder, self._kernels.obstacle)
         result.remarks = [f"{len(ops):,} ops {reason}." for reason, ops in self._untimed.items()]
         return result
@@ -84,41 +82,43 @@ class ProfileTool(amanda.Tool):
         self._kernels.stop(list(self._recorder.places.values()))
 
     def _instrument(self, context: amanda.OpContext) -> None:
-        roles: Roles = context["profile"]
-        if roles.untimed:
-            own = context.get_op_id(), context.get_backward_op_id()
-            self._untimed.setdefault(roles.untimed, set()).add(own)
-        if roles.passes:
+        """Insert the routines that measure the time and memory of an op."""
+        facts: MeasuringFacts = context["profile"]
+        if facts.untimed:
+            op = context.get_op_id(), context.get_backward_op_id()
+            self._untimed.setdefault(facts.untimed, set()).add(op)
+        if facts.passes:
             return
         before: Callable[..., None] = context.insert_before_op
         after: Callable[..., None] = context.insert_after_op
         if context.is_backward():
             before, after = context.insert_before_backward_op, context.insert_after_backward_op
-        place = self._place(context, roles)
-        if self._follows_memory and roles.storages is not None:
-            kept = (roles.sequence, roles.saved) if context.is_forward() else (None, None)
-            before(self._given, storages=roles.storages, sequence=kept[0])
-            after(self._made, place=place, storages=roles.storages, saved=kept[1])
-        elif self._follows_memory and roles.nbytes is not None:
-            after(self._sized, place=place, nbytes=roles.nbytes)
-        if roles.parallel:
+        place = self._profile_of(context, facts)
+        if self._follows_memory and facts.storages is not None:
+            sequence, saved = (facts.sequence, facts.saved) if context.is_forward() else (None, None)
+            before(self._record_inputs, storages=facts.storages, sequence=sequence)
+            after(self._record_outputs, place=place, storages=facts.storages, saved=saved)
+        elif self._follows_memory and facts.nbytes is not None:
+            after(self._add_output_bytes, place=place, nbytes=facts.nbytes)
+        if facts.parallel:
             is_fed = _is_fed(context)
-            begin, end = self._recorder.in_parallel(place, is_fed)
+            begin, end = self._recorder.parallel_routines(place, is_fed)
             if is_fed:
                 before(begin)
         else:
-            begin, end = self._recorder.in_sequence(place, self._probes(roles))
+            begin, end = self._recorder.nested_routines(place, self._probes(facts))
             before(begin, [])
         after(end, [])
 
-    def _probes(self, roles: Roles) -> list[Probe]:
+    def _probes(self, facts: MeasuringFacts) -> list[Probe]:
         """Return the probes of an op besides the program's clock: torch.profiler, and the clock of a GPU."""
-        probes: list[Probe] = [self._kernels] if self._tells_kernels and roles.ranges else []
-        if roles.gpu is not None and roles.record is not None:
-            probes.append(self._recorder.clocks.setdefault(roles.gpu, DeviceClock(roles.record)))
+        probes: list[Probe] = [self._kernels] if self._tells_kernels and facts.ranges else []
+        if facts.gpu is not None and facts.record is not None:
+            probes.append(self._recorder.clocks.setdefault(facts.gpu, DeviceClock(facts.record)))
         return probes
 
-    def _place(self, context: amanda.OpContext, roles: Roles) -> OpProfile:
+    def _profile_of(self, context: amanda.OpContext, facts: MeasuringFacts) -> OpProfile:
+        """Return the profile of a context's op, a new one at the first analysis."""
         op, backward = context.get_op_id(), context.get_backward_op_id()
         places = self._recorder.places
         if (op, backward) not in places:
@@ -128,26 +128,29 @@ class ProfileTool(amanda.Tool):
                 name = str(context.get_backward_op().__name__)
             places[op, backward] = OpProfile(
                 phase, kind, context.get_scope(), context.get_source(), name, backward or op, op,
-                runs_others=roles.runs_others, index=len(places),
+                runs_others=facts.runs_others, index=len(places),
             )  # fmt: skip
         return places[op, backward]
 
     @amanda.observer
-    def _given(self, *values: Any, storages: Any, sequence: Any, recomputed: bool) -> None:
+    def _record_inputs(self, *values: Any, storages: Any, sequence: Any, recomputed: bool) -> None:
         if sequence is not None:
             self._sequences[get_ident()] = sequence()
-        self._recorder.memory.meet(storages(values), None)
+        self._recorder.memory.record_storages(storages(values), None)
 
     @amanda.observer
-    def _made(self, *values: Any, place: OpProfile, storages: Any, saved: Any, recomputed: bool) -> None:
+    def _record_outputs(
+        self, *values: Any, place: OpProfile, storages: Any, saved: Any, recomputed: bool
+    ) -> None:
+        """Record the memory of an op's outputs, and of what the op saved for its backward pass."""
         if recomputed:
             place = self._recorder.recomputation(place)
-        self._recorder.memory.meet(storages(values), place)
+        self._recorder.memory.record_storages(storages(values), place)
         if saved is not None:
-            self._recorder.memory.meet(saved(values, self._sequences[get_ident()]), place)
+            self._recorder.memory.record_storages(saved(values, self._sequences[get_ident()]), place)
 
     @amanda.observer
-    def _sized(self, *values: Any, place: OpProfile, nbytes: Any, recomputed: bool) -> None:
+    def _add_output_bytes(self, *values: Any, place: OpProfile, nbytes: Any, recomputed: bool) -> None:
         if recomputed:
             place = self._recorder.recomputation(place)
         if self._recorder.recording:
@@ -159,4 +162,4 @@ def _is_fed(context: amanda.OpContext) -> bool:
     if context.is_backward():
         return bool(context.get_grad_outputs())
     values, shape = context.get_inputs(), context["shape"]
-    return any(isinstance(one, (list, tuple)) or shape(one) is not None for one in values)
+    return any(isinstance(value, (list, tuple)) or shape(value) is not None for value in values)

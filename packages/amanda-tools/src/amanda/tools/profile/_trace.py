@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda.files import naming, write_file
-from amanda.tools.profile._log import GRAPH, Event, Timeline
+from amanda.tools.profile._records import GRAPH, TimedExecution, Timeline
 from amanda.tools.results import to_json
 
 _LANE = 1 << 24
@@ -28,32 +28,34 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     events, tracks, pid = timeline.events, _tracks(timeline), os.getpid()
     begins = [*(event.begin for event in events), *(step.begin for step in timeline.steps)]
     base = min(begins, default=0)
-    made = list(_metadata(timeline, set(tracks)))
+    trace_events = list(_metadata(timeline, set(tracks)))
     for step in timeline.steps:
-        about = "user_annotation", f"ProfilerStep#{step.number}"
-        made.append(_complete(*about, _STEPS, step.begin - base, step.end - step.begin, {}))
+        names = "user_annotation", f"ProfilerStep#{step.number}"
+        trace_events.append(_complete_event(*names, _STEPS, step.begin - base, step.end - step.begin, {}))
     for event, track in zip(events, tracks, strict=True):
-        about = "cpu_op", event.place.type
-        made.append(_complete(*about, track, event.begin - base, event.took, event.place.about))
-    for number, both in enumerate(pairs(events), 1):
-        for phase, index, more in zip("sf", both, ({}, {"bp": "e"}), strict=True):
-            made.append({"ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "id": number, "tid": tracks[index],
-                         "ts": (events[index].begin - base) / 1000, **more})  # fmt: skip
+        names = "cpu_op", event.place.type
+        trace_events.append(_complete_event(*names, track, event.begin - base, event.took, event.place.about))
+    for number, pair in enumerate(backward_pairs(events), 1):
+        for phase, index, extra in zip("sf", pair, ({}, {"bp": "e"}), strict=True):
+            trace_events.append({
+                "ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "id": number, "tid": tracks[index],
+                "ts": (events[index].begin - base) / 1000, **extra,
+            })  # fmt: skip
     for device, history in timeline.alive.items():
         for when, size in history:
-            made.append({"ph": "C", "name": f"memory on {device}", "ts": (when - base) / 1000,
-                         "args": {"bytes": size}})  # fmt: skip
+            trace_events.append({"ph": "C", "name": f"memory on {device}", "ts": (when - base) / 1000,
+                                 "args": {"bytes": size}})  # fmt: skip
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": time.time_ns() - time.perf_counter_ns() + base,
         "otherData": {"tool": "amanda.profile", "dropped": timeline.dropped},
-        "traceEvents": [{**event, "pid": pid} for event in made],
+        "traceEvents": [{**event, "pid": pid} for event in trace_events],
     }
 
 
-def is_meant(path: Path) -> bool:
-    """Return True for the file name of a trace: JSON, with `trace` at the end of an earlier part."""
+def is_trace_name(path: Path) -> bool:
+    """Return True for names of trace files, such as `trace.json` and `step.trace.json.gz`."""
     *parts, suffix = path.name.removesuffix(".gz").split(".")
     return suffix == "json" and any(part.endswith("trace") for part in parts)
 
@@ -72,7 +74,7 @@ def tensorboard_file(folder: Path) -> Path:
     return folder / f"{worker}.{time.time_ns() // 1_000_000}.pt.trace.json"
 
 
-def _complete(
+def _complete_event(
     category: str, name: str, track: int, begin: int, took: int, args: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {"ph": "X", "cat": category, "name": name, "tid": track, "ts": begin / 1000, "dur": took / 1000,
@@ -80,19 +82,20 @@ def _complete(
 
 
 def _metadata(timeline: Timeline, tracks: set[int]) -> Iterator[dict[str, Any]]:
+    """Yield the names and the order of processes and tracks."""
     names = {thread.number: thread.name for thread in timeline.threads.values()}
     names |= {track: f"graph {track - _LANE}" for track in tracks if track >= _LANE}
     if timeline.steps:
         names[_STEPS] = "steps"
         tracks = tracks | {_STEPS}
-    yield _about(0, "process_name", {"name": Path(sys.argv[0] or "python").name})
-    yield _about(0, "process_labels", {"labels": "amanda profile"})
+    yield _metadata_event(0, "process_name", {"name": Path(sys.argv[0] or "python").name})
+    yield _metadata_event(0, "process_labels", {"labels": "amanda profile"})
     for track in sorted(tracks):
-        yield _about(track, "thread_name", {"name": names[track]})
-        yield _about(track, "thread_sort_index", {"sort_index": 0 if track == _STEPS else track})
+        yield _metadata_event(track, "thread_name", {"name": names[track]})
+        yield _metadata_event(track, "thread_sort_index", {"sort_index": 0 if track == _STEPS else track})
 
 
-def _about(track: int, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata_event(track: int, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "tid": track, "ts": 0, "args": args}
 
 
@@ -110,21 +113,21 @@ def _tracks(timeline: Timeline) -> list[int]:
     return tracks
 
 
-def pairs(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions: of a forward execution, and of a backward execution that belongs to it.
+def backward_pairs(events: Sequence[TimedExecution]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of each backward execution and its forward execution, the forward one first.
 
     If an op ran several times before its backward pass, its last execution is paired first.
     """
     forward: dict[int, list[int]] = {}
-    used: dict[int, dict[int, int]] = {}  # by forward op: how many executions each backward op had
+    backward_runs: dict[int, dict[int, int]] = {}  # by forward op: how many executions each backward op had
     for i, event in enumerate(events):
         op = event.place.op_id
         if event.place.phase != "backward":
-            if used.pop(op, None) is not None:
+            if backward_runs.pop(op, None) is not None:
                 forward[op] = []
             forward.setdefault(op, []).append(i)
         elif op in forward:
-            counts = used.setdefault(op, {})
+            counts = backward_runs.setdefault(op, {})
             counts[id(event.place)] = count = counts.get(id(event.place), 0) + 1
             if count <= len(forward[op]):
                 yield forward[op][-count], i

@@ -37,7 +37,7 @@ def assert_flops(
     __tracebackhide__ = True
     from amanda.tools.flops import FlopsTool
 
-    wanted = {"macs": macs, "flops": flops}
+    expectations = {"macs": macs, "flops": flops}
     if macs is None and flops is None:
         raise OptionError("assert_flops was given nothing to compare with; give macs=... or flops=...")
     tool = FlopsTool()
@@ -45,10 +45,10 @@ def assert_flops(
         output = function(*inputs)
     result = tool.result
     wrong = [
-        f"{what}: {result.total(what, phase):,} counted, {expected:,} expected"
+        f"{quantity}: {result.total(quantity, phase):,} counted, {expected:,} expected"
         + (f" within {rel:.2%}" if rel else "")
-        for what, expected in wanted.items()
-        if expected is not None and abs(result.total(what, phase) - expected) > rel * expected
+        for quantity, expected in expectations.items()
+        if expected is not None and abs(result.total(quantity, phase) - expected) > rel * expected
     ]
     if wrong:
         raise AssertionError("\n".join([*wrong, str(result.by("phase", "type"))]))
@@ -102,19 +102,19 @@ def assert_finite(
 
 
 class Counts(amanda.Tool):
-    """Executions by phase and type."""
+    """Count executions of ops by phase and type."""
 
     def __init__(self) -> None:
         super().__init__()
         self.executions: Counter[tuple[str, str]] = Counter()
         self.depends_on(StandardMapping())
-        self.add_inst_for_op(self._forward)
-        self.add_inst_for_op(self._backward, backward=True)
+        self.add_inst_for_op(self._insert_counter)
+        self.add_inst_for_op(self._insert_backward_counter, backward=True)
 
-    def _forward(self, context: amanda.OpContext) -> None:
+    def _insert_counter(self, context: amanda.OpContext) -> None:
         context.insert_before_op(self._count, inputs=[], op=("forward", context["type"]))
 
-    def _backward(self, context: amanda.OpContext) -> None:
+    def _insert_backward_counter(self, context: amanda.OpContext) -> None:
         op = ("backward", context["backward_type"])
         context.insert_before_backward_op(self._count, grad_outputs=[], op=op)
 
@@ -127,15 +127,17 @@ class Counts(amanda.Tool):
         return {kind: count for (its, kind), count in sorted(self.executions.items()) if its == phase}
 
 
-def check_counts(wanted: Mapping[str, int], found: Mapping[str, int], phase: str, exact: bool) -> None:
+def check_counts(expected: Mapping[str, int], counts: Mapping[str, int], phase: str, exact: bool) -> None:
     """Raise AssertionError where the count of a type is another; with `exact` also for types not wanted."""
     __tracebackhide__ = True
     lines = []
-    for kind in dict.fromkeys([*wanted, *(sorted(found) if exact else ())]):
-        if found.get(kind, 0) == wanted.get(kind, 0):
+    for kind in dict.fromkeys([*expected, *(sorted(counts) if exact else ())]):
+        if counts.get(kind, 0) == expected.get(kind, 0):
             continue
-        near = get_close_matches(kind, [one for one in found if one not in wanted], n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]!r}?)" if near and kind not in found else ""
-        lines.append(f"{kind}: {found.get(kind, 0)} executed, {wanted.get(kind, 0)} expected{hint}")
+        near = get_close_matches(
+            kind, [counted for counted in counts if counted not in expected], n=1, cutoff=0.5
+        )
+        hint = f" (did you mean {near[0]!r}?)" if near and kind not in counts else ""
+        lines.append(f"{kind}: {counts.get(kind, 0)} executed, {expected.get(kind, 0)} expected{hint}")
     if lines:
         raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))

@@ -16,26 +16,28 @@ def listing(graph: Graph, backward: bool = True) -> str:
     """
     ops = [op for op in graph.ops if backward or op.phase == "forward"]
     numbers = {op.index: number for number, op in enumerate(ops)}
-    return "".join(f"{_line(graph, op, numbers)}\n" for op in ops)
+    return "".join(f"{_op_line(graph, op, numbers)}\n" for op in ops)
 
 
-def _line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
-    made = ", ".join(str(tensor) for tensor in graph.outputs(op)) or "nothing"
-    last = max((i for i, one in enumerate(op.inputs) if one is not None), default=-1)
-    given = ", ".join(_given(graph, one, numbers[op.index], numbers) for one in op.inputs[: last + 1])
+def _op_line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
+    outputs = ", ".join(str(tensor) for tensor in graph.outputs(op)) or "nothing"
+    last = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
+    inputs = ", ".join(
+        _input_text(graph, position, numbers[op.index], numbers) for position in op.inputs[: last + 1]
+    )
     name = f"{op.type}{'_' if op.in_place else ''}"
-    return f"{name}({given}) -> {made}" + (f"  # {op.module}" if op.module else "")
+    return f"{name}({inputs}) -> {outputs}" + (f"  # {op.module}" if op.module else "")
 
 
-def _given(graph: Graph, position: Position, reader: int, numbers: dict[int, int]) -> str:
+def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int, int]) -> str:
     if isinstance(position, tuple):
-        return f"[{', '.join(_given(graph, one, reader, numbers) for one in position)}]"
-    return "_" if position is None else _named(graph, graph.tensors[position], reader, numbers)
+        return f"[{', '.join(_input_text(graph, element, reader, numbers) for element in position)}]"
+    return "_" if position is None else _tensor_text(graph, graph.tensors[position], reader, numbers)
 
 
-def _named(graph: Graph, tensor: Tensor, reader: int, numbers: dict[int, int]) -> str:
+def _tensor_text(graph: Graph, tensor: Tensor, reader: int, numbers: dict[int, int]) -> str:
     if tensor.producer is None or tensor.producer not in numbers:
         return tensor.name or f"{tensor.kind} {tensor}"
     op = graph.ops[tensor.producer]
-    which = f".{op.makes.index(tensor.index)}" if len(op.makes) > 1 else ""
-    return f"{op.type}{which}@-{reader - numbers[op.index]}"
+    output = f".{op.makes.index(tensor.index)}" if len(op.makes) > 1 else ""
+    return f"{op.type}{output}@-{reader - numbers[op.index]}"

@@ -99,5 +99,5 @@ class Traced:
             stored = path.read_text(encoding="utf-8")
         if stored != text:
             lines = unified_diff(stored.splitlines(), text.splitlines(), "stored", "traced", lineterm="", n=2)
-            told = [f"the graph is not that of {path}", *lines, f"{_UPDATE} writes it anew"]
-            raise AssertionError("\n".join(told))
+            message = [f"the graph is not that of {path}", *lines, f"{_UPDATE} writes it anew"]
+            raise AssertionError("\n".join(message))

@@ -8,17 +8,27 @@ class Counts(Result):
         return [("conv2d", 53), ("relu", 49)]
 """
 
-from amanda.tools.results._fields import made_of
-from amanda.tools.results._files import check_schema, in_words, number_of, parsing, read_json, to_json
-from amanda.tools.results._gathering import gather
+from amanda.tools.results._display import NOTHING, amount, not_met, shortened
+from amanda.tools.results._files import (
+    TooLargeError,
+    check_file,
+    check_schema,
+    check_size,
+    in_words,
+    is_lock,
+    locked,
+    made_of,
+    number_of,
+    parsing,
+    read_json,
+    read_npz,
+    read_text,
+    reading,
+    to_json,
+)
 from amanda.tools.results._keyed import KeyedResult, PlacesResult
-from amanda.tools.results._limits import TooLargeError, check_file, check_size, read_npz, read_text, reading
-from amanda.tools.results._locked import is_lock, locked
-from amanda.tools.results._merging import Mergeable, by_rank, can_merge, merge
-from amanda.tools.results._plotted import PlottedResult
-from amanda.tools.results._result import Column, Result
-from amanda.tools.results._table import Table, load, restored
-from amanda.tools.results._text import NOTHING, amount, not_met, shortened
+from amanda.tools.results._merging import Mergeable, Table, by_rank, can_merge, gather, load, merge, restored
+from amanda.tools.results._result import Column, PlottedResult, Result
 
 __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",

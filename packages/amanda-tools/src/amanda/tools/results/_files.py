@@ -1,28 +1,170 @@
-"""Reading and writing of files: nothing is believed that was not looked at, and errors name the file."""
+"""Reading and writing of files: sizes and contents are checked, and errors name the file."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import stat
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
+from io import BytesIO
+from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from amanda.errors import AmandaError, FileError
 from amanda.files import naming
-from amanda.tools.results._limits import TooLargeError, read_text
+from amanda.tools.results._display import amount
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TEXT, ARRAYS = 256_000_000, 1_000_000_000
+"""Bytes that are read of a file unless `reading` says otherwise: of JSON and the like, and of tensors."""
+
+
+_GZIP = b"\x1f\x8b"
+_CHUNK = 1 << 20
+_max_bytes: ContextVar[int | None] = ContextVar("amanda_max_bytes", default=None)
+
+
+class TooLargeError(AmandaError, ValueError):
+    """A file has more bytes than the limit."""
+
+
+@contextmanager
+def reading(max_bytes: int | None) -> Iterator[None]:
+    """Set the limit of bytes of files, uncompressed, inside the context; None for the default limits."""
+    token = _max_bytes.set(max_bytes)
+    try:
+        yield
+    finally:
+        _max_bytes.reset(token)
+
+
+def check_size(path: Path, size: int, default_limit: int = ARRAYS) -> None:
+    """Raise TooLargeError for a file with more bytes than the limit.
+
+    default_limit: limit outside of `reading`.
+    """
+    limit = _max_bytes.get() or default_limit
+    if size > limit:
+        raise TooLargeError(
+            f"{path} comes to {amount(size, 'B')} or more, and at most {amount(limit, 'B')} are read; "
+            "the option --limit of the command raises that, and amanda.tools.results.reading(max_bytes=...)"
+        )
+
+
+def check_file(path: Path) -> None:
+    """Raise TooLargeError for a file of arrays that is too large, and OSError for a missing file.
+
+    Raises AmandaError for anything but a regular file: reading a pipe would block.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise AmandaError(f"{path} is no regular file")
+    check_size(path, status.st_size)
+
+
+def read_text(path: Path) -> bytes:
+    """Return the content of a file of text, which may be gzipped.
+
+    Raises TooLargeError, OSError, and ValueError for a gzip file that is damaged.
+    """
+    check_size(path, path.stat().st_size, TEXT)
+    with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
+        raw = file.read((_max_bytes.get() or TEXT) + 1)
+    check_size(path, len(raw), TEXT)
+    if raw[:2] != _GZIP:
+        return raw
+    text = BytesIO()
+    try:
+        with gzip.GzipFile(fileobj=BytesIO(raw)) as inflated:
+            while text.write(inflated.read(_CHUNK)):
+                check_size(path, text.tell(), TEXT)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"it is a gzip file that ends too early or is damaged ({error})") from error
+    return text.getvalue()
+
+
+def read_npz(path: Path) -> Mapping[str, NDArray[Any]]:
+    """Return the arrays of an npz file by name.
+
+    Raises TooLargeError, OSError, and anything for another file, or one whose arrays say that they are of
+    another size than they are: call it within `parsing`.
+    """
+    import numpy as np
+
+    check_file(path)
+    with zipfile.ZipFile(path) as archive:
+        check_size(path, sum(member.file_size for member in archive.infolist()))
+        for member in archive.infolist():
+            _check_array_header(archive, member)
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+def _check_array_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """Raise ValueError unless the header of an array agrees with how long its member is."""
+    from numpy.lib import format as npy
+
+    with archive.open(member) as file:
+        version = npy.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"{member.filename} is of version {version} of npy")
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(file)
+        if dtype.hasobject:
+            raise ValueError(f"{member.filename} holds objects, and numbers are read alone")
+        size, there = prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if size != there:
+            raise ValueError(f"{member.filename} is to have {size} bytes of numbers, and has {there}")
+
 
 T = TypeVar("T")
+
+_PLAIN = {str: (str,), int: (int,), float: (int, float), bool: (bool,), type(None): (type(None),)}
+
+
+def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return `kind(**values)` after checking the values against the annotations of the class.
+
+    Raises ValueError for a value of another plain type; TypeError for a missing or an unknown field.
+    """
+    hashable: Any = kind
+    for name, types in _types(hashable).items():
+        value = values.get(name)
+        if name in values and (not isinstance(value, types) or (type(value) is bool and bool not in types)):
+            raise ValueError(f"its {name} is {value!r}")
+    return kind(**values)
+
+
+@cache
+def _types(kind: Any) -> dict[str, tuple[type, ...]]:
+    """Return the types of the values that each field of plain types may have."""
+    types = {}
+    for name, hint in get_type_hints(kind).items():
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if all(part in _PLAIN for part in parts):
+            types[name] = tuple(chain.from_iterable(_PLAIN[part] for part in parts))
+    return types
+
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @contextmanager
-def parsing(path: str | Path, what: str, kind: type[AmandaError] = AmandaError) -> Iterator[None]:
-    """Raise an error that names a file, whatever the reading of a damaged or crafted file raises.
+def parsing(path: str | Path, noun: str, kind: type[AmandaError] = AmandaError) -> Iterator[None]:
+    """Raise an error that names a file for any error of reading a damaged or crafted file.
 
-    what: such a file, for messages: "bundle of amanda diff".  kind: of the error; a FileError where the file
+    noun: kind of file, for messages: "bundle of amanda diff".  kind: of the error; a FileError where the file
     itself cannot be read, and a TooLargeError, stay what they are.
     """
     try:
@@ -33,19 +175,19 @@ def parsing(path: str | Path, what: str, kind: type[AmandaError] = AmandaError) 
     except Exception as error:  # of parsers, decompressors and numbers: their kinds are not listed anywhere
         if isinstance(error, kind) and str(path) in str(error):
             raise
-        raise kind(f"{path} is no {what} that can be read: {in_words(error)}") from error
+        raise kind(f"{path} is no {noun} that can be read: {in_words(error)}") from error
 
 
 def read_json(
-    path: str | Path, what: str, make: Callable[[Any], T], kind: type[AmandaError] = AmandaError
+    path: str | Path, noun: str, make: Callable[[Any], T], kind: type[AmandaError] = AmandaError
 ) -> T:
     """Return `make(content)` for the content of a JSON file, which may be gzipped.
 
-    what: such a file, for messages: "file of statistics".  make: may raise anything for another content.
+    noun: kind of file, for messages: "file of statistics".  make: may raise anything for another content.
     kind: of the error.
     Raises TooLargeError, FileError where the file cannot be read, and an error of the kind for another one.
     """
-    with parsing(path, what, kind):
+    with parsing(path, noun, kind):
         text = read_text(Path(path))
         try:
             content = json.loads(text)
@@ -79,30 +221,30 @@ def number_of(value: Any) -> Any:
     return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
-def check_schema(found: Any, name: str, version: int, oldest: int = 1) -> int:
+def check_schema(content: Any, name: str, version: int, oldest: int = 1) -> int:
     """Return the version of a file's content, so that a reader can tell an older one.
 
     name: of the schema, `amanda.<name>`.  version: the present one.  oldest: the first that the reader knows.
     Raises ValueError for another schema, and for a version that is newer than the present or not known.
     """
-    schema, given = schema_of(found), found.get("version")
+    schema, file_version = schema_of(content), content.get("version")
     if schema != f"amanda.{name}":
         raise ValueError(f"its schema is {schema!r}, not 'amanda.{name}'")
-    if type(given) is int and oldest <= given <= version:
-        return given
-    known = f"version {version} is" if oldest == version else f"versions {oldest} to {version} are"
-    newer = type(given) is int and given > version
+    if type(file_version) is int and oldest <= file_version <= version:
+        return file_version
+    supported = f"version {version} is" if oldest == version else f"versions {oldest} to {version} are"
+    newer = type(file_version) is int and file_version > version
     hint = "; it is newer: update the distribution of the tool, such as amanda-tools" if newer else ""
-    raise ValueError(f"it is version {given!r} of {schema}, and {known} read here{hint}")
+    raise ValueError(f"it is version {file_version!r} of {schema}, and {supported} read here{hint}")
 
 
-def schema_of(found: Any) -> str:
-    """The schema that a file's content names. Raises ValueError where it names none."""
-    if not isinstance(found, Mapping):
+def schema_of(content: Any) -> str:
+    """Return the schema that a file's content names.  Raises ValueError if it names none."""
+    if not isinstance(content, Mapping):
         raise ValueError("it holds no object with a schema")
-    if not isinstance(found.get("schema"), str):
+    if not isinstance(content.get("schema"), str):
         raise ValueError("it names no schema, as what a result's save() writes does")
-    return str(found["schema"])
+    return str(content["schema"])
 
 
 def in_words(error: Exception) -> str:
@@ -118,3 +260,38 @@ def in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}"
+
+
+_PATIENCE = 60.0
+_SUFFIX = ".lock"
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Hold the lock of a path; wait until other processes and threads release it.
+
+    The lock is a hidden file beside the path, removed afterwards.
+    Raises FileError if it cannot be created, or if another process holds it for a minute.
+    """
+    from filelock import FileLock, Timeout
+
+    path = Path(path)
+    lock = FileLock(path.with_name(f".{path.name[:60]}{_SUFFIX}"), timeout=_PATIENCE)
+    with naming(path):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise FileError(
+                f"{path} cannot be written: another process has held {lock.lock_file} for {_PATIENCE:.0f} s"
+            ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows, where the file of a lock cannot be removed
+            Path(lock.lock_file).unlink()  # whoever waits for it makes it anew
+        lock.release()
+
+
+def is_lock(name: str) -> bool:
+    """Return True for the name of a file that `locked` leaves."""
+    return name.startswith(".") and name.endswith(_SUFFIX)

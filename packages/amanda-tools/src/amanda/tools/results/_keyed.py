@@ -1,4 +1,4 @@
-"""Results that are told by keys of one's choice."""
+"""Results with a row for each value of keys that the user chooses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results._fields import made_of
-from amanda.tools.results._files import check_schema
+from amanda.tools.results._display import shortened
+from amanda.tools.results._files import check_schema, made_of
 from amanda.tools.results._result import Column, Result
-from amanda.tools.results._text import shortened
 
 KeyedT = TypeVar("KeyedT", bound="KeyedResult")
 PlaceT = TypeVar("PlaceT")
@@ -21,36 +20,36 @@ PlaceT = TypeVar("PlaceT")
 class KeyedResult(Result):
     """A result with a row for each value of some keys.
 
-    keys: all that there are.  counted: the columns behind those of the keys.
+    keys: all keys.  counted: the columns after those of the keys.
     """
 
     keys: ClassVar[Sequence[str]]
     counted: ClassVar[Sequence[Column]]
     width: ClassVar[int] = 44
-    """Of the column of a key."""
+    """Width of the column of a key."""
 
     def tell_by(self, by: Sequence[str], subject: str) -> None:
-        """Take keys: columns for them, and a title that names them, unless they are all."""
+        """Set the keys of rows: their columns, and a title that names them unless they are all keys."""
         self._by, self._subject = tuple(by), subject
         heads = (Column(key, show=partial(shortened, width=self.width)) for key in self._by)
         self.columns = (*heads, *self.counted)  # type: ignore[misc]
         self.title = subject if self._by == tuple(self.keys) else f"{subject} by {', '.join(self._by)}"
 
     def by(self: KeyedT, *keys: str) -> KeyedT:
-        """The same with a row for each value of these keys, of `keys`.
+        """Return the same result with a row for each value of these keys.
 
         Raises AmandaError for another key.
         """
         unknown = [key for key in keys if key not in self.keys]
         if unknown or not keys:
-            other = unknown[0] if unknown else "nothing"
-            raise AmandaError(f"rows of {self.name} are told by {', '.join(self.keys)}, not by {other}")
-        told = copy(self)
-        told.tell_by(keys, self._subject)
-        return told
+            unknown_key = unknown[0] if unknown else "nothing"
+            raise AmandaError(f"rows of {self.name} are told by {', '.join(self.keys)}, not by {unknown_key}")
+        result = copy(self)
+        result.tell_by(keys, self._subject)
+        return result
 
     def grouped(self, places: Iterable[PlaceT]) -> dict[tuple[Any, ...], list[PlaceT]]:
-        """Places by what they have of the keys."""
+        """Return places grouped by their values of the keys."""
         groups: dict[tuple[Any, ...], list[PlaceT]] = {}
         for place in places:
             groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
@@ -60,44 +59,45 @@ class KeyedResult(Result):
 class PlacesResult(KeyedResult, Generic[PlaceT]):
     """A result with a row for the places of a program that agree in some keys, and a file with all places.
 
-    place: a dataclass.  summed: its fields that are added up where places agree in the others.  A subclass is
-    made of places and keys.
+    place: a dataclass.  summed: fields that are added for places that agree in all other fields.  The
+    constructor of a subclass takes places and keys.
     """
 
     place: ClassVar[type]
     summed: ClassVar[Sequence[str]]
     places: list[PlaceT]
 
-    def merged(self: PlacesT, *others: PlacesT) -> PlacesT:
-        """Return this and other runs or ranks as one: what is summed of equal places adds up."""
+    def merged(self: PlacesT, *results: PlacesT) -> PlacesT:
+        """Return this and other runs or ranks as one result: the sums of equal places are added."""
         zeros = dict.fromkeys(self.summed, 0)
-        found: dict[tuple[Any, ...], Any] = {}
-        for one in (place for result in (self, *others) for place in result.places):
-            empty = replace(one, **zeros)
-            known = found.setdefault(tuple(_fields(empty).values()), empty)
+        sums: dict[tuple[Any, ...], Any] = {}
+        for place in (place for result in (self, *results) for place in result.places):
+            empty = replace(place, **zeros)
+            total = sums.setdefault(tuple(_field_values(empty).values()), empty)
             for name in self.summed:
-                setattr(known, name, getattr(known, name) + getattr(one, name))
-        return self._of(found.values(), self._by)
+                setattr(total, name, getattr(total, name) + getattr(place, name))
+        return self._from_places(sums.values(), self._by)
 
     @classmethod
-    def from_dict(cls: type[PlacesT], found: Mapping[str, Any]) -> PlacesT:
-        """Return what `to_dict` was asked of; raises ValueError for another schema or a newer version."""
-        check_schema(found, cls.name, cls.version)
-        return cls._of([made_of(cls.place, place) for place in found["places"]], found.get("by", cls.keys))
+    def from_dict(cls: type[PlacesT], content: Mapping[str, Any]) -> PlacesT:
+        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
+        check_schema(content, cls.name, cls.version)
+        places: list[Any] = [made_of(cls.place, place) for place in content["places"]]
+        return cls._from_places(places, content.get("by", cls.keys))
 
     def facts(self) -> Mapping[str, Any]:
-        """The keys of rows, and each place."""
-        return {"by": self._by, "places": [_fields(place) for place in self.places]}
+        """Return the keys of rows, and each place."""
+        return {"by": self._by, "places": [_field_values(place) for place in self.places]}
 
     @classmethod
-    def _of(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
+    def _from_places(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
         kind: Any = cls
-        made: PlacesT = kind(places, by)
-        return made
+        result: PlacesT = kind(places, by)
+        return result
 
 
 PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")
 
 
-def _fields(place: Any) -> dict[str, Any]:
-    return {one.name: getattr(place, one.name) for one in fields(place)}
+def _field_values(place: Any) -> dict[str, Any]:
+    return {field.name: getattr(place, field.name) for field in fields(place)}

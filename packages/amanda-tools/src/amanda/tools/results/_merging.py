@@ -1,29 +1,162 @@
-"""Results of several processes as one."""
+"""Results from files, and of several processes as one."""
 
 from __future__ import annotations
 
+import json
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
+import amanda
 from amanda.errors import AmandaError
-from amanda.options import Name, checked
-from amanda.tools.results._files import in_words
+from amanda.options import Name, NonNegativeInt, checked
+from amanda.plugins import tool_class
+from amanda.tools.results._display import amount, shortened
+from amanda.tools.results._files import in_words, number_of, read_json, schema_of, to_json
 from amanda.tools.results._result import Column, Result
-from amanda.tools.results._table import Table
+
+
+class Table(Result):
+    """Rows under columns of any tool, from a file or merged from several results."""
+
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        columns: Sequence[Column],
+        rows: Sequence[Sequence[Any]],
+        title: str = "",
+        notes: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name, self.version = name, version  # type: ignore[misc]
+        self.columns = tuple(columns)  # type: ignore[misc]
+        self.title = title
+        self._rows, self._notes, self._facts = list(rows), tuple(notes), dict(facts or {})
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return the rows."""
+        return self._rows
+
+    def notes(self) -> Sequence[str]:
+        """Return the notes of the result."""
+        return self._notes
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the facts of the result."""
+        return self._facts
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Table:
+        """Return a table of the `to_dict` of any result.  Raises KeyError, TypeError or ValueError."""
+        version, title, rows = content["version"], content["title"], content["rows"]
+        if type(version) is not int or not isinstance(title, str):
+            raise ValueError(f"its version is {version!r}, and its title {title!r}")
+        columns, values = [], []
+        for description in content["columns"]:
+            column, cells = _read_column(description, [row[description["name"]] for row in rows])
+            columns.append(column)
+            values.append(cells)
+        standard_fields = {"schema", "version", "title", "notes", "columns", "rows"}
+        return cls(
+            str(content["schema"]).removeprefix("amanda."), version, columns, list(zip(*values, strict=True)),
+            title, [str(note) for note in content["notes"]],
+            {name: value for name, value in content.items() if name not in standard_fields},
+        )  # fmt: skip
+
+
+@checked
+def load(path: str | Path) -> Result:
+    """Load a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
+
+    Raises AmandaError for a file that is none of a result, or of a version that its tool does not read.
+    """
+    return read_json(path, "file of a result", _checked_result)
+
+
+def _checked_result(content: Mapping[str, Any]) -> Result:
+    """Return a result that can be shown, saved and merged, so that a crafted file is refused here."""
+    result: Any = restored(content)
+    result.to_dict()
+    str(result)
+    if hasattr(type(result), "merged"):
+        result.merged(result)
+    return cast(Result, result)
+
+
+def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
+    """Return the result that `to_dict` described; like: a result of the same class, if there is one."""
+    schema = schema_of(content)
+    if not schema.startswith("amanda."):
+        raise ValueError(f"its schema is {schema!r}; expected one that begins with 'amanda.'")
+    name = schema.removeprefix("amanda.")
+    kind: Any = type(like) if like is not None and like.name == name else _result_class(name)
+    if not hasattr(kind, "from_dict"):
+        return Table.of(content)
+    result: Result = kind.from_dict(content)
+    written = set(result.notes())
+    result.remarks = [note for note in content.get("notes", ()) if note not in written]
+    return result
+
+
+def _result_class(name: str) -> type | None:
+    """Return the class of a tool's results, from the annotation of `result`."""
+    try:
+        kind: Any = tool_class(name)
+        result_class = typing.get_type_hints(kind.result.fget)["return"]
+    except (AmandaError, AttributeError, NameError, KeyError):
+        return None
+    is_result = isinstance(result_class, type) and getattr(result_class, "name", None) == name
+    return result_class if is_result else None
+
+
+def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple[Column, Sequence[Any]]:
+    """Return a column of a file, and its values: numbers if all are, without those that are missing."""
+    name, unit, merge = description["name"], description.get("unit", ""), description.get("merge", "")
+    if not isinstance(name, str) or not isinstance(unit, str) or merge not in _MERGES:
+        raise ValueError(f"it has a column {dict(description)}")
+    numbers = [number_of(value) for value in values]
+    present = [value for value in numbers if value is not None]
+    if not present or not all(isinstance(value, (int, float)) for value in present):
+        if present:
+            merge = ""
+        return Column(
+            name, _text, bool(description.get("total", False)) and not present, unit=unit, merge=merge
+        ), values
+    show: Any = partial(amount, unit=unit) if unit == "B" else "{:.1%}".format if unit == "share" else _number
+    return Column(
+        name, show, bool(description.get("total", False)), number=True, unit=unit, merge=merge
+    ), numbers
+
+
+_MERGES = ("", *(word for word in typing.get_args(typing.get_type_hints(Column)["merge"]) if word))
+
+
+def _text(value: Any) -> str:
+    return shortened(str(value), 44)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
 
 ResultT = TypeVar("ResultT")
 
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """A result that can be put together with those of other runs, ranks or processes."""
+    """A result that can be merged with those of other runs, ranks or processes."""
 
-    def merged(self: ResultT, *others: ResultT) -> ResultT:
-        """This and the others as one."""
+    def merged(self: ResultT, *results: ResultT) -> ResultT:
+        """Return this and other results as one."""
 
     @classmethod
-    def from_dict(cls: type[ResultT], found: Mapping[str, Any]) -> ResultT:
+    def from_dict(cls: type[ResultT], content: Mapping[str, Any]) -> ResultT:
         """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
 
 
@@ -35,66 +168,70 @@ def can_merge(result: object) -> bool:
 
 @checked
 def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result:
-    """One result of several of the same tool, by what each is of: "rank0", "rank1".
+    """Merge results of one tool into one; keys are names such as "rank0", "rank1".
 
-    missing: what should have left a result and did not, which the result then says.
-    By the result's own `merged`, else by what its columns say of themselves (`Column.merge`), else row by
-    row as `by_rank` does.  What is merged can be merged again, with the same numbers as in one step.
-    Raises AmandaError where there is none, or they are of several tools or have other columns.
+    missing: names of processes that left no result; a remark lists them.
+    The result's `merged` is used, else `Column.merge` of its columns, else `by_rank`.  Merging merged results
+    again gives the same numbers as merging all in one step.
+    Raises AmandaError for no results, and for results of several tools or with different columns.
     """
-    _check(results)
+    _check_same_tool(results)
     try:
-        merged = _together(results)
+        merged = _merge_results(results)
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # of values that somebody wrote
         raise AmandaError(
-            f"results of {_listed(results)} cannot be put together: {in_words(error)}"
+            f"results of {_join_names(results)} cannot be put together: {in_words(error)}"
         ) from error
-    told = told_apart({name: one.remarks for name, one in results.items()})
+    notes = attribute_notes({name: result.remarks for name, result in results.items()})
     if len(results) > 1 or missing:
-        told.append(f"Of {_listed(results)}{' together' if len(results) > 1 else ''}.")
+        notes.append(f"Of {_join_names(results)}{' together' if len(results) > 1 else ''}.")
     if missing:
-        told.append(f"There is no result of {_listed(missing)}.")
-    merged.remarks = told
+        notes.append(f"There is no result of {_join_names(missing)}.")
+    merged.remarks = notes
     return merged
 
 
-def _together(results: Mapping[str, Result]) -> Result:
-    first, *others = results.values()
-    if not others:
+def _merge_results(results: Mapping[str, Result]) -> Result:
+    first, *more = results.values()
+    if not more:
         return copy(first)
-    if isinstance(first, Mergeable) and all(type(other) is type(first) for other in others):
-        return cast(Result, cast(Any, first).merged(*others))
-    return _by_columns(results) if any(column.merge for column in first.columns) else by_rank(results)
+    if isinstance(first, Mergeable) and all(type(result) is type(first) for result in more):
+        return cast(Result, cast(Any, first).merged(*more))
+    return _merge_by_columns(results) if any(column.merge for column in first.columns) else by_rank(results)
 
 
 def by_rank(results: Mapping[str, Result]) -> Table:
-    """The rows of several results of the same tool, with a first column `rank` that says whose each is.
+    """Return the rows of several results of one tool, with a first column `rank`.
 
-    Those of tables that have it already are then "host0.rank1".  Raises AmandaError where there is none, or
-    they are of several tools or have other columns.
+    Ranks of tables that have this column already become "host0.rank1".  Raises AmandaError for no results,
+    and for results of several tools or with different columns.
     """
-    _check(results)
+    _check_same_tool(results)
     first = next(iter(results.values()))
-    notes = told_apart({name: one.notes() for name, one in results.items()})
-    cells = [row for one in results.values() for row in _weighted(one)]
-    facts = _facts(first.columns, cells, _of(first) or first.name)
-    if _of(first):
-        ranked = [(_within(name, row[0]), *row[1:]) for name, one in results.items() for row in one.rows()]
+    notes = attribute_notes({name: result.notes() for name, result in results.items()})
+    cells = [row for result in results.values() for row in _weighted_rows(result)]
+    facts = _facts(first.columns, cells, _source_tool(first) or first.name)
+    if _source_tool(first):
+        ranked = [
+            (_nested_rank(name, row[0]), *row[1:])
+            for name, result in results.items()
+            for row in result.rows()
+        ]
         return Table(_RANKS, 1, first.columns, ranked, first.title, notes, facts)
-    rows = [(_rank(name), *row) for name, one in results.items() for row in one.rows()]
+    rows = [(_rank_number(name), *row) for name, result in results.items() for row in result.rows()]
     columns = [Column("rank", number=True), *first.columns]
     return Table(_RANKS, 1, columns, rows, f"{first.title or first.name} by rank", notes, facts)
 
 
-def told_apart(sentences: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return sentences: those of all results once, and those of some results with the results' names."""
-    told: dict[str, list[str]] = {}
+def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each sentence once, after the names of its results unless all results have it."""
+    names_by_sentence: dict[str, list[str]] = {}
     for name, each in sentences.items():
         for sentence in each:
-            told.setdefault(sentence, []).append(name)
+            names_by_sentence.setdefault(sentence, []).append(name)
     return [
         sentence if len(names) == len(sentences) else f"{', '.join(names)}: {sentence}"
-        for sentence, names in told.items()
+        for sentence, names in names_by_sentence.items()
     ]
 
 
@@ -102,26 +239,26 @@ _RANKS = "ranks"
 _VALUES = "values_of_means"
 """The fact that says by column of how many values the mean in each row is, for when it is merged again."""
 
-_WAYS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
+_MERGE_FUNCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
 
 _Cell = tuple[Any, int]
 """A value, and how many values of single results it stands for."""
 
 
-def _by_columns(results: Mapping[str, Result]) -> Table:
+def _merge_by_columns(results: Mapping[str, Result]) -> Table:
     first = next(iter(results.values()))
     columns = first.columns
     keys = [i for i, column in enumerate(columns) if not column.merge]
     groups: dict[str, list[Sequence[_Cell]]] = {}
-    for row in (row for one in results.values() for row in _weighted(one)):
+    for row in (row for result in results.values() for row in _weighted_rows(result)):
         groups.setdefault(repr([row[i] for i in keys]), []).append(row)
     merged = [
-        [_merged(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
+        [_merge_cells(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
         for rows in groups.values()
     ]
     rows = [[value for value, _ in row] for row in merged]
-    notes = told_apart({name: one.notes() for name, one in results.items()})
-    facts = _facts(columns, merged, _of(first))
+    notes = attribute_notes({name: result.notes() for name, result in results.items()})
+    facts = _facts(columns, merged, _source_tool(first))
     return Table(first.name, first.version, columns, rows, first.title, notes, facts)
 
 
@@ -132,7 +269,7 @@ def _facts(columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], of: str) 
     return {**({"of": of} if of else {}), **({_VALUES: means} if means else {})}
 
 
-def _weighted(result: Result) -> list[list[_Cell]]:
+def _weighted_rows(result: Result) -> list[list[_Cell]]:
     counts = result.facts().get(_VALUES, {}) if isinstance(result, Table) else {}
     return [
         [
@@ -143,54 +280,99 @@ def _weighted(result: Result) -> list[list[_Cell]]:
     ]
 
 
-def _merged(column: Column, cells: Sequence[_Cell]) -> _Cell:
-    known, count = [value for value, _ in cells if value is not None], sum(count for _, count in cells)
-    if not column.merge or not known:
+def _merge_cells(column: Column, cells: Sequence[_Cell]) -> _Cell:
+    values, count = [value for value, _ in cells if value is not None], sum(count for _, count in cells)
+    if not column.merge or not values:
         return cells[0]
     if column.merge == "mean":
         return sum(value * weight for value, weight in cells if weight) / count, count
-    return _WAYS[column.merge](known), count
+    return _MERGE_FUNCTIONS[column.merge](values), count
 
 
-def _check(results: Mapping[str, Result]) -> None:
+def _check_same_tool(results: Mapping[str, Result]) -> None:
     """Raise AmandaError unless all are of one tool and have the same columns, in the same order."""
     if not results:
         raise AmandaError("there is no result to be merged")
     kinds = {
-        name: f"{_of(one)} by rank" if _of(one) else f"{one.name} {one.version}"
-        for name, one in results.items()
+        name: f"{_source_tool(result)} by rank" if _source_tool(result) else f"{result.name} {result.version}"
+        for name, result in results.items()
     }
     if len(set(kinds.values())) > 1:
-        told = ", ".join(f"{name} has {kind}" for name, kind in kinds.items())
-        raise AmandaError(f"results of one tool are merged: {told}")
-    (name, first), *others = results.items()
-    for another, one in others:
-        if _columns(one) != _columns(first):
+        contents = ", ".join(f"{name} has {kind}" for name, kind in kinds.items())
+        raise AmandaError(f"results of one tool are merged: {contents}")
+    (name, first), *rest_of_results = results.items()
+    for another, result in rest_of_results:
+        if _column_keys(result) != _column_keys(first):
             raise AmandaError(
                 f"results with the same columns, in the same order, are merged: {name} has "
-                f"{', '.join(_columns(first))}; {another} has {', '.join(_columns(one))}"
+                f"{', '.join(_column_keys(first))}; {another} has {', '.join(_column_keys(result))}"
             )
 
 
-def _columns(result: Result) -> list[str]:
-    """Columns by what makes their values alike; how they are shown is each result's own."""
+def _column_keys(result: Result) -> list[str]:
+    """Return the names of columns, and how their values merge; how they are shown may differ."""
     return [f"{column.name} ({column.merge})" if column.merge else column.name for column in result.columns]
 
 
-def _of(result: Result) -> str:
-    """The tool of whose results a table by rank is; "" for what is none."""
+def _source_tool(result: Result) -> str:
+    """Return the tool of a table by rank; "" for any other result."""
     return str(result.facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
 
 
-def _within(name: str, rank: int | str) -> str:
+def _nested_rank(name: str, rank: int | str) -> str:
     return f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}"
 
 
-def _rank(name: str) -> int | str:
+def _rank_number(name: str) -> int | str:
     number = name.removeprefix("rank")
     return int(number) if number.isdecimal() else name
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+@checked
+def gather(
+    result: Result, group: Any = None, *, to: NonNegativeInt | None = None, per_rank: bool = False
+) -> Any:
+    """Merge the results of all ranks of a process group; every rank calls this with its own result.
+
+    group: of `torch.distributed`; the default group if None.  to: global rank that gets the result; the
+    others get None.  None for every rank.  per_rank: keep the rows of each rank, with a column `rank`.
+
+    The result has the class of the ranks' results if these can be merged (see `merge`); else it is a
+    `Table`.  Raises AmandaError where `torch.distributed` is not initialised, where ranks give results of
+    several tools, and where one gives none.
+
+    merged = gather(flops.result, to=0)
+    """
+    import torch.distributed as distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise AmandaError(
+            "gather puts together what the ranks of torch.distributed have, and there is no process group: "
+            "torch.distributed.init_process_group(...) comes first"
+        )
+    with amanda.disabled():
+        text = to_json(result.to_dict()) if isinstance(result, Result) else type(result).__name__
+        texts: list[Any] = [None] * distributed.get_world_size(group)
+        if to is None:
+            distributed.all_gather_object(texts, text, group)
+        else:
+            mine = distributed.get_rank() == to
+            distributed.gather_object(text, texts if mine else None, dst=to, group=group)
+            if not mine:
+                return None
+        ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    names = [f"rank{rank}" for rank in ranks]
+    return _merge_texts(result, dict(zip(names, texts, strict=True)), per_rank)
+
+
+def _merge_texts(result: Result, texts: dict[str, str], per_rank: bool) -> Result:
+    missing = [f"{name} gave {text}" for name, text in texts.items() if not text.startswith("{")]
+    if missing:
+        raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(missing)}")
+    results = {name: restored(json.loads(text), result) for name, text in texts.items()}
+    return by_rank(results) if per_rank else merge(results)

@@ -1,4 +1,4 @@
-"""A result: rows under columns, and every form in which people want them."""
+"""A result: rows under columns, and its forms: text, JSON, CSV, HTML and plots."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import csv
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError
 from amanda.files import write_file
-from amanda.tools.results import _html
+from amanda.tools.results._display import as_text, for_console, html_page, html_table
 from amanda.tools.results._files import to_json
-from amanda.tools.results._shown import as_text, for_console
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from rich.console import Console, ConsoleOptions
     from rich.table import Table
     from rich.text import Text
@@ -47,8 +48,8 @@ class Column:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the column as files describe it."""
-        told = {"name": self.name, "total": self.total, "unit": self.unit}
-        return {**told, "merge": self.merge} if self.merge else told
+        description = {"name": self.name, "total": self.total, "unit": self.unit}
+        return {**description, "merge": self.merge} if self.merge else description
 
 
 class Result(ABC):
@@ -104,14 +105,14 @@ class Result(ABC):
 
     def _repr_html_(self) -> str:
         rows = self.rows()
-        cells = [list(zip(self._shown(row), row, strict=True)) for row in rows]
+        cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
         numbers = [column.total or column.number for column in self.columns]
         notes = self._sentences
-        first, rest = notes[: self.leading], notes[self.leading :]
-        return _html.table(self.title, names, numbers, cells, self._totals(rows), rest, first)
+        first, notes_below = notes[: self.leading], notes[self.leading :]
+        return html_table(self.title, names, numbers, cells, self._totals(rows), notes_below, first)
 
-    def _shown(self, row: Sequence[Any]) -> list[str]:
+    def _cell_texts(self, row: Sequence[Any]) -> list[str]:
         return [
             "" if value is None else column.show(value)
             for column, value in zip(self.columns, row, strict=True)
@@ -161,7 +162,7 @@ class Result(ABC):
 
     def to_html(self) -> str:
         """The table as a page of its own."""
-        return _html.page(self.title or self.name, self._repr_html_())
+        return html_page(self.title or self.name, self._repr_html_())
 
     @property
     def suffixes(self) -> Sequence[str]:
@@ -176,12 +177,65 @@ class Result(ABC):
         """
         path = Path(path)
         forms = self._forms()
-        suffix = max((one for one in forms if path.name.endswith(one)), key=len, default="")
+        suffix = max((ending for ending in forms if path.name.endswith(ending)), key=len, default="")
         if not suffix:
-            known = ", ".join(self.suffixes)
-            raise AmandaError(f"{path} has no suffix of a form in which {self.name} can be saved: {known}")
+            supported = ", ".join(self.suffixes)
+            raise AmandaError(
+                f"{path} has no suffix of a form in which {self.name} can be saved: {supported}"
+            )
         text = forms[suffix]()
         return write_file(path, text if text.endswith("\n") else f"{text}\n")
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         return {".json": self.to_json, ".csv": self.to_csv, ".html": self.to_html, ".txt": self.whole}
+
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "amanda", "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
+
+
+class PlottedResult(Result):
+    """A result that can also be saved as .svg, .png or .pdf; that needs matplotlib."""
+
+    size: ClassVar[tuple[float, float]] = (9, 4)
+
+    @abstractmethod
+    def draw(self, axes: Axes) -> None:
+        """Draw into axes of matplotlib."""
+
+    def plot(self) -> Figure:
+        """Return the plot as a matplotlib figure, without a window.
+
+        Raises AmandaError where matplotlib is not installed.
+        """
+        try:
+            from matplotlib import rc_context
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise AmandaError('a picture needs matplotlib: pip install "amanda-tools[plots]"') from error
+        with rc_context(_STYLE):
+            figure = Figure(figsize=self.size, layout="constrained")
+            self.draw(figure.add_subplot())
+        return figure
+
+    def to_svg(self) -> str:
+        """Return the plot as SVG."""
+        from matplotlib import rc_context
+
+        figure, text = self.plot(), StringIO()
+        with rc_context(_STYLE):
+            figure.savefig(text, format="svg", metadata={"Date": None})
+        return text.getvalue()
+
+    def save(self, path: str | Path) -> Path:
+        """Write a file in the form that its suffix names, also .png and .pdf."""
+        path = Path(path)
+        if path.suffix not in (".png", ".pdf"):
+            return super().save(path)
+        picture = BytesIO()
+        self.plot().savefig(picture, format=path.suffix[1:], dpi=150)
+        return write_file(path, picture.getvalue())
+
+    def _forms(self) -> dict[str, Callable[[], str]]:
+        return {**super()._forms(), ".svg": self.to_svg}

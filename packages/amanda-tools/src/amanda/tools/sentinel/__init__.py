@@ -6,8 +6,7 @@ with amanda.apply(sentinel):
 print(sentinel.result)
 """
 
-from amanda.tools.sentinel._alarms import Alarm, SentinelError
-from amanda.tools.sentinel._result import SentinelResult
+from amanda.tools.sentinel._result import Alarm, SentinelError, SentinelResult
 from amanda.tools.sentinel._tool import SentinelTool
 
 __all__ = ["Alarm", "SentinelError", "SentinelResult", "SentinelTool"]

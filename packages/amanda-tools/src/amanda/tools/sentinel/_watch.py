@@ -1,4 +1,4 @@
-"""The tool of a watched step: norms of what ops give, hashes, and ops that are run again."""
+"""The tool of a watched step: norms and hashes of outputs, and ops that run again."""
 
 from __future__ import annotations
 
@@ -13,33 +13,30 @@ from typing import Any
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.mapping import MappingTool, StandardMapping, rerun
-from amanda.tools.sentinel import _again, _pytorch
-from amanda.tools.sentinel._alarms import Alarm
-from amanda.tools.sentinel._judged import Norm
-from amanda.tools.sentinel._result import VARIES, Watched
+from amanda.tools.sentinel import _reruns
+from amanda.tools.sentinel._result import VARIES, Alarm, WatchedNorm, WatchedOp
 
 _FLOATING = ("float", "bfloat", "complex", "half")
 Compute = Callable[..., Any]
 
 
-def _timed(routine: Compute) -> Compute:
-    """Add the time in a method of a Watch to its `seconds`."""
+def _counts_time(routine: Compute) -> Compute:
+    """Add the time in a method of a StepWatcher to `seconds`."""
 
     @wraps(routine)
-    def timed(self: Watch, *values: Any, **kwargs: Any) -> None:
+    def timed_method(self: StepWatcher, *values: Any, **kwargs: Any) -> None:
         begun = perf_counter()
         routine(self, *values, **kwargs)
         self.seconds += perf_counter() - begun
 
-    return timed
+    return timed_method
 
 
-class Watch(amanda.Tool):
-    """Watches ops of PyTorch while its scope is open; `end_step` gives the norms, in order.
+class StepWatcher(amanda.Tool):
+    """Take norms and hashes of a share of the executions of a step, and run these again.
 
-    share: of the executions, of which norms are taken, and which are hashed and run again where they can be.
-    on_alarm: is given alarms at once.
-    on_exhausted: is called where a forward op is to be analysed beyond the allowance.
+    share: share of the executions.  on_alarm: called with each alarm of a corruption, at once.
+    on_exhausted: called before a forward op is analysed after the allowance is spent.
     """
 
     def __init__(
@@ -51,155 +48,168 @@ class Watch(amanda.Tool):
         """Paths of parameters, by the numbers that `identity_of` gives."""
         self.share, self._random = share, random.Random(seed)
         self._on_alarm, self._on_exhausted = on_alarm, on_exhausted
-        self.ops: dict[tuple[int, int | None], Watched] = {}
-        self._norms: list[Norm] = []
-        self._given: dict[tuple[int, int], tuple[Sequence[Any], Sequence[Any]]] = {}
+        self.ops: dict[tuple[int, int | None], WatchedOp] = {}
+        self._norms: list[WatchedNorm] = []
+        self._open_inputs: dict[tuple[int, int], tuple[Sequence[Any], Sequence[Any]]] = {}
         self.overflowed = False
         self._drawn = self._random.random()
         self.seconds = 0.0
         """Time in the analysis of ops and in looking at them since the step began."""
         self.allowance = math.inf
-        """The seconds after which one more forward op is analysed, and no further one."""
+        """Seconds of analysis in a step after which the scope of the step closes."""
         self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", rerun]]))
-        self.add_inst_for_op(self._forward)
-        self.add_inst_for_op(self._backward, backward=True)
+        self.add_inst_for_op(self._instrument_forward)
+        self.add_inst_for_op(self._instrument_backward, backward=True)
 
-    def end_step(self) -> list[Norm]:
-        """Return the norms of the step so far, and begin another."""
+    def end_step(self) -> list[WatchedNorm]:
+        """Return the norms of the step in their order, and begin a step."""
         norms, self._norms = self._norms, []
-        self._given.clear()
+        self._open_inputs.clear()
         self._drawn = self._random.random()
         return norms
 
-    def _analysed(self, context: amanda.OpContext, phase: str, kind: str, left: str) -> Watched:
+    def _watched_op(self, context: amanda.OpContext, phase: str, kind: str, reason: str) -> WatchedOp:
         key = context.get_op_id(), context.get_backward_op_id()
         if key not in self.ops:
-            self.ops[key] = Watched(phase, kind, context.get_scope(), context.get_source(), left=left)
+            self.ops[key] = WatchedOp(phase, kind, context.get_scope(), context.get_source(), left=reason)
         return self.ops[key]
 
-    @_timed
-    def _forward(self, context: amanda.OpContext) -> None:
+    @_counts_time
+    def _instrument_forward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a forward op, and note the paths of its parameters."""
         if context.get_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
-            context.insert_after_op(self._unscaled, outputs=[], flag=context.get_inputs()[1])
+            context.insert_after_op(self._note_overflow, outputs=[], flag=context.get_inputs()[1])
         if context["phase"] in ("optimizer", "construction"):
             return
         if self.seconds > self.allowance:
             self._on_exhausted()
-        given = {}
+        parameter_names = {}
         for position in range(len(context.get_inputs())):
             variable = context.get_variable(position)
             path = None if variable is None else context.get_variable_path(variable)
             if path is not None:
                 self.paths[self.identity_of(variable)] = path
-                given[position] = f"parameter {path}"
-        left, compute = _again.reason_to_leave(context), None
+                parameter_names[position] = f"parameter {path}"
+        reason, compute = _reruns.reason_not_to_rerun(context), None
         try:
             compute = context.get_computation()
         except AmandaError:
-            left = left or "not a native op of PyTorch"
-        op = self._analysed(context, context["phase"], context["type"], left)
-        context.insert_before_op(self._begin, op=op, given=given, dtype=context["dtype"])
-        context.insert_after_op(self._end, op=op, compute=compute, dtype=context["dtype"])
+            reason = reason or "not a native op of PyTorch"
+        op = self._watched_op(context, context["phase"], context["type"], reason)
+        context.insert_before_op(
+            self._before_op, op=op, parameter_names=parameter_names, dtype=context["dtype"]
+        )
+        context.insert_after_op(self._after_op, op=op, compute=compute, dtype=context["dtype"])
 
-    @_timed
-    def _backward(self, context: amanda.OpContext) -> None:
+    @_counts_time
+    def _instrument_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a backward op."""
         kind, node = context["backward_type"], context.get_backward_op()
         if kind == "accumulate_grad":
             return
-        gradients = [one for one in context.get_grad_outputs() or () if one is not None]
-        left = _again.reason_to_leave_node(node, gradients[0].device.type if gradients else "cpu")
-        op = self._analysed(context, "backward", kind, left)
-        context.insert_before_backward_op(self._begin_backward, op=op)
-        context.insert_after_backward_op(self._end_backward, op=op, dtype=context["dtype"])
+        gradients = [gradient for gradient in context.get_grad_outputs() or () if gradient is not None]
+        reason = _reruns.reason_not_to_rerun_node(node, gradients[0].device.type if gradients else "cpu")
+        op = self._watched_op(context, "backward", kind, reason)
+        context.insert_before_backward_op(self._before_backward_op, op=op)
+        context.insert_after_backward_op(self._after_backward_op, op=op, dtype=context["dtype"])
 
-    def _is_sampled(self, op: Watched) -> bool:
-        """Return True for the share of executions, which in a step lie evenly apart from a random start."""
+    def _is_sampled(self, op: WatchedOp) -> bool:
+        """Return True for a share of the executions: evenly spaced in a step, from a random start."""
         op.executions += 1
         before, self._drawn = self._drawn, self._drawn + self.share
         if int(self._drawn) > int(before):
             return True
-        self._given.pop((get_ident(), id(op)), None)  # of an execution that raised
+        self._open_inputs.pop((get_ident(), id(op)), None)  # of an execution that raised
         return False
 
     @amanda.observer
-    def _begin(self, *inputs: Any, op: Watched, given: dict[int, str], dtype: Any) -> None:
+    def _before_op(self, *inputs: Any, op: WatchedOp, parameter_names: dict[int, str], dtype: Any) -> None:
         if self._is_sampled(op):
-            self._look_at_inputs(op, inputs, given, dtype)
+            self._check_inputs(op, inputs, parameter_names, dtype)
 
     @amanda.observer
-    def _end(self, *outputs: Any, op: Watched, compute: Compute, dtype: Any) -> None:
-        given = self._given.pop((get_ident(), id(op)), None)
-        if given is not None:
-            self._look_at_outputs(op, outputs, *given, compute, dtype)
+    def _after_op(self, *outputs: Any, op: WatchedOp, compute: Compute, dtype: Any) -> None:
+        open_inputs = self._open_inputs.pop((get_ident(), id(op)), None)
+        if open_inputs is not None:
+            self._check_outputs(op, outputs, *open_inputs, compute, dtype)
 
     @amanda.observer
-    def _begin_backward(self, *gradients: Any, op: Watched) -> None:
+    def _before_backward_op(self, *gradients: Any, op: WatchedOp) -> None:
         if self._is_sampled(op):
-            self._given[get_ident(), id(op)] = gradients, _pytorch.tensors(gradients)
+            self._open_inputs[get_ident(), id(op)] = gradients, _reruns.tensors(gradients)
 
     @amanda.observer
-    def _end_backward(self, *gradients: Any, op: Watched, dtype: Any) -> None:
-        given = self._given.pop((get_ident(), id(op)), None)
-        if given is not None:
-            self._look_at_gradients(op, gradients, *given, dtype)
+    def _after_backward_op(self, *gradients: Any, op: WatchedOp, dtype: Any) -> None:
+        open_inputs = self._open_inputs.pop((get_ident(), id(op)), None)
+        if open_inputs is not None:
+            self._check_gradients(op, gradients, *open_inputs, dtype)
 
-    @_timed
-    def _look_at_inputs(self, op: Watched, inputs: Sequence[Any], names: dict[int, str], dtype: Any) -> None:
+    @_counts_time
+    def _check_inputs(self, op: WatchedOp, inputs: Sequence[Any], names: dict[int, str], dtype: Any) -> None:
         for position, value in enumerate(inputs):
             if _is_floating(value, dtype) and value.is_leaf:
-                self._note(op, names.get(position, f"input {position}"), value, is_given=True)
-        self._given[get_ident(), id(op)] = inputs, _pytorch.tensors(inputs)
+                self._record_norm(op, names.get(position, f"input {position}"), value, is_input=True)
+        self._open_inputs[get_ident(), id(op)] = inputs, _reruns.tensors(inputs)
 
-    @_timed
-    def _look_at_outputs(
-        self, op: Watched, outputs: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any],
+    @_counts_time
+    def _check_outputs(
+        self, op: WatchedOp, outputs: Sequence[Any], inputs: Sequence[Any], input_tensors: Sequence[Any],
         compute: Compute, dtype: Any,
     ) -> None:  # fmt: skip
-        own, made = _pytorch.tensors(outputs), False
-        for i, one in enumerate(own):
-            if not _pytorch.is_view_of(one, given):
-                made = True
-                if _is_floating(one, dtype):
-                    self._note(op, f"output {i}", one)
+        """Record norms of the outputs, and run the op again if that is possible."""
+        tensors, has_new_memory = _reruns.tensors(outputs), False
+        for i, output in enumerate(tensors):
+            if not _reruns.is_view_of(output, input_tensors):
+                has_new_memory = True
+                if _is_floating(output, dtype):
+                    self._record_norm(op, f"output {i}", output)
         drops = op.type == "scaled_dot_product_attention" and len(inputs) > 4 and inputs[4]
-        if not (op.left or drops) and made and given and all(map(_pytorch.is_plain, [*given, *own])):
-            records = any(one.requires_grad for one in own)
-            self._run_again(op, own, lambda: _again.forward_again(compute, op.type, inputs, records))
+        is_plain = all(map(_reruns.is_plain, [*input_tensors, *tensors]))
+        if not (op.left or drops) and has_new_memory and input_tensors and is_plain:
+            records = any(output.requires_grad for output in tensors)
+            self._rerun(op, tensors, lambda: _reruns.rerun_op(compute, op.type, inputs, records))
 
-    @_timed
-    def _look_at_gradients(
-        self, op: Watched, left: Sequence[Any], entered: Sequence[Any], given: Sequence[Any], dtype: Any
+    @_counts_time
+    def _check_gradients(
+        self,
+        op: WatchedOp,
+        outgoing: Sequence[Any],
+        incoming: Sequence[Any],
+        incoming_tensors: Sequence[Any],
+        dtype: Any,
     ) -> None:
-        own = _pytorch.tensors(left)
-        for i, one in enumerate(left):
-            if _is_floating(one, dtype):
-                self._note(op, f"gradient {i}", one)
-        if not op.left and own and all(map(_pytorch.is_plain, [*given, *own])):
-            again = _again.node_again(entered, own)
-            if again is None:
+        """Record norms of the gradients, and run the backward node again if that is possible."""
+        tensors = _reruns.tensors(outgoing)
+        for i, gradient in enumerate(outgoing):
+            if _is_floating(gradient, dtype):
+                self._record_norm(op, f"gradient {i}", gradient)
+        if not op.left and tensors and all(map(_reruns.is_plain, [*incoming_tensors, *tensors])):
+            rerun = _reruns.node_rerunner(incoming, tensors)
+            if rerun is None:
                 op.left = "not a native op of PyTorch"
             else:
-                self._run_again(op, own, again)
+                self._rerun(op, tensors, rerun)
 
     @amanda.observer
-    def _unscaled(self, flag: Any) -> None:
+    def _note_overflow(self, flag: Any) -> None:
         self.overflowed = self.overflowed or bool(flag)
 
-    def _note(self, op: Watched, what: str, value: Any, is_given: bool = False) -> None:
-        if value.numel() and _pytorch.is_plain(value):
-            self._norms.append(Norm(op, what, is_given, _pytorch.norm(value)))
+    def _record_norm(self, op: WatchedOp, tensor_name: str, value: Any, is_input: bool = False) -> None:
+        if value.numel() and _reruns.is_plain(value):
+            self._norms.append(WatchedNorm(op, tensor_name, is_input, _reruns.norm_of(value)))
 
-    def _run_again(self, op: Watched, own: list[Any], again: Callable[[], list[Any]]) -> None:
+    def _rerun(self, op: WatchedOp, outputs: list[Any], rerun: Callable[[], list[Any]]) -> None:
+        """Run an op again; record its hash, a corruption, or the reason not to run it again."""
         try:
-            verdict, detail = _again.compared(own, again)
-        except RuntimeError as error:  # what the op saved was freed, or memory is short
+            verdict, detail = _reruns.compare_reruns(outputs, rerun)
+        except RuntimeError as error:  # saved tensors were freed, or memory is short
             op.left = f"raised {type(error).__name__} when run again"
             return
         if verdict == "varies":
             op.left = VARIES
             return
         op.recomputed += 1
-        op.hash = f"{int(_pytorch.digest(own[0])) % (1 << 64):08x} in step {self.step}"
+        op.hash = f"{int(_reruns.digest(outputs[0])) % (1 << 64):08x} in step {self.step}"
         if verdict == "corruption":
             op.corrupt += 1
             self._on_alarm(Alarm("corruption", self.step, op.phase, op.type, op.module, op.source, detail))

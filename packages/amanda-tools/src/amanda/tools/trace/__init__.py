@@ -1,4 +1,4 @@
-"""The graph that a scope executes: forward and backward ops, and the tensors between them.
+"""Graph of the executed ops, forward and backward, and the tensors between them.
 
 tracer = TraceTool()
 with amanda.apply(tracer):

@@ -1,4 +1,4 @@
-"""The graph of what was executed: ops, and the tensors between them."""
+"""The graph of the executed ops, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import networkx
 
 VERSION = 1
-"""Of the schema `amanda.trace`."""
+"""Version of the schema `amanda.trace`."""
 
 Position = int | None | tuple["int | None", ...]
 """One input or output: a tensor's index, None for a value that is no tensor, or a list of these."""
@@ -21,13 +21,13 @@ Position = int | None | tuple["int | None", ...]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One value that flowed; what is written in place is another one afterwards.
+    """A tensor between ops; a tensor that is written in place becomes a new one.
 
-    shape: None for an extent that is not known, and for all where the rank is not.
-    kind: "parameter", "buffer", "constant", "input" (any other that no recorded op made), "activation",
-    "gradient".  name: path of a parameter in its model, a graph's name of a tensor.
-    producer: the op that made or wrote it.  consumers: the ops that read it, or write a part of its memory.
-    alias_of: the tensor whose memory it shares: what it is a view of, what it was before it was written.
+    shape: None for an unknown extent; None for all if the rank is unknown.
+    kind: "parameter", "buffer", "constant", "activation", "gradient", or "input" for all others that no
+    recorded op made.  name: path of a parameter in its model, or a graph's name of a tensor.
+    producer: the op that made or wrote the tensor.  consumers: the ops that read the tensor, or write a part
+    of its memory.  alias_of: the tensor whose memory a view shares, or the tensor before it was written.
     """
 
     index: int
@@ -49,14 +49,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op.
+    """An executed op.
 
-    id: the op id, the same for all ops of one place in the program.  name: the framework's own.
+    id: the op id, the same for all ops of one place in the program.  name: the framework's name.
     framework: position in the graph's `frameworks`.  source: the user's "file:line".
-    inputs, outputs: in the order of the op's schema; of a backward op the gradients that enter and leave
-    it, where those of a list are added up.  writes: what it wrote in memory that it was given, besides.
-    forward: the forward op of a backward op.  calls: how often it was executed; None where that is not known.
-    recomputations: how often it ran again in the backward pass, as in a checkpoint.
+    inputs, outputs: in the order of the op's schema; of a backward op the gradients that enter and leave;
+    autodiff adds up the gradients of a list.  writes: inputs after the op wrote their memory.
+    forward: the forward op of a backward op.  calls: number of executions; None if unknown.
+    recomputations: number of executions again in the backward pass, as in a checkpoint.
     """
 
     index: int
@@ -83,24 +83,24 @@ class Op:
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """Return the indices of all tensors among the outputs, and of those written."""
+        """Return the indices of all tensors among the outputs, and of written tensors."""
         return (*indices_at(self.outputs), *self.writes)
 
 
 def indices_at(positions: Sequence[Position]) -> Iterator[int]:
     """Yield the tensor indices at positions."""
-    return (one for one in leaves(positions) if one is not None)
+    return (index for index in leaves(positions) if index is not None)
 
 
-def each(function: Callable[[Any], int | None], value: Any, keep: bool = False) -> Position:
-    """Return what a function gives for a value, or for each element of a list.
+def map_position(function: Callable[[Any], int | None], value: Any, keep: bool = False) -> Position:
+    """Return the result of a function for a value, or a tuple of results for a list.
 
-    keep: lists for whose elements the function gives None alone, instead of None for them.
+    keep: keep a tuple of None alone, instead of returning None.
     """
     if not isinstance(value, (list, tuple)):
         return None if value is None else function(value)
-    found: Any = tuple(each(function, one, keep) for one in value)
-    return found if keep or any(one is not None for one in found) else None
+    indices: Any = tuple(map_position(function, item, keep) for item in value)
+    return indices if keep or any(item is not None for item in indices) else None
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class Graph:
     """Ops in the order of their execution, and tensors; indices refer into these.
 
     frameworks: namespaces of the ops, e.g. "pytorch/2.13.0/eager".
-    executions: how many ops one place in the program may be.
-    dropped: how many ops came after the limit.
+    executions: most ops for one place in the program.  dropped: number of ops after the limit.
     """
 
     ops: tuple[Op, ...]
@@ -119,7 +118,7 @@ class Graph:
     dropped: int = 0
 
     def inputs(self, op: Op) -> tuple[Tensor, ...]:
-        """Return the tensors that an op reads, and those a part of whose memory it writes."""
+        """Return the tensors that an op reads, or of whose memory it writes a part."""
         parts = (self.tensors[index].alias_of for index in op.writes)
         return tuple(self.tensors[index] for index in dict.fromkeys((*op.reads, *parts)) if index is not None)
 
@@ -128,19 +127,19 @@ class Graph:
         return tuple(self.tensors[index] for index in op.makes)
 
     def producers(self, op: Op) -> tuple[Op, ...]:
-        """Return the ops that made what an op reads."""
-        return self._others(op, (tensor.producer for tensor in self.inputs(op)))
+        """Return the ops that made the inputs of an op."""
+        return self._ops_at(op, (tensor.producer for tensor in self.inputs(op)))
 
     def consumers(self, op: Op) -> tuple[Op, ...]:
-        """Return the ops that read what an op makes."""
-        return self._others(op, (i for tensor in self.outputs(op) for i in tensor.consumers))
+        """Return the ops that read the outputs of an op."""
+        return self._ops_at(op, (i for tensor in self.outputs(op) for i in tensor.consumers))
 
-    def _others(self, op: Op, indices: Iterable[int | None]) -> tuple[Op, ...]:
+    def _ops_at(self, op: Op, indices: Iterable[int | None]) -> tuple[Op, ...]:
         return tuple(self.ops[i] for i in dict.fromkeys(indices) if i is not None and i != op.index)
 
     def backward(self, op: Op) -> tuple[Op, ...]:
         """Return the backward ops of a forward op."""
-        return tuple(one for one in self.ops if one.forward == op.index)
+        return tuple(candidate for candidate in self.ops if candidate.forward == op.index)
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """Return a node for each op, by its index, and edges for each tensor from its producer to consumers.
@@ -149,19 +148,19 @@ class Graph:
         """
         import networkx
 
-        made = networkx.MultiDiGraph(
+        graph = networkx.MultiDiGraph(
             frameworks=self.frameworks, executions=self.executions, dropped=self.dropped
         )
         for op in self.ops:
-            made.add_node(op.index, **_fields(op))
+            graph.add_node(op.index, **_fields(op))
         for tensor in self.tensors:
             for consumer in tensor.consumers if tensor.producer is not None else ():
                 if consumer != tensor.producer:
-                    made.add_edge(tensor.producer, consumer, key=tensor.index, **_fields(tensor))
-        return made
+                    graph.add_edge(tensor.producer, consumer, key=tensor.index, **_fields(tensor))
+        return graph
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the graph as files of the schema `amanda.trace` have it."""
+        """Return the graph in the schema `amanda.trace`."""
         return {
             **_fields(self),
             "frameworks": list(self.frameworks),
@@ -170,20 +169,20 @@ class Graph:
         }
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Graph:
-        """Return a graph from what `to_dict` gave, also after JSON.
+    def from_dict(cls, content: Mapping[str, Any]) -> Graph:
+        """Return the graph of a dict from `to_dict`, also after JSON.
 
         Raises ValueError for another schema or a newer version.
         """
-        check_schema({"schema": "amanda.trace", "version": VERSION, **found}, "trace", VERSION)
-        ops = tuple(_made(Op, {**op, "id": int(op["id"], 16)}) for op in found["ops"])
-        tensors = tuple(_made(Tensor, tensor) for tensor in found["tensors"])
-        made = cls(ops, tensors, tuple(found["frameworks"]), found["executions"], found["dropped"])
-        made._check()
-        return made
+        check_schema({"schema": "amanda.trace", "version": VERSION, **content}, "trace", VERSION)
+        ops = tuple(_from_json(Op, {**op, "id": int(op["id"], 16)}) for op in content["ops"])
+        tensors = tuple(_from_json(Tensor, tensor) for tensor in content["tensors"])
+        graph = cls(ops, tensors, tuple(content["frameworks"]), content["executions"], content["dropped"])
+        graph._check()
+        return graph
 
     def _check(self) -> None:
-        """Raise ValueError for an index that refers to nothing."""
+        """Raise ValueError for an index without an op or tensor."""
         for op in self.ops:
             _check_indices(f"op {op.index}", (*op.reads, *op.makes, *op.writes), len(self.tensors))
             _check_indices(f"op {op.index}", (op.forward,), len(self.ops))
@@ -192,20 +191,20 @@ class Graph:
             _check_indices(f"tensor {tensor.index}", (tensor.alias_of,), len(self.tensors))
 
 
-def _check_indices(what: str, indices: Iterable[Any], count: int) -> None:
+def _check_indices(owner: str, indices: Iterable[Any], count: int) -> None:
     for index in indices:
         if index is not None and not (type(index) is int and 0 <= index < count):
-            raise ValueError(f"{what} refers to {index!r}, and there are {count}")
+            raise ValueError(f"{owner} refers to {index!r}, and there are {count}")
 
 
 def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
-def _made(kind: type[Any], found: Mapping[str, Any]) -> Any:
-    """Return an item of what JSON has of it: lists become tuples, unknown keys are left out."""
-    names = [field.name for field in fields(kind) if field.name in found or field.name != "recomputations"]
-    values = {name: found[name] if name == "attributes" else _tuples(found[name]) for name in names}
+def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
+    """Return an op or tensor from JSON: lists become tuples, unknown keys are dropped."""
+    names = [field.name for field in fields(kind) if field.name in content or field.name != "recomputations"]
+    values = {name: content[name] if name == "attributes" else _tuples(content[name]) for name in names}
     return made_of(kind, values)
 
 

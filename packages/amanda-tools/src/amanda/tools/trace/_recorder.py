@@ -7,26 +7,26 @@ from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, NamedTuple
 
-from amanda.tools.trace._graph import Graph, Op, Position, Tensor, each, indices_at
-from amanda.tools.trace._values import Facts
+from amanda.tools.trace._graph import Graph, Op, Position, Tensor, indices_at, map_position
+from amanda.tools.trace._values import TraceFacts
 
-_FRAMES_KEPT = 256
+_FRAMES_LIMIT = 256
 UNKNOWN = -1
-"""Stands for a tensor that may be any."""
+"""Root of a tensor that fits any other, such as new data from outside."""
 
 
-class Frame(NamedTuple):
+class OpenExecution(NamedTuple):
     """An execution under way.
 
-    target: the recorded op that the execution is one of; None for a new op.  forward: of a backward op.
-    given: the tensors among the inputs by flat position.  serial: of the last write before the op.
-    number: that autodiff's next node would have had.
+    target: the recorded op that the execution repeats; None for a new op.  forward: op of a backward op.
+    input_states: tensors among the inputs by flat position.  serial: of the last write before the op.
+    number: of autodiff's next node before the op.
     """
 
     inputs: tuple[Position, ...]
     target: int | None
     forward: int | None = None
-    given: Sequence[Any] = ()
+    input_states: Sequence[Any] = ()
     serial: int = 0
     number: int | None = None
 
@@ -36,33 +36,33 @@ class ProgramOp:
     """An op of the program, forward or backward, and the recorded ops that are executions of it.
 
     op: has the fields that all executions share.  framework: its namespace.  forward: of a backward op.
-    symbolic: whether it is of a graph, and analysed on symbols.
-    ops: the recorded ones.  last: the one that was executed last.
+    symbolic: an op of a graph, analysed on symbols.
+    ops: indices of the recorded ops.  last: index of the op that was executed last.
     frames: executions under way, each with its thread, and some that raised.
-    nodes: of autodiff that its executions have made: the number of the first, that after the last, the op.
-    resumed: the forward op of the backward op under way.  by_forward: of a backward op, by the forward op.
+    nodes: autodiff's nodes of each execution: number of the first, number after the last, index of the op.
+    resumed: the forward op of the backward op under way.  by_forward: recorded backward ops by forward op.
     """
 
     op: Op
-    facts: Facts
+    facts: TraceFacts
     framework: str
     symbolic: bool
     forward: ProgramOp | None
     ops: list[int] = field(default_factory=list)
     last: int | None = None
-    frames: list[tuple[int, Frame]] = field(default_factory=list)
+    frames: list[tuple[int, OpenExecution]] = field(default_factory=list)
     is_dropped: bool = False
     nodes: list[tuple[int, int, int]] = field(default_factory=list)
     resumed: int | None = None
     by_forward: dict[int | None, int] = field(default_factory=dict)
 
-    def begin(self, frame: Frame) -> None:
+    def begin(self, frame: OpenExecution) -> None:
         """Begin an execution in this thread."""
         self.frames.append((get_ident(), frame))
-        del self.frames[:-_FRAMES_KEPT]
+        del self.frames[:-_FRAMES_LIMIT]
 
-    def end(self) -> Frame | None:
-        """End the innermost execution in this thread; return None where none is known."""
+    def end(self) -> OpenExecution | None:
+        """End the innermost execution in this thread; return it, or None without one."""
         thread = get_ident()
         for i in range(len(self.frames) - 1, -1, -1):
             if self.frames[i][0] == thread:
@@ -71,15 +71,15 @@ class ProgramOp:
 
     @property
     def position(self) -> int:
-        """Return which of the recorded ops the execution under way in this thread is."""
+        """Return the position in `ops` of the execution under way in this thread."""
         thread = get_ident()
         frame = next((frame for key, frame in reversed(self.frames) if key == thread), None)
         if frame is None:
             return 0
         return len(self.ops) if frame.target is None else self.ops.index(frame.target)
 
-    def maker(self, number: int | None) -> int | None:
-        """Return the op that has made the node of this number; without one, the first op."""
+    def op_of_node(self, number: int | None) -> int | None:
+        """Return the op that made the node of this number; the first op for None or an unknown number."""
         if number is not None:
             for first, end, op in reversed(self.nodes):
                 if first <= number < end:
@@ -88,12 +88,12 @@ class ProgramOp:
 
 
 @dataclass(slots=True, eq=False)
-class Executed:
-    """One recorded op.
+class RecordedOp:
+    """A recorded op.
 
-    op: as it was when its first execution began.  roots: of its inputs, by which executions are told apart.
-    written: by the flat position of an input, the tensor that the input is after the op.
-    parts: tensors that were found written later, through memory that they share.
+    op: at the begin of the first execution.  roots: of the inputs, which tell ops of one place apart.
+    written: index of each written input after the op, by flat position.
+    parts: tensors that share written memory, and were read after the write.
     """
 
     op: Op
@@ -106,8 +106,8 @@ class Executed:
 
 
 @dataclass(slots=True, eq=False)
-class Value:
-    """One recorded tensor.
+class RecordedTensor:
+    """A recorded tensor.
 
     root: the tensor before it was first written; UNKNOWN for new data from outside.
     consumers: the ops that read it, or write a part of its memory, as keys.
@@ -119,7 +119,7 @@ class Value:
 
 
 class Recorder:
-    """Ops and tensors in the order in which they come.
+    """Ops and tensors in the order of execution.
 
     executions: most ops of one place; further executions are counted at the last.  limit: most ops.
     """
@@ -127,33 +127,33 @@ class Recorder:
     def __init__(self, executions: int, limit: int) -> None:
         self.executions, self._limit = executions, limit
         self._frameworks: dict[str, int] = {}
-        self.ops: list[Executed] = []
-        self.values: list[Value] = []
+        self.ops: list[RecordedOp] = []
+        self.values: list[RecordedTensor] = []
         self._dropped = 0
         self._graph: Graph | None = None
 
     def add_tensor(self, described: Tensor, same: bool = False, from_outside: bool = False) -> int:
         """Return the index of a new tensor.
 
-        same: it is its alias, but written or handed on.  from_outside: it is new data in each execution.
+        same: the tensor is its alias after a write, or handed on.  from_outside: new data at each execution.
         """
         index = root = len(self.values)
         if same and described.alias_of is not None:
             root = self.values[described.alias_of].root
-        self.values.append(Value(replace(described, index=index), UNKNOWN if from_outside else root))
+        self.values.append(RecordedTensor(replace(described, index=index), UNKNOWN if from_outside else root))
         self._graph = None
         return index
 
     def add_op(
         self, place: ProgramOp, inputs: tuple[Position, ...], forward: int | None, recomputed: bool
     ) -> int:
-        """Return the index of a new op, which reads its inputs."""
+        """Add an op as a reader of its inputs; return its index."""
         index = len(self.ops)
         framework = self._frameworks.setdefault(place.framework, len(self._frameworks))
         op = replace(place.op, index=index, framework=framework, inputs=inputs, forward=forward)
-        roots = tuple(each(lambda tensor: self.values[tensor].root, one) for one in inputs)
+        roots = tuple(map_position(lambda tensor: self.values[tensor].root, position) for position in inputs)
         calls = None if place.symbolic else int(not recomputed)
-        self.ops.append(Executed(op, calls, roots, recomputations=int(recomputed)))
+        self.ops.append(RecordedOp(op, calls, roots, recomputations=int(recomputed)))
         place.ops.append(index)
         for tensor in indices_at(inputs):
             self.values[tensor].consumers[index] = None
@@ -161,7 +161,7 @@ class Recorder:
         return index
 
     def count(self, op: int, recomputed: bool = False) -> None:
-        """Note a further execution of an op, or a recomputation."""
+        """Count a further execution of an op, or a recomputation."""
         executed = self.ops[op]
         if recomputed:
             executed.recomputations += 1
@@ -175,7 +175,7 @@ class Recorder:
         return len(self.ops) >= self._limit
 
     def drops(self, place: ProgramOp) -> bool:
-        """Return True for an op that came after the limit, which is counted once."""
+        """Return True for a new op after the limit; count the op once."""
         if place.ops or not self.is_full:
             return False
         if not place.is_dropped:
@@ -187,12 +187,12 @@ class Recorder:
     def op(self, index: int) -> Op:
         """Return a recorded op as it is now."""
         executed = self.ops[index]
-        made = set(indices_at(executed.outputs))
+        outputs = set(indices_at(executed.outputs))
         writes = (*executed.written.values(), *executed.parts)
         return replace(
             executed.op, outputs=executed.outputs, calls=executed.calls,
             recomputations=executed.recomputations,
-            writes=tuple(one for one in writes if one not in made),
+            writes=tuple(tensor for tensor in writes if tensor not in outputs),
         )  # fmt: skip
 
     def tensor(self, index: int) -> Tensor:
@@ -201,7 +201,7 @@ class Recorder:
         return replace(value.tensor, consumers=tuple(value.consumers))
 
     def producers(self, op: Op) -> list[Op]:
-        """Return the ops that made the tensors which a recorded op reads, or a part of which it writes."""
+        """Return the ops that made the tensors that a recorded op reads or writes."""
         parts = [self.values[index].tensor.alias_of for index in op.writes]
         tensors = [*op.reads, *(index for index in parts if index is not None)]
         makers = dict.fromkeys(self.values[index].tensor.producer for index in tensors)

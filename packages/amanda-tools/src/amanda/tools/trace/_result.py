@@ -1,29 +1,27 @@
-"""The graph as a table, and the files that it goes to."""
+"""The graph as a table, a listing, DOT and JSON for Model Explorer."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.options import checked
 from amanda.tools.results import NOTHING, Column, Result, read_json, shortened
-from amanda.tools.trace._graph import VERSION, Graph, Position
-from amanda.tools.trace._model_explorer import collection
-from amanda.tools.trace._text import dot, listing
+from amanda.tools.trace._graph import VERSION, Graph, Op, Position, Tensor
 
 if TYPE_CHECKING:
     import networkx
 
 
 class TraceResult(Result):
-    """The ops of a graph in the order in which they were first executed.
+    """The ops of a graph in the order of their first executions.
 
-    `save` writes, by the suffix: the schema `amanda.trace` (.json), a listing (.txt), Graphviz (.dot), what
-    Model Explorer opens (.model-explorer.json), and the table (.csv, .html).
+    `save` writes, by the suffix: the schema `amanda.trace` (.json), a listing (.txt), Graphviz (.dot), a
+    graph for Model Explorer (.model-explorer.json), or the table (.csv, .html).
     """
 
     name: ClassVar[str] = "trace"
@@ -41,16 +39,18 @@ class TraceResult(Result):
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each op."""
         return [
-            (op.phase, op.type, op.module, op.source, self._tensors(op.inputs),
-             self._tensors((*op.outputs, *op.writes)), op.calls)
+            (op.phase, op.type, op.module, op.source, self._tensor_texts(op.inputs),
+             self._tensor_texts((*op.outputs, *op.writes)), op.calls)
             for op in self.graph.ops
         ]  # fmt: skip
 
-    def _tensors(self, positions: Sequence[Position]) -> str:
+    def _tensor_texts(self, positions: Sequence[Position]) -> str:
         return " ".join(
-            f"({self._tensors(one)})" if isinstance(one, tuple) else str(self.graph.tensors[one])
-            for one in positions
-            if one is not None
+            f"({self._tensor_texts(position)})"
+            if isinstance(position, tuple)
+            else str(self.graph.tensors[position])
+            for position in positions
+            if position is not None
         )
 
     def facts(self) -> Mapping[str, Any]:
@@ -63,14 +63,14 @@ class TraceResult(Result):
         return 1
 
     def notes(self) -> Sequence[str]:
-        """Return how much there is, and what is not in the graph."""
+        """Return the numbers of ops and tensors, and of ops beyond `limit`."""
         if not self.graph.ops:
             return [NOTHING]
         counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in self.graph.ops)}
-        *others, last = (f"{count:,} {phase}" for phase, count in counts.items())
-        notes = [f"{', '.join(others)} and {last} ops, {len(self.graph.tensors):,} tensors."]
+        *leading, last = (f"{count:,} {phase}" for phase, count in counts.items())
+        notes = [f"{', '.join(leading)} and {last} ops, {len(self.graph.tensors):,} tensors."]
         if self.graph.dropped:
-            notes.append(f"{self.graph.dropped:,} more ops were not recorded; `limit` says how many are.")
+            notes.append(f"{self.graph.dropped:,} more ops were not recorded; raise `limit` to record them.")
         return notes
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
@@ -79,15 +79,15 @@ class TraceResult(Result):
 
     def to_dot(self) -> str:
         """Return a graph for Graphviz."""
-        return dot(self.graph)
+        return to_dot(self.graph)
 
     def to_text(self) -> str:
-        """Return a line for each op, in the manner of ONNX's listings."""
-        return listing(self.graph)
+        """Return a listing with a line for each op, as ONNX prints graphs."""
+        return to_listing(self.graph)
 
     def to_model_explorer(self) -> str:
-        """Return JSON that Model Explorer opens."""
-        return json.dumps(collection(self.graph), indent=1)
+        """Return JSON for Model Explorer."""
+        return json.dumps(to_model_explorer(self.graph), indent=1)
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         forms = {".txt": self.to_text, ".dot": self.to_dot, ".model-explorer.json": self.to_model_explorer}
@@ -101,3 +101,151 @@ def load(path: str | Path) -> Graph:
     Raises AmandaError for a file that is no graph, or of a newer version.
     """
     return read_json(path, "file of a graph", Graph.from_dict)
+
+
+def to_listing(graph: Graph) -> str:
+    """Return a line for each tensor from outside, then for each op in the order of execution."""
+    outside = (tensor for tensor in graph.tensors if tensor.producer is None)
+    lines = [
+        f"graph ({', '.join(graph.frameworks)}) {{",
+        *(f"  {tensor.kind} {_tensor_name(tensor)}: {tensor}" for tensor in outside),
+        *(f"  {_op_line(graph, op)}" for op in graph.ops),
+        "}",
+    ]
+    return "\n".join(lines + [f"# {graph.dropped} more ops were not recorded"] * (graph.dropped > 0))
+
+
+def _tensor_name(tensor: Tensor) -> str:
+    if tensor.name is None:
+        return f"%{tensor.index}"
+    return f"%{tensor.name}" if tensor.producer is None else f"%{tensor.name}.{tensor.index}"
+
+
+def _op_line(graph: Graph, op: Op) -> str:
+    """Return the line of an op: outputs, type with arguments, inputs, and a comment."""
+    outputs = ", ".join(f"{_tensor_name(tensor)}: {tensor}" for tensor in graph.outputs(op))
+    last = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
+    inputs = ", ".join(_position_text(graph, position) for position in op.inputs[: last + 1])
+    arguments = ", ".join(f"{name}={_argument_text(value)}" for name, value in (op.attributes or {}).items())
+    called = f"{op.type}{'_' if op.in_place else ''}{f'[{arguments}]' if arguments else ''}"
+    of = "" if op.forward is None else f"of {op.forward}"
+    notes = ", ".join(text for text in (f"{op.phase} {op.index}", of, op.module, op.source) if text)
+    return f"{f'{outputs} = ' if outputs else ''}{called}({inputs})  # {notes}"
+
+
+def _position_text(graph: Graph, position: Position) -> str:
+    if isinstance(position, tuple):
+        return f"[{', '.join(_position_text(graph, item) for item in position)}]"
+    return "_" if position is None else _tensor_name(graph.tensors[position])
+
+
+def _argument_text(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def to_dot(graph: Graph) -> str:
+    """Return Graphviz: ops in boxes, a cluster for each module of the forward pass, tensors as edges."""
+    lines = ["digraph trace {", "  node [shape=box];"]
+    by_module: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        by_module.setdefault(op.module if op.phase != "backward" else "", []).append(op)
+    for number, (module, ops) in enumerate(by_module.items()):
+        nodes = [f"    {_dot_node(op)}" for op in ops]
+        box = [f"  subgraph cluster_{number} {{", f"    label={_quoted(module)};", *nodes, "  }"]
+        lines += box if module else nodes
+    return "\n".join([*lines, *_dot_edges(graph), "}"])
+
+
+def _dot_node(op: Op) -> str:
+    style = "" if op.phase != "backward" else ", style=dashed"
+    tip = f"{op.name}\n{op.source}"
+    return f"op{op.index} [label={_quoted(op.type)}, tooltip={_quoted(tip)}{style}];"
+
+
+def _dot_edges(graph: Graph) -> Iterator[str]:
+    """Yield nodes of tensors from outside, and edges from producers to consumers."""
+    for tensor in graph.tensors:
+        source = f"op{tensor.producer}"
+        if tensor.producer is None and tensor.consumers:
+            source = f"tensor{tensor.index}"
+            shape = "ellipse" if tensor.kind == "input" else "note"
+            yield f"  {source} [label={_quoted(tensor.name or tensor.kind)}, shape={shape}];"
+        for consumer in tensor.consumers:
+            if consumer != tensor.producer:
+                yield f"  {source} -> op{consumer} [label={_quoted(str(tensor))}];"
+
+
+def _quoted(text: str) -> str:
+    """Return a string of DOT, in which only quotes, backslashes and line ends have a meaning."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def to_model_explorer(graph: Graph, label: str = "amanda") -> dict[str, Any]:
+    """Return a graph for Model Explorer, with modules as boxes, and a box for all backward ops.
+
+    Source: github.com/google-ai-edge/model-explorer, `GraphCollection`.
+    """
+    readers = {index: op for op in reversed(graph.ops) for index in op.reads}
+    outside = (tensor for tensor in graph.tensors if tensor.producer is None and tensor.index in readers)
+    nodes = [_tensor_node(tensor, readers[tensor.index]) for tensor in outside]
+    nodes += [_explorer_node(graph, op) for op in graph.ops]
+    return {"label": label, "graphs": [{"id": label, "nodes": nodes}]}
+
+
+def _tensor_node(tensor: Tensor, reader: Op) -> dict[str, Any]:
+    """Return the node of a tensor that no op made, beside the op that reads it first."""
+    return {
+        "id": f"tensor{tensor.index}",
+        "label": tensor.name or tensor.kind,
+        "namespace": _explorer_box(reader) if tensor.kind in ("parameter", "buffer", "constant") else "",
+        "attrs": _key_values({"kind": tensor.kind}),
+        "outputsMetadata": _explorer_outputs([tensor]),
+    }
+
+
+def _explorer_node(graph: Graph, op: Op) -> dict[str, Any]:
+    """Return the node of an op."""
+    attributes = {
+        "name": op.name, "phase": op.phase, "source": op.source, "id": f"{op.id:016x}",
+        **({} if op.calls is None else {"calls": op.calls}), **(op.attributes or {}),
+    }  # fmt: skip
+    edges = enumerate(graph.inputs(op))
+    return {
+        "id": f"op{op.index}",
+        "label": op.type,
+        "namespace": _explorer_box(op),
+        "attrs": _key_values(attributes),
+        "incomingEdges": [
+            _explorer_edge(graph, tensor, i) for i, tensor in edges if tensor.producer != op.index
+        ],
+        "outputsMetadata": _explorer_outputs(graph.outputs(op)),
+    }
+
+
+def _explorer_edge(graph: Graph, tensor: Tensor, position: int) -> dict[str, str]:
+    source, output = f"tensor{tensor.index}", 0
+    if tensor.producer is not None:
+        source = f"op{tensor.producer}"
+        output = graph.ops[tensor.producer].makes.index(tensor.index)
+    return {
+        "sourceNodeId": source, "sourceNodeOutputId": str(output), "targetNodeInputId": str(position)
+    }  # fmt: skip
+
+
+def _explorer_box(op: Op) -> str:
+    path = op.module if "/" in op.module else op.module.replace(".", "/")
+    return path if op.phase == "forward" else f"{op.phase}/{path}".rstrip("/")
+
+
+def _explorer_outputs(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
+    attributes = ({"tensor_shape": str(tensor), "tensor": tensor.index} for tensor in tensors)
+    return [{"id": str(position), "attrs": _key_values(values)} for position, values in enumerate(attributes)]
+
+
+def _key_values(values: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        {"key": key, "value": value if isinstance(value, str) else json.dumps(value)}
+        for key, value in values.items()
+    ]

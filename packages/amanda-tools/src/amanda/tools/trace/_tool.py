@@ -1,31 +1,30 @@
-"""The tool: brings ops and the tensors at them to the recorder, and shows the graph to other tools."""
+"""The tool: records ops and tensors, and gives the graph to other tools."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import amanda
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.trace._attributes import plain
-from amanda.tools.trace._following import Following
 from amanda.tools.trace._graph import Graph, Op, Tensor
 from amanda.tools.trace._recorder import ProgramOp, Recorder
 from amanda.tools.trace._result import TraceResult
+from amanda.tools.trace._tracker import ExecutionTracker
 from amanda.tools.trace._values import values_of
 
 
 class TraceTool(amanda.Tool):
-    """Records the graph of what its scopes execute: ops, forward and backward, and tensors between them.
+    """Record the graph of the executed ops, forward and backward, and the tensors between them.
 
-    executions: an op that is executed again with inputs that other ops have made is an op of its own, up to
-    so many; further ones are counted at the last.  backward: whether backward ops are recorded.  limit: of
-    ops; more are counted, and not recorded.  attributes: whether ops keep their arguments that are no
-    tensors.  count: whether executions are counted in graphs too, where that takes a routine at each op.
-    `result` has the graph, `clear` starts anew.
+    executions: most ops for one place in the program; an execution with inputs from other ops is a new op,
+    and further executions are counted at the last op.  backward: record backward ops.  limit: most ops;
+    further ops are counted, not recorded.  attributes: record arguments that are no tensors.  count: count
+    executions in graphs too, at the cost of a routine for each op.
+    `result` has the graph, `clear` begins a new one.
 
-    A tool that depends on it finds `context["graph"]`, a `GraphSoFar`.
+    Tools that depend on TraceTool read `context["graph"]`, a `GraphSoFar`.
     """
 
     is_copied_when_used = False
@@ -43,15 +42,15 @@ class TraceTool(amanda.Tool):
         self._executions, self._limit, self._attributes, self._count = executions, limit, attributes, count
         self.clear()
         self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))
-        self.add_inst_for_op(self._before)
-        self.add_closing_inst_for_op(self._after, require_outputs=True)
+        self.add_inst_for_op(self._instrument_before)
+        self.add_closing_inst_for_op(self._instrument_after, require_outputs=True)
         if backward:
-            self.add_inst_for_op(self._before, backward=True)
-            self.add_closing_inst_for_op(self._after, backward=True, require_outputs=True)
+            self.add_inst_for_op(self._instrument_before, backward=True)
+            self.add_closing_inst_for_op(self._instrument_after, backward=True, require_outputs=True)
 
     @property
     def result(self) -> TraceResult:
-        """Return the graph so far, as a table and in its forms."""
+        """Return the graph so far, as a table."""
         return TraceResult(self.graph)
 
     @property
@@ -60,38 +59,40 @@ class TraceTool(amanda.Tool):
         return self.recorder.graph()
 
     def clear(self) -> None:
-        """Forget the graph; ops are analysed anew."""
+        """Drop the graph; ops are analysed again."""
         self.load_state_dict({})
         self.recorder = Recorder(self._executions, self._limit)
-        self._followings: dict[str, Following] = {}
+        self._trackers: dict[str, ExecutionTracker] = {}
         self._places: dict[Hashable, ProgramOp] = {}
 
     def _add_graph(self, context: amanda.OpContext) -> None:
         context["graph"] = GraphSoFar(self)
 
-    def _before(self, context: amanda.OpContext) -> None:
-        place, following = self.place_of(context), self.following(context)
+    def _instrument_before(self, context: amanda.OpContext) -> None:
+        """Insert the routines that record the inputs of an op."""
+        place, tracker = self.place_of(context), self.tracker(context)
         if place.symbolic:
             return
         if context.is_forward():
-            context.insert_before_op(following.enter, place=place)
+            context.insert_before_op(tracker.before_op, place=place)
             return
-        if following.values.next_number() is None:
+        if tracker.values.next_node_number() is None:
             context.insert_before_backward_op(self._resume_execution, grad_outputs=[], place=place)
-        context.insert_before_backward_op(following.enter_backward, place=place)
+        context.insert_before_backward_op(tracker.before_backward_op, place=place)
 
-    def _after(self, context: amanda.OpContext) -> None:
-        place, following = self.place_of(context), self.following(context)
+    def _instrument_after(self, context: amanda.OpContext) -> None:
+        """Insert the routines that record the outputs of an op; record symbols at once."""
+        place, tracker = self.place_of(context), self.tracker(context)
         if place.symbolic:
-            following.add_symbols(context, place)
+            tracker.add_symbols(context, place)
             if self._count:
                 insert = context.insert_after_op if context.is_forward() else context.insert_after_backward_op
                 insert(self._count_execution, [], place=place)
         elif context.is_backward():
-            context.insert_after_backward_op(following.leave_backward, place=place)
+            context.insert_after_backward_op(tracker.after_backward_op, place=place)
         else:
-            context.insert_after_op(following.leave, place=place)
-            if following.values.next_number() is None:
+            context.insert_after_op(tracker.after_op, place=place)
+            if tracker.values.next_node_number() is None:
                 context.insert_after_op(self._keep_execution, outputs=[], place=place)
 
     @amanda.observer
@@ -109,73 +110,105 @@ class TraceTool(amanda.Tool):
     def _resume_execution(place: ProgramOp, run: dict[str, Any]) -> None:
         place.resumed = run.get("traced")
 
-    def following(self, context: amanda.OpContext) -> Following:
-        """Return the object that follows the tensors of a context's framework."""
+    def tracker(self, context: amanda.OpContext) -> ExecutionTracker:
+        """Return the tracker of a context's framework."""
         framework = context.namespace[0]
-        if framework not in self._followings:
+        if framework not in self._trackers:
             values = values_of(framework, context["shape"], context["dtype"])
-            self._followings[framework] = Following(values, self.recorder)
-        return self._followings[framework]
+            self._trackers[framework] = ExecutionTracker(values, self.recorder)
+        return self._trackers[framework]
 
     def place_of(self, context: amanda.OpContext) -> ProgramOp:
         """Return the place of a context's op."""
         key = context.get_op_id(), context.get_backward_op_id()
         place = self._places.get(key)
         if place is None:
-            place = self._new_place(context)
+            place = self._describe_op(context)
             if not self.recorder.is_full:
                 self._places[key] = place
         return place
 
-    def _new_place(self, context: amanda.OpContext) -> ProgramOp:
-        values, backward = self.following(context).values, context.is_backward()
+    def _describe_op(self, context: amanda.OpContext) -> ProgramOp:
+        """Return a new place for a context's op."""
+        values, backward = self.tracker(context).values, context.is_backward()
         facts = values.facts(context)
         op = Op(
             -1, context.get_op_id(), context["phase"], context["backward_type" if backward else "type"],
             facts.name, -1, context.get_scope(), context.get_source(), (), (),
             in_place=context["in_place"] and not backward,
-            attributes=plain(context.get_attrs()) if self._attributes and not backward else None,
+            attributes=plain_value(context.get_attrs()) if self._attributes and not backward else None,
         )  # fmt: skip
         forward = self._places.get((context.get_op_id(), None)) if backward else None
         return ProgramOp(op, facts, str(context.namespace), values.is_symbolic(context), forward)
 
 
 class GraphSoFar:
-    """The graph that led to an op; the op itself is in it once it has been executed."""
+    """The graph before an op; the op is in the graph after its first execution."""
 
     def __init__(self, tool: TraceTool) -> None:
         self._tool = tool
 
     @property
     def graph(self) -> Graph:
-        """Return all that was recorded."""
+        """Return the graph so far."""
         return self._tool.graph
 
     def inputs(self, context: amanda.OpContext) -> tuple[Tensor, ...]:
-        """Return the recorded tensors that the op of a context is given; of a backward op the gradients."""
-        given = self._tool.following(context).given(context)
-        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(given)))
+        """Return the recorded inputs of a context's op; for a backward op, the gradients."""
+        indices = self._tool.tracker(context).current_inputs(context)
+        return tuple(map(self._tool.recorder.tensor, dict.fromkeys(indices)))
 
     def producers(self, context: amanda.OpContext) -> tuple[Op, ...]:
-        """Return the ops that made what the op of a context is given."""
+        """Return the ops that made the inputs of a context's op."""
         return self.ancestors(context, 1)
 
     def ancestors(self, context: amanda.OpContext, distance: int | None = None) -> tuple[Op, ...]:
         """Return the producers, their producers and so on, the nearest first, each once.
 
-        distance: over how many tensors at most; None for all.
+        distance: most tensors between; None for all ancestors.
         """
-        recorder, found = self._tool.recorder, dict[int, Op]()
+        recorder, ancestors = self._tool.recorder, dict[int, Op]()
         makers = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
         level = [recorder.op(index) for index in makers if index is not None]
         while level and distance != 0:
-            found.update({op.index: op for op in level})
+            ancestors.update({op.index: op for op in level})
             distance = None if distance is None else distance - 1
-            above = (one for op in level for one in recorder.producers(op)) if distance != 0 else ()
-            level = [*{one.index: one for one in above if one.index not in found}.values()]
-        return tuple(found.values())
+            producers = (maker for op in level for maker in recorder.producers(op)) if distance != 0 else ()
+            level = [*{maker.index: maker for maker in producers if maker.index not in ancestors}.values()]
+        return tuple(ancestors.values())
 
     def op(self, context: amanda.OpContext) -> Op | None:
         """Return the recorded op of a context; None before its first execution."""
         executed = self._tool.place_of(context).ops
         return self._tool.recorder.op(executed[-1]) if executed else None
+
+
+_MOST_ITEMS = 64
+_LONGEST_TEXT = 200
+
+
+def plain_value(value: Any, depth: int = 0) -> Any:
+    """Return a value for JSON: numbers, text, None, lists and dicts; other objects as a short text."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else str(value)
+    if isinstance(value, (list, tuple, Mapping)) and depth <= 4 and (len(value) <= _MOST_ITEMS or not depth):
+        if isinstance(value, Mapping):
+            return {str(name): plain_value(item, depth + 1) for name, item in value.items()}
+        return [plain_value(item, depth + 1) for item in value]
+    text = value.decode(errors="replace") if isinstance(value, bytes) else _value_text(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+
+def _value_text(value: Any) -> str:
+    """Return a text of a value that is no JSON: short, and without elements."""
+    if hasattr(type(value), "as_numpy_dtype"):  # an element type with a long text
+        return str(value.name)
+    if isinstance(value, type):
+        return value.__qualname__
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    if hasattr(type(value), "nbytes"):  # a storage, whose text has all its elements
+        return type(value).__qualname__
+    return str(value)

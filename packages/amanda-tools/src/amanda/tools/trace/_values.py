@@ -1,27 +1,31 @@
-"""Questions about the tensors and ops of a framework, answered by one class for each framework."""
+"""Facts about the tensors and ops of each framework: memory, versions, names and autodiff's nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+import re
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import amanda
+from amanda import interceptor
+from amanda.backend import TensorMap
+from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import itemsize
 from amanda.tools.trace._graph import Tensor
 
-Ask = Callable[[Any], Any]
-"""A function from a tensor, such as `shape` and `dtype` of StandardMapping."""
+TensorQuery = Callable[[Any], Any]
+"""Function of a tensor, such as `shape` and `dtype` of StandardMapping."""
 
 
-class Facts(NamedTuple):
+class TraceFacts(NamedTuple):
     """Facts of an op besides the words of StandardMapping.
 
-    name: the framework's own.  makes: kind of the outputs; "" for that of the first input.
-    written: positions of inputs that the op writes, besides those whose version changes.
-    brings_in: whether the outputs are new data from outside each time, as of an iterator.
+    name: the framework's name.  makes: kind of the outputs; "" for the kind of the first input.
+    written: positions of inputs that the op writes without a new version.
+    brings_in: the outputs are new data from outside at each execution, as of an iterator.
     """
 
     name: str
@@ -30,8 +34,8 @@ class Facts(NamedTuple):
     brings_in: bool = False
 
 
-class Span(NamedTuple):
-    """ProgramOp of a tensor's elements, in elements of `width` bytes from the start of the memory."""
+class MemorySpan(NamedTuple):
+    """Position of a tensor's elements in its memory, in elements of `width` bytes from the start."""
 
     start: int
     shape: tuple[int, ...]
@@ -39,10 +43,10 @@ class Span(NamedTuple):
     width: int
 
 
-class Values:
-    """Answers for a framework of which only the words of StandardMapping are known."""
+class FrameworkValues:
+    """Facts about a framework from StandardMapping alone; subclasses know more."""
 
-    def __init__(self, shape: Ask, dtype: Ask) -> None:
+    def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
         self._shape = shape
         self._dtype = dtype
 
@@ -50,13 +54,13 @@ class Values:
         """Return True for an op of a graph, which is analysed on symbols."""
         return not context.is_eager()
 
-    def facts(self, context: amanda.OpContext) -> Facts:
+    def facts(self, context: amanda.OpContext) -> TraceFacts:
         """Return the facts of an op, forward or backward."""
         if context.is_backward():
             op = context.get_backward_op()
-            return Facts(str(getattr(op, "__name__", op)), "gradient")
+            return TraceFacts(str(getattr(op, "__name__", op)), "gradient")
         op = context.get_op()
-        return Facts(str(getattr(op, "__name__", op)), "activation", (0,) if context["in_place"] else ())
+        return TraceFacts(str(getattr(op, "__name__", op)), "activation", (0,) if context["in_place"] else ())
 
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the indices of the tensors with which an op calls functions."""
@@ -70,7 +74,7 @@ class Values:
         return False
 
     def describe(self, tensor: Any, **fields: Any) -> Tensor:
-        """Return what to record of a tensor: extents, element type, device and size, and given fields."""
+        """Return the record of a tensor: shape, dtype, device, bytes, and further fields."""
         shape, dtype = self._shape(tensor), self._dtype(tensor)
         width = itemsize(dtype)
         size = None if shape is None or None in shape or width is None else prod(shape) * width
@@ -85,39 +89,300 @@ class Values:
         """Return the framework's name of a tensor."""
         return None
 
-    def outer(self, tensor: Any) -> Any:
+    def captured_tensor(self, tensor: Any) -> Any:
         """Return the caller's tensor for a function's argument, or its index; None for other tensors."""
         return None
 
     def version(self, tensor: Any) -> int | None:
-        """Return a number that changes when the tensor is written; None where there is none."""
+        """Return a number that changes when the tensor is written; None without one."""
         return None
 
-    def memory(self, tensor: Any) -> tuple[Any, Span] | None:
-        """Return the object that owns the tensor's memory, and the place in it; None where there is none."""
+    def memory(self, tensor: Any) -> tuple[Any, MemorySpan] | None:
+        """Return the object that owns the tensor's memory, and the span in it; None without one."""
         return None
 
-    def next_number(self) -> int | None:
-        """Return the number that autodiff's next node will have; None where nodes have no numbers."""
+    def next_node_number(self) -> int | None:
+        """Return the number of autodiff's next node; None if nodes have no numbers."""
         return None
 
-    def arrived(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
-        """Return the number of the node that runs, and the recorded gradients of which each one is the sum.
+    def incoming_gradients(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the present node, and for each of its gradients the recorded summands.
 
-        The number is None for a node that accumulates a leaf's gradient.  take: forget the gradients.
+        The number is None for a node that accumulates a leaf's gradient.  take: drop the summands.
         """
         return None, [()] * count
 
-    def send(self, gradients: Sequence[int | None]) -> Any:
-        """Note the recorded gradients that leave an op, for the ops that they go to.
+    def send_gradients(self, gradients: Sequence[int | None]) -> Any:
+        """Note the recorded gradients that leave an op, for the ops that receive them.
 
         Return the tensor in which the op has accumulated gradients; None for other ops.
         """
         return None
 
 
-def values_of(framework: str, shape: Ask, dtype: Ask) -> Values:
-    """Return the answers for a framework, of the module of this package that has its name if there is one."""
-    name = f"{__package__}._{framework}"
-    kind: type[Values] = import_module(name).FrameworkValues if find_spec(name) else Values
-    return kind(shape, dtype)
+_REQUIRED = RequiredNames(
+    "amanda.tools.trace",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:Tensor._version",
+    "torch:_C._current_autograd_node",
+    "torch:_C._current_graph_task_id",
+    "torch:_C._functions.AccumulateGrad._sequence_nr",
+    "torch:autograd._get_sequence_nr",
+)
+
+_PASSES_LIMIT = 16
+_AVERAGES = (3, 4)
+"""Positions of the running mean and variance among the inputs of normalisations."""
+
+
+class PytorchValues(FrameworkValues):
+    """Tensors of PyTorch, their memory, and the edges of autograd's graph.
+
+    A weak reference to a tensor or a storage lasts as long as C++ has the object, also while Python has none.
+    """
+
+    def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
+        import torch
+
+        super().__init__(shape, dtype)
+        _REQUIRED.check()
+        self._torch = torch
+        self._leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+        self._names: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
+        self._sent: dict[int, dict[Hashable, list[int]]] = {}
+
+    def is_tensor(self, value: Any) -> bool:
+        """Return True for a tensor."""
+        return isinstance(value, self._torch.Tensor)
+
+    def version(self, tensor: Any) -> int | None:
+        """Return autograd's count of writes; None for a tensor of the inference mode."""
+        version: int | None = None if tensor.is_inference() else tensor._version
+        return version
+
+    def facts(self, context: amanda.OpContext) -> TraceFacts:
+        """Return the facts of an op; a normalisation writes averages without a new version."""
+        facts = super().facts(context)
+        if context.is_forward() and context["type"] in ("batch_norm", "instance_norm"):
+            attributes = context.get_attrs()
+            if attributes.get("training") or attributes.get("use_input_stats"):
+                return facts._replace(written=_AVERAGES)
+        return facts
+
+    def memory(self, tensor: Any) -> tuple[Any, MemorySpan] | None:
+        """Return the storage and the span in it; None for a sparse tensor, or one that a transform hides."""
+        try:
+            storage, start = tensor.untyped_storage(), tensor.storage_offset()
+            return storage, MemorySpan(start, tuple(tensor.shape), tensor.stride(), tensor.element_size())
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def origin(self, tensor: Any) -> tuple[str, str | None]:
+        """Return kind and path of a parameter or buffer in the outermost called module."""
+        parameter = isinstance(tensor, self._torch.nn.Parameter)
+        modules = [
+            subject for subject in interceptor.subjects() if isinstance(subject, self._torch.nn.Module)
+        ]
+        for root in modules[:1]:
+            kind_and_path = self._kinds_and_paths(root).get(id(tensor))
+            # ids are reused: the cached path has to lead to this very tensor
+            if (kind_and_path is None and parameter) or (
+                kind_and_path and attrgetter(kind_and_path[1])(root) is not tensor
+            ):
+                del self._names[root]  # the module has changed since
+                kind_and_path = self._kinds_and_paths(root).get(id(tensor))
+            if kind_and_path is not None:
+                return kind_and_path
+        return ("parameter" if parameter else "input"), None
+
+    def _kinds_and_paths(self, root: Any) -> dict[int, tuple[str, str]]:
+        """Return kinds and paths of a model's parameters and buffers, by their ids."""
+        if root not in self._names:
+            kinds = {"buffer": root.named_buffers(), "parameter": root.named_parameters()}
+            self._names[root] = {
+                id(tensor): (kind, name) for kind, pairs in kinds.items() for name, tensor in pairs
+            }
+        return self._names[root]
+
+    def next_node_number(self) -> int | None:
+        """Return the number that autograd gives this thread's next node."""
+        number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        return number
+
+    def incoming_gradients(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
+        """Return the number of the present node, None for a leaf's, and the gradients sent to the node."""
+        node = self._torch._C._current_autograd_node()
+        number = None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
+        sent = self._sent.get(self._torch._C._current_graph_task_id())
+        if node is None or sent is None:
+            return number, [()] * count
+        name, look = self._node_key(node), sent.pop if take else sent.get
+        return number, [look((name, position), ()) for position in range(count)]
+
+    def send_gradients(self, gradients: Sequence[int | None]) -> Any:
+        """Send gradients on to the nodes that come next; return the gradient of a leaf."""
+        node = self._torch._C._current_autograd_node()
+        if node is None:
+            return None
+        sent = self._sent.setdefault(self._torch._C._current_graph_task_id(), {})
+        for (after, position), gradient in zip(node.next_functions, gradients, strict=False):
+            if after is not None and gradient is not None:
+                sent.setdefault((self._node_key(after), position), []).append(gradient)
+        while len(self._sent) > _PASSES_LIMIT:
+            del self._sent[next(iter(self._sent))]
+        return node.variable.grad if isinstance(node, self._leaf) else None
+
+    def _node_key(self, node: Any) -> Hashable:
+        """Return a key of a node in its pass: nodes of leaves have no number."""
+        return id(node.variable) if isinstance(node, self._leaf) else (type(node), node._sequence_nr())
+
+
+_WRITING_TYPES = re.compile(
+    r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign"
+)
+_HANDLES = ("resource", "variant")
+_OUTPUT_KINDS = {"ReadVariableOp": "", "Const": "constant"}
+_OUTPUT_KINDS.update(dict.fromkeys(("VarHandleOp", "VariableV2", "Variable"), "parameter"))
+"""Kinds of outputs, by type of operation."""
+_FUNCTION = re.compile(r"__(?:inference|forward|backward)_(.+)_\d+")
+
+
+class TensorflowValues(FrameworkValues):
+    """Tensors of TensorFlow: eager ones, symbols of graphs, arguments of functions, and variables."""
+
+    def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
+        super().__init__(shape, dtype)
+        self._variables: dict[int, tuple[str, str]] = {}
+        self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+        self._arguments: dict[str, Sequence[int]] = {}
+
+    def is_tensor(self, value: Any) -> bool:
+        """Return True for a tensor, also for one of unknown rank."""
+        return hasattr(value, "_id") and self._dtype(value) is not None
+
+    def is_handle(self, tensor: Any) -> bool:
+        """Return True for a reference to a variable, an iterator or a dataset."""
+        return self._dtype(tensor) in _HANDLES
+
+    def name(self, tensor: Any) -> str | None:
+        """Return a symbol's name; eager tensors have none."""
+        return str(tensor.name) if hasattr(tensor, "op") else None
+
+    def origin(self, tensor: Any) -> tuple[str, str | None]:
+        """Return kind and path of a variable in the outermost called layer or module."""
+        if self._dtype(tensor) != "resource":
+            return "input", self.name(tensor)
+        if tensor._id not in self._variables:
+            for subject in interceptor.subjects()[:1]:
+                self._note_variables(getattr(subject, "variables", ()))
+        return self._variables.get(tensor._id, ("parameter", self.name(tensor)))
+
+    def _note_variables(self, variables: Any) -> None:
+        """Note kind and path of variables, by the number of the handle."""
+        for variable in variables if isinstance(variables, (list, tuple)) else ():
+            value = getattr(variable, "value", None)
+            owner = variable if hasattr(variable, "handle") else value
+            handle = getattr(owner, "handle", None)
+            if handle is not None:
+                kind = "parameter" if getattr(variable, "trainable", True) else "buffer"
+                name = str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
+                self._variables.setdefault(handle._id, (kind, name))
+
+    def facts(self, context: amanda.OpContext) -> TraceFacts:
+        """Return the facts of an op; its name is the graph's, or the type in eager mode."""
+        if context.is_backward():
+            return TraceFacts(str(context.get_backward_op().name), "gradient")
+        kind, inputs = context.get_op_type(), context.get_inputs()
+        written: Sequence[int] = ()
+        if _WRITING_TYPES.fullmatch(kind):
+            written = [i for i, value in enumerate(inputs) if self._dtype(value) == "resource"] or (0,)
+        makes = _OUTPUT_KINDS.get(kind, "activation")
+        return TraceFacts(str(context.get_op().name), makes, written, kind.startswith("IteratorGetNext"))
+
+    def captured_tensor(self, tensor: Any) -> Any:
+        """Return the tensor that a function captured, or the index of an argument of its call."""
+        graph = getattr(tensor, "graph", None)
+        if graph is None or not hasattr(graph, "captures"):
+            return None
+        captured = self._captured.get(graph)
+        if captured is None or tensor._id not in captured:
+            pairs = ((inner._id, weakref.ref(outer)) for outer, inner in graph.captures)
+            captured = self._captured[graph] = dict(pairs)
+            self._note_variables(getattr(graph, "variables", ()))
+        if tensor._id in captured:
+            return captured[tensor._id]()
+        arguments = self._arguments.get(graph.name, ())
+        for index, argument in zip(arguments, graph.inputs, strict=False):
+            if argument is tensor or argument._id == tensor._id:
+                return index
+        return None
+
+    def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
+        """Note the arguments of the functions that an op calls, whose ops come next."""
+        skipped = 1 if context.get_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+        for value in context.get_attrs().values():
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict) and "name" in item:
+                    name = _FUNCTION.sub(r"\1", str(item["name"]))
+                    self._arguments[name] = arguments[skipped:]
+
+
+class JaxValues(FrameworkValues):
+    """Arrays of JAX, and symbols of traced programs; weights are known by their slots in models."""
+
+    def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
+        super().__init__(shape, dtype)
+        self._weights: TensorMap[str] = TensorMap()
+
+    def is_symbolic(self, context: amanda.OpContext) -> bool:
+        """Return True for an op that is traced into a program: its inputs and outputs are symbols."""
+        import jax
+
+        values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
+        return any(isinstance(value, jax.core.Tracer) for value in leaves(values))
+
+    def facts(self, context: amanda.OpContext) -> TraceFacts:
+        """Return the facts of an op, and note which of its inputs are weights."""
+        if context.is_forward():
+            for index, value in enumerate(context.get_inputs()):
+                variable = None if isinstance(value, (list, tuple)) else context.get_variable(index)
+                if variable is not None and self._dtype(value) is not None:
+                    self._weights[value] = str(context.get_variable_path(variable))
+        return super().facts(context)
+
+    def origin(self, tensor: Any) -> tuple[str, str | None]:
+        """Return kind and path of a weight."""
+        path = self._weights.get(tensor)
+        return ("input", None) if path is None else ("parameter", path)
+
+
+class OnnxruntimeValues(FrameworkValues):
+    """Values of ONNX graphs, which have one symbol each."""
+
+    def name(self, tensor: Any) -> str | None:
+        """Return the value's name in the graph."""
+        return str(tensor.name)
+
+    def origin(self, tensor: Any) -> tuple[str, str | None]:
+        """Return kind and name: of an initializer or a value computed from one, a constant, or an input."""
+        if tensor.root is not None:
+            return "parameter", str(tensor.root)
+        return "input" if tensor.constant is None else "constant", self.name(tensor)
+
+    def facts(self, context: amanda.OpContext) -> TraceFacts:
+        """Return the facts of an op; its name is the node's, or the type of a node without name."""
+        op = context.get_op()
+        makes = "constant" if context.get_op_type() == "Constant" else "activation"
+        return TraceFacts(str(op.name or op.type), makes)
+
+
+_VALUES: dict[str, type[FrameworkValues]] = {
+    "jax": JaxValues, "onnxruntime": OnnxruntimeValues, "pytorch": PytorchValues,
+    "tensorflow": TensorflowValues,
+}  # fmt: skip
+
+
+def values_of(framework: str, shape: TensorQuery, dtype: TensorQuery) -> FrameworkValues:
+    """Return the facts about a framework; for other frameworks, those of StandardMapping alone."""
+    return _VALUES.get(framework, FrameworkValues)(shape, dtype)

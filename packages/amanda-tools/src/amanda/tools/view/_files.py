@@ -28,20 +28,20 @@ class Source:
 
     def list_of(self, key: str) -> list[dict[str, Any]]:
         """Return the objects under a key.  Raises AmandaError for anything that is no list of objects."""
-        found = self.content.get(key, [])
-        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        values = self.content.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise AmandaError(f"{self.name}: `{key}` is to be a list of objects, as {self.schema} has it")
-        return found
+        return values
 
 
-def read(given: str | Path | Result) -> Source:
+def read(result: str | Path | Result) -> Source:
     """Return a file or a result, with its schema known.
 
     Raises AmandaError where the file cannot be read, is no JSON, or is of a schema or version not known.
     """
-    if isinstance(given, Result):
-        return _source(given.name, given.to_dict())
-    path = Path(given)
+    if isinstance(result, Result):
+        return _source(result.name, result.to_dict())
+    path = Path(result)
     return read_json(path, "file of a result", lambda content: _source(path.name, content))
 
 

@@ -17,11 +17,11 @@ _TENSOR = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return a list for each field that any op has."""
     words = {
-        name: ["" if one is None else str(one) for one in values]
+        name: ["" if value is None else str(value) for value in values]
         for name, values in by_column(_WORDS, ops).items()
     }
-    others = by_column((name for name in _OTHERS if any(op.get(name) is not None for op in ops)), ops)
-    return {**words, **others}
+    further = by_column((name for name in _OTHERS if any(op.get(name) is not None for op in ops)), ops)
+    return {**words, **further}
 
 
 def graph(source: Source) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def graph(source: Source) -> dict[str, Any]:
 
 def stages(source: Source, ops: Ops) -> dict[int, int]:
     """Return the stage of each op that a partition has put into one; its ops of one place are in order."""
-    found: dict[int, int] = {}
+    stage_of_op: dict[int, int] = {}
     for row in source.list_of("ops"):
-        index = next((one for one in ops.about(row) if one not in found), None)
+        index = next((op for op in ops.about(row) if op not in stage_of_op), None)
         if index is not None and isinstance(row.get("stage"), int):
-            found[index] = row["stage"]
-    return found
+            stage_of_op[index] = row["stage"]
+    return stage_of_op

@@ -23,23 +23,23 @@ _SCRIPTS = "dom model tree layout graph table chart diff details main".split()
 
 
 @checked
-def to_page(*given: str | Path | Result, title: str | None = None) -> str:
+def to_page(*results: str | Path | Result, title: str | None = None) -> str:
     """Return a self-contained HTML page of saved files, or of results themselves.
 
     The first trace among them gives the graph; tables of ops become columns beside it.  Raises AmandaError
     where a file cannot be read or is of no schema that is known.
     """
-    if not given:
+    if not results:
         raise AmandaError("a page is made of one result or more; none was given")
-    sources = [read(one) for one in given]
+    sources = [read(result) for result in results]
     names = ", ".join(source.name for source in sources)
-    shown = title or names
+    heading = title or names
     with parsing(names, "result"):
-        data = _embedded(document(sources, shown))
+        data = _embedded(document(sources, heading))
     style, script = _text("view.css"), _script()
     library = _text("dagre.min.js").partition("//# sourceMappingURL")[0]
     parts = {
-        "title": escape(shown),
+        "title": escape(heading),
         "policy": _policy(style, (library, script)),
         "style": style,
         "notice": escape(_text("dagre.LICENSE")).replace("--", "- -"),
@@ -47,7 +47,7 @@ def to_page(*given: str | Path | Result, title: str | None = None) -> str:
         "data": data,
         "script": script,
     }
-    return re.sub(r"{{(.*?)}}", lambda found: parts[found[1]], _text("index.html"))
+    return re.sub(r"{{(.*?)}}", lambda match: parts[match[1]], _text("index.html"))
 
 
 def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
@@ -56,17 +56,19 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     tables = [source for source in sources if source is not trace]
     rows = (source.list_of("rows") for source in tables if is_about_ops(source))
     ops = ops_named_by(*rows) if trace is None else trace.list_of("ops")
-    known = Ops(ops)
+    page_ops = Ops(ops)
     partition = next((source for source in sources if source.schema == "amanda.partition"), None)
     return {
         "title": title,
-        "sources": [{key: getattr(one, key) for key in ("name", "schema", "version")} for one in sources],
+        "sources": [
+            {key: getattr(source, key) for key in ("name", "schema", "version")} for source in sources
+        ],
         "notes": [note for source in sources for note in _notes(source)],
         "facts": [fact for source in sources for fact in _facts(source)],
         "ops": op_columns(ops),
         "graph": None if trace is None else graph(trace),
-        "stages": {} if partition is None else stages(partition, known),
-        "tables": [table(source, known) for source in tables],
+        "stages": {} if partition is None else stages(partition, page_ops),
+        "tables": [table(source, page_ops) for source in tables],
     }
 
 

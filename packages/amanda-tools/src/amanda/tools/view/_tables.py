@@ -26,18 +26,18 @@ class Ops:
         for index, op in enumerate(ops):
             self._by_key[key_of(op)].append(index)
             if op.get("id") is not None:
-                self._by_id[_id(op)].append(index)
+                self._by_id[_id_and_phase(op)].append(index)
 
     def about(self, row: Row) -> list[int]:
         """Return the ops with a row's id, or with its phase, type, module and source."""
-        found = None if row.get("id") is None else self._by_id.get(_id(row))
-        return found or self._by_key.get(key_of(row), [])
+        indices = None if row.get("id") is None else self._by_id.get(_id_and_phase(row))
+        return indices or self._by_key.get(key_of(row), [])
 
 
-def _id(row: Row) -> tuple[str, str]:
+def _id_and_phase(row: Row) -> tuple[str, str]:
     """Return an op id as 16 hexadecimal digits, however a tool writes it, and the phase."""
-    given = row["id"]
-    text = f"{given:x}" if isinstance(given, int) else str(given).removeprefix("0x")
+    number = row["id"]
+    text = f"{number:x}" if isinstance(number, int) else str(number).removeprefix("0x")
     return text.zfill(16), str(row.get("phase", ""))
 
 
@@ -79,33 +79,33 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
 
 
 def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
-    found = [ops.about(row) for row in rows]
+    ops_of_rows = [ops.about(row) for row in rows]
     words = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
     if any(isinstance(row.get(word), str) for row in rows for word in words):
-        return found  # which may tell rows of one op apart, as the name of a tensor does
+        return ops_of_rows  # which may tell rows of one op apart, as the name of a tensor does
     rivals: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for row, indices in enumerate(found):
+    for row, indices in enumerate(ops_of_rows):
         rivals[tuple(indices)].append(row)
     for claimed, claimants in rivals.items():
         if len(claimed) == len(claimants) > 1:
             for row, index in zip(claimants, claimed, strict=True):
-                found[row] = [index]
-    return found
+                ops_of_rows[row] = [index]
+    return ops_of_rows
 
 
 def _columns(source: Source) -> list[dict[str, Any]]:
-    rows, told = source.list_of("rows"), source.content.get("columns")
-    objects = [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
-    given = {one["name"]: one for one in objects if isinstance(one.get("name"), str)}
-    names = dict.fromkeys((*given, *(rows[0] if rows else ())))
+    rows, columns = source.list_of("rows"), source.content.get("columns")
+    objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
+    columns_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
+    names = dict.fromkeys((*columns_by_name, *(rows[0] if rows else ())))
     if not names and rows:
         raise AmandaError(f"{source.name}: the rows of {source.schema} are empty objects")
     return [
         {
             "name": name,
             "number": _are_numbers([row.get(name) for row in rows]),
-            "total": bool(given.get(name, {}).get("total")),
-            "unit": _text(given.get(name, {}).get("unit")),
+            "total": bool(columns_by_name.get(name, {}).get("total")),
+            "unit": _text(columns_by_name.get(name, {}).get("unit")),
         }
         for name in names
     ]
@@ -113,7 +113,9 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
 def _are_numbers(values: Sequence[Any]) -> bool:
     there = [number_of(value) for value in values if value is not None]
-    return bool(there) and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in there)
+    return bool(there) and all(
+        isinstance(number, (int, float)) and not isinstance(number, bool) for number in there
+    )
 
 
 def _text(value: Any) -> str:

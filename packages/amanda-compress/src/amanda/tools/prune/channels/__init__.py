@@ -7,7 +7,6 @@ with amanda.apply(prune):
 prune.finalize(model, remove=True)
 """
 
-from amanda.tools.prune.channels._result import ChannelPruneResult
-from amanda.tools.prune.channels._tool import ChannelPruneTool
+from amanda.tools.prune.channels._tool import ChannelPruneResult, ChannelPruneTool
 
 __all__ = ["ChannelPruneResult", "ChannelPruneTool"]

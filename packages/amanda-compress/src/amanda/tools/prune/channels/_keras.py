@@ -13,12 +13,17 @@ from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._keras_removal import smaller_model
 from amanda.tools.prune.channels._keras_tracing import KerasTracing
 from amanda.tools.prune.channels._plan import Plan
-from amanda.tools.prune.channels._simulation import array_over_kept, selected_of_array
-from amanda.tools.prune.channels._subject import Axes, Masks, Subject
+from amanda.tools.prune.channels._prunable_model import (
+    Axes,
+    Masks,
+    PrunableModel,
+    array_over_kept,
+    selected_of_array,
+)
 from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 
-class KerasModel(Subject):
+class KerasModel(PrunableModel):
     """A functional or sequential model of Keras.
 
     now: the model that is called, which is a smaller one while a removal is tried.
@@ -34,7 +39,7 @@ class KerasModel(Subject):
 
         super().__init__(model)
         self.now = model
-        self._of_given: TensorMap[str] = TensorMap()
+        self._original_handles: TensorMap[str] = TensorMap()
         if keras.backend.backend() != "tensorflow":
             raise PruneError(
                 f"ChannelPruneTool.prepare was given a Keras model on {keras.backend.backend()}; it removes "
@@ -61,17 +66,17 @@ class KerasModel(Subject):
 
     def handles(self) -> TensorMap[str]:
         """Return the paths of the floating-point weights of the model as it is now, by their handles."""
-        found: TensorMap[str] = TensorMap()
-        for path, one in self._weights().items():
-            found[one.value.handle] = path
-        return found
+        paths: TensorMap[str] = TensorMap()
+        for path, weight in self._weights().items():
+            paths[weight.value.handle] = path
+        return paths
 
     def _weights(self) -> dict[str, Any]:
-        return {one.path: one for one in self.now.weights if "float" in str(one.dtype)}
+        return {weight.path: weight for weight in self.now.weights if "float" in str(weight.dtype)}
 
     def tensors(self) -> Mapping[str, Any]:
         """Return the floating-point weights as arrays, by path."""
-        return {path: one.numpy() for path, one in self._weights().items()}
+        return {path: weight.numpy() for path, weight in self._weights().items()}
 
     def parameters(self) -> Mapping[str, Any]:
         """Return the floating-point weights, also those that do not train, as Keras counts them."""
@@ -80,32 +85,32 @@ class KerasModel(Subject):
     def masks(self, axes: Axes) -> Masks:
         """Return masks of weights, found by path and shape, in the type of what is read."""
         # Within a call of a layer of mixed precision a weight is a cast one, which has no handle.
-        self._of_given = self.handles()
-        found: dict[tuple[str, tuple[int | None, ...]], Any] = {}
+        self._original_handles = self.handles()
+        masks: dict[tuple[str, tuple[int | None, ...]], Any] = {}
         weights = self._weights()
-        for path, axis, kept in axes:
+        for path, axis, keep_mask in axes:
             shape = tuple(weights[path].shape)
-            own = kept.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-            found[path, shape] = found.get((path, shape), np.True_) & own
+            axis_mask = keep_mask.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+            masks[path, shape] = masks.get((path, shape), np.True_) & axis_mask
 
         def mask(value: Any) -> Any:
-            own = found.get((value.path, value.shape)) if isinstance(value, _Read) else None
-            return None if own is None else own.astype(value.dtype)
+            weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _WeightRead) else None
+            return None if weight_mask is None else weight_mask.astype(value.dtype)
 
         return mask
 
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the weights that an op reads; the form that a reshape gives of one was masked before."""
-        handles = self._of_given
-        found: list[_Read | None] = []
+        handles = self._original_handles
+        weights: list[_WeightRead | None] = []
         for i, value in enumerate(context.get_inputs()):
             variable = None if isinstance(value, (list, tuple)) else context.get_variable(i)
             path = None if variable is None else handles.get(variable)
             if path is None or not value.dtype.is_floating or value.shape.rank is None:
-                found.append(None)
+                weights.append(None)
             else:
-                found.append(_Read(path, tuple(value.shape), value.dtype.as_numpy_dtype))
-        return found
+                weights.append(_WeightRead(path, tuple(value.shape), value.dtype.as_numpy_dtype))
+        return weights
 
     def removal(self, plan: Plan) -> KerasRemoval:
         """Return what puts a smaller model in the place of this one."""
@@ -117,17 +122,17 @@ class KerasModel(Subject):
 
     def with_zeros(self, masks: Masks) -> Any:
         """Write masks into the weights; return the model."""
-        for path, one in self._weights().items():
-            mask = masks(_Read(path, tuple(one.shape), np.float32))
+        for path, weight in self._weights().items():
+            mask = masks(_WeightRead(path, tuple(weight.shape), np.float32))
             if mask is not None:
-                one.assign(one.numpy() * mask)
+                weight.assign(weight.numpy() * mask)
         return self.model
 
     def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point tensors."""
-        for one in tensors_in(result):
-            if one.dtype.is_floating:
-                yield one.numpy().astype(np.float64), float(np.finfo(one.dtype.as_numpy_dtype).eps)
+        for tensor in tensors_in(result):
+            if tensor.dtype.is_floating:
+                yield tensor.numpy().astype(np.float64), float(np.finfo(tensor.dtype.as_numpy_dtype).eps)
 
 
 class KerasRemoval:
@@ -146,7 +151,7 @@ class KerasRemoval:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _WeightRead:
     path: str
     shape: tuple[int | None, ...]
     dtype: Any
@@ -154,5 +159,5 @@ class _Read:
 
 def _functional(keras: Any) -> Any:
     """Return a functional model, whose class Keras does not name."""
-    given = keras.Input((1,))
-    return keras.Model(given, given)
+    tensor = keras.Input((1,))
+    return keras.Model(tensor, tensor)

@@ -61,11 +61,11 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
     """
     import keras
 
-    kept: dict[str, dict[int, Any]] = {}
-    for name, axis, own in plan.axes():
-        kept.setdefault(name, {})[axis] = own
+    keep_masks: dict[str, dict[int, Any]] = {}
+    for name, axis, keep_mask in plan.axes():
+        keep_masks.setdefault(name, {})[axis] = keep_mask
     shapes = {
-        step.module: plan.tracing.extents(step.made[0], plan.alive)
+        step.module: plan.tracing.extents(step.outputs[0], plan.alive)
         for step in plan.tracing.steps if step.type == "reshape"
     }  # fmt: skip
 
@@ -78,16 +78,16 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
         size = _size(layer)
         if size is not None:
             key, name, axis = size
-            own = kept.get(name, {}).get(axis)
-            if own is not None:
-                before, config[key] = config[key], int(own.sum())
+            keep_mask = keep_masks.get(name, {}).get(axis)
+            if keep_mask is not None:
+                before, config[key] = config[key], int(keep_mask.sum())
                 if name in plan.tracing.notes.whole_groups:
                     config["groups"] = config["groups"] * config[key] // before
         elif isinstance(layer, keras.layers.GroupNormalization):
             for weight in layer.weights[:1]:
-                own = kept.get(weight.path, {}).get(0)
-                if own is not None:
-                    config["groups"] = config["groups"] * int(own.sum()) // len(own)
+                keep_mask = keep_masks.get(weight.path, {}).get(0)
+                if keep_mask is not None:
+                    config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
         elif isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
                 new if old != -1 else old
@@ -95,36 +95,38 @@ def smaller_model(model: KerasModel, plan: Plan) -> Any:
             ]
         return type(layer).from_config(config)
 
-    made = keras.models.clone_model(model.now, clone_function=rebuilt)
-    if not made.built:
-        made.build(model.now.input_shape)
-    for old, new in zip(model.now.weights, made.weights, strict=True):
+    smaller = keras.models.clone_model(model.now, clone_function=rebuilt)
+    if not smaller.built:
+        smaller.build(model.now.input_shape)
+    for old, new in zip(model.now.weights, smaller.weights, strict=True):
         value = old.numpy()
-        for axis, own in kept.get(old.path, {}).items():
-            value = value.compress(own, axis)
+        for axis, keep_mask in keep_masks.get(old.path, {}).items():
+            value = value.compress(keep_mask, axis)
         if tuple(new.shape) != value.shape:
             raise PruneError(
                 f"the model that is rebuilt from the config of {model.now.name} has {tuple(new.shape)} in "
                 f"{new.path}, where {value.shape} was expected: exclude the layer"
             )
         new.assign(value)
-    for layer in layers_of(made):
+    for layer in layers_of(smaller):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # it computes with numbers made of its weights
-    return made
+    return smaller
 
 
 def _size(layer: Any) -> tuple[str, str, int] | None:
     """Return the entry of a config, the path of the weight whose axis it is, and that axis."""
     import keras
 
-    found = next(
+    size = next(
         (size for name, size in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))), None
     )
-    if found is None or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
+    if size is None or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
         return None
-    kernel = next((one for name in _KERNELS if (one := getattr(layer, name, None)) is not None), None)
+    kernel = next(
+        (candidate for name in _KERNELS if (candidate := getattr(layer, name, None)) is not None), None
+    )
     if kernel is None:
         return None
-    key, axis = found
+    key, axis = size
     return key, kernel.path, axis % len(kernel.shape)

@@ -1,25 +1,177 @@
-"""Follows the channels of a Keras model through a call of it in eager TensorFlow."""
+"""Channels of a Keras model, followed through a call in eager TensorFlow by rules of ops."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._call import Call
 from amanda.tools.prune.channels._keras_removal import layers_of, size_is_unknown
-from amanda.tools.prune.channels._keras_rules import Value, first_of, rule_of
-from amanda.tools.prune.channels._labels import Families, Family
-from amanda.tools.prune.channels._rules import fresh, reduced, unknown
+from amanda.tools.prune.channels._labels import Call, Families, Family, Work, shaped
+from amanda.tools.prune.channels._layers import convolution, embedding, product, transposed_convolution
+from amanda.tools.prune.channels._rules import (
+    Rule,
+    concatenated,
+    elementwise,
+    fresh,
+    over_axis,
+    rearranged,
+    reduced,
+    same_channels,
+    stacked,
+    unknown,
+)
 from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._keras import KerasModel
+
+
+@dataclass(frozen=True, eq=False)
+class KerasValue:
+    """A tensor that an op reads or makes, with its channels.
+
+    name: path of the weight that it is.
+    """
+
+    tensor: Any
+    shape: tuple[int, ...]
+    families: Families = ()
+    name: str | None = None
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return len(self.shape)
+
+    def turned(self, axes: Sequence[int]) -> KerasValue:
+        """Return the tensor with its axes in another order."""
+        families = tuple(family.transpose(axes) for family in self.families)
+        return KerasValue(self.tensor, tuple(self.shape[i] for i in axes), families, self.name)
+
+
+def channels_first(rule: Rule) -> Rule:
+    """Return a rule for data whose channels are last, and weights of which in and out are."""
+
+    def turned(call: Call) -> Sequence[Families]:
+        if call.value("data_format") not in ("NHWC", "NDHWC"):
+            return unknown(call)
+        rank = call.inputs[0].ndim
+        front, outwards = (0, rank - 1, *range(1, rank - 1)), (rank - 1, rank - 2, *range(rank - 2))
+        value, weight, *other_inputs = call.inputs
+        inner = replace(
+            call, inputs=[value.turned(front), weight.turned(outwards), *other_inputs],
+            outputs=[call.outputs[0].turned(front)],
+        )  # fmt: skip
+        return [tuple(family.transpose(np.argsort(front)) for family in families) for families in rule(inner)]
+
+    return turned
+
+
+def depthwise(call: Call) -> Sequence[Families]:
+    """Match channels with those of the weight, of which each makes as many outputs."""
+    value, weight, output = *call.inputs[:2], call.outputs[0]
+    if call.value("data_format") != "NHWC":
+        return unknown(call)
+    multiplier_families = [family for family in call.of(weight) if family.shape[2] == 1]
+    call.labels.leave(multiplier_families, "")
+    channels = call.along(tuple(family for family in call.of(weight) if family.shape[2] > 1), 2)
+    call.match(call.along(call.of(value), -1), channels)
+    outputs = None if channels is None else np.repeat(channels, weight.shape[3])
+    call.labels.produce(outputs)
+    call.notes.work.append(Work(prod(output.shape) * prod(weight.shape[:2]), outputs, None))
+    return [shaped(outputs, output.ndim - 1, output.ndim)]
+
+
+def multiplied(call: Call) -> Sequence[Families]:
+    """Multiply matrices, either of them transposed."""
+    factors = [
+        factor.turned((*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2))
+        if call.value(name)
+        else factor
+        for factor, name in zip(call.inputs[:2], ("turned_a", "turned_b"), strict=True)
+    ]
+    return product(replace(call, inputs=[*factors, *call.inputs[2:]]))
+
+
+_ELEMENTWISE = (
+    "Abs Add AddV2 Ceil ClipByValue Cos DivNoNan Elu Equal Erf Exp Expm1 Floor FloorDiv FloorMod Greater "
+    "GreaterEqual LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul "
+    "MulNoNan Neg NotEqual Pow RealDiv Reciprocal Relu Relu6 Round Rsqrt Select SelectV2 Selu Sigmoid Sign "
+    "Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh"
+)
+_KEPT = (
+    "AvgPool AvgPool3D BatchToSpaceND Cast Identity MaxPool MaxPool3D MaxPoolV2 MirrorPad Pad PadV2 "
+    "ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor SpaceToBatchND StopGradient"
+)
+_MOVED = "BroadcastTo ExpandDims Reshape ReverseV2 Slice SplitV Squeeze StridedSlice Tile Transpose Unpack"
+_LAYOUT = {"data_format": "data_format"}
+_Entry = tuple[Rule, str, Mapping[str, str]]
+_TABLE: dict[str, _Entry] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), (elementwise, "", {})),
+    **dict.fromkeys(_KEPT.split(), (same_channels, "input", {})),
+    **dict.fromkeys(_MOVED.split(), (rearranged, "input", {})),
+    **dict.fromkeys("LogSoftmax Softmax".split(), (over_axis, "input", {})),
+    **dict.fromkeys("All Any ArgMax ArgMin Max Mean Min Prod Sum".split(), (reduced, "input dim", {})),
+    **dict.fromkeys("Rank Shape Size".split(), (fresh, "input", {})),
+    **dict.fromkeys("Conv2D Conv3D".split(), (channels_first(convolution), "input weight", _LAYOUT)),
+    **dict.fromkeys(
+        "Conv2DBackpropInput Conv3DBackpropInputV2".split(),
+        (channels_first(transposed_convolution), "input weight", _LAYOUT),
+    ),
+    "BatchMatMulV2": (multiplied, "a b", {"adj_x": "turned_a", "adj_y": "turned_b"}),
+    "ConcatV2": (concatenated, "tensors dim", {}),
+    "DepthwiseConv2dNative": (depthwise, "input weight", _LAYOUT),
+    "MatMul": (multiplied, "a b", {"transpose_a": "turned_a", "transpose_b": "turned_b"}),
+    "Pack": (stacked, "tensors", {"axis": "dim"}),
+    "Split": (rearranged, "input", {}),
+}  # fmt: skip
+
+
+def first_of(type: str) -> int:
+    """Return the position of the tensor whose channels an op passes on."""
+    return {"Conv2DBackpropInput": 2, "Conv3DBackpropInputV2": 2, "Split": 1}.get(type, 0)
+
+
+def rule_of(
+    type: str, attributes: Mapping[str, Any], values: Sequence[Any]
+) -> tuple[Rule, list[str], list[Any]]:
+    """Return the rule of an op, and its inputs and attributes as the rule names them.
+
+    type: TensorFlow's.  values: a KerasValue for each tensor, a list of these where several are one input.
+    """
+    rule, named, renamed = _TABLE.get(type, (unknown, "", {}))
+    inputs = list(values)
+    inputs.insert(0, inputs.pop(first_of(type)))
+    if type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):
+        inputs = [inputs[0], inputs[2]]
+    elif type == "BiasAdd":
+        rule = elementwise if _text(attributes["data_format"]) == "NHWC" else unknown
+    elif type in ("GatherV2", "ResourceGather") and inputs[0].name is not None:
+        rule, named = embedding, "weight index"
+    names = named.split()
+    names += ["" for _ in inputs[len(names) :]]
+    for i, name in enumerate(names):
+        if name == "dim":
+            inputs[i] = inputs[i].tensor.numpy().tolist()
+    for theirs, ours in renamed.items():
+        names.append(ours)
+        inputs.append(_text(attributes[theirs]))
+    if type in ("Conv2D", "Conv3D"):
+        names.append("groups")
+        inputs.append(inputs[0].shape[-1] // inputs[1].shape[-2])
+    return rule, names, inputs
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 class KerasTracing(Tracing):
@@ -28,10 +180,10 @@ class KerasTracing(Tracing):
     def __init__(self, model: KerasModel) -> None:
         super().__init__()
         self._model = model
-        self._known: TensorMap[Families] = TensorMap()
+        self._families_of: TensorMap[Families] = TensorMap()
         self._names: TensorMap[str] = TensorMap()
         self._handles = model.handles()
-        self._given: list[list[Any]] = []
+        self._open_inputs: list[list[Any]] = []
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Call the model, and keep whole what it returns; return that."""
@@ -39,7 +191,7 @@ class KerasTracing(Tracing):
             self.result = self._model(*example, **named)
         labels = self.notes.labels
         for value in tensors_in(self.result):
-            labels.leave(self._known.get(value) or (), "the model returns them")
+            labels.leave(self._families_of.get(value) or (), "the model returns them")
         for layer in layers_of(self._model.now):
             why = size_is_unknown(layer)
             for weight in layer.weights if why else ():
@@ -62,7 +214,7 @@ class KerasTracing(Tracing):
 
     @amanda.observer
     def _before(self, *inputs: Any) -> None:
-        self._given.append([self._valued(one) for one in inputs])
+        self._open_inputs.append([self._valued(value) for value in inputs])
 
     @amanda.observer
     def _after(
@@ -74,15 +226,15 @@ class KerasTracing(Tracing):
         attributes: Mapping[str, Any],
         module: str,
     ) -> None:
-        values = self._given.pop()
-        made = leaves(outputs)
+        values = self._open_inputs.pop()
+        output_tensors = leaves(outputs)
         if type == "ReadVariableOp":
             name = self._handles.get(values[0].tensor)
             if name is not None:
-                self._names[made[0]] = name
-                self._known[made[0]] = self._of_weight(name, made[0])
+                self._names[output_tensors[0]] = name
+                self._families_of[output_tensors[0]] = self._of_weight(name, output_tensors[0])
             return
-        results = [self._valued(one) for one in made]
+        results = [self._valued(value) for value in output_tensors]
         read = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         moved = partial(_moved, type, attributes, values)
@@ -92,36 +244,38 @@ class KerasTracing(Tracing):
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
             self.notes, _name,
         )  # fmt: skip
-        if not any(one.families for one in read):
-            found = fresh(call)
+        if not any(value.families for value in read):
+            output_families = fresh(call)
         else:
-            found = rule(call) if results else unknown(call)
-        for output, families in zip(made, found, strict=True):
+            output_families = rule(call) if results else unknown(call)
+        for output, families in zip(output_tensors, output_families, strict=True):
             if families:
-                self._known[output] = families
+                self._families_of[output] = families
             if type in ("Cast", "Identity") and read[0].name is not None:
                 self._names[output] = read[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
-            self.step(call, rule, module, module, [(one.families, one.shape) for one in read], found)
+            self.step(
+                call, rule, module, module, [(value.families, value.shape) for value in read], output_families
+            )
 
     def _of_weight(self, name: str, value: Any) -> Families:
         """Return the families of a weight, new ones at first."""
-        found = self.channels.get(name)
-        return self.fresh(name, tuple(value.shape)) if found is None else found
+        families = self.channels.get(name)
+        return self.fresh(name, tuple(value.shape)) if families is None else families
 
     def _valued(self, tensor: Any) -> Any:
         if isinstance(tensor, (list, tuple)):
-            return [self._valued(one) for one in tensor]
+            return [self._valued(item) for item in tensor]
         shape = tuple(getattr(tensor, "shape", ()))
-        return Value(tensor, shape, self._known.get(tensor) or (), self._names.get(tensor))
+        return KerasValue(tensor, shape, self._families_of.get(tensor) or (), self._names.get(tensor))
 
 
 def _families(value: Any) -> Families:
-    return value.families if isinstance(value, Value) else ()
+    return value.families if isinstance(value, KerasValue) else ()
 
 
 def _name(value: Any) -> str | None:
-    return value.name if isinstance(value, Value) else None
+    return value.name if isinstance(value, KerasValue) else None
 
 
 def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family) -> list[Family]:
@@ -130,9 +284,9 @@ def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], fami
 
     compute, first = getattr(tf.raw_ops, type), first_of(type)
     labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[first].shape)))
-    given = [labels if i == first else one.tensor for i, one in enumerate(values)]
+    inputs = [labels if i == first else value.tensor for i, value in enumerate(values)]
     renamed = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}
     names = list(signature(compute).parameters)  # inputs, and then attributes
-    said = {name: renamed[name] for name in names[len(given) :] if renamed.get(name) is not None}
-    made = compute(**dict(zip(names, given, strict=False)), **said)
-    return [one.numpy() for one in leaves([made])]
+    keywords = {name: renamed[name] for name in names[len(inputs) :] if renamed.get(name) is not None}
+    outputs = compute(**dict(zip(names, inputs, strict=False)), **keywords)
+    return [value.numpy() for value in leaves([outputs])]

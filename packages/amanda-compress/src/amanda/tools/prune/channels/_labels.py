@@ -1,4 +1,4 @@
-"""Labels of channels: disjoint sets, and arrays that say which channel each place of a tensor belongs to.
+"""Labels of channels, and the execution of an op as rules see it.
 
 A tensor has families: integer arrays of the tensor's rank, whose extents are those of the tensor where the
 family varies and 1 elsewhere.  Two labels in one set are channels that are removed together.
@@ -6,9 +6,11 @@ family varies and 1 elsewhere.  Two labels in one set are channels that are remo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 
 Family = Any
@@ -19,12 +21,12 @@ Part = tuple[Families, tuple[int, ...]]
 """The families of a tensor, and the tensor's extents."""
 
 
-class Labels:
+class ChannelSets:
     """Disjoint sets of labels; a set that is left whole has a reason."""
 
     def __init__(self) -> None:
         self._parents = np.zeros(0, np.int64)
-        self._left: list[tuple[Any, str]] = []
+        self._whole: list[tuple[Any, str]] = []
         self._produced: list[Any] = []
         self.blocks: list[Family] = []
 
@@ -40,19 +42,19 @@ class Labels:
         return self._parents[first:].copy()
 
     def roots(self, labels: Family) -> Family:
-        """Return for each label the one that stands for its set."""
-        found = self._parents[labels]
+        """Return the root of each label, which stands for its set."""
+        roots = self._parents[labels]
         while True:
-            above = self._parents[found]
-            if (above == found).all():
-                return found
-            found = above
+            above = self._parents[roots]
+            if (above == roots).all():
+                return roots
+            roots = above
 
-    def unite(self, one: Family, other: Family) -> None:
+    def unite(self, labels: Family, other_labels: Family) -> None:
         """Make one set of the labels at the same places, after broadcasting."""
-        one, other = np.broadcast_arrays(self.roots(one), self.roots(other))
-        different = one != other
-        pairs = np.unique(np.stack([one[different], other[different]]), axis=1)
+        labels, other_labels = np.broadcast_arrays(self.roots(labels), self.roots(other_labels))
+        different = labels != other_labels
+        pairs = np.unique(np.stack([labels[different], other_labels[different]]), axis=1)
         for first, second in pairs.T.tolist():
             first, second = self._root(first), self._root(second)
             self._parents[max(first, second)] = min(first, second)
@@ -65,29 +67,29 @@ class Labels:
 
     def leave(self, labels: Iterable[Family] | Family, reason: str) -> None:
         """Keep the channels of labels whole; reason: "" for axes that are no channels."""
-        for one in labels if isinstance(labels, (tuple, list)) else (labels,):
-            self._left.append((np.unique(one), reason))
+        for family in labels if isinstance(labels, (tuple, list)) else (labels,):
+            self._whole.append((np.unique(family), reason))
 
     def produce(self, labels: Family | None) -> None:
         """Note that an op makes these channels of a weight: only such channels can be removed."""
         if labels is not None:
             self._produced.append(np.unique(labels))
 
-    def produced(self) -> set[int]:
+    def output_roots(self) -> set[int]:
         """Return the roots of the channels that an op makes."""
-        return {root for one in self._produced for root in self.roots(one).tolist()}
+        return {root for labels in self._produced for root in self.roots(labels).tolist()}
 
-    def made(self) -> set[int]:
-        """Return the labels themselves of the channels that an op makes."""
-        return {label for one in self._produced for label in one.tolist()}
+    def output_labels(self) -> set[int]:
+        """Return the labels of the channels that an op makes, before any union."""
+        return {label for labels in self._produced for label in labels.tolist()}
 
-    def left(self) -> dict[int, str]:
+    def whole_roots(self) -> dict[int, str]:
         """Return the reason for each root that is left whole."""
-        found: dict[int, str] = {}
-        for labels, reason in self._left:
+        reasons: dict[int, str] = {}
+        for labels, reason in self._whole:
             for root in self.roots(labels).tolist():
-                found[root] = found.get(root) or reason
-        return found
+                reasons[root] = reasons.get(root) or reason
+        return reasons
 
     def pin(self, family: Family, axis: int, reason: str) -> Family | None:
         """Keep an axis whole: return the family without it; None if it varies along no other axis."""
@@ -103,8 +105,9 @@ class Labels:
         """Return families with axes kept whole."""
         for axis in axes:
             families = tuple(
-                made for one in families
-                if (made := self.pin(one, axis, reason) if one.shape[axis] > 1 else one) is not None
+                pinned for family in families
+                if (pinned := self.pin(family, axis, reason) if family.shape[axis] > 1 else family)
+                is not None
             )  # fmt: skip
         return families
 
@@ -115,15 +118,15 @@ class Labels:
         """
         if not family.size:
             return None
-        found = self.roots(family)
-        for axis in range(found.ndim):
-            first = found.take([0], axis)
-            if (found == first).all():
-                found = first
-        if found.size > 1:
-            return found
+        roots = self.roots(family)
+        for axis in range(roots.ndim):
+            first = roots.take([0], axis)
+            if (roots == first).all():
+                roots = first
+        if roots.size > 1:
+            return roots
         if family.size > 1:
-            self.leave(found, reason)
+            self.leave(roots, reason)
         return None
 
     def merged(self, parts: Sequence[Part], reason: str) -> Families:
@@ -133,40 +136,41 @@ class Labels:
         """
         rank = max(len(shape) for _, shape in parts)
         padded = [
-            (tuple(one.reshape((1,) * (rank - len(shape)) + one.shape) for one in families),
+            (tuple(family.reshape((1,) * (rank - len(shape)) + family.shape) for family in families),
              (1,) * (rank - len(shape)) + tuple(shape))
             for families, shape in parts
         ]  # fmt: skip
-        kept: list[Family] = []
+        merged: list[Family] = []
         for families, _ in padded:
             for axis in range(rank):
-                if any(_lacks(other, axis) for other in padded):
+                if any(_lacks(part, axis) for part in padded):
                     families = self.pinned(families, [axis], reason)
             for family in families:
-                self._join(kept, family, reason)
-        return tuple(kept)
+                self._merge_into(merged, family, reason)
+        return tuple(merged)
 
-    def _join(self, kept: list[Family], family: Family | None, reason: str) -> None:
+    def _merge_into(self, merged: list[Family], family: Family | None, reason: str) -> None:
         """Add a family to those of a result; families along the same axis become one."""
         i = 0
-        while family is not None and i < len(kept):
-            mine, other = varying(family), varying(kept[i])
-            if not mine & other:
+        while family is not None and i < len(merged):
+            axes, merged_axes = varying(family), varying(merged[i])
+            if not axes & merged_axes:
                 i += 1
-            elif _is_inner(mine, other):  # such as a weight of each head's features: heads stay separate
-                self.pinned((family,), mine, reason)
+            elif _is_inner(axes, merged_axes):
+                # For example a weight of each feature of all heads: heads stay separate.
+                self.pinned((family,), axes, reason)
                 return
-            elif _is_inner(other, mine):
-                inner = kept.pop(i)
-                self.pinned((inner,), other, reason)
-                (family,) = self.pinned((family,), other, reason) or (None,)
+            elif _is_inner(merged_axes, axes):
+                inner = merged.pop(i)
+                self.pinned((inner,), merged_axes, reason)
+                (family,) = self.pinned((family,), merged_axes, reason) or (None,)
             else:
-                held = kept.pop(i)
-                self.unite(family, held)
-                both = np.broadcast_arrays(family, held)[0]
-                family, i = self.compressed(both, reason), 0
+                merged_family = merged.pop(i)
+                self.unite(family, merged_family)
+                united = np.broadcast_arrays(family, merged_family)[0]
+                family, i = self.compressed(united, reason), 0
         if family is not None:
-            kept.append(family)
+            merged.append(family)
 
     def settle(self) -> None:
         """Make each family that varies along several axes, as heads and their features, vary along one.
@@ -184,8 +188,8 @@ class Labels:
 
     def _is_carrier(self, block: Family, axis: int) -> bool:
         """Return True if the sets of a block change along this axis alone."""
-        found = np.moveaxis(self.roots(block), axis, 0).reshape(block.shape[axis], -1)
-        return bool((found == found[:, :1]).all())
+        rows = np.moveaxis(self.roots(block), axis, 0).reshape(block.shape[axis], -1)
+        return bool((rows == rows[:, :1]).all())
 
 
 def varying(family: Family) -> set[int]:
@@ -204,9 +208,151 @@ def shaped(labels: Family | None, axis: int, rank: int) -> Families:
 
 def _lacks(part: Part, axis: int) -> bool:
     families, shape = part
-    return shape[axis] > 1 and not any(one.shape[axis] > 1 for one in families)
+    return shape[axis] > 1 and not any(family.shape[axis] > 1 for family in families)
 
 
 def _is_inner(axes: set[int], block: set[int]) -> bool:
     """Return True if a block varies along these axes, and along others before them."""
     return axes < block and min(axes) > min(block)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An op that computes over the channels of its first input, and so over those that are kept.
+
+    key: tells the op from others.  type: its word.  axis: of the input.  labels: of the channels along it.
+    """
+
+    key: Any
+    type: str
+    axis: int
+    labels: Family
+
+
+@dataclass(frozen=True)
+class Work:
+    """Multiplications of an op, and the channels of its outputs and inputs that they are proportional to."""
+
+    multiplications: int
+    outputs: Family | None
+    inputs: Family | None
+
+
+@dataclass
+class Notes:
+    """Notes of the ops for the removal, besides the labels.
+
+    whole_groups: names of weights whose groups are removed as wholes, so that their number changes.
+    """
+
+    labels: ChannelSets = field(default_factory=ChannelSets)
+    reductions: list[Reduction] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    whole_groups: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Call:
+    """An execution of an op, whose inputs have PyTorch's names and order.
+
+    names: of the inputs.  channels: returns a tensor's families.  name_of: returns a weight's name.
+    moved: moves a family of the first input as the op moves its elements, a result for each output.
+    key: tells the op from others.  place: "conv2d of layer1.0", for reasons.
+    """
+
+    type: str
+    place: str
+    key: Any
+    inputs: Sequence[Any]
+    names: Sequence[str]
+    outputs: Sequence[Any]
+    channels: Callable[[Any], Families]
+    moved: Callable[[Family], list[Family]]
+    notes: Notes
+    name_of: Callable[[Any], str | None]
+
+    @property
+    def labels(self) -> ChannelSets:
+        """Return the labels of the whole model."""
+        return self.notes.labels
+
+    @property
+    def lacking(self) -> str:
+        """Return why channels are left whole that another tensor of the op does not have."""
+        return f"{self.place} computes with a tensor that has no channels to remove with them"
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return an input by name."""
+        value_or_none = dict(zip(self.names, self.inputs, strict=False)).get(name)
+        return default if value_or_none is None else value_or_none
+
+    def of(self, value: Any) -> Families:
+        """Return the families of an input; none for what is no tensor."""
+        return () if value is None or not hasattr(value, "shape") else self.channels(value)
+
+    def part(self, value: Any) -> Part:
+        """Return families and extents of an input."""
+        return self.of(value), tuple(value.shape)
+
+    def along(self, families: Families, axis: int) -> Family | None:
+        """Return the labels along one axis alone, after keeping all other axes whole; None without any."""
+        channels: Family | None = None
+        for family in families:
+            if family.shape[axis] == 1:
+                self.labels.leave(family, self.lacking)
+                continue
+            other_axes = [i for i in range(family.ndim) if i != axis % family.ndim]
+            for axis_labels in self.labels.pinned((family,), other_axes, self.lacking):
+                if channels is not None:
+                    self.labels.unite(channels, axis_labels.reshape(-1))
+                channels = axis_labels.reshape(-1)
+        return channels
+
+    def split(self, families: Families, axis: int) -> tuple[Family | None, Families]:
+        """Return the labels along an axis, and the families along others.
+
+        A family along both, such as heads and their features, keeps the axis whole.
+        """
+        axis_labels: Family | None = None
+        other_families: list[Family] = []
+        for family in families:
+            if family.shape[axis] == 1:
+                other_families.append(family)
+            elif family.size == family.shape[axis]:
+                if axis_labels is not None:
+                    self.labels.unite(axis_labels, family.reshape(-1))
+                axis_labels = family.reshape(-1)
+            else:
+                other_families.extend(self.labels.pinned((family,), [axis], self.lacking))
+        return axis_labels, tuple(other_families)
+
+    def match(self, first: Family | None, second: Family | None) -> None:
+        """Make channels the same; where the other tensor has none, keep them whole."""
+        if first is not None and second is not None:
+            self.labels.unite(first, second)
+        for labels in (first, second):
+            if labels is not None and (first is None or second is None):
+                self.labels.leave(labels, self.lacking)
+
+    def match_vector(self, channels: Family | None, *vectors: Any) -> None:
+        """Match the channels with those of parameters that have one value for each."""
+        for vector in vectors:
+            if vector is not None:
+                self.match(channels, self.along(self.of(vector), 0))
+
+    def note_whole_groups(self, weight: Any) -> None:
+        """Note that whole groups of a layer with this weight are removed."""
+        name = None if weight is None else self.name_of(weight)
+        if name is not None:
+            self.notes.whole_groups.add(name)
+
+    def note_reduction(self, axis: int, labels: Family) -> None:
+        """Note that the op computes over these channels of its first input."""
+        self.notes.reductions.append(Reduction(self.key, self.type, axis, labels))
+
+    def leave_all(self, reason: str) -> None:
+        """Keep the channels of all inputs whole, those of weights as outputs that a layer makes."""
+        for value in leaves(self.inputs):
+            self.labels.leave(self.of(value), reason)
+            for family in self.of(value) if self.name_of(value) is not None else ():
+                self.labels.produce(family)

@@ -19,12 +19,17 @@ from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._onnx_removal import smaller_proto
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
-from amanda.tools.prune.channels._simulation import array_over_kept, selected_of_array
-from amanda.tools.prune.channels._subject import Axes, Masks, Subject
+from amanda.tools.prune.channels._prunable_model import (
+    Axes,
+    Masks,
+    PrunableModel,
+    array_over_kept,
+    selected_of_array,
+)
 from amanda.tools.prune.channels._tracing import Tracing
 
 
-class OnnxModel(Subject):
+class OnnxModel(PrunableModel):
     """A ModelProto or the file of one.
 
     proto: a copy as it is now, without functions, whose constants are all initializers, and vectors of one
@@ -36,15 +41,15 @@ class OnnxModel(Subject):
 
     def __init__(self, model: ModelProto | str | PathLike[str]) -> None:
         super().__init__(model)
-        given = model if isinstance(model, ModelProto) else onnx_graph.read_onnx(model, PruneError)
-        self.proto = _plain(given)
+        proto = model if isinstance(model, ModelProto) else onnx_graph.read_onnx(model, PruneError)
+        self.proto = _plain(proto)
         graph = self.proto.graph
-        held = {one.name for one in graph.initializer}
-        self.inputs = [one.name for one in graph.input if one.name not in held]
-        self.outputs = [one.name for one in graph.output]
+        initializers = {value.name for value in graph.initializer}
+        self.inputs = [value.name for value in graph.input if value.name not in initializers]
+        self.outputs = [value.name for value in graph.output]
         self.opset = onnx_graph.opset_of(self.proto)
         if not self.opset:
-            named = "a ModelProto" if model is given else model
+            named = "a ModelProto" if model is proto else model
             raise PruneError(
                 f"ChannelPruneTool.prepare was given {named}, which is no ONNX model: it names no version of "
                 "ONNX's operators"
@@ -79,7 +84,7 @@ class OnnxModel(Subject):
                 self.proto.SerializeToString(), options, ["CPUExecutionProvider"]
             )
             self._session = id(self.proto), optimized, session
-        return self._session[2].run(None, {name: np.asarray(one) for name, one in feed.items()})
+        return self._session[2].run(None, {name: np.asarray(array) for name, array in feed.items()})
 
     @contextmanager
     def as_far_as_it_runs(self, *example: Any, **named: Any) -> Iterator[None]:
@@ -106,8 +111,8 @@ class OnnxModel(Subject):
 
     @cached_property
     def _tensors(self) -> dict[str, Any]:
-        held = {one.name: numpy_helper.to_array(one) for one in self.proto.graph.initializer}
-        return {name: one for name, one in held.items() if one.dtype.kind == "f"}
+        arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.proto.graph.initializer}
+        return {name: tensor for name, tensor in arrays.items() if tensor.dtype.kind == "f"}
 
     def tensors(self) -> Mapping[str, Any]:
         """Return the floating-point initializers of the model as it was given."""
@@ -119,12 +124,12 @@ class OnnxModel(Subject):
 
     def masks(self, axes: Axes) -> Masks:
         """Return masks of initializers, found by name and shape."""
-        found: dict[tuple[str, tuple[int, ...]], Any] = {}
-        for name, axis, kept in axes:
+        masks: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for name, axis, keep_mask in axes:
             shape = self._tensors[name].shape
-            own = kept.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-            found[name, shape] = found.get((name, shape), np.True_) & own
-        return lambda value: None if value is None else found.get((value.name, value.shape))
+            axis_mask = keep_mask.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+            masks[name, shape] = masks.get((name, shape), np.True_) & axis_mask
+        return lambda value: None if value is None else masks.get((value.name, value.shape))
 
     def removal(self, plan: Plan) -> OnnxRemoval:
         """Return what puts a smaller model in the place of this one."""
@@ -136,19 +141,21 @@ class OnnxModel(Subject):
 
     def with_zeros(self, masks: Masks) -> ModelProto:
         """Return a model whose initializers have zeros."""
-        made = ModelProto()
-        made.CopyFrom(self.proto)
-        for one in made.graph.initializer:
-            mask = masks(_Named(one.name, tuple(one.dims)))
+        masked = ModelProto()
+        masked.CopyFrom(self.proto)
+        for initializer in masked.graph.initializer:
+            mask = masks(_Named(initializer.name, tuple(initializer.dims)))
             if mask is not None:
-                one.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(one) * mask, one.name))
-        return made
+                initializer.CopyFrom(
+                    numpy_helper.from_array(numpy_helper.to_array(initializer) * mask, initializer.name)
+                )
+        return masked
 
     def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point arrays."""
-        for one in result:
-            if isinstance(one, np.ndarray) and one.dtype.kind == "f":
-                yield one.astype(np.float64), float(np.finfo(one.dtype).eps)
+        for array in result:
+            if isinstance(array, np.ndarray) and array.dtype.kind == "f":
+                yield array.astype(np.float64), float(np.finfo(array.dtype).eps)
 
     def is_of(self, model: Any) -> bool:
         """Return True for the same ModelProto, or the same path."""
@@ -167,7 +174,7 @@ class OnnxModel(Subject):
 
         def named(value: Any) -> Any:
             if isinstance(value, list):
-                return [named(one) for one in value]
+                return [named(item) for item in value]
             name = next(names, "")
             return None if value is None else _Named(name, value.shape)
 
@@ -195,32 +202,34 @@ class _Named:
     shape: tuple[int | None, ...] | None
 
 
-def _plain(given: ModelProto) -> ModelProto:
+def _plain(original: ModelProto) -> ModelProto:
     """Return a copy of a model without functions, in which Constant nodes are initializers."""
-    made = ModelProto()
-    made.CopyFrom(onnx_graph.inlined(given))
-    nodes = list(made.graph.node)
-    del made.graph.node[:]
+    plain = ModelProto()
+    plain.CopyFrom(onnx_graph.inlined(original))
+    nodes = list(plain.graph.node)
+    del plain.graph.node[:]
     for node in nodes:
         constant = onnx_graph.constant_of(node)
         if constant is None:
-            made.graph.node.append(node)
+            plain.graph.node.append(node)
         else:
-            made.graph.initializer.append(constant)
-    _part_vectors(made.graph)
-    return made
+            plain.graph.initializer.append(constant)
+    _part_vectors(plain.graph)
+    return plain
 
 
 def _part_vectors(graph: GraphProto) -> None:
     """Give each node that reads a vector of floating-point numbers an initializer of its own."""
-    vectors = {one.name: one for one in graph.initializer if len(one.dims) == 1}
-    seen = {name for name, _ in _read_in_bodies(graph)}
+    vectors = {
+        initializer.name: initializer for initializer in graph.initializer if len(initializer.dims) == 1
+    }
+    read_names = {name for name, _ in _read_in_bodies(graph)}
     for node in graph.node:
         for i, name in enumerate(node.input):
-            if name in seen and name in vectors and vectors[name].data_type in _FLOATS:
+            if name in read_names and name in vectors and vectors[name].data_type in _FLOATS:
                 graph.initializer.append(vectors[name])
                 node.input[i] = graph.initializer[-1].name = f"{name}/{onnx_graph.first_output_of(node)}"
-            seen.add(name)
+            read_names.add(name)
 
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
@@ -235,13 +244,13 @@ def _first_nodes(whole: ModelProto, count: int) -> ModelProto:
     nodes = whole.graph.node[:count]
     read = {name for node in nodes for name in node.input}
     ends = [name for node in nodes for name in node.output if name and name not in read]
-    made = ModelProto()
-    made.CopyFrom(whole)
+    partial = ModelProto()
+    partial.CopyFrom(whole)
     for field in ("node", "output"):
-        made.graph.ClearField(field)
-    made.graph.node.extend(nodes)
-    made.graph.output.extend(onnx.ValueInfoProto(name=name) for name in ends)
-    return made
+        partial.graph.ClearField(field)
+    partial.graph.node.extend(nodes)
+    partial.graph.output.extend(onnx.ValueInfoProto(name=name) for name in ends)
+    return partial
 
 
 def _read_in_bodies(graph: GraphProto) -> Iterator[tuple[str, str]]:

@@ -13,45 +13,47 @@ from amanda.tools import onnx_graph
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
 from amanda.tools.prune.channels._plan import Plan
-from amanda.tools.prune.channels._tracing import Step
+from amanda.tools.prune.channels._tracing import TracedOp
 
 
 def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
     """Return a copy of a model without the channels that a plan does not keep."""
-    made = ModelProto()
-    made.CopyFrom(whole)
-    graph = made.graph
-    held = {one.name: one for one in graph.initializer}
-    for name, axis, kept in plan.axes():
-        array = np.ascontiguousarray(numpy_helper.to_array(held[name]).compress(kept, axis))
-        held[name].CopyFrom(numpy_helper.from_array(array, name))
-    for given in graph.input:
-        if given.name in held:
-            given.type.CopyFrom(
-                onnx.helper.make_tensor_type_proto(held[given.name].data_type, held[given.name].dims)
+    smaller = ModelProto()
+    smaller.CopyFrom(whole)
+    graph = smaller.graph
+    initializers = {item.name: item for item in graph.initializer}
+    for name, axis, keep_mask in plan.axes():
+        array = np.ascontiguousarray(numpy_helper.to_array(initializers[name]).compress(keep_mask, axis))
+        initializers[name].CopyFrom(numpy_helper.from_array(array, name))
+    for graph_input in graph.input:
+        if graph_input.name in initializers:
+            graph_input.type.CopyFrom(
+                onnx.helper.make_tensor_type_proto(
+                    initializers[graph_input.name].data_type, initializers[graph_input.name].dims
+                )
             )
-    unread = {one.name for one in graph.initializer} - onnx_graph.read_in(graph)
-    sizes = _Sizes(made, plan)
-    nodes = [one for node in graph.node for one in (*sizes.correct(node), node)]
+    unread = {item.name for item in graph.initializer} - onnx_graph.read_in(graph)
+    sizes = _SizeCorrection(smaller, plan)
+    nodes = [item for node in graph.node for item in (*sizes.correct(node), node)]
     if len(nodes) > len(graph.node):
         copied = onnx.GraphProto(node=nodes)
         del graph.node[:]
         graph.node.extend(copied.node)
     has_types = bool(graph.value_info)
     onnx_graph.remove_unread(graph, kept=unread)
-    return onnx.shape_inference.infer_shapes(made) if has_types else made
+    return onnx.shape_inference.infer_shapes(smaller) if has_types else smaller
 
 
-class _Sizes:
+class _SizeCorrection:
     """Corrects what nodes say of the sizes of their tensors."""
 
     def __init__(self, model: ModelProto, plan: Plan) -> None:
         self._graph, self._alive = model.graph, plan.alive
-        self._opset = next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
+        self._opset = next(item.version for item in model.opset_import if item.domain in ("", "ai.onnx"))
         self._tracing = cast(OnnxTracing, plan.tracing)
-        self._steps: dict[str, Step] = {one.key: one for one in plan.tracing.steps}
+        self._steps: dict[str, TracedOp] = {item.key: item for item in plan.tracing.steps}
         self._whole_groups = plan.tracing.notes.whole_groups
-        self._fixed = {one.name for one in model.graph.initializer}
+        self._fixed = {item.name for item in model.graph.initializer}
         for node in model.graph.node:
             if self._fixed.issuperset(node.input) and node.op_type in _PURE:
                 self._fixed.update(node.output)
@@ -61,29 +63,29 @@ class _Sizes:
     def correct(self, node: NodeProto) -> Sequence[NodeProto]:
         """Give a node the new sizes; return the nodes that it now reads besides."""
         step = self._steps.get(onnx_graph.first_output_of(node))
-        if step is None or not step.read or node.domain not in ("", "ai.onnx"):
+        if step is None or not step.inputs or node.domain not in ("", "ai.onnx"):
             pass
         elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
-            (_, channels, *_), (_, depth, *_) = (self._extents(one) for one in step.read[:2])
+            (_, channels, *_), (_, depth, *_) = (self._extents(part) for part in step.inputs[:2])
             onnx_graph.set_attribute(node, "group", channels // depth)
         elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:
-            groups = onnx_graph.attribute_of(node, "num_groups", 1) * self._extents(step.read[0])[1]
-            onnx_graph.set_attribute(node, "num_groups", groups // step.read[0][1][1])
+            groups = onnx_graph.attribute_of(node, "num_groups", 1) * self._extents(step.inputs[0])[1]
+            onnx_graph.set_attribute(node, "num_groups", groups // step.inputs[0][1][1])
         elif node.op_type in _NUMBERS_AT:
-            return self._say_extents(node, _NUMBERS_AT[node.op_type], step)
+            return self._update_shape(node, _NUMBERS_AT[node.op_type], step)
         elif node.op_type == "Slice":
-            self._slice(node, step)
+            self._update_slice(node, step)
         elif node.op_type == "Split":
-            self._split(node, step)
+            self._update_split(node, step)
         return ()
 
     def _extents(self, part: Any) -> tuple[int, ...]:
         return self._tracing.extents(part, self._alive)
 
-    def _say_extents(self, node: NodeProto, index: int, step: Step) -> Sequence[NodeProto]:
+    def _update_shape(self, node: NodeProto, index: int, step: TracedOp) -> Sequence[NodeProto]:
         """Write new extents into the numbers of a shape; return a copy of a Concat that others read."""
         numbers = self._tracing.numbers.get((step.key, index))
-        before, after = step.made[0][1], self._extents(step.made[0])
+        before, after = step.outputs[0][1], self._extents(step.outputs[0])
         if numbers is None or before == after:
             return ()
         last = len(before) - len(numbers)
@@ -95,32 +97,32 @@ class _Sizes:
         if not new:
             return ()
         if node.input[index] in self._fixed:
-            self._give(node, index, _replaced(numbers, 0, new))
+            self._set_initializer(node, index, _replaced(numbers, 0, new))
             return ()
         if maker is None or maker.op_type != "Concat":
             return ()
-        own, first = maker, 0
+        concat, first = maker, 0
         if self._readers[maker.output[0]] > 1:
-            own = NodeProto()
-            own.CopyFrom(maker)
-            own.name = own.output[0] = node.input[index] = f"{step.key}/{index}"
+            concat = NodeProto()
+            concat.CopyFrom(maker)
+            concat.name = concat.output[0] = node.input[index] = f"{step.key}/{index}"
         for i, name in enumerate(maker.input):
             piece = self._tracing.numbers[onnx_graph.first_output_of(maker), i]
             if name in self._fixed and _replaced(piece, first, new).tolist() != piece.tolist():
-                self._give(own, i, _replaced(piece, first, new))
+                self._set_initializer(concat, i, _replaced(piece, first, new))
             first += len(piece)
-        return () if own is maker else (own,)
+        return () if concat is maker else (concat,)
 
-    def _slice(self, node: NodeProto, step: Step) -> None:
+    def _update_slice(self, node: NodeProto, step: TracedOp) -> None:
         """Count the bounds in channels that are kept."""
-        given = [self._numbers(node, step, name, i + 1) for i, name in enumerate(("starts", "ends", "axes"))]
-        starts, ends, axes = given
+        bounds = [self._numbers(node, step, name, i + 1) for i, name in enumerate(("starts", "ends", "axes"))]
+        starts, ends, axes = bounds
         if starts is None or ends is None:
             return
         axes = np.arange(len(starts)) if axes is None else axes
         steps = self._numbers(node, step, "steps", 4)
         starts, ends = starts.copy(), ends.copy()
-        families, shape = step.read[0]
+        families, shape = step.inputs[0]
         is_changed = False
         for i, axis in enumerate(axes.tolist()):
             axis %= len(shape)
@@ -134,13 +136,13 @@ class _Sizes:
                 if self._opset < 10:
                     onnx_graph.set_attribute(node, name, value.tolist())
                 else:
-                    self._give(node, i + 1, value)
+                    self._set_initializer(node, i + 1, value)
 
-    def _split(self, node: NodeProto, step: Step) -> None:
+    def _update_split(self, node: NodeProto, step: TracedOp) -> None:
         """Say how many channels of each part are kept."""
-        axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.made[0][1])
-        sizes = [self._extents(part)[axis] for part in step.made]
-        if sizes == [shape[axis] for _, shape in step.made]:
+        axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.outputs[0][1])
+        sizes = [self._extents(part)[axis] for part in step.outputs]
+        if sizes == [shape[axis] for _, shape in step.outputs]:
             return
         if self._opset < 13:
             onnx_graph.set_attribute(node, "split", sizes)
@@ -148,18 +150,18 @@ class _Sizes:
         onnx_graph.remove_attribute(node, "num_outputs")
         if len(node.input) == 1:
             node.input.append("")
-        self._give(node, 1, np.array(sizes, np.int64))
+        self._set_initializer(node, 1, np.array(sizes, np.int64))
 
-    def _numbers(self, node: NodeProto, step: Step, name: str, index: int) -> Any:
+    def _numbers(self, node: NodeProto, step: TracedOp, name: str, index: int) -> Any:
         """Return numbers that are the same for all inputs of the model; None of others."""
         if self._opset < 10:
-            found = onnx_graph.attribute_of(node, name, None)
-            return None if found is None else np.array(found)
+            attribute = onnx_graph.attribute_of(node, name, None)
+            return None if attribute is None else np.array(attribute)
         if len(node.input) <= index or node.input[index] not in self._fixed:
             return None
         return self._tracing.numbers.get((step.key, index))
 
-    def _give(self, node: NodeProto, index: int, array: Any) -> None:
+    def _set_initializer(self, node: NodeProto, index: int, array: Any) -> None:
         """Give a node an initializer of its own: others may read the one that it had."""
         name = f"{node.output[0]}/{index}/kept"
         self._graph.initializer.append(numpy_helper.from_array(array, name))
@@ -175,8 +177,8 @@ _NUMBERS_AT = {"Reshape": 1, "Expand": 1, "Resize": 3}
 
 def _replaced(numbers: Any, first: int, new: dict[int, int]) -> Any:
     """Return a piece of the numbers of a shape, the first of which has this place, with new ones."""
-    found = numbers.copy()
+    replaced = numbers.copy()
     for place, number in new.items():
-        if first <= place < first + len(found):
-            found[place - first] = number
-    return found
+        if first <= place < first + len(replaced):
+            replaced[place - first] = number
+    return replaced

@@ -1,22 +1,213 @@
-"""Follows the channels of an ONNX model through a run of its session, where tensors have names."""
+"""Channels of an ONNX model, followed through a run of its session by rules of nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._call import Call
-from amanda.tools.prune.channels._labels import Families, Family
-from amanda.tools.prune.channels._onnx_rules import Value, moves, rule_of, unfollowed
-from amanda.tools.prune.channels._rules import fresh, unknown
+from amanda.tools.prune.channels._labels import Call, Families, Family, Part, shaped
+from amanda.tools.prune.channels._layers import (
+    batch_norm,
+    convolution,
+    embedding,
+    group_norm,
+    layer_norm,
+    matrix_product,
+    product,
+    transposed_convolution,
+)
+from amanda.tools.prune.channels._rules import (
+    Rule,
+    concatenated,
+    elementwise,
+    fresh,
+    over_axis,
+    rearranged,
+    reduced,
+    same_channels,
+    unknown,
+)
 from amanda.tools.prune.channels._tracing import Tracing
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._onnx import OnnxModel
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxValue:
+    """A tensor that a node reads or makes.
+
+    root: name of the initializer that it is, or is made of alone.
+    """
+
+    name: str
+    array: Any
+    root: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the extents."""
+        return tuple(self.array.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return int(self.array.ndim)
+
+
+def gemm(call: Call) -> Sequence[Families]:
+    """Multiply two matrices, either transposed, and add a third."""
+    first, second, added = (*call.inputs[:2], call.value("C"))
+    first_part = _transposed(call.part(first)) if call.value("transA") else call.part(first)
+    second_part = _transposed(call.part(second)) if call.value("transB") else call.part(second)
+    families = matrix_product(call, first_part, second_part, second)
+    if added is not None:
+        families = call.labels.merged([call.part(added), (families, call.outputs[0].shape)], call.lacking)
+    return [families]
+
+
+def _transposed(part: Part) -> Part:
+    families, shape = part
+    return tuple(family.T for family in families), shape[::-1]
+
+
+def from_axis_on(call: Call) -> Sequence[Families]:
+    """Keep an axis and all after it whole: before opset 13 a softmax is over all of them."""
+    rank = call.inputs[0].ndim
+    axes = range(call.value("dim", 1) % rank, rank)
+    return [call.labels.pinned(call.of(call.inputs[0]), axes, f"{call.place} computes over them")]
+
+
+def depth_to_space(call: Call) -> Sequence[Families]:
+    """Move channels into images: those that go to one channel go together."""
+    channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
+    if channels is None:
+        return [()]
+    is_inner = call.value("mode", "DCR") == "CRD"
+    read = channels.reshape(-1, area) if is_inner else channels.reshape(area, -1).T
+    call.labels.unite(read, read[:, :1])
+    return [shaped(read[:, 0], 1, 4)]
+
+
+def space_to_depth(call: Call) -> Sequence[Families]:
+    """Move images into channels, as many of each."""
+    channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
+    return [shaped(None if channels is None else np.tile(channels, area), 1, 4)]
+
+
+_Entry = tuple[Rule, str, Mapping[str, str]]
+_ELEMENTWISE = (
+    "Abs Add And Ceil Celu Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
+    "HardSwish IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow "
+    "Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Swish Tanh ThresholdedRelu "
+    "Where Xor"
+)
+_KEPT = (
+    "AveragePool Cast Dropout GlobalAveragePool GlobalLpPool GlobalMaxPool Identity LpPool MaxPool Pad "
+    "Resize Upsample"
+)
+_MOVED = "Expand Flatten Reshape Slice Split Squeeze Tile Transpose Unsqueeze"
+_OVER_AN_AXIS = "ArgMax ArgMin Hardmax LogSoftmax LpNormalization Softmax"
+_REDUCED = (
+    "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum "
+    "ReduceSumSquare"
+)
+_TABLE: dict[str, _Entry] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), (elementwise, "", {})),
+    **dict.fromkeys(_KEPT.split(), (same_channels, "input", {})),
+    **dict.fromkeys(_MOVED.split(), (rearranged, "input", {})),
+    **dict.fromkeys(_OVER_AN_AXIS.split(), (over_axis, "input", {"axis": "dim"})),
+    **dict.fromkeys(_REDUCED.split(), (reduced, "input dim", {"axes": "dim"})),
+    "ArgMax": (reduced, "input", {"axis": "dim"}), "ArgMin": (reduced, "input", {"axis": "dim"}),
+    "BatchNormalization": (batch_norm, "input weight bias running_mean running_var", {}),
+    "Concat": (concatenated, "tensors", {"axis": "dim"}),
+    "Conv": (convolution, "input weight bias", {"group": "groups"}),
+    "ConvTranspose": (transposed_convolution, "input weight bias", {"group": "groups"}),
+    "CumSum": (over_axis, "input dim", {}),
+    "DepthToSpace": (depth_to_space, "input", {"blocksize": "blocksize", "mode": "mode"}),
+    "Gather": (rearranged, "input indices", {}),
+    "Gemm": (gemm, "A B C", {"transA": "transA", "transB": "transB"}),
+    "GroupNormalization": (group_norm, "input weight bias", {"num_groups": "num_groups"}),
+    "InstanceNormalization": (batch_norm, "input weight bias", {}),
+    "LayerNormalization": (layer_norm, "input weight bias", {"normalized_shape": "normalized_shape"}),
+    "MatMul": (product, "A B", {}),
+    "Shape": (fresh, "input", {}), "Size": (fresh, "input", {}),
+    "SpaceToDepth": (space_to_depth, "input", {"blocksize": "blocksize"}),
+    "TopK": (over_axis, "input k", {"axis": "dim"}),
+}  # fmt: skip
+_COERCED = ("Hardmax", "LogSoftmax", "Softmax")
+_QUANTISED = (
+    "ConvInteger", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearConv", "QLinearMatMul",
+)  # fmt: skip
+
+
+def only_moves(type: str) -> bool:
+    """Return True for a node that only moves elements."""
+    return type in _TABLE and _TABLE[type][0] is rearranged
+
+
+def rule_of(
+    type: str, attributes: Mapping[str, Any], values: Sequence[OnnxValue | None], outputs: int, opset: int
+) -> tuple[Rule, list[str], list[Any]]:
+    """Return the rule of a node, and its inputs and attributes as the rule names them.
+
+    type: ONNX' one, with a domain where that is not ONNX' own.  opset: version of ONNX' own domain.
+    """
+    rule, named, renamed = _TABLE.get(type, (unknown, "", {}))
+    names, inputs = named.split(), list[Any](values)
+    shape = values[0].shape if values and values[0] is not None else ()
+    if type == "Concat":
+        inputs = [inputs]
+    elif type in _COERCED and opset < 13:
+        rule = from_axis_on
+    elif type == "Gather" and _is_embedding(attributes, values):
+        rule, names = embedding, ["weight", "index"]
+    elif type == "LayerNormalization":
+        axis = attributes.get("axis", -1)
+        attributes = {"normalized_shape": shape[axis:]}
+        rule = rule if outputs == 1 else unknown
+    elif (type == "GroupNormalization" and opset < 21) or attributes.get("training_mode"):
+        rule = unknown
+    elif type in _REDUCED and attributes.get("noop_with_empty_axes") and not _has_axes(attributes, values):
+        rule = same_channels
+    names += ["" for _ in inputs[len(names) :]]
+    inputs += [None for _ in names[len(inputs) :]]
+    for i, (name, value) in enumerate(zip(names, inputs, strict=True)):
+        if name == "dim" and value is not None:
+            inputs[i] = value.array.tolist()
+    for theirs, ours in renamed.items():
+        if theirs in attributes:
+            names.append(ours)
+            inputs.append(attributes[theirs])
+    return rule, names, inputs
+
+
+def _is_embedding(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None]) -> bool:
+    table = values[0]
+    is_weight = table is not None and table.root is not None and table.ndim == 2
+    return is_weight and attributes.get("axis", 0) == 0
+
+
+def _has_axes(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None]) -> bool:
+    axes = values[1] if len(values) > 1 else None
+    return bool(attributes.get("axes")) or (axes is not None and axes.array.size > 0)
+
+
+def unfollowed(type: str, values: Sequence[OnnxValue | None], channels: Sequence[Families]) -> str:
+    """Return why the channels of a layer's weight are not followed; "" of any other node."""
+    if type in _QUANTISED:
+        return f"{type} computes with quantized weights"
+    if type in ("Conv", "ConvTranspose", "Gemm") and len(values) > 1:
+        weight = values[1]
+        if weight is not None and prod(weight.shape) > 1 and not channels[1]:
+            return "its weight is no floating-point initializer"
+    return ""
 
 
 class OnnxTracing(Tracing):
@@ -29,9 +220,9 @@ class OnnxTracing(Tracing):
         super().__init__()
         self.numbers: dict[tuple[str, int], Any] = {}
         self._model, self._weights = model, model.tensors()
-        self._known: dict[str, Families] = {}
+        self._families_of: dict[str, Families] = {}
         self._layers: dict[str, str] = {}
-        self._given: dict[str, Sequence[Value | None]] = {}
+        self._open_inputs: dict[str, Sequence[OnnxValue | None]] = {}
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the model, and keep whole what it returns; return that."""
@@ -44,10 +235,10 @@ class OnnxTracing(Tracing):
             raise
         labels = self.notes.labels
         for name in self._model.outputs:
-            labels.leave(self._known.get(name, ()), "the model returns them")
+            labels.leave(self._families_of.get(name, ()), "the model returns them")
         for name, reader in self._model.read_in_bodies.items():
-            if name in self._known or name in self._weights:
-                families = self._families(Value(name, self._weights.get(name)))
+            if name in self._families_of or name in self._weights:
+                families = self._families(OnnxValue(name, self._weights.get(name)))
                 labels.leave(families, f"channels are not followed into the bodies of {reader}")
                 for family in families if name in self._weights else ():
                     labels.produce(family)
@@ -62,21 +253,23 @@ class OnnxTracing(Tracing):
         key = self._model.key(context)
         if key not in self._model.nodes:  # of a body, where nothing can listen
             return
-        symbols, made = context.get_inputs(), [name for name in context.get_op().node.output if name]
-        names = tuple(_of_each(symbols, lambda one: None if one is None else (one.name, one.root)))
+        symbols, output_names = context.get_inputs(), [name for name in context.get_op().node.output if name]
+        names = tuple(
+            _of_each(symbols, lambda symbol: None if symbol is None else (symbol.name, symbol.root))
+        )
         context.insert_before_op(self._before, key=key, names=names)
         op = context.get_op()
         context.insert_after_op(
-            self._after, key=key, made=tuple(made), word=context["type"], type=op.type,
+            self._after, key=key, output_names=tuple(output_names), word=context["type"], type=op.type,
             attributes=dict(context.get_attrs()), module=context.get_scope() or op.name, node=op.name,
-            compute=context.get_computation() if moves(op.type) else None,
+            compute=context.get_computation() if only_moves(op.type) else None,
         )  # fmt: skip
 
     @amanda.observer
     def _before(self, *inputs: Any, key: str, names: Sequence[Any]) -> None:
-        arrays = list(_of_each(inputs, lambda one: one if isinstance(one, np.ndarray) else None))
-        self._given[key] = [
-            None if name is None or array is None else Value(name[0], array, name[1])
+        arrays = list(_of_each(inputs, lambda array: array if isinstance(array, np.ndarray) else None))
+        self._open_inputs[key] = [
+            None if name is None or array is None else OnnxValue(name[0], array, name[1])
             for name, array in zip(names, arrays, strict=True)
         ]
 
@@ -85,7 +278,7 @@ class OnnxTracing(Tracing):
         self,
         *outputs: Any,
         key: str,
-        made: Sequence[str],
+        output_names: Sequence[str],
         word: str,
         type: str,
         attributes: Mapping[str, Any],
@@ -93,10 +286,10 @@ class OnnxTracing(Tracing):
         node: str,
         compute: Callable[[Sequence[Any]], Any] | None,
     ) -> None:
-        values = self._given.pop(key)
-        arrays = (one for one in _of_each(outputs, lambda one: one) if isinstance(one, np.ndarray))
-        results = [Value(name, one) for name, one in zip(made, arrays, strict=False)]
-        channels = [() if one is None else self._families(one) for one in values]
+        values = self._open_inputs.pop(key)
+        arrays = (array for array in _of_each(outputs, lambda array: array) if isinstance(array, np.ndarray))
+        results = [OnnxValue(name, array) for name, array in zip(output_names, arrays, strict=False)]
+        channels = [() if value is None else self._families(value) for value in values]
         for i, value in enumerate(values):
             if value is not None and value.root is not None and value.root in self._weights:
                 self._layers.setdefault(value.root, module)
@@ -111,35 +304,41 @@ class OnnxTracing(Tracing):
             word, f"{type} {node}", key, inputs, names, results, self._families, moved, self.notes, self._name
         )
         rule = found_rule if any(channels) else fresh
-        found = rule(call) if results else unknown(call)
-        self._known.update(
-            (one.name, families) for one, families in zip(results, found, strict=True) if families
+        output_families = rule(call) if results else unknown(call)
+        self._families_of.update(
+            (result.name, families)
+            for result, families in zip(results, output_families, strict=True)
+            if families
         )
-        read = [(own, one.shape) for own, one in zip(channels, values, strict=True) if one is not None]
-        self.step(call, found_rule, module, node, read, found)
+        read = [
+            (families, value.shape)
+            for families, value in zip(channels, values, strict=True)
+            if value is not None
+        ]
+        self.step(call, found_rule, module, node, read, output_families)
 
-    def _families(self, value: Value) -> Families:
+    def _families(self, value: OnnxValue) -> Families:
         """Return the families of a value; a weight has new ones at first."""
-        found = self._known.get(value.name)
-        if found is None and value.name in self._weights:
-            found = self._known[value.name] = self.fresh(value.name, value.shape)
-        return found or ()
+        families = self._families_of.get(value.name)
+        if families is None and value.name in self._weights:
+            families = self._families_of[value.name] = self.fresh(value.name, value.shape)
+        return families or ()
 
     def _name(self, value: Any) -> str | None:
-        return value.root if isinstance(value, Value) and value.root in self._weights else None
+        return value.root if isinstance(value, OnnxValue) and value.root in self._weights else None
 
 
-def _of_each(values: Sequence[Any], found: Callable[[Any], Any]) -> Sequence[Any]:
+def _of_each(values: Sequence[Any], function: Callable[[Any], Any]) -> Sequence[Any]:
     """Return what a function gives of each value, of each of a list where several are one input."""
-    return [found(one) for one in leaves(values)]
+    return [function(value) for value in leaves(values)]
 
 
 def _moved(
-    compute: Callable[[Sequence[Any]], Any] | None, values: Sequence[Value | None], family: Family
+    compute: Callable[[Sequence[Any]], Any] | None, values: Sequence[OnnxValue | None], family: Family
 ) -> list[Family]:
     """Return what a node makes of labels in the place of its first input: an array for each output."""
     assert compute is not None
     assert values[0] is not None
     whole = np.ascontiguousarray(np.broadcast_to(family, values[0].shape))
-    made = compute([whole, *(None if one is None else one.array for one in values[1:])])
-    return leaves([made])
+    outputs = compute([whole, *(None if value is None else value.array for value in values[1:])])
+    return leaves([outputs])

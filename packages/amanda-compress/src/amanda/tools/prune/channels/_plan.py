@@ -1,23 +1,74 @@
-"""The plan of a removal: made of one call of a model, and tried out on it."""
+"""The plan of a removal: made in a call of a model, and tried out on the smaller model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import prod
 from time import perf_counter
 from typing import Any
 
 import amanda
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._difference import first_difference
-from amanda.tools.prune.channels._groups import ChannelGroup, groups_of, left_whole
-from amanda.tools.prune.channels._importance import Budget, alive_labels, scores, share_of_work
-from amanda.tools.prune.channels._labels import varying
-from amanda.tools.prune.channels._subject import Subject
-from amanda.tools.prune.channels._tracing import Step, Tracing
+from amanda.tools.prune.channels._groups import (
+    Budget,
+    ChannelGroup,
+    alive_labels,
+    groups_of,
+    reasons_left_whole,
+    scores,
+    share_of_work,
+)
+from amanda.tools.prune.channels._labels import Part, varying
+from amanda.tools.prune.channels._prunable_model import PrunableModel
+from amanda.tools.prune.channels._tracing import TracedOp, Tracing
 from amanda.tools.select import Paths, unmatched
+
+
+def first_difference(expected: Tracing, alive: Any, steps: Sequence[TracedOp]) -> TracedOp | None:
+    """Return the first op whose results have other extents than the labels say, or that has not run."""
+    for i, step in enumerate(expected.steps):
+        if i >= len(steps):
+            return step
+        trial_step = steps[i]
+        if (step.type, step.module) != (trial_step.type, trial_step.module):
+            return step
+        if len(step.outputs) != len(trial_step.outputs):
+            return step
+        for part, (_, shape) in zip(step.outputs, trial_step.outputs, strict=True):
+            if prod(shape) + prod(part[1]) and expected.extents(part, alive) != shape:  # or has no elements
+                return step
+        if step.moved is not None and not _move_alike(step, trial_step, expected, alive):
+            return step
+    return None
+
+
+def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: Any) -> bool:
+    """Return True if an op moves the channels that are kept as it moved them among all, of the same step."""
+    roots = expected.notes.labels.roots
+    for family in step.inputs[0][0]:
+        if not alive[family].all() and step.moved is not None and trial_step.moved is not None:
+            read = _shortened(family, ((family,), family.shape), expected, alive)
+            triples = zip(step.moved(family), step.outputs, trial_step.moved(read), strict=True)
+            for expected_labels, part, trial_labels in triples:
+                short = roots(_shortened(expected_labels, part, expected, alive))
+                if short.size and not np.array_equal(short, roots(trial_labels)):
+                    return False
+    return True
+
+
+def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
+    """Return an array without the places at which a tensor of its shape has channels that are not kept."""
+    keep_masks = [expected.places(part[0], axis, alive) for axis in range(array.ndim)]
+    whole = (np.arange(extent) for extent in array.shape)
+    positions = [
+        all_positions if keep_mask is None else np.flatnonzero(keep_mask)
+        for all_positions, keep_mask in zip(whole, keep_masks, strict=True)
+    ]
+    return array[np.ix_(*positions)]
+
 
 _HALVINGS, _CALLS = 6, 8
 
@@ -40,16 +91,16 @@ class Choice:
 class Plan:
     """A choice of channels to remove of a model.
 
-    groups, kept: the groups, and which of the channels of each are kept.  left: weights whose outputs are
-    left whole, and why.  alive: for each label whether its channel is kept.  work: share of multiplications.
-    latency: share of the time of a call, where that was measured.
+    groups, keep_masks: the groups, and masks of their kept channels.  whole_layers: weights whose outputs
+    are left whole, and the reasons.  alive: for each label whether its channel is kept.  work: share of
+    multiplications that remain.  latency: share of the time of a call, where that was measured.
     """
 
-    subject: Subject
+    subject: PrunableModel
     tracing: Tracing
     groups: list[ChannelGroup] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    keep_masks: list[Any] = field(default_factory=list)
+    whole_layers: dict[str, str] = field(default_factory=dict)
     alive: Any = None
     work: float = 1.0
     latency: float | None = None
@@ -60,55 +111,55 @@ class Plan:
         notes = self.tracing.notes
         notes.labels.settle()
         self.groups = groups_of(self.tracing)
-        worth = [
+        importances = [
             scores(group, i, tensors, choice.importance, choice.seed) for i, group in enumerate(self.groups)
         ]
-        self.kept = choice.budget.kept(self.groups, worth, notes.labels, notes.work)
-        self.alive = alive_labels(notes.labels, self.groups, self.kept)
+        self.keep_masks = choice.budget.choose(self.groups, importances, notes.labels, notes.work)
+        self.alive = alive_labels(notes.labels, self.groups, self.keep_masks)
         self.work = share_of_work(notes.work, self.alive)
-        self.left = left_whole(self.tracing) | self.tracing.unfollowed
+        self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:
         """Yield the axes of parameters and buffers that become shorter, and which places on them are kept."""
         for name, families in self.tracing.channels.items():
             for family in families:
                 (axis,) = varying(family)
-                kept = self.alive[family].reshape(-1)
-                if not kept.all():
-                    yield name, axis, kept
+                keep_mask = self.alive[family].reshape(-1)
+                if not keep_mask.all():
+                    yield name, axis, keep_mask
 
 
-def select(plan: Plan, choice: Choice) -> None:
+def leave_unselected(plan: Plan, choice: Choice) -> None:
     """Leave whole what the options do not select; raise PruneError for an option that fits no weight."""
     labels = plan.tracing.notes.labels
-    made = labels.made()
+    output_labels = labels.output_labels()
     modules: dict[str, list[Any]] = {}
     for name, families in plan.tracing.channels.items():
-        own = [one for one in families if made.issuperset(one.reshape(-1).tolist())]
-        if own:
-            modules.setdefault(plan.tracing.layer(name), []).extend(own)
+        outputs = [family for family in families if output_labels.issuperset(family.reshape(-1).tolist())]
+        if outputs:
+            modules.setdefault(plan.tracing.layer(name), []).extend(outputs)
     is_chosen, is_excluded = Paths("module", choice.module), Paths("exclude", choice.exclude or ())
     chosen_paths = {path for path in modules if is_chosen(path)}
     excluded_paths = {path for path in modules if is_excluded(path)}
     noun = "layer with channels"
     if texts := [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]:
         raise PruneError("; ".join(texts))
-    for path, own in modules.items():
+    for path, outputs in modules.items():
         if path in excluded_paths:
-            labels.leave(own, f"{path} is excluded")
+            labels.leave(outputs, f"{path} is excluded")
     if choice.module is not None:
-        chosen = {
-            root for path, own in modules.items() for one in own if path in chosen_paths
-            for root in labels.roots(one).reshape(-1).tolist()
+        chosen_roots = {
+            root for path, outputs in modules.items() for family in outputs if path in chosen_paths
+            for root in labels.roots(family).reshape(-1).tolist()
         }  # fmt: skip
-        for own in modules.values():
-            for one in own:
-                others = one[~np.isin(labels.roots(one), list(chosen))]
-                labels.leave(others, "`module` does not select it")
+        for outputs in modules.values():
+            for family in outputs:
+                unselected = family[~np.isin(labels.roots(family), list(chosen_roots))]
+                labels.leave(unselected, "`module` does not select it")
 
 
-def made_plan(
-    subject: Subject, example: Sequence[Any], named: Mapping[str, Any], choice: Choice
+def make_plan(
+    subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any], choice: Choice
 ) -> tuple[Plan, Any]:
     """Return a plan, and what the smaller model returns; ops that it does not suit are left whole.
 
@@ -118,14 +169,16 @@ def made_plan(
     tracing = subject.tracing()
     tracing.follow(example, named)
     plan = Plan(subject, tracing)
-    select(plan, choice)
+    leave_unselected(plan, choice)
     if choice.budget.of != "latency":
-        return plan, _fitted(plan, choice, example, named)
+        return plan, _try_until_it_runs(plan, choice, example, named)
     low, high, labels = 0.0, 1.0, tracing.notes.labels
 
     def fitted(sparsity: float) -> Any:
         tracing.notes.labels = deepcopy(labels)  # what one share does not suit may be removed of another
-        return _fitted(plan, replace(choice, budget=choice.budget.of_channels(sparsity)), example, named)
+        return _try_until_it_runs(
+            plan, replace(choice, budget=choice.budget.of_channels(sparsity)), example, named
+        )
 
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -139,12 +192,12 @@ def made_plan(
     return plan, result
 
 
-def _fitted(plan: Plan, choice: Choice, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+def _try_until_it_runs(plan: Plan, choice: Choice, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Choose channels, and leave whole what the model cannot do without; return what the smaller one does."""
     tracing = plan.tracing
     while True:
         plan.choose(choice)
-        steps: Sequence[Step] = ()
+        steps: Sequence[TracedOp] = ()
         result, error = None, ""
         removal = plan.subject.removal(plan)
         try:
@@ -159,7 +212,7 @@ def _fitted(plan: Plan, choice: Choice, example: Sequence[Any], named: Mapping[s
         step = first_difference(tracing, plan.alive, steps)
         if step is None and not error:
             return result
-        if step is None or not _leave(tracing, step, error):
+        if step is None or not _leave_whole(tracing, step, error):
             where = "" if step is None else f" at {step.place}"
             raise PruneError(
                 f"ChannelPruneTool cannot remove channels of this model: it fails{where}: {error}"
@@ -177,7 +230,7 @@ def _share_of_time(plan: Plan, example: Sequence[Any], named: Mapping[str, Any])
         removal.undo()
 
 
-def _seconds(subject: Subject, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+def _seconds(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
     seconds = []
     for _ in range(_CALLS):
@@ -188,24 +241,35 @@ def _seconds(subject: Subject, example: Sequence[Any], named: Mapping[str, Any])
     return min(seconds)
 
 
-def _leave(tracing: Tracing, step: Step, error: str) -> bool:
+def _leave_whole(tracing: Tracing, step: TracedOp, error: str) -> bool:
     """Leave the channels whole that an op reads and makes, and those of the same line elsewhere.
 
     Where that is nothing new, leave those of its module, or of the next one around it that has others.
     Returns False if there are none.
     """
-    labels, before = tracing.notes.labels, len(tracing.notes.labels.left())
+    labels, before = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
     why = error.splitlines()[0] if error else "its result would have other channels"
     reason = f"{step.place} at {step.source} does not suit fewer of them ({why})"
-    alike = [one for one in tracing.steps if (one.type, one.source) == (step.type, step.source)]
+    alike = [
+        step_alike
+        for step_alike in tracing.steps
+        if (step_alike.type, step_alike.source) == (step.type, step.source)
+    ]
     path = step.module
     while True:
-        for one in alike:
-            labels.leave([family for families, _ in (*one.read, *one.made) for family in families], reason)
+        for step_alike in alike:
+            labels.leave(
+                [family for families, _ in (*step_alike.inputs, *step_alike.outputs) for family in families],
+                reason,
+            )
         labels.settle()
-        if len(labels.left()) > before:
+        if len(labels.whole_roots()) > before:
             return True
         if len(alike) == len(tracing.steps):
             return False
-        alike = [one for one in tracing.steps if f"{one.module}.".startswith(f"{path}." if path else "")]
+        alike = [
+            step_alike
+            for step_alike in tracing.steps
+            if f"{step_alike.module}.".startswith(f"{path}." if path else "")
+        ]
         path = path.rpartition(".")[0]

@@ -12,19 +12,17 @@ import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._call import Call
-from amanda.tools.prune.channels._labels import Families, Family
+from amanda.tools.prune.channels._labels import Call, Families, Family
 from amanda.tools.prune.channels._plan import Plan
+from amanda.tools.prune.channels._prunable_model import Axes, Masks, PrunableModel, over_kept, selected
 from amanda.tools.prune.channels._removal import ModuleRemoval, sizes_of
 from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
-from amanda.tools.prune.channels._simulation import over_kept, selected
-from amanda.tools.prune.channels._subject import Axes, Masks, Subject
 from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
 
 
-class Module(Subject):
+class Module(PrunableModel):
     """A `torch.nn.Module`."""
 
     has_gradients = True
@@ -52,23 +50,23 @@ class Module(Subject):
         """Return masks of parameters, found by the tensor."""
         import torch
 
-        found: TensorMap[Any] = TensorMap()
+        masks: TensorMap[Any] = TensorMap()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, axis, kept in axes:
+        for name, axis, keep_mask in axes:
             parameter = parameters.get(name)
             if parameter is not None:
                 extents = [-1 if i == axis else 1 for i in range(parameter.ndim)]
-                own = torch.from_numpy(kept).to(parameter.device).reshape(extents)
-                former = found.get(parameter)
-                found[parameter] = own if former is None else former & own
-        return lambda value: found.get(value) if _is_tensor(value) else None
+                axis_mask = torch.from_numpy(keep_mask).to(parameter.device).reshape(extents)
+                former = masks.get(parameter)
+                masks[parameter] = axis_mask if former is None else former & axis_mask
+        return lambda value: masks.get(value) if _is_tensor(value) else None
 
     def removal(self, plan: Plan, optimizer: Any = None) -> ModuleRemoval:
         """Return what removes channels, and shortens the state of an optimizer."""
         sizes = sizes_of(self.model, plan.tracing, plan.alive)
-        kept = {(name, axis): own for name, axis, own in plan.axes()}
+        keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
         whole = frozenset(plan.tracing.notes.whole_groups)
-        return ModuleRemoval(self.model, kept, sizes, whole, optimizer)
+        return ModuleRemoval(self.model, keep_masks, sizes, whole, optimizer)
 
     def smaller(self, plan: Plan, optimizer: Any) -> Any:
         """Remove channels of the module; return it."""
@@ -95,9 +93,9 @@ class Module(Subject):
         """Yield floating-point tensors."""
         import torch
 
-        for one in tensors_in(result):
-            if one.is_floating_point():
-                yield one.detach().double().cpu().numpy(), float(torch.finfo(one.dtype).eps)
+        for tensor in tensors_in(result):
+            if tensor.is_floating_point():
+                yield tensor.detach().double().cpu().numpy(), float(torch.finfo(tensor.dtype).eps)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -122,7 +120,9 @@ class Module(Subject):
         import torch
 
         self.model(*example, **named)
-        for device in {one.device for one in self.model.parameters() if one.device.type == "cuda"}:
+        for device in {
+            parameter.device for parameter in self.model.parameters() if parameter.device.type == "cuda"
+        }:
             torch.cuda.synchronize(device)
 
 
@@ -169,12 +169,12 @@ class ModuleTracing(Tracing):
         super().__init__()
         self._model = model
         self._names: TensorMap[str] = TensorMap()
-        self._known: TensorMap[Families] = TensorMap()
+        self._families_of: TensorMap[Families] = TensorMap()
         for name, tensor in reversed(
             [*model.named_buffers(), *model.named_parameters(remove_duplicate=False)]
         ):
             self._names[tensor] = name
-        self._given: list[tuple[Sequence[Any], list[Any]]] = []
+        self._open_inputs: list[tuple[Sequence[Any], list[Any]]] = []
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Call the module, and keep whole what it returns; return that."""
@@ -210,8 +210,10 @@ class ModuleTracing(Tracing):
         if within in ("batch_norm", "instance_norm"):
             for average in inputs[3:5]:
                 self._families(average, is_followed=True)
-        tensors = (one for one in leaves(inputs) if _is_tensor(one))
-        self._given.append((inputs, [(self._families(one), tuple(one.shape)) for one in tensors]))
+        tensors = (tensor for tensor in leaves(inputs) if _is_tensor(tensor))
+        self._open_inputs.append(
+            (inputs, [(self._families(tensor), tuple(tensor.shape)) for tensor in tensors])
+        )
 
     @amanda.observer
     def _after(
@@ -226,43 +228,49 @@ class ModuleTracing(Tracing):
     ) -> None:
         import torch
 
-        inputs, read = self._given.pop()
-        for one in leaves(inputs):
-            if isinstance(one, torch.nn.Parameter) and self._name(one) is None:
+        inputs, read = self._open_inputs.pop()
+        for tensor in leaves(inputs):
+            if isinstance(tensor, torch.nn.Parameter) and self._name(tensor) is None:
                 self.unfollowed[module or "the model"] = UNREGISTERED
-        made = [one for one in leaves(outputs) if _is_tensor(one)]
+        output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
         moved = partial(_moved, compute, inputs[1:], tuple(value.shape), value.stride())
-        call = Call(type, place, op_id, inputs, names, made, self._families, moved, self.notes, self._name)
-        own = self.rule(type)
-        rule = own if any(families for families, _ in read) else fresh
-        found = rule(call) if made else self.rule("")(call)
-        for output, families in zip(made, found, strict=True):
-            if families or self._known.get(output):
-                self._known[output] = families
-        known = [self._known.get(one) or () for one in made]
-        self.step(call, own, module, source, read, known)
+        call = Call(
+            type, place, op_id, inputs, names, output_tensors, self._families, moved, self.notes, self._name
+        )
+        op_rule = self.rule(type)
+        rule = op_rule if any(families for families, _ in read) else fresh
+        output_families = rule(call) if output_tensors else self.rule("")(call)
+        for output, families in zip(output_tensors, output_families, strict=True):
+            if families or self._families_of.get(output):
+                self._families_of[output] = families
+        recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]
+        self.step(call, op_rule, module, source, read, recorded_families)
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
         """Return the families of a tensor; a parameter, or what is followed, has new ones at first."""
         import torch
 
-        found = self._known.get(tensor)
+        families = self._families_of.get(tensor)
         is_new = isinstance(tensor, torch.nn.Parameter) or (is_followed and _is_tensor(tensor))
-        if found is None and is_new:
+        if families is None and is_new:
             name = self._names.get(tensor)
-            found = self._known[tensor] = self.fresh(name, tuple(tensor.shape))
+            families = self._families_of[tensor] = self.fresh(name, tuple(tensor.shape))
             if name is None:
-                self.notes.labels.leave(found, UNREGISTERED)
-        return found or ()
+                self.notes.labels.leave(families, UNREGISTERED)
+        return families or ()
 
     def _name(self, tensor: Any) -> str | None:
         return self._names.get(tensor) if _is_tensor(tensor) else None
 
 
 def _moved(
-    compute: Callable[[Sequence[Any]], Any], rest: Sequence[Any], shape: Any, strides: Any, family: Family
+    compute: Callable[[Sequence[Any]], Any],
+    other_inputs: Sequence[Any],
+    shape: Any,
+    strides: Any,
+    family: Family,
 ) -> list[Family]:
     """Return what an op makes of labels in the place of its first input: an array for each output."""
     import torch
@@ -270,8 +278,8 @@ def _moved(
     whole = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
     if 0 not in strides:  # a view may want the strides that the tensor has
         whole = torch.empty_strided(shape, strides, dtype=whole.dtype).copy_(whole)
-    made = compute([whole, *rest])
-    return [one.numpy() for one in leaves([made])]
+    outputs = compute([whole, *other_inputs])
+    return [tensor.numpy() for tensor in leaves([outputs])]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -25,20 +25,20 @@ _OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
 class ModuleRemoval:
     """Removes what is not kept, of parameters, buffers, gradients, attributes and an optimizer's state.
 
-    model: the module.  kept: by parameter or buffer and axis, which places are kept.  sizes: by a module's
-    path, attributes' new values.  whole_groups: weights whose number of groups changes.
+    model: the module.  keep_masks: places that are kept, by parameter or buffer and axis.  sizes: new values
+    of attributes, by a module's path.  whole_groups: weights whose number of groups changes.
     """
 
     def __init__(
         self,
         model: Any,
-        kept: Mapping[tuple[str, int], Any],
+        keep_masks: Mapping[tuple[str, int], Any],
         sizes: Mapping[str, Mapping[str, Any]],
         whole_groups: frozenset[str],
         optimizer: Any = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._kept, self._sizes, self._whole_groups = kept, sizes, whole_groups
+        self._keep_masks, self._sizes, self._whole_groups = keep_masks, sizes, whole_groups
         self._before: list[tuple[Any, str, Any]] = []
 
     def apply(self) -> None:
@@ -49,8 +49,8 @@ class ModuleRemoval:
         _check_state(self._optimizer)
         model = self._model
         by_name: dict[str, dict[int, Any]] = {}
-        for (name, axis), kept in self._kept.items():
-            by_name.setdefault(name, {})[axis] = np.flatnonzero(kept)
+        for (name, axis), keep_mask in self._keep_masks.items():
+            by_name.setdefault(name, {})[axis] = np.flatnonzero(keep_mask)
         changed: dict[int, Any] = {}
         for name, axes in by_name.items():
             path, _, attribute = name.rpartition(".")
@@ -58,12 +58,12 @@ class ModuleRemoval:
             self._shorten(tensor, axes)
             changed[id(tensor)] = tensor
         for path, module in model.named_modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if any(id(tensor) in changed for tensor in own):
-                self._adapt(path, module)
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if any(id(tensor) in changed for tensor in tensors):
+                self._update_extents(path, module)
         for path, sizes in self._sizes.items():
             for attribute, size in sizes.items():
-                self._set(model.get_submodule(path), attribute, size)
+                self._set_attribute(model.get_submodule(path), attribute, size)
 
     def undo(self) -> None:
         """Put everything back."""
@@ -100,7 +100,7 @@ class ModuleRemoval:
                 self._before.append((state, name, value))
                 state[name] = shortened(value)
 
-    def _adapt(self, path: str, module: Any) -> None:
+    def _update_extents(self, path: str, module: Any) -> None:
         """Set the attributes of a layer that say how long its axes are."""
         import torch
 
@@ -110,21 +110,21 @@ class ModuleRemoval:
             return
         groups = getattr(module, "groups", getattr(module, "num_groups", 1))
         name = f"{path}.weight" if path else "weight"
-        if name in self._whole_groups and (name, 0) in self._kept:
-            kept = self._kept[name, 0]
-            groups = groups * int(kept.sum()) // len(kept)
-            self._set(module, "groups" if hasattr(module, "groups") else "num_groups", groups)
+        if name in self._whole_groups and (name, 0) in self._keep_masks:
+            keep_mask = self._keep_masks[name, 0]
+            groups = groups * int(keep_mask.sum()) // len(keep_mask)
+            self._set_attribute(module, "groups" if hasattr(module, "groups") else "num_groups", groups)
         nn = torch.nn
         turned = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         for attribute, axis in _EXTENTS.items():
             if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
                 axis = 1 - axis if turned else axis
                 times = groups if axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
-                self._set(module, attribute, weight.shape[axis] * times)
+                self._set_attribute(module, attribute, weight.shape[axis] * times)
         if isinstance(getattr(module, "normalized_shape", None), tuple):
-            self._set(module, "normalized_shape", tuple(weight.shape))
+            self._set_attribute(module, "normalized_shape", tuple(weight.shape))
 
-    def _set(self, owner: Any, attribute: str, value: Any) -> None:
+    def _set_attribute(self, owner: Any, attribute: str, value: Any) -> None:
         before = getattr(owner, attribute)
         setattr(owner, attribute, value)
         self._before.append((owner, attribute, before))
@@ -135,8 +135,8 @@ def _check_state(optimizer: Any) -> None:
 
     for parameter, state in () if optimizer is None else optimizer.state.items():
         for name, value in state.items():
-            own = isinstance(value, torch.Tensor) and value.numel() > 1
-            if own and value.shape != parameter.shape:
+            is_per_element = isinstance(value, torch.Tensor) and value.numel() > 1
+            if is_per_element and value.shape != parameter.shape:
                 raise PruneError(
                     f"{type(optimizer).__name__} keeps {name} of shape {tuple(value.shape)} for a parameter "
                     f"of shape {tuple(parameter.shape)}, which cannot follow the removal: make another "
@@ -151,8 +151,8 @@ def _set_data(tensor: Any, data: Any) -> None:
     """
     import torch
 
-    other = torch.float32 if data.dtype == torch.float64 else torch.float64
-    tensor.data = torch.empty(0, dtype=other, device=data.device)
+    other_dtype = torch.float32 if data.dtype == torch.float64 else torch.float64
+    tensor.data = torch.empty(0, dtype=other_dtype, device=data.device)
     tensor.data = data
 
 
@@ -170,24 +170,24 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
         path = step.module
         while path not in modules:
             path = path.rpartition(".")[0]
-        for part in (*step.read, *step.made):
+        for part in (*step.inputs, *step.outputs):
             after = tracing.extents(part, alive)
             for family in part[0]:
                 for axis, extent in enumerate(family.shape):
                     if extent > 1 and after[axis] != extent:
                         changed.setdefault(path, {}).setdefault(extent, set()).add(after[axis])
             if step.type in ("reshape", "expand"):
-                stays = {one for one, other in zip(part[1], after, strict=True) if one == other}
+                stays = {size for size, new_size in zip(part[1], after, strict=True) if size == new_size}
                 same.setdefault(path, set()).update(stays)
-    found: dict[str, dict[str, Any]] = {}
+    sizes: dict[str, dict[str, Any]] = {}
     for path, extents in changed.items():
         for name, value in vars(modules[path]).items():
             if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
                 continue
-            kept = set() if _OF_HEADS.search(name) else same.get(path, set())
-            new = {old: min(one) for old, one in extents.items() if len(one) == 1 and old not in kept}
+            unchanged = set() if _OF_HEADS.search(name) else same.get(path, set())
+            new = {old: min(size) for old, size in extents.items() if len(size) == 1 and old not in unchanged}
             if type(value) is int and value in new:
-                found.setdefault(path, {})[name] = new[value]
-            elif type(value) is tuple and any(type(one) is int and one in new for one in value):
-                found.setdefault(path, {})[name] = tuple(new.get(one, one) for one in value)
-    return found
+                sizes.setdefault(path, {})[name] = new[value]
+            elif type(value) is tuple and any(type(size) is int and size in new for size in value):
+                sizes.setdefault(path, {})[name] = tuple(new.get(size, size) for size in value)
+    return sizes

@@ -8,8 +8,7 @@ from typing import Any
 
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
-from amanda.tools.prune.channels._call import Call
-from amanda.tools.prune.channels._labels import Families, shaped, varying
+from amanda.tools.prune.channels._labels import Call, Families, shaped, varying
 from amanda.tools.prune.channels._layers import (
     attention,
     batch_norm,
@@ -18,7 +17,7 @@ from amanda.tools.prune.channels._layers import (
     group_norm,
     layer_norm,
     linear,
-    matrices_added,
+    matrix_product_plus,
     product,
     transposed_convolution,
 )
@@ -28,28 +27,28 @@ Rule = Callable[[Call], Sequence[Families]]
 
 def elementwise(call: Call) -> Sequence[Families]:
     """Unite the channels of all tensors, broadcast as the op broadcasts them."""
-    parts = [call.part(one) for one in call.inputs if hasattr(one, "shape")]
+    parts = [call.part(value) for value in call.inputs if hasattr(value, "shape")]
     if np.broadcast_shapes(*(shape for _, shape in parts)) != tuple(call.outputs[0].shape):
         return unknown(call)
     return [call.labels.merged(parts, call.lacking)] * len(call.outputs)
 
 
-def kept(call: Call) -> Sequence[Families]:
+def same_channels(call: Call) -> Sequence[Families]:
     """Pass channels on along axes that keep their extents."""
-    found = []
+    families = []
     for output in call.outputs:
-        own: list[Any] = []
+        output_families: list[Any] = []
         for family in call.of(call.inputs[0]):
             extents = zip(family.shape, output.shape, strict=False)
             if family.ndim == output.ndim and all(mine in (1, theirs) for mine, theirs in extents):
-                own.append(family)
+                output_families.append(family)
             else:
                 call.labels.leave(family, f"{call.place} changes how many there are")
-        found.append(tuple(own))
-    return found
+        families.append(tuple(output_families))
+    return families
 
 
-def along_axis(call: Call) -> Sequence[Families]:
+def over_axis(call: Call) -> Sequence[Families]:
     """Keep the axis whole over which the op computes."""
     rank = len(call.inputs[0].shape)
     axis = call.value("dim", -1)
@@ -60,23 +59,23 @@ def along_axis(call: Call) -> Sequence[Families]:
 def reduced(call: Call) -> Sequence[Families]:
     """Drop the axes over which the op computes; a mean or sum is over the channels that are kept."""
     value = call.inputs[0]
-    rank, given = len(value.shape), call.value("dim")
-    axes = range(rank) if given is None or given == [] else [given] if isinstance(given, int) else given
+    rank, dim = len(value.shape), call.value("dim")
+    axes = range(rank) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     axes, families = sorted(axis % rank for axis in axes), call.of(value)
     for axis in axes:
         if call.type in ("mean", "sum"):
-            own, families = call.split(families, axis)
-            if own is not None:
-                call.note_reduction(axis, own)
+            labels, families = call.split(families, axis)
+            if labels is not None:
+                call.note_reduction(axis, labels)
         families = call.labels.pinned(families, [axis], f"{call.place} computes over them")
     if len(call.outputs[0].shape) != rank:
-        families = tuple(np.squeeze(one, tuple(axes)) for one in families)
+        families = tuple(np.squeeze(family, tuple(axes)) for family in families)
     return [families] * len(call.outputs)
 
 
 def concatenated(call: Call) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
-    values = [one for one in call.inputs[0] if prod(one.shape)]
+    values = [item for item in call.inputs[0] if prod(item.shape)]
     if not values:
         return fresh(call)
     rank = values[0].ndim
@@ -84,73 +83,73 @@ def concatenated(call: Call) -> Sequence[Families]:
     parts, runs = [], []
     for value in values:
         families = call.of(value)
-        across = tuple(one for one in families if one.shape[axis] == 1)
-        along = tuple(one for one in families if one.shape[axis] > 1)
+        across = tuple(item for item in families if item.shape[axis] == 1)
+        along = tuple(item for item in families if item.shape[axis] > 1)
         parts.append((across, (*value.shape[:axis], 1, *value.shape[axis + 1 :])))
         runs.append((call.along(along, axis), value.shape[axis]))
-    found = call.labels.merged(parts, call.lacking)
-    if any(own is not None for own, _ in runs):
-        for i, (own, extent) in enumerate(runs):
-            if own is None:
+    merged = call.labels.merged(parts, call.lacking)
+    if any(labels is not None for labels, _ in runs):
+        for i, (labels, extent) in enumerate(runs):
+            if labels is None:
                 runs[i] = call.labels.fresh(extent), extent
                 call.labels.leave(runs[i][0], f"{call.place} has channels beside them that stay")
-        found += shaped(np.concatenate([own for own, _ in runs]), axis, rank)
-    return [found]
+        merged += shaped(np.concatenate([labels for labels, _ in runs]), axis, rank)
+    return [merged]
 
 
-def gated(call: Call) -> Sequence[Families]:
+def glu(call: Call) -> Sequence[Families]:
     """Unite the halves of an axis that the op multiplies."""
     value = call.inputs[0]
     axis = call.value("dim", -1) % value.ndim
-    own, rest = call.split(call.of(value), axis)
-    if own is not None:
-        own, other = np.split(own, 2)
-        call.labels.unite(own, other)
-    return [rest + shaped(own, axis, value.ndim)]
+    labels, other_families = call.split(call.of(value), axis)
+    if labels is not None:
+        labels, second_half = np.split(labels, 2)
+        call.labels.unite(labels, second_half)
+    return [other_families + shaped(labels, axis, value.ndim)]
 
 
-def with_slopes(call: Call) -> Sequence[Families]:
+def prelu(call: Call) -> Sequence[Families]:
     """Match channels with slopes, where each has one."""
     value, weight = call.inputs[:2]
     if prod(weight.shape) == 1:
-        return kept(call)
-    own = call.along(call.of(value), 1)
-    call.match_vector(own, weight)
-    return [shaped(own, 1, value.ndim)]
+        return same_channels(call)
+    channels = call.along(call.of(value), 1)
+    call.match_vector(channels, weight)
+    return [shaped(channels, 1, value.ndim)]
 
 
 def stacked(call: Call) -> Sequence[Families]:
     """Make the channels of tensors the same that are stacked along a new axis."""
     axis = call.value("dim", 0) % call.outputs[0].ndim
-    found = call.labels.merged([call.part(one) for one in call.inputs[0]], call.lacking)
-    return [tuple(np.expand_dims(one, axis) for one in found)]
+    families = call.labels.merged([call.part(item) for item in call.inputs[0]], call.lacking)
+    return [tuple(np.expand_dims(item, axis) for item in families)]
 
 
-def laid_out(call: Call) -> Sequence[Families]:
+def rearranged(call: Call) -> Sequence[Families]:
     """Move labels as the op moves elements."""
-    if any(call.of(one) for name, one in zip(call.names, call.inputs, strict=False) if name in _INDICES):
+    if any(call.of(item) for name, item in zip(call.names, call.inputs, strict=False) if name in _INDICES):
         return unknown(call)
-    found: list[list[Any]] = [[] for _ in call.outputs]
+    families: list[list[Any]] = [[] for _ in call.outputs]
     for family in call.of(call.inputs[0]):
-        for own, one in zip(found, call.moved(family), strict=True):
-            moved = call.labels.compressed(one, call.lacking)
+        for output_families, item in zip(families, call.moved(family), strict=True):
+            moved = call.labels.compressed(item, call.lacking)
             if moved is not None:
-                own.append(moved)
+                output_families.append(moved)
                 if len(varying(moved)) > 1:
                     call.labels.blocks.append(moved)
-    return [tuple(one) for one in found]
+    return [tuple(item) for item in families]
 
 
 def shuffled(call: Call) -> Sequence[Families]:
     """Move channels between groups, or into images: those that an op takes together go together."""
     value, groups = call.inputs[0], call.value("groups")
-    own = call.along(call.of(value), 1 if groups else -3)
-    if own is not None and groups:
-        call.labels.blocks.append(own.reshape(int(groups), -1))
-    elif own is not None:
-        read = own.reshape(-1, int(call.value("upscale_factor")) ** 2)
-        call.labels.unite(read, read[:, :1])
-    return laid_out(call)
+    channels = call.along(call.of(value), 1 if groups else -3)
+    if channels is not None and groups:
+        call.labels.blocks.append(channels.reshape(int(groups), -1))
+    elif channels is not None:
+        taken_together = channels.reshape(-1, int(call.value("upscale_factor")) ** 2)
+        call.labels.unite(taken_together, taken_together[:, :1])
+    return rearranged(call)
 
 
 def unknown(call: Call) -> Sequence[Families]:
@@ -170,26 +169,26 @@ def _by_word(table: dict[str, Rule]) -> dict[str, Rule]:
 
 _INDICES = ("index", "indices", "repeats")
 
-MOVES = (laid_out, shuffled)
+MOVES = (rearranged, shuffled)
 """The rules of ops that only move elements."""
 
 RULES: dict[str, Rule] = _by_word({
     " ".join(CONVOLUTIONS): convolution, " ".join(TRANSPOSED_CONVOLUTIONS): transposed_convolution,
-    "linear": linear, "matmul": product, "addmm baddbmm": matrices_added,
+    "linear": linear, "matmul": product, "addmm baddbmm": matrix_product_plus,
     "batch_norm instance_norm": batch_norm, "layer_norm rms_norm": layer_norm, "group_norm": group_norm,
     "embedding": embedding, "scaled_dot_product_attention": attention,
-    "glu": gated, "prelu": with_slopes, "cat": concatenated, "stack": stacked,
-    "softmax log_softmax cumsum cumprod sort argsort topk": along_axis,
+    "glu": glu, "prelu": prelu, "cat": concatenated, "stack": stacked,
+    "softmax log_softmax cumsum cumprod sort argsort topk": over_axis,
     "mean sum amax amin max min prod var std norm any all argmax argmin logsumexp "
     "linalg_vector_norm": reduced,
     "reshape transpose permute getitem unbind split split_with_sizes chunk tensor_split unsqueeze squeeze "
     "expand expand_as select narrow slice index_select repeat repeat_interleave tile broadcast_to "
-    "diagonal flip roll": laid_out, "channel_shuffle pixel_shuffle": shuffled,
+    "diagonal flip roll": rearranged, "channel_shuffle pixel_shuffle": shuffled,
     "dropout alpha_dropout feature_dropout clone contiguous to detach data alias type_as zeros_like "
     "ones_like empty_like full_like max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d pad "
     "constant_pad_nd reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d "
-    "upsample_bicubic2d interpolate bernoulli bernoulli_ requires_grad": kept,
+    "upsample_bicubic2d interpolate bernoulli bernoulli_ requires_grad": same_channels,
     "shape size dim numel item new_zeros new_ones new_empty new_full": fresh,
     "add sub rsub mul div floor_divide remainder pow neg abs eq ne lt le gt ge clamp where copy exp log sqrt "
     "rsqrt reciprocal square sin cos tanh sigmoid relu relu6 gelu silu elu selu celu leaky_relu hardtanh "

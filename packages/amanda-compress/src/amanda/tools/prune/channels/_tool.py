@@ -1,33 +1,112 @@
-"""The tool: masks whole groups of channels while a model runs, and removes them for good."""
+"""ChannelPruneTool and its result: channels are masked while a model runs, and removed for good."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from math import prod
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import amanda
 from amanda.options import PositiveInt, Seed, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._importance import Budget, Importance, Of, Scope
-from amanda.tools.prune.channels._plan import Choice, Plan, made_plan
-from amanda.tools.prune.channels._result import ChannelPruneResult
-from amanda.tools.prune.channels._simulation import masked
-from amanda.tools.prune.channels._subject import Masks, Subject
+from amanda.tools.prune.channels._groups import Budget, Importance, Of, Scope
+from amanda.tools.prune.channels._plan import Choice, Plan, make_plan
+from amanda.tools.prune.channels._prunable_model import Masks, PrunableModel, masked
+from amanda.tools.results import NOTHING, Column, Result, shortened
 from amanda.tools.select import Globs, listed
 
 
+class ChannelPruneResult(Result):
+    """The groups of channels, and how many of each are kept.
+
+    parameters, kept_parameters: elements of the model's parameters, and how many are kept.  flops: the share
+    of multiplications of convolutions and products with weights that is kept.  latency: the share of the
+    time of a call, where the budget is of that; else None.  left: weights whose output
+    channels are left whole, and why.  unread: parameters that the call of `prepare` did not read.
+    model: what `finalize` has changed.
+    """
+
+    model: Any = None
+    name: ClassVar[str] = "channel_prune"
+    title = "Pruned channels"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("module", show=partial(shortened, width=44)), Column("weights", number=True),
+        Column("width", number=True), Column("channels", show="{:,}".format, total=True),
+        Column("kept", show="{:,}".format, total=True),
+        Column("sparsity", show="{:.4f}".format, number=True, unit="share"),
+    )  # fmt: skip
+
+    def __init__(self, plan: Plan | None) -> None:
+        self._rows: list[tuple[Any, ...]] = []
+        self.parameters = self.kept_parameters = 0
+        self.flops, self.left, self.unread = 1.0, dict[str, str](), list[str]()
+        self.latency: float | None = None
+        if plan is None:
+            return
+        self.flops, self.left, self.latency = plan.work, plan.whole_layers, plan.latency
+        for group, keep_mask in zip(plan.groups, plan.keep_masks, strict=True):
+            count, kept_count = len(group) * group.width, int(keep_mask.sum()) * group.width
+            weights = len({member.name for member in group.members if member.is_made})
+            path = plan.tracing.layer(group.name)
+            self._rows.append((path, weights, group.width, count, kept_count, 1 - kept_count / count))
+        shares: dict[str, float] = {}
+        for name, _, keep_mask in plan.axes():
+            shares[name] = shares.get(name, 1.0) * float(keep_mask.mean())
+        self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.channels]
+        for name, parameter in plan.subject.parameters().items():
+            self.parameters += prod(parameter.shape)
+            self.kept_parameters += round(prod(parameter.shape) * shares.get(name, 1.0))
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each group: its first layer, and how many layers' outputs share the channels."""
+        return self._rows
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return totals, and what was left whole."""
+        return {
+            "parameters": self.parameters, "kept_parameters": self.kept_parameters, "flops": self.flops,
+            "latency": self.latency, "left": self.left, "unread": self.unread,
+        }  # fmt: skip
+
+    @property
+    def leading(self) -> int:
+        """The totals come first."""
+        return 1
+
+    def notes(self) -> Sequence[str]:
+        """Return totals, and what was left whole."""
+        if not self.parameters:
+            return [NOTHING]
+        return [
+            f"{self.kept_parameters:,} of {self.parameters:,} parameters and {self.flops:.1%} of the "
+            "multiplications by weights are kept.",
+            *(
+                []
+                if self.latency is None
+                else [f"A call takes {self.latency:.1%} of the time that it took with all channels."]
+            ),
+            *(
+                [f"Not read in the call of prepare, and left: {', '.join(self.unread)}."]
+                if self.unread
+                else []
+            ),
+            *(f"The output channels of {name} are left whole: {why}." for name, why in self.left.items()),
+        ]
+
+
 class ChannelPruneTool(amanda.Tool):
-    """Prunes channels of PyTorch, Keras and ONNX models with all that depends on them, and removes them.
+    """Prune channels of PyTorch, Keras and ONNX models; `finalize(model, remove=True)` makes a smaller model.
 
     Channels that layers share, by residual additions, concatenation, normalisation or heads of attention, are
-    one group: `prepare` finds the groups in a call of the model.  In a scope of the tool they are masked in
-    all parameters of the group; `finalize(model, remove=True)` makes the model smaller.
+    one group: `prepare` finds the groups in a call of the model.  In a scope of the tool the removed channels
+    are masked in all parameters of their group, until `finalize` removes them for good.
 
-    sparsity: the share that is removed, of each group (scope "local") or of all together ("global").
+    sparsity: the removed share of each group (scope "local"), or of all groups together ("global").
     importance: "l2", "l1", "taylor" (of gradients that the parameters have), "random", or a function that is
         given the weights of a group, {"path of the weight:axis": (channels, elements)}, and returns a number
         for each channel; the smallest are removed first.
@@ -82,22 +161,22 @@ class ChannelPruneTool(amanda.Tool):
         channels are left whole, see `result.left`.  Returns what the masked model returns.
         Raises PruneError where the smaller model would not compute what the masked one does.
         """
-        subject = _subject_of(model)
+        subject = _prunable_model(model)
         if self._choice.importance == "taylor" and not subject.has_gradients:
             raise PruneError(
                 'importance="taylor" reads gradients, which parameters of PyTorch alone have: choose "l1", '
                 '"l2", "random" or a function'
             )
-        self._forget()
+        self._reset()
         try:
             with subject.evaluating():
-                plan, smaller = made_plan(subject, example, kwargs, self._choice)
-                self._take(plan)
+                plan, smaller = make_plan(subject, example, kwargs, self._choice)
+                self._set_plan(plan)
                 with amanda.apply(self):
                     result = subject(*example, **kwargs)
             _check_same(subject.floats(result), subject.floats(smaller))
         except BaseException:
-            self._forget()
+            self._reset()
             raise
         return result
 
@@ -128,21 +207,21 @@ class ChannelPruneTool(amanda.Tool):
         if remove:
             finished = plan.subject.smaller(plan, optimizer)
         elif self._reductions:
-            places = ", ".join(sorted({one.type for one in plan.tracing.notes.reductions}))
+            places = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
             raise PruneError(
                 f"zeros in the parameters do not compute what is masked: {places} is over the channels that "
                 "are kept alone; give remove=True, or exclude the layers whose channels it is over"
             )
         else:
             finished = plan.subject.with_zeros(self._masks)
-        self._forget()
+        self._reset()
         result.model = finished
         self._finalized = result
         return result
 
     def clear(self) -> None:
         """Forget the groups and what was chosen; call `prepare` again."""
-        self._forget()
+        self._reset()
 
     def scope_entered(self) -> None:
         """Let the model run in the ops that can be masked."""
@@ -154,19 +233,21 @@ class ChannelPruneTool(amanda.Tool):
         """Let the model run as without the tool."""
         self._simulations.pop().close()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._plan, self._masks, self._reductions = None, _no_mask, {}
         self._finalized = None
         self.analyse_again()
 
-    def _take(self, plan: Plan) -> None:
+    def _set_plan(self, plan: Plan) -> None:
         """Make the masks of a plan."""
         self._plan = plan
         self._masks = plan.subject.masks(plan.axes())
-        for one in plan.tracing.notes.reductions:
-            kept = plan.alive[one.labels]
-            if not kept.all():
-                self._reductions.setdefault(one.key, []).append((one.type, one.axis, np.flatnonzero(kept)))
+        for reduction in plan.tracing.notes.reductions:
+            keep_mask = plan.alive[reduction.labels]
+            if not keep_mask.all():
+                self._reductions.setdefault(reduction.key, []).append(
+                    (reduction.type, reduction.axis, np.flatnonzero(keep_mask))
+                )
         self.analyse_again()
 
     def _forward(self, context: amanda.OpContext) -> None:
@@ -188,12 +269,12 @@ class ChannelPruneTool(amanda.Tool):
 
     def _masks_of(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            found = [self._masks_of(one) for one in value]
-            return found if any(one is not None for one in found) else None
+            masks = [self._masks_of(item) for item in value]
+            return masks if any(item is not None for item in masks) else None
         return self._masks(value)
 
 
-def _subject_of(model: Any) -> Subject:
+def _prunable_model(model: Any) -> PrunableModel:
     """Return a model as pruning sees it, without importing a framework that the model is not of."""
     libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     if "torch" in libraries:
@@ -227,17 +308,17 @@ def _no_mask(value: Any) -> None:
 
 def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
     """Raise PruneError where two models do not compute the same, within rounding."""
-    for (one, epsilon), (other, _) in zip(masked, smaller, strict=True):
-        if one.size:
-            bound = float(np.abs(one).max()) * epsilon**0.5
-            apart = float(np.abs(one - other).max())
-            if np.isnan(apart):
+    for (masked_output, epsilon), (smaller_output, _) in zip(masked, smaller, strict=True):
+        if masked_output.size:
+            bound = float(np.abs(masked_output).max()) * epsilon**0.5
+            difference = float(np.abs(masked_output - smaller_output).max())
+            if np.isnan(difference):
                 raise PruneError(
                     "a result of the model has NaN or Inf, so that removal cannot be checked: give an "
                     "example and weights of which the model computes numbers"
                 )
-            if not apart <= max(bound, epsilon):
+            if not difference <= max(bound, epsilon):
                 raise PruneError(
                     "the model without its channels computes something else than the masked one, by "
-                    f"{apart:.3g} in a result: exclude layers whose outputs an op selects by number"
+                    f"{difference:.3g} in a result: exclude layers whose outputs an op selects by number"
                 )

@@ -11,13 +11,12 @@ import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.prune.channels._call import Call, Notes
-from amanda.tools.prune.channels._labels import Families, Family, Part
+from amanda.tools.prune.channels._labels import Call, Families, Family, Notes, Part
 from amanda.tools.prune.channels._rules import MOVES, Rule
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedOp:
     """An executed op: its word, its module's path, and families and extents of its tensors.
 
     key: tells the op from others.  moved: of an op that only moves elements, see `Call.moved`.
@@ -27,8 +26,8 @@ class Step:
     module: str
     source: str
     key: Any
-    read: Sequence[Part]
-    made: Sequence[Part]
+    inputs: Sequence[Part]
+    outputs: Sequence[Part]
     moved: Callable[[Family], list[Family]] | None = None
 
     @property
@@ -47,7 +46,7 @@ class Tracing(amanda.Tool):
     def __init__(self) -> None:
         super().__init__()
         self.notes = Notes()
-        self.steps: list[Step] = []
+        self.steps: list[TracedOp] = []
         self.channels: dict[str, Families] = {}
         self.unfollowed: dict[str, str] = {}
         self.result: Any = None
@@ -69,37 +68,46 @@ class Tracing(amanda.Tool):
     def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
         """Return new labels for the places along each axis of a weight."""
         labels = self.notes.labels
-        found = tuple(
+        families = tuple(
             labels.fresh(extent).reshape([-1 if i == axis else 1 for i in range(len(shape))])
             for axis, extent in enumerate(shape) if extent > 1
         )  # fmt: skip
         if name is not None:
-            self.channels[name] = found
-        return found
+            self.channels[name] = families
+        return families
 
     def step(
-        self, call: Call, rule: Rule, module: str, source: str, read: Sequence[Part], made: Sequence[Families]
+        self,
+        call: Call,
+        rule: Rule,
+        module: str,
+        source: str,
+        read: Sequence[Part],
+        output_families: Sequence[Families],
     ) -> None:
         """Note an op that a rule has followed."""
-        parts = [(families, tuple(one.shape)) for one, families in zip(call.outputs, made, strict=True)]
+        parts = [
+            (families, tuple(output.shape))
+            for output, families in zip(call.outputs, output_families, strict=True)
+        ]
         moved = call.moved if rule in MOVES else None
-        self.steps.append(Step(call.type, module, source, call.key, read, parts, moved))
+        self.steps.append(TracedOp(call.type, module, source, call.key, read, parts, moved))
 
-    def extents(self, part: Part, kept: Any) -> tuple[int, ...]:
-        """Return the extents of a tensor when those labels are kept alone.  kept: a truth for each label."""
-        found = list(part[1])
-        for axis in range(len(found)):
-            places = self.places(part[0], axis, kept)
+    def extents(self, part: Part, alive: Any) -> tuple[int, ...]:
+        """Return the extents of a tensor when those labels are kept alone.  alive: a truth for each label."""
+        extents = list(part[1])
+        for axis in range(len(extents)):
+            places = self.places(part[0], axis, alive)
             if places is not None:
-                found[axis] = int(places.sum())
-        return tuple(found)
+                extents[axis] = int(places.sum())
+        return tuple(extents)
 
-    def places(self, families: Families, axis: int, kept: Any) -> Any:
+    def places(self, families: Families, axis: int, alive: Any) -> Any:
         """Return which places along an axis are kept; None of an axis without channels."""
         for family in families:
             if family.shape[axis] > 1:
-                others = tuple(i for i in range(family.ndim) if i != axis)
-                return np.any(kept[family], axis=others)
+                other_axes = tuple(i for i in range(family.ndim) if i != axis)
+                return np.any(alive[family], axis=other_axes)
         return None
 
 

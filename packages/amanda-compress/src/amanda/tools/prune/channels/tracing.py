@@ -4,13 +4,12 @@ A tool that scales or removes channels derives from `ModuleTracing`, and gives a
 it passes: a function of a `Call` that returns the labels of the channels of the op's outputs.
 """
 
-from amanda.tools.prune.channels._call import Call, Work
-from amanda.tools.prune.channels._labels import Families, Family, shaped, varying
+from amanda.tools.prune.channels._labels import Call, Families, Family, Work, shaped, varying
 from amanda.tools.prune.channels._layers import convolution, linear
 from amanda.tools.prune.channels._pytorch import Module, ModuleTracing
-from amanda.tools.prune.channels._rules import Rule, concatenated, fresh, kept
+from amanda.tools.prune.channels._rules import Rule, concatenated, fresh, same_channels
 
 __all__ = [
     "Call", "Families", "Family", "Module", "ModuleTracing", "Rule", "Work", "concatenated", "convolution",
-    "fresh", "kept", "linear", "shaped", "varying",
+    "fresh", "linear", "same_channels", "shaped", "varying",
 ]  # fmt: skip

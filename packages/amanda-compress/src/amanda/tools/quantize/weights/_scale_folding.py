@@ -330,7 +330,7 @@ def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[li
     multiplied = {
         label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
     }
-    produced, reasons = labels.made(), labels.left()
+    produced, reasons = labels.output_labels(), labels.whole_roots()
     for root in labels.roots(np.array(sorted(multiplied & produced), int)).tolist():
         reasons.setdefault(root, "another op reads its weight otherwise")
     names = {identity: name for name, identity in reversed(list(identities.items()))}

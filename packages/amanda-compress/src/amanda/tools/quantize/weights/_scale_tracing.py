@@ -23,8 +23,8 @@ from amanda.tools.prune.channels.tracing import (
     concatenated,
     convolution,
     fresh,
-    kept,
     linear,
+    same_channels,
     shaped,
     varying,
 )
@@ -189,7 +189,7 @@ def moved(call: Call) -> Sequence[Families]:
 def passed(call: Call) -> Sequence[Families]:
     """Pass factors on through a function f with f(x / s) = f(x) / s; of a type that has fractions."""
     pads = call.value("value", 0) if "pad" in call.type else 0
-    return kept(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
+    return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
 
 
 def varies(families: Families) -> bool:

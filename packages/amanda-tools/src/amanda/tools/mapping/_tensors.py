@@ -1,9 +1,47 @@
-"""Tensors of which a process holds a part, or that are still on their way to it."""
+"""Facts of tensors: their library, the size of their elements, and the part that a process holds."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
+
+from amanda.tools.libraries import infer_backend, register_backend
+
+_FRAMEWORKS = ("torch", "tensorflow")
+
+
+def backend_of(value: Any) -> str:
+    """Return autoray's name of the library that computes with a value.
+
+    A subclass of a framework's tensors is that framework's, and autoray's functions take it from then on.
+    """
+    return _framework_of_class(value.__class__) or str(infer_backend(value))
+
+
+@cache
+def _framework_of_class(kind: Any) -> str | None:
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    framework = next((root for root in roots if root in _FRAMEWORKS), None)
+    if framework is not None:
+        register_backend(kind, framework)
+    return framework
+
+
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+@cache
+def itemsize(dtype: str | None) -> int | None:
+    """Bytes of an element of a type, by the name that `context["dtype"]` gives; None of another name.
+
+    >>> itemsize("bfloat16"), itemsize("complex64"), itemsize("float8_e4m3fn"), itemsize("string")
+    (2, 8, 1, None)
+    """
+    if dtype == "bool":
+        return 1
+    bits = _BITS.match(dtype or "")
+    return (int(bits[1]) + 7) // 8 if bits else None
 
 
 def local(tensor: Any) -> Any:
@@ -36,8 +74,8 @@ def distributed(tensor: Any, like: Any, placed: bool = False) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
-    made = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return made.redistribute(mesh, like.placements) if placed else made
+    dtensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return dtensor.redistribute(mesh, like.placements) if placed else dtensor
 
 
 def is_partial(tensor: Any) -> bool:
@@ -55,11 +93,11 @@ def share(tensors: Any) -> float:
     for tensor in tensors:
         if _is_wrapper(tensor.__class__) and hasattr(tensor, "placements"):
             whole = tensor.numel()
-            held = local(tensor).numel() / whole if whole else 1.0
+            part = local(tensor).numel() / whole if whole else 1.0
             sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
             for placement, size in sizes:
-                held /= size if placement.is_partial() else 1
-            return float(held)
+                part /= size if placement.is_partial() else 1
+            return float(part)
     return 1.0
 
 

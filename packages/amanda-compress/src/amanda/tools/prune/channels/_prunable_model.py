@@ -8,10 +8,75 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import amanda
+from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._plan import Plan
     from amanda.tools.prune.channels._tracing import Tracing
+
+
+@amanda.differentiable
+def masked(value: Any, mask: Any) -> Any:
+    """Return a parameter, or those among a list of tensors, with 0 where it is removed."""
+    if isinstance(value, (list, tuple)):
+        return [
+            tensor if tensor_mask is None else tensor * tensor_mask
+            for tensor, tensor_mask in zip(value, mask, strict=True)
+        ]
+    return value * mask
+
+
+@amanda.differentiable
+def selected(value: Any, axis: int, indices: Any) -> Any:
+    """Return the channels that are kept, for an op that computes over them."""
+    import torch
+
+    return value.index_select(axis, torch.from_numpy(indices).to(value.device))
+
+
+@amanda.differentiable
+def selected_of_array(value: Any, axis: int, indices: Any) -> Any:
+    """Return the channels of an array that are kept, for an op that computes over them."""
+    return value.take(indices, axis)
+
+
+def array_over_kept(
+    *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
+) -> Any:
+    """Return what a normalisation of ONNX makes of the channels that are kept, and 0 for the others."""
+    kept_inputs = [
+        array.take(indices, axis)
+        if i == 0
+        else array.take(indices, 0)
+        if _is_vector(names[i], array)
+        else array
+        for i, array in enumerate(inputs)
+    ]
+    output = np.zeros_like(inputs[0])
+    output[(slice(None),) * axis + (indices,)] = compute(kept_inputs)
+    return output
+
+
+def _is_vector(name: str, value: Any) -> bool:
+    return value is not None and name.lower() in ("scale", "b", "bias")
+
+
+def over_kept(
+    *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
+) -> Any:
+    """Return what a normalisation makes of the channels that are kept, and 0 for the others."""
+    import torch
+
+    value, kept_inputs = inputs[0], list(inputs)
+    indices = torch.from_numpy(indices).to(value.device)
+    kept_inputs[0] = value.index_select(axis, indices)
+    for i, name in enumerate(names):
+        if name in ("weight", "bias") and kept_inputs[i] is not None:
+            kept_inputs[i] = kept_inputs[i].index_select(0, indices)
+        elif name == "normalized_shape":
+            kept_inputs[i] = [len(indices)]
+    return value.new_zeros(value.shape).index_copy(axis, indices, compute(kept_inputs))
+
 
 Masks = Callable[[Any], Any]
 """Returns the mask of a weight that an op reads, True where it is kept; None of one that stays whole."""
@@ -30,7 +95,7 @@ class Removal(Protocol):
         """Put everything back."""
 
 
-class Subject(ABC):
+class PrunableModel(ABC):
     """A model whose channels are followed and removed.
 
     model: as the user has given it.  has_gradients: whether weights may have gradients.

@@ -1,0 +1,257 @@
+"""Alignment of two runs: ops, or modules, of one that are the same as those of the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from amanda.tools.diff._errors import summary_distance
+from amanda.tools.diff._run import Run
+from amanda.tools.dump import Entry
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import MATRIX_PRODUCTS, PRODUCTS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_KINDS = {
+    **dict.fromkeys((*MATRIX_PRODUCTS, "einsum"), "product"),
+    "depthwise_conv2d": "conv2d", "depthwise_conv3d": "conv3d",
+}  # fmt: skip
+# Attention is one op in some frameworks, and several in others.
+_COMPUTE = frozenset([*PRODUCTS, "embedding"]) - {"scaled_dot_product_attention"}
+
+
+def unified_type(type: str) -> str:
+    """Return one word for what frameworks call differently."""
+    return _KINDS.get(type, type)
+
+
+def is_compute(type: str) -> bool:
+    """Return True if an op is a product, a convolution or a look-up: what layers of frameworks share."""
+    return type in _COMPUTE
+
+
+def matching_positions(keys: Sequence[Hashable], other_keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """Return positions of equal keys in order, with as few left out as difflib finds between equal ends."""
+    shorter = min(len(keys), len(other_keys))
+    start = next((i for i in range(shorter) if keys[i] != other_keys[i]), shorter)
+    end = next((i for i in range(shorter - start) if keys[-1 - i] != other_keys[-1 - i]), shorter - start)
+    yield from ((i, i) for i in range(start))
+    middle = keys[start : len(keys) - end], other_keys[start : len(other_keys) - end]
+    for first, second, size in SequenceMatcher(None, *middle, autojunk=False).get_matching_blocks():
+        yield from ((start + first + i, start + second + i) for i in range(size))
+    yield from ((len(keys) - i, len(other_keys) - i) for i in range(end, 0, -1))
+
+
+def same_ops(
+    run: Run, other_run: Run, indices: tuple[Sequence[int], Sequence[int]], renamed: Mapping[str, str]
+) -> list[tuple[int, int]]:
+    """Pair ops of equal module and type, in order; where their values differ, in the way that fits best."""
+    ops_a, ops_b = indices
+    rename = renaming(renamed)
+    keys = [(rename(run.ops[i].module), run.ops[i].type) for i in ops_a]
+    other_keys = [(dotted(other_run.ops[i].module), other_run.ops[i].type) for i in ops_b]
+    likeness = OpSimilarity((run, ops_a, keys), (other_run, ops_b, other_keys))
+    common_pairs = list(matching_positions(keys, other_keys))
+    sure = [pair for pair in common_pairs if likeness.near(*pair)]
+    pairs = list(sure)
+    for (i, j), (k, m) in pairwise([(-1, -1), *sure, (len(ops_a), len(ops_b))]):
+        gap = range(i + 1, k), range(j + 1, m)
+        pairs += likeness.best(*gap) or [(n, o) for n, o in common_pairs if n in gap[0] and o in gap[1]]
+    return [(ops_a[i], ops_b[j]) for i, j in sorted(pairs)]
+
+
+def dotted(path: str) -> str:
+    """Return a path of modules or name scopes, with one way to separate them."""
+    return path.replace("/", ".")
+
+
+def renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function from a module's path to that in the other run: by the longest name it begins with."""
+    names = sorted(renamed, key=len, reverse=True)
+
+    def rename(path: str) -> str:
+        path = dotted(path)
+        for name in names:
+            if path == name or path.startswith(f"{name}."):
+                return renamed[name] + path[len(name) :]
+        return path
+
+    return rename
+
+
+def inside_module(run: Run, name: str) -> Callable[[str], bool]:
+    """Return a test of paths in a module: from the root, or else wherever the module's name is in the path.
+
+    TensorFlow adds a number to a name scope that was there before: `conv` may be `conv_1`.
+    """
+    name = re.escape(dotted(name))
+    patterns = [rf"{name}(\.|$)", rf"(.*\.)?{name}(\.|$)", rf"(.*\.)?{name}_\d+(\.|$)"]
+    paths = {dotted(op.module) for op in run.ops}
+    fitting = (pattern for pattern in patterns if any(re.match(pattern, path) for path in paths))
+    regex = re.compile(next(fitting, patterns[0]))
+    return lambda path: regex.match(dotted(path)) is not None
+
+
+def same_modules(run: Run, other_run: Run) -> dict[str, str]:
+    """Return modules of equal names, or, where the runs share few names, those with equal numbers of weights.
+
+    Modules with as many elements in their weights are paired in the order of execution.
+    """
+    paths, other_paths = (_paths(side) for side in (run, other_run))
+    shared = {path: path for path in paths if path in other_paths}
+    if shared and 2 * len(shared) >= min(len(paths), len(other_paths)):
+        return shared
+    modules_a, modules_b = _weight_keys(run), _weight_keys(other_run)
+    keys, other_keys = ([key for _, key in modules] for modules in (modules_a, modules_b))
+    names: dict[str, str] = {}
+    for i, j in matching_positions(keys, other_keys):
+        names.setdefault(modules_a[i][0], modules_b[j][0])
+    return names
+
+
+def unpaired_modules(run: Run, names: Iterable[str]) -> list[str]:
+    """Return modules with ops in the forward pass that are not among some names."""
+    excluded = set(names)
+    return [path for path in _paths(run) if path not in excluded]
+
+
+def _paths(run: Run) -> dict[str, None]:
+    """Return modules in which ops of the forward pass ran, in order."""
+    return dict.fromkeys(path for i in run.indices("forward") if (path := dotted(run.ops[i].module)))
+
+
+def _weight_keys(run: Run) -> list[tuple[str, Hashable]]:
+    """Return modules with products, and a key of the first weight; the root is one if it has one product."""
+    keys: dict[str, Hashable] = {}
+    at_root = 0
+    for index in run.indices("forward"):
+        op = run.ops[index]
+        weight: Entry | None = next((e for e in run.by_op[index] if e.role == "weight"), None)
+        if weight is not None and is_compute(op.type):
+            keys.setdefault(dotted(op.module), (unified_type(op.type), weight.summary.statistics.elements))
+            at_root += not op.module
+    if at_root > 1:  # a graph without modules: what its last product gives is not what the first one does
+        keys.pop("")
+    return list(keys.items())
+
+
+NEAR = 0.05
+"""Relative error of statistics and samples up to which values are taken for those of the same op."""
+_CELLS = 1 << 20
+"""Pairs among which the best are looked for at once."""
+_LATE = 1e-4
+"""Of ops that fit as well, such as a product and its reshaped self, the first are paired."""
+Key = tuple[str, str]
+"""Module and type of an op."""
+Side = tuple[Run, Sequence[int], Sequence[Key]]
+"""A run, its ops of one phase, and their keys."""
+
+
+class OpSimilarity:
+    """Ops of two runs, each by its position among those of a phase."""
+
+    def __init__(self, side_a: Side, side_b: Side) -> None:
+        self._first = [
+            [_first_results(run, index) for index in indices] for run, indices, _ in (side_a, side_b)
+        ]
+        self._keys = side_a[2], side_b[2]
+        self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in (side_a, side_b)]
+        self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in (side_a, side_b)]
+        self._codes = [_size_and_norm(entries) for entries in self._first]
+        self._telling = [
+            np.array([is_distinctive(entries[0]) for entries in side], bool) for side in self._first
+        ]
+
+    def near(self, i: int, j: int) -> bool:
+        """Return True if what two ops gave at their first execution is about the same."""
+        entries_a, entries_b = self._first[0][i], self._first[1][j]
+        return len(entries_a) == len(entries_b) and all(map(_near, entries_a, entries_b))
+
+    def best(self, range_a: range, range_b: range) -> list[tuple[int, int]]:
+        """Pair ops in order so that the pairs fit best altogether; none where there are too many to try."""
+        if not len(range_a) * len(range_b) or len(range_a) * len(range_b) > _CELLS:
+            return []
+        fits = self._fits(range_a, range_b)
+        total = np.zeros((len(range_a) + 1, len(range_b) + 1))
+        for i in range(len(range_a) - 1, -1, -1):
+            paired = np.where(fits[i] > 0, fits[i] + total[i + 1, 1:], 0.0)
+            total[i, :-1] = np.maximum(paired, total[i + 1, :-1])
+            total[i] = np.maximum.accumulate(total[i, ::-1])[::-1]
+        pairs, i, j = [], 0, 0
+        while i < len(range_a) and j < len(range_b):
+            if fits[i, j] > 0 and total[i, j] == fits[i, j] + total[i + 1, j + 1]:
+                pairs.append((range_a[i], range_b[j]))
+                i, j = i + 1, j + 1
+            elif total[i, j] == total[i + 1, j]:
+                i += 1
+            else:
+                j += 1
+        return pairs
+
+    def _fits(self, range_a: range, range_b: range) -> NDArray[np.float64]:
+        """Return a number for each pair of ops, 0 for two that do not fit."""
+        rows, columns = slice(range_a.start, range_a.stop), slice(range_b.start, range_b.stop)
+        keys = self._keys[0][rows], self._keys[1][columns]
+        module, kind = (_equal_pairs(*([key[part] for key in side] for side in keys)) for part in (0, 1))
+        key = module & kind
+        shape = _equal_pairs(self._shapes[0][rows], self._shapes[1][columns])
+        source = _equal_pairs(self._sources[0][rows], self._sources[1][columns])
+        is_in_module = np.array([module != "" for module, _ in keys[0]])[:, None]
+        fits = (
+            1.5 * (key & (is_in_module | shape))
+            + 1.0 * (shape & module & (kind | source))
+            + 1.0 * (source & kind)
+            + 0.5 * (shape & kind)
+        )
+        a, b = self._codes[0][rows, None], self._codes[1][None, columns]
+        scale = np.maximum(np.abs(a[..., 1]), np.abs(b[..., 1]))
+        alike = (a[..., 0] == b[..., 0]) & (np.abs(a[..., 1] - b[..., 1]) <= NEAR * scale)
+        alike &= self._telling[0][rows, None] & self._telling[1][None, columns]
+        for i, j in zip(*np.nonzero(alike), strict=True):
+            if self.near(range_a[i], range_b[j]):
+                fits[i, j] += 3.0 + (shape[i, j] & module[i, j])
+        late = np.add.outer(np.linspace(0, _LATE, len(range_a)), np.linspace(0, _LATE, len(range_b)))
+        return np.where(fits > 0, fits - late, 0.0)
+
+
+def _first_results(run: Run, index: int) -> list[Entry]:
+    results = run.results(index)
+    return results[min(results)]
+
+
+def is_distinctive(entry: Entry) -> bool:
+    """Return False for scalars and constants: equal ones may come from any two ops."""
+    statistics = entry.summary.statistics
+    return statistics.elements > 1 and (
+        statistics.least < statistics.most or bool(statistics.nan or statistics.inf)
+    )
+
+
+def _near(entry_a: Entry, entry_b: Entry) -> bool:
+    sizes = {entry.summary.statistics.elements for entry in (entry_a, entry_b)}
+    return len(sizes) == 1 and summary_distance(entry_a, entry_b).relative <= NEAR
+
+
+def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
+    return tuple(sorted((e.position, e.shape) for entries in run.results(index).values() for e in entries))
+
+
+def _size_and_norm(outputs: Sequence[Sequence[Entry]]) -> NDArray[np.float64]:
+    """Return the number of elements and the L2 norm of the first tensor that each op gave."""
+    statistics = [entries[0].summary.statistics for entries in outputs]
+    return np.array([(s.elements, s.l2) for s in statistics], np.float64).reshape(-1, 2)
+
+
+def _equal_pairs(values_a: Sequence[Hashable], values_b: Sequence[Hashable]) -> NDArray[np.bool_]:
+    """Return for each pair of values whether they are equal."""
+    codes: dict[Hashable, int] = {}
+    codes_a, codes_b = (
+        [codes.setdefault(value, len(codes)) for value in values] for values in (values_a, values_b)
+    )
+    equal: NDArray[np.bool_] = np.array(codes_a)[:, None] == np.array(codes_b)[None, :]
+    return equal

@@ -1,0 +1,288 @@
+"""Relative errors between tensors of two runs, in any layout, whole or in pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
+
+from amanda.tools.diff._run import Run
+from amanda.tools.dump import Entry
+from amanda.tools.libraries import numpy as np
+from amanda.tools.stats import Statistics
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Pair = tuple[Entry, Entry]
+
+TOLERANCES = {
+    "float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 2e-2,
+    "bfloat16": 8e-2, "float8_e4m3fn": 0.5, "float8_e4m3fnuz": 0.5, "float8_e5m2": 0.7,
+    "float8_e5m2fnuz": 0.7,
+}  # fmt: skip
+"""Largest relative error at which tensors agree, by element type; 0 for integers and all other types."""
+
+NOISE = 0.1
+"""Smallest norm of a tensor, as a share of the largest result of the same op: the gradient of a bias may be
+rounding noise only."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Distance of two tensors.
+
+    relative: L2 norm of the difference over the larger norm of the two; inf if NaN, Inf or shapes differ.
+    cosine: of the angle between them; None if only summaries are known.  largest: largest magnitude of a
+    difference.  exact: True if all numbers were compared, False for a sample.
+    """
+
+    relative: float
+    cosine: float | None
+    largest: float
+    exact: bool
+
+
+def tolerance(dtype_a: str, dtype_b: str, rtol: float | None = None) -> float:
+    """Return the relative error up to which tensors of two element types agree: the more precise type's."""
+    if rtol is not None:
+        return rtol
+    tolerances = [TOLERANCES[dtype] for dtype in (dtype_a, dtype_b) if dtype in TOLERANCES]
+    return min(tolerances) if len(tolerances) == 2 else max(tolerances, default=0.0)
+
+
+def distance(
+    pair: Pair, arrays: Sequence[NDArray[Any] | None], layouts: Sequence[str | None], floor: float = 0.0
+) -> Distance:
+    """Return how far a tensor of one run is from one of another.
+
+    arrays: their numbers, None where they are not known.  layouts: axes of both by StandardMapping, or None.
+    floor: a root mean square below which norms count as that.
+    """
+    numbers, other_numbers = arrays
+    if numbers is None or other_numbers is None:
+        return summary_distance(*pair, floor)
+    distances = [
+        array_distance(numbers, candidate, floor)
+        for candidate in arrangements(other_numbers, layouts[1], numbers.shape, layouts[0])
+    ]
+    return min(distances, key=lambda d: d.relative, default=Distance(math.inf, None, math.inf, True))
+
+
+def _wide(array: NDArray[Any]) -> NDArray[Any]:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Distance:
+    """Return how far numbers are from others of the same shape."""
+    return _wide_distance(_wide(a), _wide(b), floor)
+
+
+def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not finite.all():
+        odd = ~finite
+        if not np.array_equal(a[odd], b[odd], equal_nan=True):
+            return Distance(math.inf, None, math.inf, True)
+        a, b = a[finite], b[finite]
+    a, b = a.reshape(-1), b.reshape(-1)
+    if not a.size:
+        return Distance(0.0, 1.0, 0.0, True)
+    difference = np.abs(a - b)
+    scale = max(float(np.abs(a).max()), float(np.abs(b).max())) or 1.0  # squares stay in range
+    a, b, gap = a / scale, b / scale, _norm(difference / scale)
+    norms = _norm(a), _norm(b)
+    reference = max(*norms, floor * math.sqrt(a.size) / scale)
+    product = abs((a.conj() * b).sum()) if a.dtype.kind == "c" else (a * b).sum()
+    cosine = min(1.0, float(product) / (norms[0] * norms[1])) if min(norms) > 0 else None
+    return Distance(gap / reference if reference else 0.0, cosine, float(difference.max()), True)
+
+
+def _norm(array: NDArray[Any]) -> float:
+    """Return the L2 norm; BLAS, which numpy's asks, starts threads for it."""
+    return math.sqrt(float(np.square(np.abs(array)).sum()))
+
+
+def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Distance:
+    """Return the largest relative difference that statistics and samples show."""
+    a, b = entry.summary.statistics, other_entry.summary.statistics
+    counts = (a.elements, a.nan, a.inf, a.negative_inf)
+    if counts != (b.elements, b.nan, b.inf, b.negative_inf):
+        return Distance(math.inf, None, math.inf, False)
+    if not a.count:
+        return Distance(0.0, None, 0.0, False)
+    root = math.sqrt(a.count)
+    norm = max(a.l2, b.l2, floor * root)
+    gaps = [abs(a.l2 - b.l2), root * abs(a.mean - b.mean), root * abs(a.std - b.std),
+            abs(a.l1 - b.l1) / root]  # fmt: skip
+    largest = max(abs(a.least - b.least), abs(a.most - b.most))
+    relative = max(gaps) / norm if norm else 0.0
+    sample, other_sample = entry.summary.sample, other_entry.summary.sample
+    if entry.shape == other_entry.shape and sample and len(sample) == len(other_sample):
+        sampled = _wide_distance(np.array(sample), np.array(other_sample), floor)
+        return Distance(max(relative, sampled.relative), sampled.cosine, max(largest, sampled.largest), False)
+    return Distance(max(relative, largest / (a.largest or 1.0) / root), None, largest, False)
+
+
+def noise_floor(entries: Iterable[Entry]) -> float:
+    """Return the largest root mean square among what an op gave, times `NOISE`."""
+    statistics = (entry.summary.statistics for entry in entries)
+    return NOISE * max((s.l2 / math.sqrt(s.count) if s.count else 0.0 for s in statistics), default=0.0)
+
+
+def pair_entries(entries: Sequence[Entry], other_entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
+    """Pair entries of the same role and position, in order."""
+    waiting = list(other_entries)
+    for entry in entries:
+        partner = next((e for e in waiting if (e.role, e.position) == (entry.role, entry.position)), None)
+        if partner is not None:
+            waiting.remove(partner)
+            yield entry, partner
+
+
+def arrangements(
+    array: NDArray[Any], layout: str | None, shape: tuple[int, ...], target_layout: str | None
+) -> Iterator[NDArray[Any]]:
+    """Yield an array as one of another shape and layout; where layouts are not known, in each likely way."""
+    if layout and target_layout and len(layout) == array.ndim and len(target_layout) == len(shape):
+        turned = _transpose_to(array, layout, shape, target_layout)
+        if turned is not None and turned.size == math.prod(shape):
+            yield turned.reshape(shape)
+            return
+    if array.shape == shape:
+        yield array
+    if array.ndim >= 3 and array.ndim == len(shape):
+        for moved in (np.moveaxis(array, -1, 1), np.moveaxis(array, 1, -1)):
+            if moved.shape == shape and (array.ndim > 3 or array.shape != shape):
+                yield moved
+    if array.shape != shape and array.size == math.prod(shape) and _is_folded(array.shape, shape):
+        yield array.reshape(shape)
+
+
+def _transpose_to(
+    array: NDArray[Any], layout: str, shape: tuple[int, ...], target_layout: str
+) -> NDArray[Any] | None:
+    """Return the array with axes in the wanted order.
+
+    A depthwise kernel has either one axis O of outputs, numbered by input, or the axes I and M.
+    """
+    if sorted(layout) == sorted(target_layout):
+        return np.transpose(array, [layout.index(axis) for axis in target_layout])
+    if "M" in layout and "O" in target_layout:
+        spatial = [layout.index(axis) for axis in target_layout if axis not in "OI"]
+        return np.transpose(array, [layout.index("I"), layout.index("M"), *spatial])
+    if "M" in target_layout and layout.startswith("OI"):
+        split = (shape[target_layout.index("I")], shape[target_layout.index("M")], *array.shape[2:])
+        if array.size != math.prod(split):
+            return None
+        axes = ["IM".index(axis) if axis in "IM" else layout.index(axis) for axis in target_layout]
+        return np.transpose(array.reshape(split), axes)
+    return None
+
+
+def _is_folded(shape: tuple[int, ...], other_shape: tuple[int, ...]) -> bool:
+    """Return True if shapes differ in how leading axes are split, or by extents of 1."""
+    if [n for n in shape if n != 1] == [n for n in other_shape if n != 1]:
+        return True
+    return bool(shape) and bool(other_shape) and shape[-1] == other_shape[-1]
+
+
+def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) -> Pair | None:
+    """Return a tensor, and what executions of the other run give together; None where they do not fit.
+
+    They fit if one axis alone has other extents, whose sum is that of the whole, or less: then they are the
+    beginning or the end of it, as the logits of the last tokens are.  Parts of the shape of the whole are
+    compared as the first or the last of them, their sum or their mean, whichever is closest: a cache that
+    grows, gradients and losses of micro-batches.
+    """
+    if parts[0].shape == whole.shape or parts[-1].shape == whole.shape:
+        return whole, _closest_part(run, whole, other_run, parts)
+    if any(len(part.shape) != len(whole.shape) for part in parts):
+        return None
+    axes = {
+        i for part in parts for i, extents in enumerate(zip(part.shape, whole.shape, strict=True))
+        if extents[0] != extents[1]
+    }  # fmt: skip
+    if len(axes) != 1:
+        return None
+    axis = axes.pop()
+    length, extent = whole.shape[axis], sum(part.shape[axis] for part in parts)
+    has_numbers = all(entry.file is not None for entry in (whole, *parts))
+    if extent > length or (extent < length and not has_numbers):
+        return None
+    statistics = reduce(Statistics.merged, (part.summary.statistics for part in parts))
+    summary = replace(parts[0].summary, statistics=statistics, sample=())
+    shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
+    rows = partial(_rows, other_run, parts, axis) if has_numbers else None
+    assembled = other_run.derived(replace(parts[0], shape=shape, summary=summary), rows)
+    if extent == length:
+        return whole, assembled
+    ends = [
+        run.derived(replace(whole, shape=shape), partial(_cut, run, whole, axis, start, extent))
+        for start in (length - extent, 0)
+    ]
+    numbers = _rows(other_run, parts, axis)
+    return min(ends, key=lambda entry: array_distance(_array(run, entry), numbers).relative), assembled
+
+
+def piece_ranges(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | None:
+    """Return the parts, in order, of which each whole tensor consists; None where they do not add up.
+
+    A single whole tensor has all the parts.  Parts of the shape of the whole, such as gradients of
+    micro-batches, are as many for each.
+    """
+    if len(wholes) == 1:
+        return [range(len(parts))]
+    if wholes[0].shape == parts[0].shape:
+        count, remainder = divmod(len(parts), len(wholes))
+        return None if remainder or count < 2 else [range(i, i + count) for i in range(0, len(parts), count)]
+    spans, start = [], 0
+    for whole in wholes:
+        end, missing = start, math.prod(whole.shape)
+        while end < len(parts) and missing > 0:
+            missing -= math.prod(parts[end].shape)
+            end += 1
+        if missing or end == start:
+            return None
+        spans.append(range(start, end))
+        start = end
+    return spans if start == len(parts) else None
+
+
+def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) -> Entry:
+    """Return the first or last part, or the sum or mean of all, whichever is closest to the whole."""
+    candidates = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
+    has_numbers = all(entry.file is not None for entry in (whole, *parts))
+    if not has_numbers or np.array_equal(
+        _array(run, whole), _array(other_run, candidates[0]), equal_nan=True
+    ):
+        return candidates[0]
+    if all(part.shape == whole.shape for part in parts) and _array(run, whole).dtype.kind in "fc":
+        candidates += [
+            other_run.derived(replace(parts[0]), partial(_scaled_sum, other_run, parts, by))
+            for by in (1, len(parts))
+        ]
+    return min(
+        candidates, key=lambda entry: array_distance(_array(run, whole), _array(other_run, entry)).relative
+    )
+
+
+def _scaled_sum(run: Run, parts: Sequence[Entry], divisor: int) -> NDArray[Any]:
+    total: NDArray[Any] = sum(_array(run, part) for part in parts) / divisor  # type: ignore[assignment]
+    return total
+
+
+def _array(run: Run, entry: Entry) -> NDArray[Any]:
+    array = run.array(entry)
+    assert array is not None
+    return array
+
+
+def _rows(run: Run, parts: Sequence[Entry], axis: int) -> NDArray[Any]:
+    return np.concatenate([_array(run, part) for part in parts], axis)
+
+
+def _cut(run: Run, whole: Entry, axis: int, start: int, extent: int) -> NDArray[Any]:
+    return np.take(_array(run, whole), range(start, start + extent), axis)

@@ -1,0 +1,356 @@
+"""Pairs of executions of ops: like with like, and whole tensors with their pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
+
+from amanda.tools.diff._alignment import NEAR, dotted, is_distinctive, renaming, same_ops
+from amanda.tools.diff._causes import DataFlow, Execution, content_key, reads_shape
+from amanda.tools.diff._errors import (
+    Pair,
+    arrangements,
+    array_distance,
+    join_pieces,
+    pair_entries,
+    piece_ranges,
+    summary_distance,
+)
+from amanda.tools.diff._run import Run
+from amanda.tools.dump import Entry
+from amanda.tools.libraries import numpy as np
+from amanda.tools.select import Phase
+
+INPUT_ROLES = ("input", "weight")
+
+
+class Match(NamedTuple):
+    """Tensors of both runs that are compared with each other.
+
+    executions: those of run a and those of run b; several where a tensor was joined of pieces.
+    """
+
+    pairs: Sequence[Pair]
+    executions: tuple[Sequence[Execution], Sequence[Execution]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True for one execution of each run."""
+        return all(len(side) == 1 for side in self.executions)
+
+
+class ExecutionMatcher:
+    """Pairs the executions of ops of two runs.
+
+    pieces, unlike: ops that one run executed once and the other in pieces, which make up the whole, or do
+    not.  left: executions of ops that the other run does not have.
+    """
+
+    def __init__(self, runs: tuple[Run, Run]) -> None:
+        self._runs = runs
+        self.pieces = self.unlike = self.unmatched = 0
+        self._has_inputs = all(any(entry.role == "input" for entry in run.entries) for run in runs)
+        sources = [{op.source for op in run.ops} for run in runs]
+        self.is_same_code = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
+
+    def of_ops(self, index: int, other_index: int) -> list[Match]:
+        """Match two ops that seem to be the same; none where shapes say otherwise."""
+        sides = self._executions([index], 0), self._executions([other_index], 1)
+        counts = list(map(len, sides))
+        whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
+        fits = all(map(self._is_comparable, whole))
+        if fits and (counts[0] == counts[1] or (min(counts) > 1 and self._begins_alike(whole))):
+            self.unmatched += abs(counts[0] - counts[1])
+            return [match for match in whole if match.pairs]
+        if counts[0] == counts[1] and all(self._reads_alike(match, default=False) for match in whole):
+            return [match for match in whole if match.pairs]
+        if (matches := self._match_pieces(*sides, self.is_same_line(index, other_index))) is not None:
+            return matches
+        if fits and min(counts) > 1:
+            self.unmatched += abs(counts[0] - counts[1])
+            return [match for match in whole if match.pairs]
+        if counts[0] == counts[1] and not self._has_inputs:
+            return [match for match in whole if match.pairs]
+        self.unlike += 1
+        return []
+
+    def of_groups(self, indices: Sequence[int], other_indices: Sequence[int]) -> list[Match]:
+        """Match the ops of two lines where those of one are pieces of those of the other."""
+        sides = self._executions(indices, 0), self._executions(other_indices, 1)
+        if len(sides[0]) == len(sides[1]) > 1:
+            return []
+        op, other_op = self._runs[0].ops[indices[0]], self._runs[1].ops[other_indices[0]]
+        return self._match_pieces(*sides, self.is_same_code and op.source == other_op.source) or []
+
+    def of_results(self, index: int, other_index: int) -> list[Match]:
+        """Match the last ops of two runs, of any type, where their tensors have the same shapes."""
+        sides = self._executions([index], 0), self._executions([other_index], 1)
+        whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
+        fits = all(self._has_same_shape(pair) for match in whole for pair in match.pairs)
+        return [match for match in whole if match.pairs] if fits and len(sides[0]) == len(sides[1]) else []
+
+    def is_same_line(self, index: int, other_index: int) -> bool:
+        """Return False for ops of two lines in runs of the same code."""
+        op, other_op = self._runs[0].ops[index], self._runs[1].ops[other_index]
+        return not self.is_same_code or op.source == other_op.source
+
+    def is_near(self, matches: Sequence[Match]) -> bool:
+        """Return True for tensors that have about the same values."""
+        return all(self._is_near(match.pairs) for match in matches)
+
+    def reads(self, match: Match) -> list[Pair]:
+        """Pair what the ops of a match read."""
+        sides = [
+            [run.read(*execution, *INPUT_ROLES) for execution in side]
+            for run, side in zip(self._runs, match.executions, strict=True)
+        ]
+        if match.is_whole:
+            return list(pair_entries(sides[0][0], sides[1][0]))
+        return self.joined(*sides)
+
+    def joined(
+        self, executions: Sequence[Sequence[Entry]], other_executions: Sequence[Sequence[Entry]]
+    ) -> list[Pair]:
+        """Pair what one run has at one execution with what the other has at several, as far as it fits."""
+        run, other_run = self._runs
+        if _is_piece(executions, other_executions):
+            joints = _join_outputs(other_run, other_executions[0], run, executions)
+            return [(a, b) for b, a in joints]
+        return _join_outputs(run, executions[0], other_run, other_executions)
+
+    def _executions(self, indices: Sequence[int], side: int) -> list[tuple[Execution, list[Entry]]]:
+        """Return the executions of some ops, in order, and what they gave."""
+        executions = [
+            ((index, execution), outputs)
+            for index in indices for execution, outputs in self._runs[side].results(index).items()
+        ]  # fmt: skip
+        return sorted(executions, key=lambda item: (item[1][0].order, item[0]))
+
+    def _match_executions(
+        self, execution_a: tuple[Execution, list[Entry]], execution_b: tuple[Execution, list[Entry]]
+    ) -> Match:
+        return Match(list(pair_entries(execution_a[1], execution_b[1])), ([execution_a[0]], [execution_b[0]]))
+
+    def _is_comparable(self, match: Match) -> bool:
+        """Return False where shapes say that two executions are not of the same op."""
+        if not all(self._has_same_shape(pair) for pair in match.pairs):
+            return False
+        return self._reads_alike(match, default=True) or self._is_near(match.pairs)
+
+    def _reads_alike(self, match: Match, default: bool) -> bool:
+        """Return True if what two executions read has the same shapes; default: of what read nothing."""
+        read = self.reads(match)
+        return all(map(self._has_same_shape, read)) if read else default
+
+    def _has_same_shape(self, pair: Pair) -> bool:
+        if pair[0].shape == pair[1].shape:
+            return True
+        ops = [run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True)]
+        layouts = [op.weight_layout if "weight" in pair[0].role else op.layout for op in ops]
+        stand_in = np.broadcast_to(np.zeros(()), pair[1].shape)
+        return any(True for _ in arrangements(stand_in, layouts[1], pair[0].shape, layouts[0]))
+
+    def _begins_alike(self, whole: Sequence[Match]) -> bool:
+        return all(self._is_near(match.pairs) for match in whole[:2])
+
+    def _match_pieces(
+        self,
+        executions: Sequence[tuple[Execution, list[Entry]]],
+        other_executions: Sequence[tuple[Execution, list[Entry]]],
+        is_sure: bool,
+    ) -> list[Match] | None:
+        """Join pieces; None where they do not fit.  is_sure: the values may differ."""
+        swapped = _is_piece(
+            [outputs for _, outputs in executions], [outputs for _, outputs in other_executions]
+        )
+        wholes, parts = (other_executions, executions) if swapped else (executions, other_executions)
+        spans = piece_ranges([outputs[0] for _, outputs in wholes], [outputs[0] for _, outputs in parts])
+        if spans is None:
+            return None
+        matches = []
+        for whole, span in zip(wholes, spans, strict=True):
+            pieces = [parts[i] for i in span]
+            sides = [whole], pieces
+            side_a, side_b = sides[::-1] if swapped else sides
+            pairs = self.joined([outputs for _, outputs in side_a], [outputs for _, outputs in side_b])
+            is_cut = len(pieces) == 1 and any(all(self._derived(pair)) for pair in pairs)
+            if not pairs or not ((is_sure and not is_cut) or self._is_near(pairs)):
+                return None
+            matches.append(Match(pairs, ([key for key, _ in side_a], [key for key, _ in side_b])))
+        is_joined = any(any(self._derived(pair)) for match in matches for pair in match.pairs)
+        self.pieces += is_joined
+        self.unmatched += 0 if is_joined else abs(len(executions) - len(other_executions))
+        return matches
+
+    def _derived(self, pair: Pair) -> list[bool]:
+        return [run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True)]
+
+    def _is_near(self, pairs: Sequence[Pair]) -> bool:
+        """Return True if tensors that are neither scalars nor constants have about the same values."""
+        telling = [pair for pair in pairs if is_distinctive(pair[0])]
+        return bool(telling) and all(self._distance(pair) <= NEAR for pair in telling)
+
+    def _distance(self, pair: Pair) -> float:
+        if pair[0].shape != pair[1].shape:
+            return math.inf
+        if not any(self._derived(pair)):
+            return summary_distance(*pair).relative
+        a, b = (run.array(entry) for run, entry in zip(self._runs, pair, strict=True))
+        return math.inf if a is None or b is None else array_distance(a, b).relative
+
+
+def _is_piece(executions: Sequence[Sequence[Entry]], other_executions: Sequence[Sequence[Entry]]) -> bool:
+    """Return True if the first are the pieces: there are more of them, or else smaller ones."""
+    if len(executions) != len(other_executions):
+        return len(executions) > len(other_executions)
+    sizes = [
+        sum(entry.summary.statistics.elements for outputs in side for entry in outputs)
+        for side in (executions, other_executions)
+    ]
+    return sizes[0] < sizes[1]
+
+
+def _join_outputs(
+    run: Run, entries: Sequence[Entry], other_run: Run, executions: Sequence[Sequence[Entry]]
+) -> list[Pair]:
+    partners = [{id(entry): part for entry, part in pair_entries(entries, outputs)} for outputs in executions]
+    pairs: list[Pair] = []
+    for entry in entries:
+        parts = [by_id[id(entry)] for by_id in partners if id(entry) in by_id]
+        pair = join_pieces(run, entry, other_run, parts) if len(parts) == len(executions) else None
+        pairs += [pair] if pair is not None else []
+    return pairs
+
+
+Sides = tuple[list[int], list[int]]
+"""Indices of ops of both runs."""
+
+
+class OpMatches:
+    """The ops of two runs that are compared, and those without a counterpart.
+
+    renamed: modules of the first run, and their names in the second.  ends: the last results of both runs,
+    if the result of one run has no counterpart.
+    """
+
+    def __init__(
+        self,
+        runs: tuple[Run, Run],
+        flows: tuple[DataFlow, DataFlow],
+        matching: ExecutionMatcher,
+        renamed: Mapping[str, str],
+    ) -> None:
+        self._runs, self._flows, self._matching, self._renamed = runs, flows, matching, renamed
+        self._paired: tuple[set[int], set[int]] = (set(), set())
+        self.matches: list[Match] = []
+        self.alone: Sides = ([], [])
+        self.ends: list[Match] = []
+        for phase in get_args(Phase):
+            self._match_phase(phase)
+            for side, indices in enumerate(self._unpaired(phase)):
+                self.alone[side].extend(indices)
+
+    def _match_phase(self, phase: str) -> None:
+        if phase == "optimizer":
+            for pair in by_inputs(self._runs, self._unpaired(phase)):
+                self._add_matches(self._matching.of_ops(*pair))
+        postponed = []
+        for pair in same_ops(*self._runs, self._unpaired(phase), self._renamed):
+            matches = self._matching.of_ops(*pair)
+            if self._matching.is_near(matches) or all(
+                match.is_whole and len(matches) > 1 for match in matches
+            ):
+                self._add_matches(matches)
+            else:  # maybe one of several that make up the other
+                postponed.append(matches)
+        self._match_lines(phase)
+        for matches in postponed:
+            if not any(
+                op in self._paired[side]
+                for match in matches
+                for side in (0, 1)
+                for op, _ in match.executions[side]
+            ):
+                self._add_matches(matches)
+        if phase == "forward":
+            self._match_ends()
+
+    def _match_ends(self) -> None:
+        """Match the last results of both runs."""
+        last = [_last_result(run, flow) for run, flow in zip(self._runs, self._flows, strict=True)]
+        if last[0] is None or last[1] is None:
+            return
+        are_paired = [index in paired for index, paired in zip(last, self._paired, strict=True)]
+        if not all(are_paired):
+            matches = self._matching.of_results(last[0], last[1])
+            if any(are_paired):
+                self.ends = matches
+            else:
+                self._add_matches(matches)
+
+    def _match_lines(self, phase: str) -> None:
+        """Match ops of one line with those of another whose tensors are pieces of theirs."""
+        names = renaming(self._renamed), dotted
+        lines: list[dict[tuple[str, str], dict[str, list[int]]]] = [{}, {}]
+        for side, indices in enumerate(self._unpaired(phase)):
+            for index in indices:
+                op = self._runs[side].ops[index]
+                key = names[side](op.module), op.type
+                lines[side].setdefault(key, {}).setdefault(op.source, []).append(index)
+        for key in lines[0].keys() & lines[1].keys():
+            waiting = dict(lines[1][key])
+            for source, indices in lines[0][key].items():
+                for other_source in sorted(waiting, key=source.__ne__):
+                    if matches := self._matching.of_groups(indices, waiting[other_source]):
+                        self._add_matches(matches)
+                        del waiting[other_source]
+                        break
+
+    def _add_matches(self, matches: Sequence[Match]) -> None:
+        self.matches.extend(matches)
+        for match in matches:
+            for side in (0, 1):
+                self._paired[side].update(op for op, _ in match.executions[side])
+
+    def _unpaired(self, phase: str) -> Sides:
+        ops_a, ops_b = (
+            [i for i in run.indices(phase) if i not in paired]
+            for run, paired in zip(self._runs, self._paired, strict=True)
+        )
+        return ops_a, ops_b
+
+
+def by_inputs(runs: tuple[Run, Run], sides: Sides) -> list[tuple[int, int]]:
+    """Pair ops of an optimizer that first read the same parameter or gradient, in whatever order they ran."""
+    waiting: dict[tuple[str, int, Hashable], list[int]] = {}
+    for index in sides[1]:
+        for key in _first_read(runs[1], index):
+            waiting.setdefault(key, []).append(index)
+    pairs: list[tuple[int, int]] = []
+    paired: set[int] = set()
+    for index in sides[0]:
+        for key in _first_read(runs[0], index):
+            free = [candidate for candidate in waiting.get(key, ()) if candidate not in paired]
+            if free:
+                paired.add(free[0])
+                pairs.append((index, free[0]))
+                break
+    return pairs
+
+
+def _first_read(run: Run, index: int) -> Iterator[tuple[str, int, Hashable]]:
+    """Yield a key for each tensor that an op read first, except for scalars and constants."""
+    op = run.ops[index]
+    for entry in run.read(index, min(run.results(index)), "input", "weight"):
+        if is_distinctive(entry):
+            yield op.type, entry.position, content_key(entry)
+
+
+def _last_result(run: Run, flow: DataFlow) -> int | None:
+    """Return the last op of the forward pass that gives what no other op reads; None without one."""
+    for index in reversed(run.indices("forward")):
+        outputs = [entry for entries in run.results(index).values() for entry in entries]
+        if not reads_shape(run.ops[index]) and not any(map(flow.is_read, outputs)):
+            return index
+    return None

@@ -1,0 +1,286 @@
+"""Tools under which diff runs a program: float64, replaced values, and eager ops in compiled code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda.tools.diff._programs import Extra
+from amanda.tools.diff._run import OUTPUT_ROLES, Run
+from amanda.tools.dump import Dump, Entry, Op
+from amanda.tools.kit import RequiredNames, leaves, op_tensors, tensors_of
+from amanda.tools.mapping import StandardMapping
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.diff",
+    "torch",
+    "torch:_C._current_graph_task_id",
+    "torch:ops.aten._to_copy.default._schema",
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch.utils._pytree:tree_map_only",
+)
+
+
+class Float64Tool(amanda.Tool):
+    """Run floating-point ops of PyTorch in float64, from the first op of a scope until the scope closes.
+
+    Random ops run in float32, so they draw the same numbers as without the tool.  In-place ops keep the
+    element type of their tensor.  narrow: ops without a float64 kernel; they ran in float32.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow: set[str] = set()
+        self._mode: Any = None
+        self.add_inst_for_op(self._begin)
+
+    def _begin(self, context: amanda.OpContext) -> None:
+        if self._mode is None and str(context.namespace).startswith("pytorch"):
+            self._mode = _enter_modes(self.narrow)
+
+    def scope_left(self) -> None:
+        """End the run in float64."""
+        if self._mode is not None:
+            self._mode.close()
+            self._mode = None
+
+
+def _enter_modes(narrow: set[str]) -> Any:
+    _REQUIRED.check()
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    less = {torch.float32, torch.float16, torch.bfloat16}
+    statistics = ("running_mean", "running_var")
+
+    def to(dtype: torch.dtype, value: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+    class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Cast the inputs of each kernel to float64; autograd, above this mode, differentiates the result."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with amanda.disabled():
+                return self._run_wide(func, args, kwargs or {})
+
+        def _run_wide(self, func: Any, args: Any, kwargs: Any) -> Any:
+            tensors = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
+            if _copies_or_views(func) or not any(x.is_floating_point() for x in tensors):
+                return func(*args, **kwargs)
+            if func._schema.is_mutable:
+                return self._run_mutable(func, args, kwargs)
+            if _is_random(func, args, kwargs):
+                return func(*to(torch.float32, args), **to(torch.float32, kwargs))
+            wide = {
+                name: torch.float64 if isinstance(value, torch.dtype) and value in less else value
+                for name, value in to(torch.float64, kwargs).items()
+            }
+            wider = to(torch.float64, args)
+            try:
+                outputs = func(*wider, **wide)
+            except (RuntimeError, NotImplementedError):
+                narrow.add(str(func))
+                return func(*to(torch.float32, args), **to(torch.float32, kwargs))
+            for argument, original, copy in zip(func._schema.arguments, args, wider, strict=False):
+                if argument.name in statistics and original is not None:
+                    original.copy_(copy)  # a normalisation writes into them, and its schema does not say so
+            return outputs
+
+        def _run_mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
+            arguments = {argument.name: argument for argument in func._schema.arguments}
+            named = {**dict(zip(arguments, args, strict=False)), **kwargs}
+            written = {
+                name for name in named
+                if (alias := arguments[name].alias_info) is not None and alias.is_write
+            }  # fmt: skip
+            into = [x for name in written for x in leaves([named[name]]) if isinstance(x, torch.Tensor)]
+            dtype = next((x.dtype for x in into if x.is_floating_point()), None)
+            if dtype is None:
+                return func(*args, **kwargs)
+            cast = {name: x if name in written else to(dtype, x) for name, x in named.items()}
+            first = [cast.pop(name) for name in list(arguments)[: len(args)]]
+            return func(*first, **cast)
+
+    def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+        """Return True for ops that draw random numbers, and not for attention without dropout."""
+        names = (argument.name for argument in func._schema.arguments)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        attends = "scaled_dot_product" in str(func) and not named.get("dropout_p")
+        return torch.Tag.nondeterministic_seeded in func.tags and not attends
+
+    def _copies_or_views(func: Any) -> bool:
+        """Return True for views, for copies, and where autograd converts a gradient to the type of a leaf."""
+        if func is torch.ops.aten._to_copy.default:
+            return torch._C._current_graph_task_id() != -1
+        aliases = (value.alias_info for value in func._schema.returns)
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        return is_view or func is torch.ops.aten.clone.default
+
+    class PromotionMode(TorchFunctionMode):
+        """Cast the inputs of a function that raises for mixed element types before any kernel runs."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError:
+                tensors = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
+                if len({x.dtype for x in tensors if x.is_floating_point()}) < 2 or func.__name__.endswith(
+                    "_"
+                ):
+                    raise
+                with amanda.disabled():
+                    wide = to(torch.float64, args), to(torch.float64, kwargs or {})
+                return func(*wide[0], **wide[1])
+
+    stack = ExitStack()
+    stack.enter_context(Float64Mode())  # type: ignore[no-untyped-call]
+    stack.enter_context(PromotionMode())
+    return stack
+
+
+_MAX_OPS = 1 << 16
+"""Ops among which one is looked for."""
+
+
+class OpaqueTool(amanda.Tool):
+    """Takes ops out of compiled code, in the order of analysis from `first` on: each calls the eager op."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+        self._op_ids: set[int] = set()
+        self.add_inst_for_op(self._take_out)
+
+    def _take_out(self, context: amanda.OpContext) -> None:
+        if context.get_op_id() not in self._op_ids:
+            self._op_ids.add(context.get_op_id())
+            if len(self._op_ids) > self._first:
+                context.replace_op(self._call_eager, op=context.get_op())
+
+    def _call_eager(self, *inputs: Any, op: Callable[..., Any]) -> Any:
+        return op(*inputs)
+
+
+def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[Run, int]:
+    """Return a run whose ops are eager from the first one on that fails where it is compiled, and its index.
+
+    record: runs the program under a tool.  The op is the last of the fewest first ops that fail as they are
+    compiled alone.  Raises the error, which the program raised, where it is raised with no op compiled too.
+    """
+
+    def try_from(first: int) -> Run | None:
+        try:
+            return record((OpaqueTool, {"first": first}))
+        except Exception as caught:
+            if type(caught) is not type(error):
+                raise error from caught
+            return None
+
+    failing_run = try_from(0)
+    if failing_run is None:
+        raise error
+    works, fails = 0, 1
+    while (run := try_from(fails)) is not None:
+        failing_run, works, fails = run, fails, 2 * fails
+        if fails > _MAX_OPS:
+            raise error
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        run = try_from(middle)
+        if run is None:
+            fails = middle
+        else:
+            failing_run, works = run, middle
+    forward = [index for index, op in enumerate(failing_run.ops) if op.phase != "backward"]
+    return failing_run, forward[works]
+
+
+Place = tuple[str, str, str, str, int]
+"""Phase, type, module and line of an op, and its number among those that are equal in these."""
+
+
+def place(ops: Sequence[Op], index: int) -> Place:
+    """Return the place of an op of a dump; a run of the same program has the same places."""
+    line_place = _place_of_line(ops[index])
+    return (*line_place, sum(_place_of_line(op) == line_place for op in ops[:index]))
+
+
+def _place_of_line(op: Op) -> tuple[str, str, str, str]:
+    return op.phase, op.type, op.module, op.source
+
+
+class ReplacedTool(amanda.Tool):
+    """Replace the outputs, or the gradients, of an op by those that an op had in another run.
+
+    source, op: folder of a dump with full tensors, and the index of an op in it.  target, target_op: folder
+    of a dump of the program that is run now, and the index of the op in it whose values are replaced.
+
+    replaced: number of executions with replaced values.  reasons: why others have their own values.
+    """
+
+    def __init__(self, source: Path, op: int, target: Path, target_op: int) -> None:
+        super().__init__()
+        self.replaced = 0
+        self.reasons: set[str] = set()
+        self._dump = Dump(source)
+        self._values: dict[int, list[Entry]] = {}
+        for entry in self._dump:
+            if entry.op == op and entry.role in OUTPUT_ROLES:
+                self._values.setdefault(entry.execution, []).append(entry)
+        self._place = place(Dump(target).ops, target_op)
+        self._places: dict[tuple[int, int | None], Place] = {}
+        self._counts: Counter[tuple[str, str, str, str]] = Counter()
+        self._executed = 0
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._replace_forward)
+        self.add_inst_for_op(self._replace_backward, backward=True)
+
+    def _replace_forward(self, context: amanda.OpContext) -> None:
+        if self._is_target(context, context["phase"], context["type"]):
+            context.insert_after_op(self._replace_outputs, dtype=context["dtype"])
+
+    def _replace_backward(self, context: amanda.OpContext) -> None:
+        kind = context["backward_type"]
+        if kind != "accumulate_grad" and self._is_target(context, "backward", kind):
+            context.insert_after_backward_op(self._replace_outputs, dtype=context["dtype"])
+
+    def _is_target(self, context: amanda.OpContext, phase: str, kind: str) -> bool:
+        key = context.get_op_id(), context.get_backward_op_id()
+        if key not in self._places:
+            line_place = phase, kind, context.get_scope(), context.get_source()
+            self._places[key] = (*line_place, self._counts[line_place])
+            self._counts[line_place] += 1
+        return self._places[key] == self._place
+
+    def _replace_outputs(self, *values: Any, dtype: Any) -> list[Any] | None:
+        entries = self._values.get(self._executed, [])
+        self._executed += 1
+        outputs = list(op_tensors(values, dtype))
+        pairs = [(output, self._dump.array(entry)) for output, entry in zip(outputs, entries, strict=False)]
+        if len(outputs) != len(entries) or any(output.position != output.flat_index for output in outputs):
+            self.reasons.add("it gives other tensors than in a, or lists")
+        elif any(array is None or array.shape != tuple(output.tensor.shape) for output, array in pairs):
+            self.reasons.add("it gives tensors of other shapes than in a")
+        else:
+            changed = list(values)
+            for output, array in pairs:
+                changed[output.position] = _cast(array, output.tensor)
+            self.replaced += 1
+            return changed
+        return None
+
+
+def _cast(array: NDArray[Any] | None, like: Any) -> Any:
+    """Return numbers as a tensor like another; NumPy's own types hold those of every other exactly."""
+    assert array is not None
+    plain = array if array.dtype.isbuiltin == 1 else array.astype("float32")
+    return tensors_of(like).cast(plain.copy(), like)

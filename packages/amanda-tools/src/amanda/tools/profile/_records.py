@@ -1,0 +1,383 @@
+"""Records of a profile: sums of each op, bytes of live tensors by owner, and the log of a timeline."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+from amanda.tools.results import amount
+
+KEYS = ("phase", "type", "module", "source")
+_SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
+"""Fields that `summed` adds up, without None."""
+
+
+@dataclass(eq=False)
+class OpProfile:
+    """One op, forward or backward, with the sums over its recorded executions; times in nanoseconds.
+
+    name: the framework's own ("AddmmBackward0").
+    id: of 64 bits; op_id: the id of the forward op, which is the same for a forward op.
+    total: time between begin and end.  own: total without the ops within this op.
+    calls: executions that ended; timed: those of them whose begin is known.
+    device: time on the device, None without a device.
+    allocated: bytes that the op allocated for tensors; None if memory was not recorded.
+    at_peak: bytes of these that were alive at the peaks, in a result.
+    index: among all ops.  kernels: by name and device, calls and nanoseconds.
+    recomputation: profile of the executions that run again in the backward pass; None while there are none.
+    runs_others: the op runs ops whose times cannot be subtracted from its own.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    name: str = ""
+    id: int = 0
+    op_id: int = 0
+    calls: int = 0
+    timed: int = 0
+    total: int = 0
+    own: int = 0
+    least: int = 0
+    most: int = 0
+    device: int | None = None
+    allocated: int | None = None
+    at_peak: int = 0
+    runs_others: bool = False
+    index: int = 0
+    kernels: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    recomputation: OpProfile | None = None
+
+    def add(self, took: int, inside: int) -> None:
+        """Add one execution, with the time of the ops within it."""
+        self.calls += 1
+        self.timed += 1
+        self.total += took
+        if not self.runs_others:
+            self.own += took - inside
+        if took > self.most:
+            self.most = took
+        if took < self.least or self.timed == 1:
+            self.least = took
+
+    def clear(self) -> None:
+        """Forget the executions."""
+        self.calls = self.timed = self.total = self.own = self.least = self.most = 0
+        self.device = self.allocated = None
+        self.kernels = {}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return the keys of rows, with the op's values."""
+        return {key: getattr(self, key) for key in KEYS}
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Return the keys, the name and the id in hexadecimal digits, for files."""
+        return {**self.names, "name": self.name, "id": f"{self.id:016x}"}
+
+
+def summed(places: Sequence[OpProfile]) -> OpProfile:
+    """Return a new profile with the sums of profiles, and the names of the first."""
+    sums = replace(places[0], kernels={}, recomputation=None)
+    for name in _SUMS:
+        numbers = [value for place in places if (value := getattr(place, name)) is not None]
+        setattr(sums, name, sum(numbers) if numbers else None)
+    sums.least = min((place.least for place in places if place.timed), default=0)
+    sums.most = max(place.most for place in places)
+    for kernel, (calls, nanoseconds) in (item for place in places for item in place.kernels.items()):
+        counts = sums.kernels.get(kernel, (0, 0))
+        sums.kernels[kernel] = [counts[0] + calls, counts[1] + nanoseconds]
+    return sums
+
+
+name_of = cache(str)
+"""Return the name of a device."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes alive on a device at once.  owners: ops that allocated them, most bytes first."""
+
+    device: str
+    size: int
+    owners: Sequence[tuple[OpProfile, int]]
+
+    def __str__(self) -> str:
+        first = ", ".join(
+            f"{amount(size, 'B')} {place.type}{f' in {place.module}' if place.module else ''}"
+            + ("" if place.phase == "given" else f" ({place.phase})")
+            for place, size in self.owners[:3]
+        )
+        return f"peak of {amount(self.size, 'B')} on {self.device}: {first}"
+
+
+def _profile_of_older_tensors() -> OpProfile:
+    return OpProfile("given", "parameters, inputs, older tensors", "", "")
+
+
+@dataclass(eq=False, slots=True)
+class DeviceMemory:
+    """Bytes of one device.
+
+    recording: whether steps are recorded.  limit: number of changes kept for the timeline.
+    peak: the most bytes alive in recorded steps, None before any.  alive: bytes now.
+    older_bytes: bytes that no recorded op allocated, which `older_tensors` owns.  owned: live bytes by owner.
+    changed: bytes added to `owned` since the peak.
+    history: nanoseconds, and live bytes without the older bytes until then, after each change.
+    """
+
+    name: str
+    limit: int
+    recording: bool
+    peak: int | None
+    older_tensors: OpProfile = field(default_factory=_profile_of_older_tensors)
+    alive: int = 0
+    older_bytes: int = 0
+    owned: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
+    changed: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
+    history: list[tuple[int, int]] = field(default_factory=list)
+
+    def change_bytes(self, owner: OpProfile, size: int, when: int | None = None) -> None:
+        """Add to the live bytes of an op; size: negative for freed bytes.  when: None for now."""
+        self.owned[owner] += size
+        self.changed[owner] += size
+        self.alive += size
+        if self.recording:
+            if size > 0:
+                self.note_peak()
+            if len(self.history) < self.limit:
+                self.history.append((when or perf_counter_ns(), self.alive - self.older_bytes))
+
+    def add_older_bytes(self, size: int) -> None:
+        """Add bytes that were alive before the scope, and so at the peak, but are first read now."""
+        self.owned[self.older_tensors] += size
+        self.alive += size
+        self.older_bytes += size
+        if self.peak is not None:
+            self.peak += size
+
+    def note_peak(self) -> None:
+        """Set the peak to the present bytes if these are more."""
+        if self.peak is None or self.alive >= self.peak:
+            self.peak = self.alive
+            self.changed.clear()
+
+    def at_peak(self) -> Peak:
+        """Return the peak, with the bytes of each owner at that time."""
+        sizes = [(owner, size - self.changed.get(owner, 0)) for owner, size in self.owned.items()]
+        owners = sorted(
+            (owner_size for owner_size in sizes if owner_size[1]), key=lambda owner_size: -owner_size[1]
+        )
+        return Peak(self.name, self.peak or 0, owners)
+
+
+class _LiveStorage(NamedTuple):
+    reference: weakref.ref[Any]
+    size: int
+    owner: OpProfile
+    device: DeviceMemory
+
+
+class StorageTracker:
+    """Live storages, by the op that allocated them; weak references report their end.
+
+    Storages that an op reads and no recorded op allocated belong to `older_tensors`: parameters, inputs.
+    limit: number of changes kept for the timeline.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._alive: dict[int, _LiveStorage] = {}
+        self._dead: deque[tuple[int, int]] = deque()
+        self._recording = False
+        self.devices: dict[str, DeviceMemory] = {}
+
+    def record(self, recording: bool) -> None:
+        """Begin or stop to update the peaks."""
+        self.process_deaths()
+        self._recording = recording
+        for device in self.devices.values():
+            device.recording = recording
+            if recording:
+                device.note_peak()
+
+    def clear(self) -> None:
+        """Forget the peaks, but not the live storages."""
+        self.process_deaths()
+        for device in self.devices.values():
+            device.peak = None
+            device.history.clear()
+        self.record(self._recording)
+
+    def record_storages(self, storages: Iterable[Any], maker: OpProfile | None) -> None:
+        """Record storages that an op allocated, or for maker None reads; recorded storages keep their owner.
+
+        storages: of PyTorch, which has one Python object for each as long as the storage lives.
+        """
+        if self._dead:
+            self.process_deaths()
+        alive = self._alive
+        for storage in storages:
+            key, size = id(storage), storage.nbytes()
+            live = alive.get(key)
+            if live is not None and live.reference() is storage:
+                if live.size != size:  # resized in place
+                    live.device.change_bytes(live.owner, size - live.size)
+                    alive[key] = live._replace(size=size)
+                continue
+            name = name_of(storage.device)
+            device = self.devices.get(name)
+            if device is None:
+                peak = 0 if self._recording else None
+                device = self.devices[name] = DeviceMemory(name, self._limit, self._recording, peak)
+            reference = weakref.ref(storage, partial(_note_death, self._dead, key))
+            alive[key] = _LiveStorage(reference, size, maker or device.older_tensors, device)
+            if maker is None:
+                device.add_older_bytes(size)
+                continue
+            if self._recording:
+                maker.allocated = (maker.allocated or 0) + size
+            device.change_bytes(maker, size)
+
+    def process_deaths(self) -> None:
+        """Process the deaths of storages."""
+        while self._dead:
+            key, when = self._dead.popleft()
+            live = self._alive.get(key)
+            if live is not None and live.reference() is None:
+                del self._alive[key]
+                live.device.change_bytes(live.owner, -live.size, when)
+
+
+def _note_death(dead: deque[tuple[int, int]], key: int, _: Any) -> None:
+    dead.append(
+        (key, perf_counter_ns())
+    )  # runs at any time, on any thread, also within this module: no more than this
+
+
+GRAPH = 0
+"""Thread number of the ops of a graph, which may begin and end on different threads."""
+
+
+class TimedExecution(NamedTuple):
+    """One execution; times in nanoseconds of `time.perf_counter_ns`.  thread: from `get_ident`."""
+
+    place: OpProfile
+    begin: int
+    took: int
+    thread: int
+
+
+class RecordedStep(NamedTuple):
+    """A recorded step, from the begin of its first op to the end of its last, in nanoseconds."""
+
+    number: int
+    begin: int
+    end: int
+
+
+class OsThread(NamedTuple):
+    """A thread of the operating system."""
+
+    number: int
+    name: str
+
+    @classmethod
+    def present(cls) -> OsThread:
+        """Return the present thread."""
+        # threading.current_thread would register a thread of C++ in Python, and keep it
+        # there for good.
+        number = threading.get_native_id()
+        names = (thread.name for thread in threading.enumerate() if thread.native_id == number)
+        comm = Path(f"/proc/self/task/{number}/comm")
+        name = next(names, None) or (comm.read_text().strip() if comm.exists() else f"thread {number}")
+        return cls(number, name)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Data of a trace: executions by their begin, threads, recorded steps, and bytes alive by device.
+
+    dropped: number of executions that are not in the timeline.
+    """
+
+    events: Sequence[TimedExecution] = ()
+    threads: Mapping[int, OsThread] = field(default_factory=dict)
+    steps: Sequence[RecordedStep] = ()
+    alive: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    dropped: int = 0
+
+
+class ExecutionLog:
+    """A log of up to `limit` executions, in the order of their ends, and up to `limit` steps.
+
+    number: of the step that is recorded now, or None.
+    threads: by `get_ident`, read when the first op ended there.  dropped: number of executions not kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._room = limit
+        self._numbers = array("q")  # four for each execution: the garbage collector would walk objects
+        self._steps: list[RecordedStep] = []
+        self._count = self._spent = 0
+        self._begin: int | None = None
+        self._end = 0
+        self.number: int | None = None
+        self.threads: dict[int, OsThread] = {}
+        self.dropped = 0
+
+    def add(self, place: OpProfile, begin: int, end: int, thread: int) -> None:
+        """Add an execution to the step, and to the log if there is room."""
+        if self._begin is None or begin < self._begin:
+            self._begin = begin
+        if end > self._end:
+            self._end = end
+        if not self._room:
+            self.dropped += 1
+            return
+        self._room -= 1
+        self._numbers.extend((place.index, begin, end - begin, thread))
+        if thread not in self.threads:
+            self.threads[thread] = OsThread.present()
+
+    def start_step(self, number: int | None) -> None:
+        """End the present step, unless it has no ops, and begin the next.  number: None not to record it."""
+        for step in self._present_step():
+            self._count += 1
+            self._spent += step.end - step.begin
+            if self._count <= self._limit:
+                self._steps.append(step)
+        self.number, self._begin = number, None
+
+    def merge_steps(self, number: int) -> None:
+        """Merge all steps so far into the present one."""
+        begins = [step.begin for step in (*self._steps, *self._present_step())]
+        self._steps, self._count, self._spent = [], 0, 0
+        self.number, self._begin = number, min(begins, default=None)
+
+    def steps(self) -> tuple[list[RecordedStep], int, int]:
+        """Return the logged steps, the number of all steps and their nanoseconds, with the present step."""
+        present = self._present_step()
+        spent = self._spent + sum(step.end - step.begin for step in present)
+        return [*self._steps, *present][: self._limit], self._count + len(present), spent
+
+    def _present_step(self) -> list[RecordedStep]:
+        if self.number is None or self._begin is None:
+            return []
+        return [RecordedStep(self.number, self._begin, self._end)]
+
+    def events(self, places: Sequence[OpProfile]) -> list[TimedExecution]:
+        """Return the executions sorted by begin, longer ones first; places: by index."""
+        numbers = iter(self._numbers.tolist())
+        events = [TimedExecution(places[index], *times) for index, *times in zip(*[numbers] * 4, strict=True)]
+        return sorted(events, key=lambda event: (event.begin, -event.took))
