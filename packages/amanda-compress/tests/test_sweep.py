@@ -22,7 +22,7 @@ import amanda
 from amanda.errors import OptionError
 from amanda.tools.prune import PruneError, PruneTool
 from amanda.tools.sweep import ALL, BitsSweep, SparsitySweep, Sweep, SweepError, command
-from amanda.tools.sweep._allocation import KEEP, Offer, pareto_assignments
+from amanda.tools.sweep._allocation import KEEP, LevelOutcome, pareto_assignments
 
 Evaluate = Callable[[], Any]
 
@@ -557,7 +557,10 @@ def test_ops_at_a_level_that_failed_cost_what_it_leaves() -> None:
     st.integers(0, 36),
 )
 def test_levels_are_the_best_of_all(pairs: list[list[tuple[int, int]]], wanted: int) -> None:
-    groups = [[Offer(KEEP, 0, 0), *(Offer(str(i), *one) for i, one in enumerate(pair))] for pair in pairs]
+    groups = [
+        [LevelOutcome(KEEP, 0, 0), *(LevelOutcome(str(i), *one) for i, one in enumerate(pair))]
+        for pair in pairs
+    ]
     ways = [
         (sum(one.saved for one in way), sum(one.drop for one in way), tuple(one.level for one in way))
         for way in itertools.product(*groups)

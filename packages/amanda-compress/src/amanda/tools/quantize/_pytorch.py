@@ -99,7 +99,7 @@ def _straight_through() -> Any:
     """
     import torch
 
-    class StraightThrough(torch.autograd.Function):
+    class StraightThroughRounding(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
@@ -120,4 +120,4 @@ def _straight_through() -> Any:
             with amanda.disabled():
                 return gradient * passes, None, None, None, None
 
-    return StraightThrough
+    return StraightThroughRounding

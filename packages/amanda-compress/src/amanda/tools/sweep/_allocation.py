@@ -19,7 +19,7 @@ _MOST_ASSIGNMENTS = 20_000
 """Number of partial assignments beyond which one stays for each of as many equal steps of cost."""
 
 
-class Offer(NamedTuple):
+class LevelOutcome(NamedTuple):
     """Saved cost and drop of the metric of a group of ops at one level."""
 
     level: str
@@ -35,7 +35,7 @@ class Assignment(NamedTuple):
     levels: tuple[str, ...]
 
 
-def pareto_assignments(groups: Sequence[Sequence[Offer]]) -> list[Assignment]:
+def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignment]:
     """Return the Pareto front of assignments of a level to each group, in rising order of saved cost.
 
     An assignment that saves no more than another at no smaller drop is not in the list. The front is exact
@@ -43,9 +43,9 @@ def pareto_assignments(groups: Sequence[Sequence[Offer]]) -> list[Assignment]:
     """
     saved, drop = np.zeros(1), np.zeros(1)
     steps = []
-    for offers in groups:
-        saved = np.add.outer(saved, [offer.saved for offer in offers]).ravel()
-        drop = np.add.outer(drop, [offer.drop for offer in offers]).ravel()
+    for outcomes in groups:
+        saved = np.add.outer(saved, [outcome.saved for outcome in outcomes]).ravel()
+        drop = np.add.outer(drop, [outcome.drop for outcome in outcomes]).ravel()
         survivors = _pareto_indices(saved, drop)
         if len(survivors) > _MOST_ASSIGNMENTS:
             # Equal steps of saved cost leave assignments for every budget.
@@ -53,12 +53,12 @@ def pareto_assignments(groups: Sequence[Sequence[Offer]]) -> list[Assignment]:
             firsts = np.unique(cells, return_index=True)[1]
             survivors = survivors[np.union1d(firsts, len(survivors) - 1)]
         saved, drop = saved[survivors], drop[survivors]
-        steps.append((offers, *divmod(survivors, len(offers))))
-    # Backtrack from the whole assignments to the offer that each group contributes.
+        steps.append((outcomes, *divmod(survivors, len(outcomes))))
+    # Backtrack from the whole assignments to the outcome that each group contributes.
     rows = np.arange(len(saved))
     labels: list[list[str]] = []
-    for offers, parent_rows, offer_indices in reversed(steps):
-        labels.append([offers[i].level for i in offer_indices[rows]])
+    for outcomes, parent_rows, outcome_indices in reversed(steps):
+        labels.append([outcomes[i].level for i in outcome_indices[rows]])
         rows = parent_rows[rows]
     levels: Iterable[tuple[str, ...]] = zip(*reversed(labels), strict=True) if labels else [()]
     return [
@@ -89,7 +89,7 @@ def group_by_weights(weights_by_op: Mapping[str, frozenset[object]]) -> list[lis
 
 
 class Allocation:
-    """The measurements of a sweep as offers of levels, from which budgets choose.
+    """The measurements of a sweep as outcomes of levels, from which budgets choose.
 
     sites: the ops.  points: by name and level.  dense: the metric without the tool.
     """
@@ -105,20 +105,20 @@ class Allocation:
         self._cost_model = cost_model
         holders = {name: frozenset(cost_model.weights(site)) for name, site in sites.items()}
         self._groups = group_by_weights(holders)
-        self._offers = [[Offer(KEEP, 0.0, 0.0)] for _ in self._groups]
+        self._outcomes = [[LevelOutcome(KEEP, 0.0, 0.0)] for _ in self._groups]
         self._saved: list[dict[str, float]] = [{KEEP: 0.0} for _ in self._groups]
-        for names, offers, all_saved in zip(self._groups, self._offers, self._saved, strict=True):
+        for names, outcomes, all_saved in zip(self._groups, self._outcomes, self._saved, strict=True):
             for level in levels:
                 group_points = [points[name, level] for name in names]
                 saved = cost_model.saved([sites[name] for name in names], level, group_points)
                 all_saved[f"{level:g}"] = saved
                 if not any(point.error for point in group_points):
                     drop = sum(max(dense - (point.metric or 0.0), 0.0) for point in group_points)
-                    offers.append(Offer(f"{level:g}", saved, drop))
+                    outcomes.append(LevelOutcome(f"{level:g}", saved, drop))
 
     @cached_property
     def _assignments(self) -> list[Assignment]:
-        return pareto_assignments(self._offers)
+        return pareto_assignments(self._outcomes)
 
     def choose(self, budget: float) -> dict[str, str]:
         """Return a label for each op: the least sum of drops within a budget, a share of the cost."""

@@ -45,7 +45,7 @@ class WeightResult(Result):
         waiting = tool.waiting_state() if self._rows else []
         self.waiting = tuple(name for name in waiting if self.state[1] in name)
         self.remarks = as_remarks(tool.unmatched())
-        self._passed = weights.passed
+        self._empty_reason = weights.empty_reason
 
     def row(self, weight: Weight) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
@@ -86,6 +86,6 @@ class WeightResult(Result):
 
     def notes_on_skipped(self) -> list[str]:
         """Return a sentence for each skipped weight, and for loaded state of no weight."""
-        passed = [f"{self._passed}."] if self._passed else []
+        empty = [f"{self._empty_reason}."] if self._empty_reason else []
         skipped = [f"{place} is left as it is: {why}." for place, why in self.left.items()]
-        return [*passed, *not_met(self.state[0], self.waiting), *skipped]
+        return [*empty, *not_met(self.state[0], self.waiting), *skipped]

@@ -201,11 +201,11 @@ class WeightTool(amanda.Tool, Generic[W]):
         except ParameterError as error:
             raise self.error(str(error)) from error
         if not written:
-            passed = f"; {self.weights.passed}" if self.weights.passed and not weights else ""
+            remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not weights else ""
             changed = f"none of the {len(weights)} weights that {type(self).__name__} has changed is"
             raise self.error(
                 f"{changed if weights else f'{type(self).__name__} has changed no weight'} of this "
-                f"{type(model).__name__}{passed}; call it in a scope of the tool, or "
+                f"{type(model).__name__}{remark}; call it in a scope of the tool, or "
                 "tool.prepare(model, example)"
             )
         for weight in written:
@@ -266,8 +266,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         if read is None:
             self.weights.record_unweighted(context)
             return
-        form, find = self.weights.view_of_read(context, read)
-        if form is None and find is None:
+        view, find = self.weights.view_of_read(context, read)
+        if view is None and find is None:
             return
         if self.framework and not context.namespace.matches(self.framework.lower()):
             raise self.error(
@@ -275,40 +275,40 @@ class WeightTool(amanda.Tool, Generic[W]):
                 f"{context.namespace[0]}"
             )
         if context.is_static():
-            self._inline_in_file(context, read, form)
+            self._inline_in_file(context, read, view)
             return
         # Indexed rows hold tensors of one execution, which a context would keep alive.
-        context[self._key] = None if isinstance(form, IndexedRows) else form
-        state = context[self._state_key] = self._final_state(context, read, form)
+        context[self._key] = None if isinstance(view, IndexedRows) else view
+        state = context[self._state_key] = self._final_state(context, read, view)
         # Eager PyTorch differentiates `transform` by autograd; elsewhere `_analyse_backward` does so.
         in_autograd = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
         if state is not None:
-            apply = self._on_read_value(self.transform, form)
+            apply = self._on_read_value(self.transform, view)
             context.insert_before_op(_apply_transform, inputs=[read.index], apply=apply, **state)
         elif find is not None:
             locating = self._read_located_in_autograd if in_autograd else self._read_located
             context.insert_before_op(locating, inputs=[read.index], find=find)
         else:
             routine = self._read_in_autograd if in_autograd else self._read
-            context.insert_before_op(routine, inputs=[read.index], form=form)
+            context.insert_before_op(routine, inputs=[read.index], view=view)
 
-    def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, form: WeightView | None) -> None:
+    def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, view: WeightView | None) -> None:
         """Insert `transform` with constant state into the file of a model."""
-        if isinstance(form, Weight):
-            self.on_file(cast(W, form), partial(context.get_value, read.index))
-        if form is None or not form.is_ready:
+        if isinstance(view, Weight):
+            self.on_file(cast(W, view), partial(context.get_value, read.index))
+        if view is None or not view.is_ready:
             return
-        if not self.elementwise and not isinstance(form, Weight):
-            self.weights.leave(context, "it reads another form of a weight than other ops of the file")
+        if not self.elementwise and not isinstance(view, Weight):
+            self.weights.skip(context, "it reads another form of a weight than other ops of the file")
             return
-        arrays = form.numbers(self.state_names)
-        apply = self._on_read_value(self.transform, form)
+        arrays = view.numbers(self.state_names)
+        apply = self._on_read_value(self.transform, view)
         context.insert_before_op(_apply_transform_in_file, inputs=[read.index], apply=apply, **arrays)
 
-    def _final_state(self, context: amanda.OpContext, read: WeightInput, form: WeightView | None) -> Any:
+    def _final_state(self, context: amanda.OpContext, read: WeightInput, view: WeightView | None) -> Any:
         """Return state as tensors that a compiler may inline, as it cannot change; None elsewhere."""
-        is_form = self.elementwise or isinstance(form, Weight)
-        if form is None or not is_form or not context.namespace.matches("pytorch/*/graph"):
+        is_inlinable = self.elementwise or isinstance(view, Weight)
+        if view is None or not is_inlinable or not context.namespace.matches("pytorch/*/graph"):
             return None
         try:
             value = context.get_value(read.index)
@@ -316,61 +316,61 @@ class WeightTool(amanda.Tool, Generic[W]):
             return None
         if not self.is_settled:
             return None
-        for weight, present in form.within(value):
+        for weight, present in view.within(value):
             if not weight.is_ready or weight.is_loaded:
                 self.on_read(cast(W, weight), present)
-        return form.tensors_like(value, self.state_names) if form.is_ready else None
+        return view.tensors_like(value, self.state_names) if view.is_ready else None
 
-    def _on_read_value(self, function: Callable[..., Any], form: WeightView | None) -> Callable[..., Any]:
+    def _on_read_value(self, function: Callable[..., Any], view: WeightView | None) -> Callable[..., Any]:
         """Return `transform` or `transform_gradient` as a function of the value that an op reads."""
-        if self.elementwise or not isinstance(form, Weight):
+        if self.elementwise or not isinstance(view, Weight):
             return function
-        return partial(_apply_to_canonical, function, form.layout, form.shape)
+        return partial(_apply_to_canonical, function, view.layout, view.shape)
 
     def _analyse_backward(self, context: amanda.OpContext) -> None:
         """Insert the routine that reads or changes the weight gradient of a backward op."""
         index = context["weight_grad_index"]
         if self._key not in context or index is None:
             return
-        form, state = context[self._key], context[self._state_key]
+        view, state = context[self._key], context[self._state_key]
         within = context.namespace.matches("pytorch/*/eager")
         if state is not None and self.transform_gradient is not None and self.transforms_gradients:
-            apply = self._on_read_value(self.transform_gradient, form)
+            apply = self._on_read_value(self.transform_gradient, view)
             context.insert_after_backward_op(_apply_transform, grad_inputs=[index], apply=apply, **state)
         elif state is None and (self.wants_gradients or (self.transforms_gradients and not within)):
             context.insert_after_backward_op(
-                self._read_gradient, grad_inputs=[index], form=form,
+                self._read_gradient, grad_inputs=[index], view=view,
                 is_weights=partial(weight_gradient(context), index),
                 transforms=self.transforms_gradients and not within,
             )  # fmt: skip
 
-    def _read(self, value: Any, form: WeightView) -> Any:
-        return form.read_by(self, value)
+    def _read(self, value: Any, view: WeightView) -> Any:
+        return view.read_by(self, value)
 
     @amanda.differentiable
-    def _read_in_autograd(self, value: Any, form: WeightView) -> Any:
-        return self._read(value, form)
+    def _read_in_autograd(self, value: Any, view: WeightView) -> Any:
+        return self._read(value, view)
 
     def _read_located(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
-        form = run[self._key] = find(value, ParameterSlice.of_execution(run))
-        return None if form is None else self._read(value, form)
+        view = run[self._key] = find(value, ParameterSlice.of_execution(run))
+        return None if view is None else self._read(value, view)
 
     @amanda.differentiable
     def _read_located_in_autograd(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
         return self._read_located(value, find, run)
 
     def _read_gradient(
-        self, gradient: Any, form: WeightView | None, is_weights: Callable[[Any], bool], transforms: bool,
+        self, gradient: Any, view: WeightView | None, is_weights: Callable[[Any], bool], transforms: bool,
         run: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Pass the gradient of each weight to `on_gradient`; return the transformed gradient."""
-        form = run.get(self._key, form)
-        if form is None or not is_weights(gradient):
+        view = run.get(self._key, view)
+        if view is None or not is_weights(gradient):
             return None
         if self.wants_gradients:
-            for weight, part_gradient in form.gradients(gradient):
+            for weight, part_gradient in view.gradients(gradient):
                 self.on_gradient(weight, part_gradient)
-        return form.transformed_gradient(self, gradient) if transforms and form.is_ready else None
+        return view.transformed_gradient(self, gradient) if transforms and view.is_ready else None
 
 
 @amanda.traceable

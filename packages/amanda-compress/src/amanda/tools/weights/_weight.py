@@ -198,7 +198,7 @@ class Weight(WeightView):
         It is kept in the order in which the elements lie in memory, so that it holds for each form of the
         parameter.  Raises the tool's error for state of another shape that was loaded.
         """
-        array = self.keep(name, np.full(self._kept_extents(), fill, dtype))
+        array = self.keep(name, np.full(self._saved_extents(), fill, dtype))
         if self._order is not None:
             inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
             array = do("transpose", array.reshape([self.shape[axis] for axis in self._order]), inverse)
@@ -207,12 +207,12 @@ class Weight(WeightView):
 
     def close(self) -> None:
         """Keep for which step the state was made, and let go of the op at which the weight was met."""
-        self._made_for = self.keep("updated", np.full(1, NEVER))
-        self._updated = int(self._made_for[0])
+        self._updated_state = self.keep("updated", np.full(1, NEVER))
+        self._updated = int(self._updated_state[0])
         self.is_loaded = self._updated != NEVER
         del self._keep
 
-    def _kept_extents(self) -> tuple[int, ...]:
+    def _saved_extents(self) -> tuple[int, ...]:
         """Return the shape in which elementwise state is saved: axes in the order of memory."""
         if self._order is None:
             return self.shape
@@ -240,7 +240,7 @@ class Weight(WeightView):
 
     @updated.setter
     def updated(self, step: int) -> None:
-        self._made_for[...] = self._updated = step
+        self._updated_state[...] = self._updated = step
 
     @property
     def is_ready(self) -> bool:

@@ -104,7 +104,7 @@ class Weights(Generic[W]):
         self._skipped: set[Hashable] = set()
         self._skip_reasons: dict[Hashable, str] = {}
         self._unselected_count, self._has_unweighted_product = 0, False
-        self._forms: dict[Hashable, AliasedWeightView] = {}
+        self._views: dict[Hashable, AliasedWeightView] = {}
         self._by_parameter: dict[Hashable, list[W]] = {}
         self._shared = SharedState()
 
@@ -116,7 +116,7 @@ class Weights(Generic[W]):
         return identity in self._by_parameter or identity in self._skip_reasons
 
     @property
-    def passed(self) -> str:
+    def empty_reason(self) -> str:
         """A sentence if no weight was selected, or no op read a weight; "" otherwise."""
         if self._by_key or self.reasons or not (self._unselected_count or self._has_unweighted_product):
             return ""
@@ -137,7 +137,7 @@ class Weights(Generic[W]):
         Returns the ids of ops whose weight was changed until now, and is retracted.
         """
         if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
-            self.leave(context, WeightReads.several_weights)
+            self.skip(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
             self.reasons[_describe_op(context)] = ADAPTER
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
@@ -146,7 +146,7 @@ class Weights(Generic[W]):
         if context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
             reason, holders = CONTRACTED, _einsum_parameters(context)
             if holders and self._tool.selection(context):
-                self.leave(context, EINSUM)
+                self.skip(context, EINSUM)
         outdated_ops: set[int] = set()
         for parameter in holders:
             identity = parameter_store(parameter).identity(parameter)
@@ -164,12 +164,12 @@ class Weights(Generic[W]):
         value = context.get_inputs()[read.index]
         if read.is_lost:
             if self._tool.selection(context):
-                self.leave(context, SELECTED)
+                self.skip(context, SELECTED)
             return None, None
         parts = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
         if parts:
-            forms = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in parts}
-            return None, partial(_current_view, forms, read.holder)
+            views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in parts}
+            return None, partial(_current_view, views, read.holder)
         if not read.is_followed:
             return self._view_of(context, value, read.holder, read.layout), None
         find = partial(self._locate, context, read.layout)
@@ -180,7 +180,7 @@ class Weights(Generic[W]):
     ) -> WeightView | None:
         """Return the view of the slice that an execution reads; None for a skipped slice."""
         if origin is None:
-            self.leave(context, WeightReads.unknown_part)
+            self.skip(context, WeightReads.unknown_part)
             return None
         if origin.form is None:
             rows = self._rows(context, origin, value, layout)
@@ -194,17 +194,17 @@ class Weights(Generic[W]):
         unread = tensors_of(value).unread(value) if context.is_eager() else None
         if getattr(value, "is_meta", False) or unread is not None:  # it may have numbers later
             if unread is not None and self._tool.selection(context):
-                self.leave(context, unread)
+                self.skip(context, unread)
             return None
         store = parameter_store(value)
         location = None if holder is None else store.locate(holder, value)
         key: Hashable = self._tool.place(context) if location is None else location
         if location is not None and location[0] in self._skip_reasons:
             if self._tool.selection(context):
-                self.leave(context, self._skip_reasons[location[0]])
-        elif key not in self._by_key and key not in self._forms and key not in self._skipped:
+                self.skip(context, self._skip_reasons[location[0]])
+        elif key not in self._by_key and key not in self._views and key not in self._skipped:
             self._add_view(context, store, key, _WeightRead(value, holder, location, layout))
-        view = self._by_key.get(key) or self._forms.get(key)
+        view = self._by_key.get(key) or self._views.get(key)
         if isinstance(view, Weight):
             view.readers.add(context.get_op_id())
         return view
@@ -218,7 +218,7 @@ class Weights(Generic[W]):
         if read.location is not None and any(
             store.overlaps(read.location[1], weight.part, whole) for weight in siblings
         ):
-            self._forms[key] = AliasedWeightView(store, read.location[1], whole, siblings)
+            self._views[key] = AliasedWeightView(store, read.location[1], whole, siblings)
         elif not self._tool.selection(context):
             self._skipped.add(key)
             self._unselected_count += 1
@@ -236,14 +236,14 @@ class Weights(Generic[W]):
         key: Hashable = (identity, "rows")
         if identity in self._skip_reasons:
             if self._tool.selection(context):
-                self.leave(context, self._skip_reasons[identity])
-        elif key not in self._forms and key not in self._skipped:
+                self.skip(context, self._skip_reasons[identity])
+        elif key not in self._views and key not in self._skipped:
             self._skipped.add(key)
             if self._tool.selection(context):
                 self._add_rows(context, store, key, origin, value, layout)
             else:
                 self._unselected_count += 1
-        return self._forms.get(key)
+        return self._views.get(key)
 
     def _add_rows(
         self,
@@ -258,7 +258,7 @@ class Weights(Generic[W]):
         holder = origin.holder
         axes = order_of_axes(origin, value) if holder.dim() > 2 else None
         if axes is None or self._tool.leaves_rows:
-            self.leave(context, INDEXED if axes is None else self._tool.leaves_rows)
+            self.skip(context, INDEXED if axes is None else self._tool.leaves_rows)
             return
         layout, whole = row_layout(layout, axes), store.whole(holder)
         siblings = self._by_parameter.setdefault(key[0], [])
@@ -271,7 +271,7 @@ class Weights(Generic[W]):
         for weight in siblings:
             weight.readers.add(context.get_op_id())
         self._skipped.discard(key)
-        self._forms[key] = AliasedWeightView(store, None, whole, siblings)
+        self._views[key] = AliasedWeightView(store, None, whole, siblings)
 
     def _add_weight(
         self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead, whole: Any
@@ -282,7 +282,7 @@ class Weights(Generic[W]):
             weight = self._make_weight(context, store, read, whole)
             reason = self._tool.on_weight(weight)
         if reason is not None:
-            self.leave(context, reason)
+            self.skip(context, reason)
             return False
         weight.close()
         self._by_key[key] = weight
@@ -312,7 +312,7 @@ class Weights(Generic[W]):
             _weak_reference(variable),
         )  # fmt: skip
 
-    def leave(self, context: amanda.OpContext, reason: str) -> None:
+    def skip(self, context: amanda.OpContext, reason: str) -> None:
         """Record why the weight of an op is left as it is, and how many elements it has."""
         self.reasons[_describe_op(context)] = reason
         self.skipped_elements.update(_element_counts(context))
@@ -337,15 +337,15 @@ class Weights(Generic[W]):
         self._by_key = {
             key: weight for key, weight in self._by_key.items() if id(weight) not in retracted_ids
         }
-        self._forms = {key: weight for key, weight in self._forms.items() if not weight.is_of(retracted_ids)}
+        self._views = {key: weight for key, weight in self._views.items() if not weight.is_of(retracted_ids)}
         return outdated_ops
 
 
 def _current_view(
-    forms: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
+    views: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
 ) -> WeightView | None:
     """Return the weight view of the slice of a stack that the op reads now."""
-    return forms.get(parameter_store(holder).current_slice(holder))
+    return views.get(parameter_store(holder).current_slice(holder))
 
 
 class _WeightRead:

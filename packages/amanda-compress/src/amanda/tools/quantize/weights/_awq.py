@@ -58,10 +58,10 @@ class AWQTool(IntegerTool, FoldingTool):
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
         """Create the state for the integers of a weight and the scales of its inputs."""
-        misfit = super().on_weight(weight)
-        if misfit is None:
+        reason = super().on_weight(weight)
+        if reason is None:
             weight.keep("smoothing", np.ones(int(np.prod(weight.canonical_shape[1:])), "float32"))
-        return misfit
+        return reason
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
         """Choose the scales of the inputs of a weight, and its integers."""

@@ -187,16 +187,16 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        form, find = self.weights.view_of_read(context, read)
-        if form is None and find is None:
+        view, find = self.weights.view_of_read(context, read)
+        if view is None and find is None:
             return
         data = read.multiplied_input(context)
-        misfit = _why_unsupported(context, read, data is not None)
-        if data is None or misfit:
-            if isinstance(form, CalibratedWeight):
-                form.skip_reason = misfit
+        reason = _why_unsupported(context, read, data is not None)
+        if data is None or reason:
+            if isinstance(view, CalibratedWeight):
+                view.skip_reason = reason
             return
-        find = find or (lambda value, source: form)
+        find = find or (lambda value, source: view)
         inputs = [data.position, read.index]
         rows_of, layout = data.rows, read.layout
         context.insert_before_op(self._add_samples, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
