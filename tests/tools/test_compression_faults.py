@@ -424,7 +424,7 @@ def test_an_interrupted_preparation_makes_no_masks(importance: Any) -> None:
 def test_nan_in_inputs_makes_no_masks(importance: Any, bad: float) -> None:
     model, x, tool = network(), numbers(), PruneTool(importance=importance)
     x[0, 0] = bad
-    with pytest.raises(PruneError, match=r"NaN or Inf in what the linear of 0\.weight is given"):
+    with pytest.raises(PruneError, match=r"NaN or Inf in the inputs of the linear of 0\.weight"):
         tool.prepare(model, x)
 
 
