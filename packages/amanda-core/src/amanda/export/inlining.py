@@ -275,7 +275,7 @@ def _new_inlining(tools: Sequence[Tool]) -> Inlining:
 
 
 def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
-    """Let tools that ask for it analyse every op in advance, such as a tool with one budget in all."""
+    """Analyse every op in advance for tools that ask for it, such as a tool with one budget for all ops."""
     prepared = [(tool, context) for tool in tools if (context := preparation(tool)) is not None]
     if prepared:
         with ExitStack() as stack:

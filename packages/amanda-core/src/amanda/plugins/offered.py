@@ -1,4 +1,4 @@
-"""What Amanda's own distributions of tools hold, to name the one to install where a name is not found."""
+"""Tools, commands and packages of Amanda's distributions, so that an error names the one to install."""
 
 from __future__ import annotations
 

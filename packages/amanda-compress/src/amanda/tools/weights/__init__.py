@@ -1,4 +1,4 @@
-"""What tools that change weights need: where an op reads its weight, state by weight, and changes of both.
+"""Base of tools that change weights: the weight that an op reads, state kept by weight, stores of parameters.
 
 class Halved(WeightTool):
     @amanda.traceable

@@ -59,7 +59,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
     def introduce(self) -> None:
-        """Tell the interceptor which types enter op ids, and that frames of checkpoints enter no place."""
+        """Tell the interceptor the types that enter op ids, and to leave frames of checkpoints out."""
         super().introduce()
         self.skip(torch.utils.checkpoint.__file__)
         for callable_type in _CALLABLE_TYPES:

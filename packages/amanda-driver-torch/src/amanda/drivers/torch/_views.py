@@ -317,7 +317,7 @@ class PartTie(TensorTie):
         return [part for part in parts if self._views.memory(part) == self.ends[0]]
 
     def _current_versions(self) -> tuple[Sequence[int | None], int]:
-        return [_version_of(one()) for one in self._holders], _version_of(self._view) or 0
+        return [_version_of(holder()) for holder in self._holders], _version_of(self._view) or 0
 
 
 def _no_tensor() -> None:

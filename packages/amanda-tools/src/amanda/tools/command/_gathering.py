@@ -51,31 +51,34 @@ class Gathering:
         if not ended:
             now = datetime.now(timezone.utc).isoformat(" ", "seconds")
             remark = f"Saved at {now} of a process that went on."
-        left: list[Any] = []
+        saved_results: list[Any] = []
         for tooling in self._tools:
             try:
                 label = self._suffix if alone else self._label
-                left.append(self._left(tooling, label, remark) if saw_op else None)
+                saved_results.append(self._saved_result(tooling, label, remark) if saw_op else None)
             except Exception as error:
-                left.append(None)
+                saved_results.append(None)
                 self._lose(tooling, error)
         if alone:
             return None
-        told = {
-            "tools": left, "messages": self._messages, "lost": self._lost, "ranks": number_of_ranks(),
-        }  # fmt: skip
-        return write_file(Path(handed.folder) / f"{self._label}.json", to_json(told))
+        contents = {
+            "tools": saved_results,
+            "messages": self._messages,
+            "lost": self._lost,
+            "ranks": number_of_ranks(),
+        }
+        return write_file(Path(handed.folder) / f"{self._label}.json", to_json(contents))
 
     @property
     def _messages(self) -> list[str]:
         """Return the messages that were logged and that no result repeats."""
         unmatched = tuple({text for tooling in self._tools for text in tooling.tool.unmatched()})
-        return [one for one in self._logged if not one.endswith(unmatched)]
+        return [message for message in self._logged if not message.endswith(unmatched)]
 
     def _lose(self, tooling: Tooling, error: Exception) -> None:
         self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
-    def _left(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
+    def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
         with tooling.tool._amanda.lock:  # its routines may run on other threads
             result = getattr(tooling.tool, "result", None)
             if remark is not None and isinstance(result, Result):

@@ -74,14 +74,19 @@ def _command(
     toolings = made(specs)
     load_states(states, toolings)
     with _ended_by_signal():
-        done = amanda.instrument(
-            model, *(one.tool for one in toolings), out=output, force=force, about=list(map(str, specs))
+        instrumented = amanda.instrument(
+            model,
+            *(tooling.tool for tooling in toolings),
+            out=output,
+            force=force,
+            about=list(map(str, specs)),
         )
-    result = InstrumentedResult(done, model)
+    result = InstrumentedResult(instrumented, model)
     teller = Teller(quiet)
-    results: list[Any] = [getattr(one.tool, "result", None) for one in toolings]
-    for one in (*(one for one in results if isinstance(one, Result) and one.rows()), result):
-        teller.show(one)
+    results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
+    tables = [value for value in results if isinstance(value, Result) and value.rows()]
+    for table in (*tables, result):
+        teller.show(table)
     for tooling, tool_result in zip(toolings, results, strict=True):
         if tooling.out is not None:
             with naming(tooling.out):
@@ -185,13 +190,13 @@ class InstrumentedResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return the number of ops, and the ops that could not be instrumented."""
-        done = self._done
-        stored = any(one.stored for one in done.inlined)
-        copy = f"; the copy has {len(done.inlined)} routines" if done.inlined else ""
+        instrumented = self._done
+        stored = any(routine.stored for routine in instrumented.inlined)
+        copy = f"; the copy has {len(instrumented.inlined)} routines" if instrumented.inlined else ""
         return [
-            f"{done.analysed} ops of {self._model} were analysed{copy}.",
+            f"{instrumented.analysed} ops of {self._model} were analysed{copy}.",
             *(["Stored is what a routine makes of constants alone: it was computed now."] if stored else []),
-            *(f"Not instrumented: {one.what}: {one.reason}." for one in done.left),
+            *(f"Not instrumented: {op.what}: {op.reason}." for op in instrumented.left),
         ]
 
     def facts(self) -> Mapping[str, Any]:

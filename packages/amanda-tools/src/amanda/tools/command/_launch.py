@@ -78,7 +78,7 @@ def launch(
         is_rank=is_in_rank(), nothing=[nothing(name, frameworks) for name in names], **options,
     )  # fmt: skip
     environment = dict(os.environ)
-    handed.put(environment)
+    handed.write_into(environment)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # the shell may have closed it
             stream.flush()

@@ -63,10 +63,10 @@ def save_option(*forms: str) -> Callable[[Any], Any]:
     )  # fmt: skip
 
 
-def tool_option(told: str) -> Callable[[Any], Any]:
-    """Return the option `--tool`, passed as `tools`; told: its help."""
+def tool_option(help_text: str) -> Callable[[Any], Any]:
+    """Return the option `--tool`, passed as `tools`; help_text: its help."""
     return click.option(
-        "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help=told
+        "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help=help_text
     )  # fmt: skip
 
 

@@ -59,24 +59,25 @@ def merge(arguments: Sequence[str]) -> int:
 
 def _merged(files: Sequence[Path], ranks: int | None, per_rank: bool) -> dict[str, Result]:
     """Return a merged result for each tool, by the tool's name; "" for files that were named one by one."""
-    found = _of_folder(files[0]) if len(files) == 1 and files[0].is_dir() else {"": _of_files(files)}
-    made: dict[str, Result] = {}
-    for tool, results in found.items():
+    is_folder = len(files) == 1 and files[0].is_dir()
+    results_by_tool = _of_folder(files[0]) if is_folder else {"": _of_files(files)}
+    merged_results: dict[str, Result] = {}
+    for tool, results in results_by_tool.items():
         missing = missing_ranks(results, ranks)
-        made[tool] = by_rank(results) if per_rank else as_one(results, missing)
+        merged_results[tool] = by_rank(results) if per_rank else as_one(results, missing)
         if per_rank and missing:
-            made[tool].remarks = [f"There is no result of {', '.join(missing)}."]
-    return made
+            merged_results[tool].remarks = [f"There is no result of {', '.join(missing)}."]
+    return merged_results
 
 
 def _of_folder(folder: Path) -> dict[str, dict[str, Result]]:
-    found: dict[str, dict[str, Result]] = {}
+    results_by_tool: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
         if (named := _OF_PROCESS.fullmatch(path.name)) is not None:
-            found.setdefault(named[2], {})[named[1].rstrip(".")] = load(path)
-    if not found:
+            results_by_tool.setdefault(named[2], {})[named[1].rstrip(".")] = load(path)
+    if not results_by_tool:
         raise AmandaError(f"{folder} has no results of processes, such as rank0.flops.json")
-    return found
+    return results_by_tool
 
 
 def _of_files(files: Sequence[Path]) -> dict[str, Result]:

@@ -61,7 +61,7 @@ class Handed:
     is_rank: bool = False
     nothing: list[str] = field(default_factory=list)
 
-    def put(self, environment: MutableMapping[str, str]) -> None:
+    def write_into(self, environment: MutableMapping[str, str]) -> None:
         """Write the settings into an environment, with the folder of `sitecustomize` first on PYTHONPATH."""
         environment[VARIABLE] = json.dumps(asdict(self))
         paths = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)

@@ -73,7 +73,7 @@ def _command(
         raise SpecError(f"{output} is a file; results are saved in a folder")
     toolings = made(settings.tools)  # so that errors come before the program starts
     return launch(
-        program, settings.tools, [one.name for one in toolings], output,
+        program, settings.tools, [tooling.name for tooling in toolings], output,
         quiet=quiet, full=full, every=every, compiled=compiled, construction=construction,
     )  # fmt: skip
 
@@ -85,15 +85,16 @@ def run(arguments: Sequence[str] = ()) -> int:
 
 def _separated(arguments: Sequence[str]) -> list[str]:
     """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program."""
-    options = (one for one in _command.params if isinstance(one, click.Option) and not one.is_flag)
-    valued = {name for one in options for name in one.opts}
+    options = [parameter for parameter in _command.params if isinstance(parameter, click.Option)]
+    valued = {name for option in options if not option.is_flag for name in option.opts}
     waiting = list(arguments)
     ours: list[str] = []
     while waiting and waiting[0] != "--":
         if waiting[0] in ("-m", "-c"):
             return [*ours, "--", *waiting]
         if not waiting[0].startswith("-"):
-            if any(one.startswith(("-t", "--tool", "--config")) for one in ours) or _is_program(waiting[0]):
+            names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in ours)
+            if names_tools or _is_program(waiting[0]):
                 return [*ours, "--", *waiting]
             ours += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
             continue

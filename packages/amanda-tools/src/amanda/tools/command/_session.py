@@ -135,13 +135,13 @@ class Session:
 
         under_tools: whether the next program runs under the tools, and gathers results.
         """
-        left = None
+        results_file = None
         if not under_tools:
             self._process.end()
         elif not self._is_closed() and self._saw_op:
             with self._leaving:
-                left = self._gathering.leave(followed=True)
-        return lambda: left.unlink(missing_ok=True) if left is not None else None
+                results_file = self._gathering.leave(followed=True)
+        return lambda: results_file.unlink(missing_ok=True) if results_file is not None else None
 
     def _begin_in_child(self) -> None:
         if self._saving is not None:
@@ -173,7 +173,7 @@ class Messages(logging.Handler):
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
         logger = logging.getLogger("amanda")
-        logger.handlers[:] = [one for one in logger.handlers if not isinstance(one, Messages)]
+        logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, Messages)]
         logger.addHandler(self)
         logger.propagate = False
 

@@ -126,15 +126,15 @@ class ToolSpec:
             window.let(tool)
         return Tooling(self.name, tool, selectors.get("out"), selectors.get("phase"))
 
-    def _read(self, name: str, given: Given, options: Mapping[str, Option]) -> Any:
+    def _read(self, name: str, value: Given, options: Mapping[str, Option]) -> Any:
         option = options.get(name) or SELECTORS.get(name)
         if option is None:
             raise SpecError(f"tool {self.name} has no option {name!r}; {_known_options(name, options)}")
         try:
-            return option.read(given)
+            return option.read(value)
         except Unreadable as error:
-            shown = ",".join(map(str, given)) if isinstance(given, list) else str(given)
-            raise SpecError(f"tool {self.name}, option {name}: {error}, was given {shown!r}") from None
+            value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            raise SpecError(f"tool {self.name}, option {name}: {error}, was given {value_text!r}") from None
 
 
 def split_tools(word: str) -> list[str]:
@@ -214,4 +214,4 @@ def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
 
 
 def _known_options(name: str, options: Mapping[str, Option]) -> str:
-    return did_you_mean(name, {*(one.name for one in options.values() if one.readable), *SELECTORS})
+    return did_you_mean(name, {*(option.name for option in options.values() if option.readable), *SELECTORS})

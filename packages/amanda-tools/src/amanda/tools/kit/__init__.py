@@ -1,4 +1,4 @@
-"""What tools that look need beyond the context: tensors of any library, who made them, layouts and windows.
+"""Base of tools that look: tensors of any library, the ops that produced them, weight layouts, windows.
 
 A tool that observes tensors derives from `TensorTool`; one that changes weights from
 `amanda.tools.weights.WeightTool`.

@@ -132,14 +132,14 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     saved_values: list[Any] = []
     visited: set[Any] = set()
     with torch._C.DisableTorchFunction():
-        nodes = [one.grad_fn for one in leaves(outputs) if isinstance(one, torch.Tensor)]
+        nodes = [tensor.grad_fn for tensor in leaves(outputs) if isinstance(tensor, torch.Tensor)]
         while nodes:
             node = nodes.pop()
             if node is None or node in visited or not since <= node._sequence_nr() < present:
                 continue
             visited.add(node)
             saved_values += _saved_values(node)
-            nodes += [one for one, _ in node.next_functions]
+            nodes += [tensor for tensor, _ in node.next_functions]
     return _storages_of(saved_values)
 
 

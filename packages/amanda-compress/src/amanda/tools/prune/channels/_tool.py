@@ -224,13 +224,13 @@ class ChannelPruneTool(amanda.Tool):
         self._reset()
 
     def scope_entered(self) -> None:
-        """Let the model run in the ops that can be masked."""
+        """Start to simulate the removal: the planned channels are masked in the ops that can be masked."""
         self._simulations.append(ExitStack())
         if self._plan is not None:
             self._simulations[-1].enter_context(self._plan.subject.simulating())
 
     def scope_left(self) -> None:
-        """Let the model run as without the tool."""
+        """Stop the simulation, so that the model runs as without the tool."""
         self._simulations.pop().close()
 
     def _reset(self) -> None:

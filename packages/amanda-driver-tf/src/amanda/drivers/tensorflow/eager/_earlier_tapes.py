@@ -23,7 +23,7 @@ _SUMS_AND_ZEROS = frozenset({"AddN", "Fill", "OnesLike", "ZerosLike"})
 
 
 class EarlierTapes:
-    """Tell ops that a tape recorded before the scope from those recorded in the scope."""
+    """Distinguish ops that a tape recorded before the scope from those recorded in the scope."""
 
     def __init__(self) -> None:
         self._first_new_uid = 0

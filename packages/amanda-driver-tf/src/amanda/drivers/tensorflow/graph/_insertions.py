@@ -93,7 +93,7 @@ class Insertions:
     def observe(
         self, op: tf.Operation, node: RoutineNode, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
     ) -> None:
-        """Let observers see values; nothing reads the node's results."""
+        """Insert a node that calls observers; no node reads its results."""
         frames = self.body.frames
         group = () if frames is None else frames.group(op, tensors)
         if group is None:

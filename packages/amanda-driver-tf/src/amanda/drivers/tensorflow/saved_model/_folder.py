@@ -99,10 +99,9 @@ class SavedModelFolder(Artefact):
             if name in self._changed:
                 definition.CopyFrom(self._changed[name])
                 definition.signature.name = name
-        present = {
-            one.signature.name for one in library.function
-        }  # the name of an added one tells its content
-        library.function.extend(one for name, one in self._added.items() if name not in present)
+        # The name of an added function tells its content, so an equal name is an equal function.
+        present = {definition.signature.name for definition in library.function}
+        library.function.extend(added for name, added in self._added.items() if name not in present)
         _append_description(path / ABOUT, about)
         try:
             (path / _MODEL).write_bytes(file.SerializeToString(deterministic=True))
