@@ -19,6 +19,7 @@ from amanda.plugins.hookspecs import (
     hookimpl,
 )
 from amanda.plugins.manager import driven_frameworks, plugin_manager, tool_class
+from amanda.plugins.offered import import_from
 
 __all__ = [
     "amanda_driver_attached",
@@ -28,6 +29,7 @@ __all__ = [
     "amanda_scope_left",
     "driven_frameworks",
     "hookimpl",
+    "import_from",
     "plugin_manager",
     "tool_class",
 ]

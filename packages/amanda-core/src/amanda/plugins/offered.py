@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
 
 
 class Offer(NamedTuple):
@@ -39,3 +40,18 @@ def installation(name: str, kind: Literal["tools", "commands", "packages"]) -> s
         if name in names:
             return f'pip install "amanda-core[{extra}]"'
     return None
+
+
+def import_from(package: str, name: str) -> Any:
+    """Return a name of a package that another of Amanda's distributions may hold.
+
+    package: import path below `amanda.tools`.
+    Raises ImportError, with the command that installs the package, where it is not installed.
+    """
+    try:
+        return getattr(import_module(package), name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        command = installation(package.rpartition(".")[2], "packages")
+        raise ImportError(f"{name} is in {package}, which is not installed: {command}") from error

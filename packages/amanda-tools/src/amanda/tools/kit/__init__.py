@@ -4,10 +4,10 @@ A tool that observes tensors derives from `TensorTool`; one that changes weights
 `amanda.tools.weights.WeightTool`.
 """
 
-from importlib import import_module
 from typing import Any
 
 from amanda.options import warn_deprecated
+from amanda.plugins import import_from
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._inputs import leaves, parameter_inputs, remarks_on_packed_inputs
 from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored
@@ -42,9 +42,4 @@ def __getattr__(name: str) -> Any:
     if package is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warn_deprecated(f"{__name__}.{name}", f"{package}.{name}", "amanda-tools 0.2", "0.4")
-    try:
-        return getattr(import_module(package), name)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise ImportError(f"{name} is in {package}: pip install amanda-compress") from error
+    return import_from(package, name)
