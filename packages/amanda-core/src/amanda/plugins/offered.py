@@ -54,4 +54,4 @@ def import_from(package: str, name: str) -> Any:
         if error.name != package:
             raise
         command = installation(package.rpartition(".")[2], "packages")
-        raise ImportError(f"{name} is in {package}, which is not installed: {command}") from error
+        raise ImportError(f"{name} is in {package}, which is not installed: {command}") from None
