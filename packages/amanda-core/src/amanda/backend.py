@@ -15,7 +15,7 @@ from amanda.eager.trace import Trace
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
 from amanda.graph.analysis import GraphAnalysis
-from amanda.graph.driver import GraphDriver, Uninstrumented
+from amanda.graph.driver import CannotInstrument, GraphDriver
 from amanda.graph.execution import Execution
 from amanda.graph.insertion import Insertion
 from amanda.graph.reads import Reads
@@ -43,6 +43,7 @@ __all__ = [
     "Attributes",
     "BackwardStep",
     "Call",
+    "CannotInstrument",
     "Driver",
     "EagerDriver",
     "Execution",
@@ -65,7 +66,6 @@ __all__ = [
     "TensorMap",
     "TensorOps",
     "Trace",
-    "Uninstrumented",
     "UnwrittenTensors",
     "Value",
     "digest",

@@ -176,7 +176,7 @@ class BackwardStep:
         return native_step
 
     @property
-    def wanted(self) -> bool:
+    def has_work(self) -> bool:
         """Return True if an analysis or an open tool's action is due, so that the driver has to add hooks."""
         recorded = (action for actions in self._actions for action in actions.all)
         return bool(self._unanalysed or any(map(self._is_open, recorded)))

@@ -197,7 +197,7 @@ class EagerOps(TensorOps):
         """Return True for an output that is a tensor of the program, such as an input, not a new tensor."""
         return self.is_tensor(value) and any(value is tensor for tensor in spread(inputs))
 
-    def shown(self, values: list[Any]) -> list[Any]:
+    def unwrapped(self, values: list[Any]) -> list[Any]:
         """Return the values for analysis routines; overridden where a framework wraps values for autodiff."""
         return values
 

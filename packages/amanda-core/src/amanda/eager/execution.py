@@ -77,8 +77,8 @@ class EagerExecution(EagerOps):
         assert stack is not None
         subjects = interceptor.subjects()
         facts = OpFacts(
-            call.op, op_id, self.namespace, call.names, self.shown(call.inputs), attributes=call.attributes(),
-            scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
+            call.op, op_id, self.namespace, call.names, self.unwrapped(call.inputs),
+            attributes=call.attributes(), scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
             parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
             part_of=self.part_of, device_of=self.device_of,
             compute=call.computation(), aliases=self.scope_aliases(subjects),
@@ -146,7 +146,7 @@ class EagerExecution(EagerOps):
         if shapes is not None:
             shapes = (*shapes, self.shapes(values))
         if analysis is not None:
-            facts.inputs, facts.outputs = list(self.shown(inputs)), list(self.shown(values))
+            facts.inputs, facts.outputs = list(self.unwrapped(inputs)), list(self.unwrapped(values))
             plan = analysis.after()
             if shapes is None and plan.takes_shapes:
                 shapes = (self.shapes(call.inputs), self.shapes(values))

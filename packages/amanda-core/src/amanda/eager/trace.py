@@ -58,8 +58,8 @@ class Trace:
         if self.plan.is_complete(self.gradients):
             facts.drop_values()
         else:
-            facts.inputs = [ops.kept(value) for value in inputs]
-            facts.outputs = [ops.kept(value) for value in outputs]
+            facts.inputs = [ops.storable(value) for value in inputs]
+            facts.outputs = [ops.storable(value) for value in outputs]
             facts.dropped = False
         self.facts = facts
 

@@ -27,7 +27,7 @@ RewritingT = TypeVar("RewritingT", bound="Rewriting")
 RunnableT = TypeVar("RunnableT")
 
 
-class Uninstrumented(Exception):
+class CannotInstrument(Exception):
     """Raised for a graph that has to run uninstrumented; with a description and a reason for reports."""
 
     def __init__(self, subject: str, reason: str) -> None:
@@ -35,7 +35,7 @@ class Uninstrumented(Exception):
 
 
 @dataclass(eq=False)
-class Copy(Generic[RunnableT]):
+class GraphCopy(Generic[RunnableT]):
     """The result of one rewrite, for a stack of tools.
 
     runnable: runs instead of the graph; None where nothing is inserted.
@@ -74,14 +74,14 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> RewritingT:
         """Rewrite a graph; `analysis` is for the `Rewriting`.
 
-        Raises Uninstrumented where the graph cannot be rewritten, and exceptions of analysis routines.
+        Raises CannotInstrument where the graph cannot be rewritten, and exceptions of analysis routines.
         """
 
     @abstractmethod
     def runnable(self, graph: Any, rewriting: RewritingT) -> RunnableT:
         """Build the object that runs instead of a graph, from a rewriting that has changed the graph.
 
-        Raises Uninstrumented where the framework refuses the copy.
+        Raises CannotInstrument where the framework refuses the copy.
         """
 
     def rewriting(self) -> AbstractContextManager[Any]:
@@ -110,8 +110,8 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         state: State,
         key: Hashable = (),
         owner: Any = None,
-        forward: Copy[RunnableT] | None = None,
-    ) -> Copy[RunnableT]:
+        forward: GraphCopy[RunnableT] | None = None,
+    ) -> GraphCopy[RunnableT]:
         """Return a copy of a graph that is valid for the present values; build one where there is none.
 
         key, owner: see `prepare`.  forward: the copy of the forward graph, where this graph computes the
@@ -134,14 +134,14 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         return copy
 
     def _rewrite_guarded(
-        self, graph: Any, owner: Any, analysis: GraphAnalysis, guarded: GuardedCopies[Copy[RunnableT]]
-    ) -> Copy[RunnableT]:
+        self, graph: Any, owner: Any, analysis: GraphAnalysis, guarded: GuardedCopies[GraphCopy[RunnableT]]
+    ) -> GraphCopy[RunnableT]:
         with interceptor.Suspension(), self.rewriting():
             try:
                 rewriting = self.rewrite(graph, analysis)
-            except Uninstrumented as error:
+            except CannotInstrument as error:
                 analysis.forget()
-                copy = Copy[RunnableT](analysis.stack, None, {}, (error.args,))
+                copy = GraphCopy[RunnableT](analysis.stack, None, {}, (error.args,))
                 guarded.add(copy, self.reads())
                 return copy
             except BaseException:
@@ -153,9 +153,9 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
             if rewriting.changed:
                 try:
                     runnable = self.runnable(graph, rewriting)
-                except Uninstrumented as error:
+                except CannotInstrument as error:
                     rewriting.report(*error.args)
         reports = tuple(rewriting.reports)
-        copy = Copy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
+        copy = GraphCopy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
         guarded.add(copy, rewriting.reads)
         return copy

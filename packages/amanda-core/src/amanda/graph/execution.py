@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.graph.insertion import Insertion, Table
+from amanda.graph.insertion import Insertion, RoutineTable
 from amanda.plan.notes import explain_errors
 from amanda.scope.caller import caller, serving
 
@@ -140,7 +140,7 @@ class Execution:
             raise error from error.__cause__
 
     def _call_openings(self) -> None:
-        for action, facts in self.table.openings if isinstance(self.table, Table) else ():
+        for action, facts in self.table.openings if isinstance(self.table, RoutineTable) else ():
             if self._every or self.state.is_open(action.tool):
                 with explain_errors(facts, action.tool, str(action)), action.tool._amanda.lock:
                     action.func(**action.kwargs)

@@ -143,7 +143,7 @@ class Insertion:
         raise self.facts.explain(error, action)
 
 
-class Table(dict[int, Any]):
+class RoutineTable(dict[int, Any]):
     """The routines of a rewritten graph by their slot."""
 
     @cached_property

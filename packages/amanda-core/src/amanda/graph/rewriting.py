@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amanda.graph.guards import History
-from amanda.graph.insertion import Table
+from amanda.graph.insertion import RoutineTable
 from amanda.graph.reads import Reads
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Rewriting:
     namespace: Namespace
     written: bool = False
     history: History = field(default_factory=lambda: History(Reads))
-    table: Table = field(default_factory=Table)
+    table: RoutineTable = field(default_factory=RoutineTable)
     reports: dict[tuple[str, str], None] = field(default_factory=dict)
     refused: list[tuple[OpFacts, Action, str]] = field(default_factory=list)
     folded: list[Action] = field(default_factory=list)

@@ -188,7 +188,7 @@ def _routine_arguments(
 ) -> list[Any]:
     """Return the routine's arguments: detached if `run` could keep a graph, copies of written tensors."""
     if isolated:
-        return [ops.kept(value) for value in selection] if action.takes_run else selection
+        return [ops.storable(value) for value in selection] if action.takes_run else selection
     if any(mutable):
         return [
             _copy_tensors(ops, value) if flag else value

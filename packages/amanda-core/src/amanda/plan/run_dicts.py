@@ -174,7 +174,7 @@ def _with_run_dict(
 
     def routine(*values: Any, **kwargs: Any) -> Any:
         run = current_dict()
-        arguments = [ops.kept(value) for value in values] if isolated else values
+        arguments = [ops.storable(value) for value in values] if isolated else values
         result = func(*arguments, run=run, **kwargs)
         if end is not None:
             end()

@@ -104,7 +104,7 @@ class TensorOps(ABC):
         """Copy a value into the user's tensor; where isolated, the gradient passes straight through."""
 
     @abstractmethod
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return a value that can be stored: the same contents, detached from the graph of autodiff."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class UnwrittenTensors(TensorOps):
         """Raise RoutineError."""
         raise RoutineError(f"a {type(target).__name__} cannot be written into; return another value instead")
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return the value."""
         return value
 

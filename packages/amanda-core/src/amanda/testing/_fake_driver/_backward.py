@@ -70,7 +70,7 @@ def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Cal
     if isinstance(node, _autograd.AccumulateGrad):
         place = _LEAF_PLACE + interceptor.ordinal(node.leaf)
     step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not leaf)
-    if not step.wanted:
+    if not step.has_work:
         return lambda: None
 
     def before(grad_outputs: Any) -> list[Any]:

@@ -41,11 +41,11 @@ class FakeTensors(TensorOps):
         if not isolated and value.requires_grad:
             _autograd.record("CopyBackward", [value], [target], lambda grads: grads)
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """A tensor off the tape, or a leaf as it is."""
         if isinstance(value, Tensor):
             return value if value.is_leaf else value.detach()
-        return [self.kept(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
+        return [self.storable(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
 
     def copied(self, value: Any) -> Any:
         """A copy that the tape knows."""
