@@ -26,11 +26,9 @@ from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.imports import lacking, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
-from amanda.plan.facts import OpFacts
-from amanda.plan.gathered import Executions, Observed
-from amanda.plan.operation import Operation
-from amanda.plan.results import matched
-from amanda.plan.routine import failed, picked_by
+from amanda.plan.facts import Operation, OpFacts
+from amanda.plan.observers import Executions, Observed
+from amanda.plan.routine import failed, matched, picked_by
 from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
 from amanda.scope.driver import DRIVER_API, Driver
 from amanda.scope.recomputation import Recomputation, recomputed

@@ -10,9 +10,9 @@ from amanda.eager.program import program_on_values
 from amanda.errors import RoutineError
 from amanda.plan.action import Action, InstrumentationPoint, in_running_order
 from amanda.plan.analysis import PendingBackwardPlan, PendingPlan
-from amanda.plan.order import depends_on
 from amanda.plan.plan import Actions, Plan, single_replacement
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
+from amanda.plan.tools import depends_on
 from amanda.scope.state import State
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from amanda.eager.program import cache_program
 from amanda.eager.trace import Trace
 from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import OpAnalysis
-from amanda.plan.facts import OpFacts
+from amanda.plan.facts import OpFacts, user_source
 from amanda.plan.lifetime import bind_to_subjects
 from amanda.plan.plan import Plan
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
-from amanda.plan.source import user_source
 from amanda.plan.tensors import is_among, spread
 from amanda.scope.state import State, in_force
 
@@ -78,9 +77,9 @@ class EagerExecution(EagerOps):
         subjects = interceptor.subjects()
         facts = OpFacts(
             call.op, op_id, self.namespace, call.names, self.unwrapped(call.inputs),
-            attributes=call.attributes(), scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
-            parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
-            part_of=self.part_of, device_of=self.device_of,
+            attributes=call.attributes(), scope=self.scope_name(subjects), source=user_source(),
+            op_type=call.op_type(), parameters=call.parameters(), variable_of=self.variable_of,
+            path_of=self.path_of(subjects), part_of=self.part_of, device_of=self.device_of,
             compute=call.computation(), aliases=self.scope_aliases(subjects),
             input_shapes=self.shapes(call.inputs) if stack.keyed_by_shapes_read else (),
         )  # fmt: skip

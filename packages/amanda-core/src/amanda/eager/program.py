@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.eager.trace import Trace
-from amanda.plan.arguments import replacement_arguments, signature_error
-from amanda.plan.notes import add_note, describe
+from amanda.plan.action import replacement_arguments, signature_error
+from amanda.plan.facts import add_note, describe
 from amanda.plan.routine import mutation_error
 from amanda.plan.tensors import spread
 

@@ -17,9 +17,9 @@ from amanda.export.targets import check_target
 from amanda.files import replacing_all
 from amanda.graph.analysis import GraphAnalysis
 from amanda.options import checked
-from amanda.plan.order import in_dependency_order
 from amanda.plan.plan import Actions, Plan
 from amanda.plan.tool_stack import stack_of
+from amanda.plan.tools import in_dependency_order
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
 from amanda.tool import Tool, preparation

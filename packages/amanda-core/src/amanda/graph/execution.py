@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
 from amanda.graph.insertion import Insertion, RoutineTable
-from amanda.plan.notes import explain_errors
+from amanda.plan.facts import explain_errors
 from amanda.scope.caller import caller, serving
 
 if TYPE_CHECKING:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from amanda.errors import ActionError, AmandaError, MissingKeyError, did_you_mean
 from amanda.namespace import Namespace
 from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
-from amanda.plan.checks import (
+from amanda.plan.facts import (
+    OpFacts,
     Selection,
     check_point,
     check_replacement,
     resolve_positions,
     selected_positions,
 )
-from amanda.plan.facts import OpFacts
-from amanda.plan.order import in_dependency_order
 from amanda.plan.tensors import spread
+from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool

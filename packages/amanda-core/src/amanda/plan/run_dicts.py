@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.plan.results import matched
+from amanda.plan.routine import matched
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from amanda import interceptor
 from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import AnalysisPart, PendingPlans
-from amanda.plan.hooks import hooks
+from amanda.plan.facts import add_note, describe
 from amanda.plan.lifetime import plan_lifetimes
-from amanda.plan.notes import add_note, describe
-from amanda.plan.order import interchangeable, routines_at
+from amanda.plan.tools import hooks, interchangeable, routines_at
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext

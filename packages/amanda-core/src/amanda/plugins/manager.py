@@ -12,7 +12,7 @@ import pluggy
 
 from amanda.errors import OptionError, PluginError, UnknownToolError, did_you_mean
 from amanda.options import Name, checked, options_of
-from amanda.plan.hooks import hooks
+from amanda.plan.tools import hooks
 from amanda.plugins import drivers, hookspecs
 from amanda.plugins.drivers import (
     absent_frameworks,

@@ -10,7 +10,7 @@ from amanda import interceptor
 from amanda.errors import DriverError
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
-from amanda.plan.hooks import hooks
+from amanda.plan.tools import hooks
 from amanda.scope.driver import Driver
 from amanda.scope.outside import watch
 from amanda.scope.state import when_switched

@@ -15,10 +15,8 @@ from amanda import interceptor
 from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
 from amanda.options import checked
-from amanda.plan.hooks import hooks
-from amanda.plan.order import in_dependency_order, interchangeable
 from amanda.plan.tool_stack import stack_of
-from amanda.plan.tools import AnyTool, is_tool
+from amanda.plan.tools import AnyTool, hooks, in_dependency_order, interchangeable, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.generators import stepping, stepping_async
 from amanda.scope.leaving import deactivate

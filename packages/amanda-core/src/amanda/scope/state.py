@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from amanda import interceptor
 from amanda.errors import ScopeError
-from amanda.plan.order import in_dependency_order
 from amanda.plan.tool_stack import ToolStack, stack_of
+from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:
     from amanda.plan.run_dicts import Recall, RunRecord

@@ -1,4 +1,4 @@
-"""Observers that take many executions in one call."""
+"""Observers that native code or a driver runs without a call of Python for each execution."""
 
 from __future__ import annotations
 
@@ -6,11 +6,63 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
+from amanda import interceptor
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
     from amanda.plan.action import Action, Routine
     from amanda.plan.facts import OpFacts
+
+
+class Tally(interceptor.Tally):
+    """An observer that counts executions; insert the object itself, with no values.
+
+    >>> tally = Tally()
+    >>> context.insert_after_op(tally, outputs=[])  # doctest: +SKIP
+    >>> tally()
+    >>> tally.calls
+    1
+    """
+
+    __slots__ = ()
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __call__(self) -> None:
+        """Count an execution, as native code does instead of this call."""
+        self.add(())
+
+    @property
+    def recomputed(self) -> Tally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None
+
+    @property
+    def calls(self) -> int:
+        """Return how many executions were counted."""
+        return sum(calls for _, calls in self.items())
+
+
+class ShapeTally(interceptor.Tally):
+    """An observer that counts executions by their shapes; insert the object itself, with no values.
+
+    limit: native code counts so many different shapes by itself, and calls the object where there are more.
+    >>> tally = ShapeTally()
+    >>> tally(shapes=(((2, 3),), ((2, 4),)))
+    >>> tally.items()
+    [((((2, 3),), ((2, 4),)), 1)]
+    """
+
+    __slots__ = ()
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __call__(self, *, shapes: tuple[Any, ...]) -> None:
+        """Count an execution, as native code does instead of this call up to the limit."""
+        self.add(shapes)
+
+    @property
+    def recomputed(self) -> ShapeTally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None
 
 
 class ObserverPlace(Protocol):
