@@ -9,7 +9,7 @@ from amanda._api import *  # noqa: F403
 from amanda._api import AmandaError
 from amanda._api import __all__ as __all__
 from amanda.errors import did_you_mean
-from amanda.plugins.offered import installation
+from amanda.plugins.entries import installation
 
 
 def _resolve_lazily(package: str) -> None:

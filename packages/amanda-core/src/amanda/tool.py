@@ -25,8 +25,8 @@ from amanda.plan.tools import (
     ToolState,
     Wrapper,
 )
-from amanda.scope.caller import caller
 from amanda.scope.scope import Scope, apply, scopes_with
+from amanda.scope.threads import caller
 
 __all__ = ["Scope", "Tool", "apply"]
 

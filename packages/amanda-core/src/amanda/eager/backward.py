@@ -16,8 +16,8 @@ from amanda.plan.tools import depends_on
 from amanda.scope.state import State
 
 if TYPE_CHECKING:
-    from amanda.eager.execution import EagerExecution
-    from amanda.eager.trace import Trace
+    from amanda.eager.call import Trace
+    from amanda.eager.driver import EagerDriver
     from amanda.plan.facts import OpFacts
     from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NO_ACTIONS = Actions()
 
 
-def _native_step(ops: EagerExecution, trace: Trace, op: Any, place: int) -> NativeStep | None:
+def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
     """Compile the actions at an analysed backward op to native hooks; None where Python has to run them."""
     if ops.reader is None or trace.facts is None:
         return None
@@ -79,7 +79,7 @@ class _PythonContinuation:
 
     __slots__ = ("_facts", "_ops")
 
-    def __init__(self, ops: EagerExecution, facts: OpFacts) -> None:
+    def __init__(self, ops: EagerDriver, facts: OpFacts) -> None:
         self._ops = ops
         self._facts = facts
 
@@ -102,7 +102,7 @@ class BackwardStep:
     """The actions of the open scopes' tools at one backward op."""
 
     def __init__(
-        self, ops: EagerExecution, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
+        self, ops: EagerDriver, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
         order: int = 1, shapes: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
         """shapes: shapes of the op in this execution, where the mark at the node has them."""
@@ -163,7 +163,7 @@ class BackwardStep:
         )  # fmt: skip
 
     @staticmethod
-    def settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> NativeStep | None:
+    def settled(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
         """Return native hooks for all passes through a backward op; None where a `BackwardStep` is needed.
 
         Call this method where the state `settles`, for a trace of the state's own stack.

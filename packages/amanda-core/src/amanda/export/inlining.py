@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.errors import ArtefactError, NotTraceableError
-from amanda.export.artefacts import Artefact, artefact_kind
-from amanda.export.targets import check_target
+from amanda.export.artefacts import Artefact, artefact_kind, check_target
 from amanda.files import replacing_all
-from amanda.graph.analysis import GraphAnalysis
+from amanda.graph.rewriting import GraphAnalysis
 from amanda.options import checked
 from amanda.plan.plan import Actions, Plan
 from amanda.plan.tool_stack import stack_of

@@ -9,8 +9,7 @@ Beside `amanda.backend` a driver may import the names in `__all__`, where the fr
 """
 
 from amanda.graph.driver import GraphCopy
-from amanda.graph.guards import History
-from amanda.graph.insertion import RoutineTable
-from amanda.graph.reads import Reading
+from amanda.graph.execution import RoutineTable
+from amanda.graph.reads import History, Reading
 
 __all__ = ["GraphCopy", "History", "Reading", "RoutineTable"]

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.graph.analysis import GraphAnalysis
 from amanda.graph.execution import Execution
-from amanda.graph.guards import GuardedCopies
-from amanda.graph.reads import Reads
+from amanda.graph.reads import GuardedCopies, Reads
+from amanda.graph.rewriting import GraphAnalysis
 from amanda.scope.driver import Driver
 
 if TYPE_CHECKING:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from amanda.graph.execution import Execution
-from amanda.graph.insertion import Insertion
+from amanda.graph.execution import Execution, Insertion
 
 if TYPE_CHECKING:
-    from amanda.graph.rewriting import Rewriting
-    from amanda.graph.side import Side
+    from amanda.graph.rewriting import Rewriting, Side
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
     from amanda.plan.plan import Actions, Plan

@@ -18,12 +18,9 @@ from amanda.options import checked
 from amanda.plan.tool_stack import stack_of
 from amanda.plan.tools import AnyTool, hooks, in_dependency_order, interchangeable, is_tool
 from amanda.scope.attachment import attachment
-from amanda.scope.generators import stepping, stepping_async
-from amanda.scope.leaving import deactivate
-from amanda.scope.options import changed_options
-from amanda.scope.report import Report
-from amanda.scope.slow_calls import slow_calls
-from amanda.scope.state import State, activated, notify_switched, restore
+from amanda.scope.replay import stepping, stepping_async
+from amanda.scope.report import Report, changed_options, slow_calls
+from amanda.scope.state import State, activated, deactivate, notify_switched, restore
 
 P = ParamSpec("P")
 T = TypeVar("T")

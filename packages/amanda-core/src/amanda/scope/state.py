@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING
+from weakref import ReferenceType
 
 from amanda import interceptor
 from amanda.errors import ScopeError
@@ -17,10 +19,6 @@ if TYPE_CHECKING:
     from amanda.plan.run_dicts import Recall, RunRecord
     from amanda.plan.tools import AnyTool
     from amanda.scope.scope import Scope
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,27 +134,6 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
         notify_switched()
 
 
-def replayed(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose ops have the ids, and the tools, of the place where `replayed` is called.
-
-    For what a framework runs again elsewhere, such as a checkpoint in the backward pass, on any thread.
-    If a scope of that place has closed meanwhile, the tools are those of the place where the function runs.
-    Where no scope is in force it is the function itself.
-    """
-    activation = interceptor.active()
-    if activation is None:
-        return function
-    snapshot, scopes = interceptor.snapshot(), activation.state.scopes
-
-    def replay(*args: P.args, **kwargs: P.kwargs) -> T:
-        here = interceptor.active() if any(scope.closed for scope in scopes) else None
-        with in_force(here or activation):
-            result: T = snapshot.replay(function, *args, **kwargs)
-            return result
-
-    return replay
-
-
 def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
     """Undo a `set` of a context variable, also in another context, as of a notebook or an event loop."""
     try:
@@ -170,14 +147,32 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 
 def activated(state: State) -> AbstractContextManager[None]:
     """Return a context with a state in force; scopes of the state that close in the meantime leave it."""
-    if (
-        state.stack is not None and not state.stack.is_current
-    ):  # a tool was changed since a thread was given it
+    if state.stack is not None and not state.stack.is_current:
+        # A tool was changed since the state was handed to a thread.
         state = state.remaining()
     activation = state.activation()
     for scope in state.scopes:
         scope.add_activation(activation)
     return in_force(activation)
+
+
+def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
+    """Remove closed scopes, and former routines of tools, from activations in all contexts, in place."""
+    activations = [referent for reference in references if (referent := reference()) is not None]
+    try:
+        for activation in activations:
+            state = activation.state.remaining()
+            activation.become(state.activation() if state.scopes else _inactive())
+    except BaseException:  # such as a RecursionError: rather no instrumentation than that of a closed scope
+        for activation in activations:
+            activation.active = False
+        raise
+
+
+@cache
+def _inactive() -> interceptor.Activation:
+    """An activation that intercepts nothing; its stack is for ops that are under way on other threads."""
+    return interceptor.Activation(None, State(ToolStack((), None)), False)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Threads that start inside a scope, and tasks that a pool receives inside it, belong to the scope.
+"""Threads and tasks of pools that start inside a scope belong to it; and the thread that a routine serves.
 
 Python starts a thread in an empty context, so the patched functions pass on the state of the starting thread.
 The threads of a pool serve the whole program: they start outside of scopes, and each task carries a state.
@@ -17,7 +17,7 @@ from amanda import interceptor
 from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
-from amanda.scope.generators import stepping
+from amanda.scope.replay import stepping
 from amanda.scope.state import State, activated
 
 Function = Callable[..., Any]
@@ -177,3 +177,43 @@ def _inherited_state() -> State:
         return State()
     in_routine = activation.active and interceptor.active() is None
     return State() if in_routine else activation.state.remaining()
+
+
+class Caller:
+    """A thread that executes a program; it lives as long as the thread."""
+
+
+class _ThreadCallers(threading.local):
+    """The callers of one thread: its own one, and the one whose graph calls back on it."""
+
+    thread_caller: Caller | None = None
+    served: Caller | None = None
+
+
+_thread_callers = _ThreadCallers()
+
+
+def caller() -> Caller | None:
+    """Return the caller that this routine runs for; None on a framework's thread where that is unknown."""
+    if _thread_callers.served is not None:
+        return _thread_callers.served
+    if _thread_callers.thread_caller is None and not isinstance(
+        threading.current_thread(), threading._DummyThread
+    ):
+        _thread_callers.thread_caller = Caller()
+    return _thread_callers.thread_caller
+
+
+class serving:
+    """Context in which routines run for a caller; a hot path."""
+
+    __slots__ = ("_before", "_caller")
+
+    def __init__(self, caller: Caller | None) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._before, _thread_callers.served = _thread_callers.served, self._caller
+
+    def __exit__(self, *_: object) -> None:
+        _thread_callers.served = self._before
