@@ -13,16 +13,16 @@ from amanda.action import traceable
 from amanda.context import OpContext
 from amanda.scope.scope import Scope, apply
 from amanda.scope.state import cache_disabled
-from amanda.testing._gaps import Gaps
-from amanda.testing._graph_tools import (
+from amanda.testing._sample import Gaps
+from amanda.testing._tools import (
     ByName,
-    CallRecorder,
     Hidden,
     InClosure,
     InContainer,
     InGlobal,
     InObject,
     Listed,
+    OrderRecorder,
     Scaling,
     Switched,
 )
@@ -117,7 +117,7 @@ class GraphDriverTests(Gaps):
 
     @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
     def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
-        tool = CallRecorder(observing)
+        tool = OrderRecorder(observing)
         with sample.apply(tool):
             sample.check(1.0)
         assert any(name == sample.op for name, _, _ in tool.calls)

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from amanda.scope.scope import apply
-from amanda.testing._attached import attached
-from amanda.testing._gaps import Gaps
-from amanda.testing._sample import Op, Sample
-from amanda.testing._suite._tools import inserting, tool
+from amanda.testing._sample import Gaps, Op, Sample, attached
+from amanda.testing._tools import inserting, tool
 
 
 class ViewSample(Sample):

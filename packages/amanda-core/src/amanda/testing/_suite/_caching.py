@@ -8,13 +8,8 @@ from typing import Any
 
 import amanda
 from amanda.context import OpContext
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import also, inserting, tool
-
-
-class Kept:
-    """Something that can be referenced weakly."""
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import Referent, also, inserting, tool
 
 
 class CachingTests:
@@ -210,7 +205,7 @@ class CachingTests:
         assert analysed == ["backward"]
 
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
-        references: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
         recorder = tool(lambda context: _keep(context, references), sample.name("linear"))
         with amanda.apply(recorder):
@@ -220,7 +215,7 @@ class CachingTests:
         assert [reference() for reference in references] == [None, None]
 
     def test_a_plan_dies_with_its_model(self, sample: Sample) -> None:
-        references: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
         recorder = tool(lambda context: _keep(context, references))
         also(recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
@@ -232,7 +227,7 @@ class CachingTests:
             assert [reference() for reference in of_model] == [None, None, None]
 
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
-        references: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Referent]] = []
         weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
         with amanda.apply(tool(lambda context: _keep(context, references), sample.name("linear"))):
             sample.linear(x, weight)
@@ -241,7 +236,7 @@ class CachingTests:
             assert [reference() for reference in references] == [None]
 
 
-def _keep(context: OpContext, references: list[weakref.ref[Kept]]) -> None:
-    value = context["kept"] = Kept()
+def _keep(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
+    value = context["kept"] = Referent()
     references.append(weakref.ref(value))
     context.insert_before_op(lambda *_: None)

@@ -10,15 +10,14 @@ from typing import Any
 
 import amanda
 from amanda.interceptor import OCCURRENCE_CAP
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import Executed, Seen, also, inserting, tool
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import Executed, Seen, also, inserting, tool
 
 PROGRAM = """
 import importlib.util, sys
 import amanda
 from amanda.testing import attached
-from amanda.testing._suite._tools import Seen
+from amanda.testing._tools import Seen
 spec = importlib.util.spec_from_file_location("sample_of_a_driver", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module

@@ -8,9 +8,8 @@ import pytest
 
 import amanda
 from amanda.errors import MutationError, RoutineError
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import inserting, notes
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import inserting, notes
 
 
 class IsolationTests:
