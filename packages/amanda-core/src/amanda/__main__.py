@@ -51,6 +51,7 @@ def console() -> None:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
+        # Python flushes standard output once more at its end, which would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

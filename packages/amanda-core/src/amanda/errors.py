@@ -138,6 +138,7 @@ def printable(text: str, line: bool = False) -> str:
     allowed = "" if line else "\n\t"
 
     def escape(character: str) -> str:
+        # Control characters, formats such as those that turn the direction of text, and lone surrogates.
         steers = character not in allowed and category(character) in ("Cc", "Cf", "Cs")
         return character.encode("unicode_escape").decode() if steers else character
 

@@ -57,6 +57,7 @@ class Namespace(tuple[str, ...]):
         return _matches(self, Namespace(pattern) if isinstance(pattern, str) else pattern)
 
 
+# Mapping rules ask for each op, of a handful of namespaces and patterns.
 @lru_cache(maxsize=256)
 def _matches(tags: Namespace, pattern: Namespace) -> bool:
     return len(pattern) <= len(tags) and all(

@@ -53,6 +53,7 @@ class Tool:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Tool:
         self = super().__new__(cls)
+        # In `__new__`, since a subclass need not call the base's `__init__`.
         self._amanda = ToolState()
         return self
 
@@ -272,12 +273,14 @@ class Tool:
         Raises ToolError where `load_state_dict` was given other state without this, unless not strict.
         """
         path = None if variable is None else context.get_variable_path(variable)
+        # A caller that names the part itself, as in "mask@64", knows better.
         if variable is not None and "@" not in name:
             name += context._facts.part_read(variable)
         op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         key = op_key if path is None else f"{self._path(path, variable)}/{name}"
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
+            # Also under the op's key, which state has where the variable's path is not known.
             loaded_key = next((candidate for candidate in (key, op_key) if candidate in loaded), None)
             if loaded_key is None:
                 self._check_nothing_was_loaded(key)
@@ -343,6 +346,7 @@ class Tool:
         """
         tool_state = self._amanda
         tool_state.names_loaded = sorted(state) if strict else []
+        # An optimizer holds these very parameters: what is loaded has to be written into them.
         tool_state.former.update(_trained(tool_state.state.get("values", {})))
         tool_state.state, tool_state.loaded = {}, dict(state)
         forget_all(self)

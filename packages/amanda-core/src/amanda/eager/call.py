@@ -301,6 +301,7 @@ class Trace:
 
     def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
         """Return a trace for backward ops of this execution's backward ops.  shapes: those of its mark."""
+        # Shares plan, facts and `run` with this trace; only what a pass completes is its own.
         trace = copy(self)
         trace.shapes = shapes or self.shapes
         trace.pending = set()
@@ -308,10 +309,14 @@ class Trace:
 
     def keep(self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
         """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
+        # A copy: the facts of the forward contexts drop their values when the call ends, these when a pass
+        # does.
         facts = forward_facts.at_backward(None, 0, True)
         if self.plan.is_complete(self.gradients):
             facts.drop_values()
         else:
+            # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
+            # that is never freed.
             facts.inputs = [ops.storable(value) for value in inputs]
             facts.outputs = [ops.storable(value) for value in outputs]
             facts.dropped = False
@@ -322,6 +327,7 @@ class Trace:
 
         again: whether another pass may run these ops.
         """
+        # Without the cache the next pass analyses the same ops once more, and needs the values.
         if again and self.anew:
             return
         if not self.plan.is_complete(self.gradients):

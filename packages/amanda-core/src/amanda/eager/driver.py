@@ -90,6 +90,8 @@ class EagerDriver(EagerOps, Driver):
         if memo is None or signature not in memo.plans:
             return self._execute_first(call, state, op_id, signature)
         plan = memo.plans[signature]
+        # The answer of a callable guard is not part of native keys, and writes that views have to follow are
+        # seen in Python alone.
         if key and not stack.keyed_by_callables and not must_see_writes:
             cache_program(self, memo, key, plan, call, state)
         return self._execute_plan(plan, call, state, op_id)
@@ -111,8 +113,10 @@ class EagerDriver(EagerOps, Driver):
         if state.cache:
             analysis.keep()
             if call.mutable or call.may_write_unseen():
+                # Recorded before any view is linked: from the first link on these ops have to run in Python.
                 stack.writing_ops.add(op_id)
             self._store_memo(stack, op_id, analysis.plan)
+            # The outermost module holds the others, so its death is that of the place.
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
         facts.drop_values()
         return result
@@ -127,8 +131,10 @@ class EagerDriver(EagerOps, Driver):
         resumed: tuple[int, Any] = (-1, None),
         changed_inputs: list[Any] | None = None,
     ) -> Any:
+        # The facts of the first execution, without values: what errors and notes say of the op holds for all.
         facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
+        # Created before the routines run: nodes that these create must be told from the op's.
         tracing = self.tracing() if plan.has_backward_routines else None
         step, returned = resumed
         actions = plan.actions(state.recall is not None)
@@ -154,6 +160,8 @@ class EagerDriver(EagerOps, Driver):
         saved = None
         if call.targets and _may_change_outputs(plan, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
+        # Without a schema that says what the op writes, versions tell: a write into a routine's value has to
+        # reach the tensor that it stands for.
         versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
         if trace is None or tracing is None:
             outputs = self._run_op(actions.replace, call, inputs, facts, run, saved)
@@ -169,6 +177,7 @@ class EagerDriver(EagerOps, Driver):
             shapes = (*shapes, self.shapes(values))
         if analysis is not None:
             facts.inputs, facts.outputs = list(self.unwrapped(inputs)), list(self.unwrapped(values))
+            # Analyses after the op may have recorded routines, which run in this first execution already.
             plan = analysis.after()
             if shapes is None and plan.takes_shapes:
                 shapes = (self.shapes(call.inputs), self.shapes(values))
@@ -224,9 +233,10 @@ class EagerDriver(EagerOps, Driver):
         isolated: whether the routines before the op took no part in autodiff.
         """
         if inputs is not call.inputs:
-
+            # Rarely needed and expensive: the op runs again at most once for all its outputs.
             @cache
             def rerun() -> list[Any]:
+                # No tool sees the second run of the op, which the program did not ask for.
                 unobserved = interceptor.Activation(None, State.current(), False, False)
                 with self.isolated(), in_force(unobserved):
                     return self.results(call, call.invoke(call.inputs), call.inputs)[0]
@@ -386,6 +396,7 @@ class EagerDriver(EagerOps, Driver):
                 op_id, interceptor.Memo(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
             )
         else:
+            # None in the table: native code runs the op without a look at its arguments.
             stack.table.set(op_id, None)
 
     def _must_see_writes(self, stack: ToolStack, op_id: int) -> bool:

@@ -209,9 +209,12 @@ class Views(ABC):
             return self._link_parts(view, value, memories, label)
         if value_memory is None or value_memory == memory or view.shape != value.shape:
             return value  # a differentiable routine may return another shape, which has no elements in common
+        # The output has memory of its own, so nothing else can be written through it.
         if not (self._reaches(memory, memories) or self.is_lent(view)):
             return value
         if (
+            # The value lies in memory that something else reads, or has other strides: a copy of it can be
+            # tied.
             value_memory in memories
             or value_memory in self._ties
             or self.shares(value)
@@ -298,6 +301,7 @@ class Views(ABC):
         while waiting:
             memory, written, by = waiting.pop(0)
             for tie in list(self._ties.get(memory, ())):
+                # The tie over which a write came must not carry it back.
                 if tie is not by and (reached := tie.carry(memory, written)) is not None:
                     waiting.append((tie.ends[memory == tie.ends[0]], reached, tie))
 
@@ -308,6 +312,7 @@ def settle_all() -> None:
         views.settle()
 
 
+# Weak, since a driver of a test goes away with its views.
 _all_views: weakref.WeakSet[Views] = weakref.WeakSet()
 when_enabled_again.append(settle_all)
 

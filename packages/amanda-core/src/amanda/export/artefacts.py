@@ -89,6 +89,7 @@ def check_target(source: Path, target: Path, force: bool, is_folder: bool) -> No
 
     Raises FileError for a parent folder that cannot be written to.
     """
+    # Resolved, since a link may lead to the model that is read.
     source_path, target_path = source.resolve(), target.resolve()
     if target_path == source_path:
         raise ArtefactError(f"{target} is the model that is read, which is never changed; give another path")
@@ -100,6 +101,7 @@ def check_target(source: Path, target: Path, force: bool, is_folder: bool) -> No
     check_folder_to_write(target.parent)
     if not is_folder and target.suffix != source.suffix:
         raise ArtefactError(f"{target} does not end in {source.suffix}, as {source} does")
+    # Also a link that leads nowhere is somebody's file.
     if os.path.lexists(target) and not force:
         raise ArtefactError(f"{target} is there already; force (--force) replaces it")
     if target.exists() and target.is_dir() != is_folder:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
     from amanda.plan.tensors import TensorOps
 
+# A model may have thousands of ops; a message of so many lines hides its end, which says what to do.
 _LISTED = 12
 
 
@@ -89,6 +90,7 @@ class Inlining:
 
     def stored(self, action: Action) -> None:
         """Record that a routine's result was computed and stored in the file instead of the routine."""
+        # Actions live in `_actions` until the result is read, so their ids are theirs.
         self._stored.add(id(action))
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
@@ -139,6 +141,7 @@ class Inlining:
                 self.refuse(action, facts, why)
             else:
                 self._actions.append((action, facts, kind))
+        # Taken out although nothing is written then: the other routines are tried, and one error names all.
         plan.before = tuple(action for action in plan.before if not _obstacle(action))
         plan.after = tuple(action for action in plan.after if not _obstacle(action))
         plan.replace = None if plan.replace and _obstacle(plan.replace) else plan.replace
@@ -147,6 +150,7 @@ class Inlining:
     def leave_idle(self, tool: Tool) -> None:
         """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
         tools = in_dependency_order([tool])
+        # A mapping inserts nothing itself, and a tool may leave all work to one that it depends on.
         if tool.follows_dependents or any(action.tool in tools for action, _, _ in self._actions):
             return
         if id(tool) in self._admitted_tools:
@@ -270,6 +274,7 @@ def _write_in_parts(
 
 
 def _new_inlining(tools: Sequence[Tool]) -> Inlining:
+    # Without the cache: plans lack the actions that cannot be inlined, so no scope may find them later.
     return Inlining(State(stack_of(tools, None), cache=False))
 
 

@@ -67,6 +67,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     reads: ClassVar[type[Reads]] = Reads
 
     def __init__(self) -> None:
+        # Reentrant: to rewrite a graph, a driver may rewrite the graphs that it calls.
         self._lock = threading.RLock()
 
     @abstractmethod
@@ -118,9 +119,11 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         """
         stack = state.stack if forward is None else forward.stack
         assert stack is not None
+        # A gradient graph reads values that the copy of its forward graph stored, so it belongs to that copy.
         all_copies = stack.rewrites if forward is None else forward.backward
         owner = graph if owner is None else owner
         copies = all_copies.setdefault(owner, {}) if state.cache else {}
+        # Routines of a copy take part in autodiff, or do not, for as long as it lives.
         key = state.autodiff, key
         guarded = copies.get(key)
         copy = None if guarded is None else guarded.find()
@@ -135,11 +138,13 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     def _rewrite_guarded(
         self, graph: Any, owner: Any, analysis: GraphAnalysis, guarded: GuardedCopies[GraphCopy[RunnableT]]
     ) -> GraphCopy[RunnableT]:
+        # Building a graph calls functions of the framework that an eager driver may intercept.
         with interceptor.Suspension(), self.rewriting():
             try:
                 rewriting = self.rewrite(graph, analysis)
             except CannotInstrument as error:
                 analysis.forget()
+                # Stored as well, so that the next call does not fail to rewrite the same graph once more.
                 copy = GraphCopy[RunnableT](analysis.stack, None, {}, (error.args,))
                 guarded.add(copy, self.reads())
                 return copy

@@ -72,6 +72,7 @@ class Insertion:
         self.depth = 0
         self.original: Callable[[Sequence[Any]], Any] | None = None
         self.reads = 0
+        # Computed once: `run` is called at each execution of the place.
         self.takes_run = any(action.takes_run for action in self.actions)
         self.replaces = bool(self.actions) and self.actions[0].type.is_replacement
 
@@ -91,11 +92,13 @@ class Insertion:
         run = self.run_of(execution, rounds) if self.takes_run else {}
         if self.replaces:
             return self.run_replacement(self.actions[0], execution.ops, flat, run)
+        # A graph of gradients may run in a scope with some of the tools of its forward pass.
         actions = [action for action in self.actions if execution.runs_action(action)]
         return self.apply(actions, self.values(flat), execution.ops, execution.state, run)
 
     def run_of(self, execution: Execution, rounds: Sequence[int]) -> dict[Any, Any]:
         """Return the dict `run` that the routines of one execution of the op share."""
+        # A loop within the forward op's loop adds numbers at the end, which do not tell its rounds apart.
         return execution.runs.setdefault((self.facts.op_id, tuple(rounds[: self.depth])), {})
 
     def apply(
@@ -178,6 +181,7 @@ class _ExecutionNumbers:
 
     def take(self) -> int:
         """Return a number that no living execution has."""
+        # Not at once: a call of a graph that is just ending must not find another execution under its number.
         if len(self._retired) > self._LATELY:
             with suppress(IndexError):  # another thread has taken the last one
                 return self._retired.popleft()
@@ -198,6 +202,7 @@ class Execution:
     """
 
     _numbers = _ExecutionNumbers()
+    # Of the class: the graph hands over a number, from which any thread has to find the execution.
     _running: dict[int, Execution] = {}  # noqa: RUF012
 
     def __init__(
@@ -218,6 +223,7 @@ class Execution:
         self._remaining: dict[Any, int] = {}
         self.error: BaseException | None = None
         self._every = every
+        # The thread that runs the graph; routines are called on threads of the framework.
         self._caller = caller()
         self._lock = threading.Lock()
 
@@ -297,5 +303,7 @@ class Execution:
                 return self.table[slot].run(self, flat, rounds)
         except BaseException as error:
             with self._lock:
+                # The first exception is the cause; those of other threads follow from the run that breaks
+                # off.
                 self.error = self.error or error
             raise

@@ -51,12 +51,14 @@ class Reads:
     """
 
     plain: ClassVar[tuple[type, ...]] = (int, float, complex, bool, str, bytes, type(None), enum.Enum)
+    # Their objects lead to all that is in the process.
     opaque: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy"})
     called: ClassVar[tuple[str, ...]] = ("__call__", "__getitem__")
     dynamic: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], Reading] = {}
+        # With the objects, so that no id is given to another object meanwhile.
         self._reached: dict[int, Any] = {}
         self._holders: list[Any] = []
         self._names: dict[str, None] = {}
@@ -71,6 +73,7 @@ class Reads:
         """Return True if two values are the same object, or equal plain values."""
         if value is before:
             return True
+        # 1, 1.0 and True are equal, but a graph that was traced with one of them computes something else.
         if type(value) is not type(before):
             return False
         if isinstance(value, tuple):
@@ -79,6 +82,8 @@ class Reads:
 
     def follow(self, action: Action) -> None:
         """Record the values that an action's routine reads."""
+        # Functions of other packages are taken as they are: to follow these would lead through the whole
+        # process.
         self._packages |= {_home_package(action.func), _home_package(type(action.tool))} - self.opaque
         self.reach(action.func)
         for value in action.kwargs.values():
@@ -98,6 +103,7 @@ class Reads:
         """Return a context in which routines are traced; record what they read, without what they set."""
         for action in actions:
             self.follow(action)
+        # A place that changed before the tracing was not set by it.
         steady = [place for place in self if self._holds(place)]
         yield
         self.settle(steady)
@@ -126,6 +132,7 @@ class Reads:
         with interceptor.Suspension():  # a property may call ops
             for read, holder, name, value in self._places.values():
                 now = read(holder, name)
+                # Identity first, since this runs at each call and most values are the same objects.
                 if now is not value and not self.is_same(now, value):
                     return False
         return True
@@ -182,6 +189,7 @@ class Reads:
         elif self.look_into(value):
             self._holders.append(value)
             for name in self.called:
+                # Statically, since to ask the object may compute, or call ops.
                 called = inspect.getattr_static(type(value), name, None)
                 called = getattr(called, "__wrapped__", called)  # a driver may have put an `Enclosure` around
                 self.reach(called if isinstance(called, FunctionType) else None)
@@ -216,6 +224,7 @@ class Reads:
             self.reach(default)
 
     def _follow_attribute(self, holder: Any, name: str) -> None:
+        # A value that the routines set themselves changes at each call: it would forbid every copy.
         if name in self._stored or (name.startswith("__") and name.endswith("__")):
             return
         attribute = inspect.getattr_static(holder, name, _MISSING)
@@ -358,6 +367,7 @@ class GuardedCopies(Generic[CopyT]):
     def add(self, copy: CopyT, reads: Reads) -> None:
         """Store a copy with the values that its routines have read; called under the driver's lock."""
         self.history.take(reads)
+        # A tuple is replaced as a whole, so that `find` needs no lock.
         self._entries = ((reads, copy), *self._entries)[:_VALUES]
         self._copies_made += 1
         if self._copies_made == _COPIES:

@@ -34,6 +34,7 @@ class GraphAnalysis:
     def __init__(
         self, state: State, ops: TensorOps, stack: ToolStack | None = None, history: History | None = None
     ) -> None:
+        # A graph of gradients is analysed by the stack of its forward graph, whatever scopes are open now.
         stack = stack or state.stack
         assert stack is not None
         self.state = state
@@ -95,6 +96,7 @@ class GraphAnalysis:
                 bind_to_subjects(facts.op_id, [graph])
         for facts in self._facts:
             facts.drop_values()
+            # These functions hold the graph, and contexts live as long as their plans.
             facts.read_value, facts.variable_of, facts.read_variables = _identity, _return_none, _return_none
         self._facts.clear()
 
@@ -102,6 +104,7 @@ class GraphAnalysis:
         """Drop the plans of this analysis, which an exception has left incomplete."""
         for op_id, plan in self.plans.items():
             for scope_plan in plan.chain:
+                # Routines after the op, and those of other scopes, may be missing in it.
                 scope_plan.stack.forget(op_id)
         self.finish()
 
@@ -173,6 +176,7 @@ class Rewriting:
 
         A routine with such a value is not traced, since each change would build another copy.
         """
+        # To follow a routine's reads takes long, and it may be inserted at hundreds of ops.
         if action not in self._volatile_names:
             self._volatile_names[action] = self.history.volatile_name(action)
         return self._volatile_names[action]
@@ -229,6 +233,7 @@ class Side:
         count = self.count
         positions = set(range(count)) if None in selections else set()
         positions |= {
+            # Positions may be negative, as in Python's lists.
             position % count
             for select in selections
             for position in select or ()

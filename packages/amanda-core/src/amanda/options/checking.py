@@ -19,6 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ClassT = TypeVar("ClassT", bound=type)
 
+# Not None, which is the default of many options.
 REQUIRED: Any = inspect.Parameter.empty
 """Default of an option that has none."""
 
@@ -90,6 +91,7 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
 
 def _checked(target: Any, error: type[AmandaError]) -> Any:
     if isinstance(target, type):
+        # By `getattr` and `setattr`, since type checkers refuse to read or set `__init__` of a class.
         constructor = getattr(target, "__init__")  # noqa: B009
         setattr(target, "__init__", _checked(constructor, error))  # noqa: B010
         return target
@@ -97,11 +99,13 @@ def _checked(target: Any, error: type[AmandaError]) -> Any:
 
     @functools.wraps(target)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
+        # pytest leaves out frames with this name, so that a failing test shows the caller's line.
         __tracebackhide__ = True
         nonlocal call
         if call is None:  # annotations are read at the first call, so that importing a tool costs nothing
             call = _ArgumentChecks(target, error)
         args = call.positions(args)
+        # A call without keywords, which is the most frequent, makes no dict.
         return target(*args, **call.names(args, kwargs)) if kwargs else target(*args)
 
     return with_checks
@@ -147,6 +151,7 @@ class _ArgumentChecks:
                 except Mismatch as mismatch:
                     raise self._mistake(args, name, value, kind, mismatch) from None
                 if number is not value:
+                    # Hardly ever needed: a tuple is copied only where numpy's number becomes Python's.
                     accepted = (*accepted[:position], number, *accepted[position + 1 :])
         return accepted
 
@@ -205,6 +210,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     names, hints = getattr(function, "__globals__", {}), {}
     stand_ins: dict[str, Any] = {"Unpack": _Unpack}
     for name, annotation in getattr(function, "__annotations__", {}).items():
+        # One annotation at a time, so that a name which is missing here spoils no other.
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         while name not in hints:
             try:
@@ -272,6 +278,7 @@ def renamed(*, since: str, gone: str, **names: str) -> Callable[[Callable[P, T]]
         @functools.wraps(function)
         def with_former_names(*args: P.args, **kwargs: P.kwargs) -> T:
             options: dict[str, Any] = kwargs
+            # A set of both, since most calls give no former name.
             for former in names.keys() & options.keys():
                 called, name = function.__qualname__.removesuffix(".__init__"), names[former]
                 if name in options:

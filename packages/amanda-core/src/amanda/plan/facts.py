@@ -87,10 +87,12 @@ class OpFacts:
     def part_read(self, variable: Any) -> str:
         """Name the part of a variable that the op reads; "" for all of it, and where it reads several."""
         values = [value for value in spread(self.inputs or ()) if self.variable_of(value) is variable]
+        # An op that reads a parameter twice, or as two parts, has no single part to name.
         return self.part_of(values[0], variable) if len(values) == 1 else ""
 
     def backward_id(self, name: str, place: int) -> int:
         """Return the id of a backward op of this op: by its name, and its place among the backward ops."""
+        # The tables of native code take 0 for "no op".
         return mix(mix(self.op_id, _digest_of(name)), place) or 1
 
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
@@ -114,6 +116,7 @@ class OpFacts:
         return str(getattr(op, "__name__", op))
 
 
+# There are a few hundred names of backward ops, and each backward op of each step asks for its id.
 _digest_of: Callable[[str], int] = lru_cache(maxsize=4096)(digest)
 _fields_of = attrgetter(*(fact.name for fact in fields(OpFacts)))
 
@@ -146,6 +149,7 @@ class Operation:
 
 def user_source() -> str:
     """Return "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
+    # Asked once for each op, at its first execution: walking the frames costs microseconds.
     frame = codes.innermost(sys._getframe(1), but=FRAMEWORK | BOUNDARY | SKIPPED)
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -159,14 +163,17 @@ def add_note(error: BaseException, note: str) -> None:
     if isinstance(error, TypeError):
         interceptor.keep_failure(error)
     notes = getattr(error, "__notes__", [])
+    # An error may pass several contexts on its way out, each of which would add the note.
     if note in notes:
         return
+    # Python 3.10 lacks `add_note`; `__notes__` is what later versions and pytest print.
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 
 
+# A class, since a generator with `contextmanager` takes several times as long to enter at each routine.
 class explain_errors:
     """Context that adds tool, op, id, point, module path and the user's line to an exception."""
 
@@ -238,6 +245,7 @@ def selected_positions(
     keys = (select,) if isinstance(select, (int, str)) else tuple(select)
     takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
     inputs = facts.inputs
+    # The number of outputs and gradients is not known before the op has run.
     count = len(inputs) if takes_inputs and inputs is not None else None
     return resolve_positions(facts, keys, kind.value, count)
 
@@ -255,6 +263,7 @@ def resolve_positions(
     for key in keys:
         if isinstance(key, str) and key in names and count is not None:
             key = names.index(key)
+        # True would be taken for position 1.
         valid = isinstance(key, int) and not isinstance(key, bool)
         if not valid or (count is not None and not -count <= int(key) < count):
             described_values = ", ".join(names) if names and count is not None else "given by position"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
     from amanda.plan.tensors import TensorOps
 
+# None is a result: the routine changes nothing.
 NOT_CALLED: Any = object()
 
 
@@ -61,9 +62,11 @@ def run_routine(
         for position, original, result in zip(positions, selection, results, strict=True):
             if result is original:
                 continue
+            # The caller compares by identity whether anything changed; a list of its own is made only then.
             if changed is values:
                 changed = list(values)
             if position in mutable:
+                # Backward ops have saved the tensor itself; the write would change what they compute.
                 if keep_saved is not None:
                     keep_saved()
                 write_into(ops, original, result, isolated)
@@ -86,6 +89,7 @@ def failed(
     Does not return `error` itself: a frame that holds the exception keeps the exception's frames alive.
     values: all values that the op has there.
     """
+    # Outputs and gradients have no names in a schema.
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
     signature_failure = (
         signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
@@ -111,6 +115,8 @@ def run_replacement(
     """
     if ops.has_symbols:
         ops.note_replacement(action, facts)
+    # Copies: what the replacement returns is written into the user's tensors below, and must not be mixed
+    # with what it wrote into them itself.
     inputs = [_copy_tensors(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_original and original is not None:
@@ -138,8 +144,10 @@ def run_replacement(
                 f"{action} returned {len(results)} values for an op that writes {len(written)}"
             )
         for target, copy, version, new in zip(written, copies, versions, results, strict=True):
+            # A copy that is handed back unwritten has the target's value already.
             if new is not copy or version is None or ops.version(copy) != version:
                 ops.write(target, new, isolated=False)
+        # The program goes on with its own tensors, as after the op.
         user_tensors = [values[i] for i in targets]
         return user_tensors[0] if len(user_tensors) == 1 else tuple(user_tensors)
 
@@ -219,11 +227,14 @@ def _call_routine(
         else:
             call = ops.call_observer if action.observer else ops.call_isolated
             result = call(action.func, arguments, kwargs)
+            # A changed version is the only trace of a write: tensors may be written through any of their
+            # views.
             if ops.versions(arguments) != versions:
                 index = next(i for i, value in enumerate(arguments) if ops.version(value) != versions[i])
                 raise mutation_error(action, index)
     if arguments is selection:
         return matched(action, result, selection)
+    # A copy that the routine handed back unwritten is replaced by the original, so that no write follows.
     unchanged = {
         id(argument): original
         for argument, original, version in zip(arguments, selection, versions, strict=True)
@@ -261,6 +272,7 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
         # Of a list of lists, such as the one output of a loop that is a sequence, depth tells which is meant.
         wrapped = single and (not listed or _depth(result) > _depth(picked[0]))
         results: Sequence[Any] = result if wrapped else (result,)
+        # Several values for one tensor: the routine was written for more inputs than it selects.
         plural = isinstance(results[0], (list, tuple)) and not listed and len(results[0]) != 1
         if plural and picked[0] is not None and hasattr(picked[0], "shape"):
             raise _wrong_count(action, len(results[0]), 1)
@@ -309,6 +321,7 @@ _NUMBERS = (bool, int, float)
 
 def _number_like(original: float, result: float) -> float:
     """Return a result as a number of the original's type; raise RoutineError where that changes its value."""
+    # An op chooses its kernel by the type of a number, so an int stays an int; a float takes any number.
     number = result if isinstance(original, float) else type(original)(result)
     if number != result:
         raise RoutineError(

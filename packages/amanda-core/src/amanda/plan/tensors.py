@@ -24,6 +24,7 @@ class TensorOps(ABC):
     has_symbols: whether calls may be traced into a program, where tensors stand for values to come.
     """
 
+    # A class attribute, since it is asked at each routine of each execution.
     has_symbols: ClassVar[bool] = False
 
     def run_later(
@@ -154,10 +155,12 @@ class TensorMap(Generic[T]):
     def get(self, tensor: Any) -> T | None:
         """Return the value of a tensor; None for a tensor without one."""
         entry = self._entries.get(self.key(tensor))
+        # An `id` may belong to another object by now; the reference says whether the tensor still lives.
         return entry[1] if entry is not None and entry[0]() is not None else None
 
     def _forget(self, key: Hashable, reference: weakref.ref[Any]) -> None:
         entry = self._entries.get(key)
+        # The key may have been given to a new tensor before the callback of the old one ran.
         if entry is not None and entry[0] is reference:
             del self._entries[key]
 

@@ -52,6 +52,7 @@ class AnyTool(Protocol):
 
 def is_tool(value: object) -> bool:
     """Return True for an instance of `amanda.Tool`."""
+    # By the state and not by the class, which this room cannot import: `amanda.tool` is above it.
     return isinstance(getattr(value, "_amanda", None), ToolState) and not isinstance(value, type)
 
 
@@ -96,6 +97,7 @@ class ToolState:
     _numbers = count(1)
 
     def __init__(self) -> None:
+        # Part of the key of stacks instead of `id`, which another tool may have once this one is dead.
         self.number = next(self._numbers)
         self.analyses: list[RegisteredRoutine] = []
         self.dependencies: list[AnyTool] = []
@@ -103,6 +105,7 @@ class ToolState:
         self.wrappers: list[Wrapper] = []
         self.version = 0
         self.lock = interceptor.Lock()
+        # With the tool, so that plans end with it.
         self.stacks: OrderedDict[Hashable, Any] = OrderedDict()
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
@@ -125,6 +128,7 @@ class ToolState:
             self.dead_ops.append(op_id)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Plans, locks and numbers belong to this process; a copy starts without them.
         pickled = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded", "names_loaded")
         return {name: getattr(self, name) for name in pickled}
 
@@ -196,6 +200,7 @@ def routines_at(
     for tool in tools:
         if takes_part(tool, point, applied):
             routines += [routine for routine in _routines_of(tool, point) if not routine.closing]
+    # In reverse, so that of two tools with closing routines the dependency closes last.
     for tool in reversed(tools):
         closing = [routine for routine in _routines_of(tool, point) if routine.closing]
         if closing and takes_part(tool, point, applied):
@@ -218,6 +223,7 @@ def takes_part(tool: AnyTool, point: InstrumentationPoint, applied: Sequence[Any
     dependents = [
         dependent for dependent in applied if depends_on(dependent, tool) and not dependent.follows_dependents
     ]
+    # A tool that nobody depends on was applied for itself.
     return not dependents or any(any(_routines_of(dependent, point)) for dependent in dependents)
 
 
@@ -229,6 +235,7 @@ def _without_plugins(hook: str, **arguments: Any) -> None:
     pass
 
 
+# `plugins` imports this room, so this room cannot import `plugins`: it is given the function.
 class HookCaller:
     """Caller of plugins' hooks.
 

@@ -102,14 +102,17 @@ def _framework_version(name: str) -> str:
 
 def _check_attachment() -> Iterator[Diagnosis]:
     """Open a scope, to which every driver that can be used attaches."""
+    # What a driver logs is in the report, which becomes lines of the table below.
     silence = logging.NullHandler()
     logging.getLogger("amanda").addHandler(silence)
     try:
+        # The surest test: what a user's first scope would do.
         with apply(Tool()) as scope:
             slow = {driver.framework: driver.slowdown() for driver in attachment.attached}
     finally:
         logging.getLogger("amanda").removeHandler(silence)
     yield from _check_native_code(slow)
+    # These have a line already, from the list of drivers.
     faulty = {plugin.name for plugin in manager.faulty_drivers()}
     for entry in scope.report:
         if entry.what not in faulty:
@@ -181,6 +184,7 @@ def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
     requirements = [
         requirement for text in dist.requires or () if (requirement := _requirement(text)) is not None
     ]
+    # An extra that is not installed as a whole was not asked for by anybody.
     unused = {
         requirement.extra
         for requirement in requirements
@@ -235,6 +239,8 @@ def _compare(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 def _applies(marker: str) -> bool:
     """Return whether a requirement holds here, in one extra or another."""
+    # Markers become T and F, and `and`, `or` and parentheses are folded until nothing changes: the package
+    # `packaging`, which does this in full, is no dependency of the core.
     text = _MARKER.sub(lambda match: "T" if _holds(*match.groups()) else "F", marker).strip()
     before = None
     while text != before:
@@ -249,6 +255,7 @@ def _applies(marker: str) -> bool:
 def _holds(name: str, operator: str, value: str) -> bool:
     if name.endswith("_version"):
         return fits(_environment()[name], f"{operator}{value}") if name in _environment() else True
+    # Unknown here, so the requirement counts: to ask too much is said, to ask too little would be silent.
     if name == "extra" or name not in _environment():
         return True
     have = _environment()[name]

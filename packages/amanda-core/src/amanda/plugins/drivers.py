@@ -51,6 +51,7 @@ def loaded_drivers(again: bool = True) -> list[type[Driver]]:
     again: whether a driver whose import failed before is imported once more.
     A faulty driver is logged once and stops no other.
     """
+    # A dict as an ordered set: drivers attach in the order of their entries.
     kinds: dict[type[Driver], None] = {}
     for candidate in _of_imported_frameworks(again):
         if candidate.kind is None:
@@ -72,6 +73,7 @@ def absent_frameworks() -> list[str]:
 
 def driven_frameworks() -> list[str]:
     """Import names of the frameworks that have a driver."""
+    # Not fresh: this is asked as each scope opens, and reading all metadata takes milliseconds.
     return sorted({_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)})
 
 
@@ -139,6 +141,7 @@ def _candidates(
     for group in rivals.values():
         message = rivalry([candidate.entry for candidate in group])
         for candidate in group:
+            # Neither is used: which of two drivers sees an op must not depend on the order of installation.
             candidate.plugin, candidate.kind = candidate.entry.plugin("duplicate", message), None
     return candidates
 
@@ -167,6 +170,7 @@ def _loaded_candidate(entry: PluginEntry, again: bool) -> _DriverCandidate:
     from amanda.scope.driver import DRIVER_API
 
     kind = entry.load(again)
+    # An entry may name something that is no driver at all.
     api = getattr(kind, "api", None)
     if api == DRIVER_API:
         return _DriverCandidate(entry, entry.plugin("ready"), kind)
@@ -190,6 +194,7 @@ def _is_installed(framework: str) -> bool:
     if is_imported(framework):
         return True
     try:
+        # Looks for files only; an import of the framework would take seconds.
         return importlib.util.find_spec(framework) is not None
     except (ImportError, ValueError):
         return False

@@ -68,6 +68,8 @@ class PluginEntry:
                 fix = failed.fix(f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}")
                 self._failure = PluginError(f"{self}: {self._point.value} fails to import ({failed}); {fix}")
                 self._failure.__cause__ = failed.__cause__
+                # A new error: one that is kept would grow by a traceback at each raise, and hold the frames
+                # in it.
                 raise PluginError(str(self._failure)) from failed.__cause__
         return self._object
 
@@ -85,6 +87,7 @@ class ImportFailure(Exception):
     def fix(self, otherwise: str) -> str:
         """Return what to do about it; otherwise: what to do about an installation that is not whole."""
         cause = self.__cause__
+        # A lack of memory or files may lie behind several errors of imports.
         while cause is not None:
             if _may_pass(cause):
                 return "free memory, open files or disk, whichever it lacked; the next use tries again"
@@ -115,6 +118,7 @@ def imported(load: Callable[[], T]) -> T:
             if interrupts:
                 raise interrupts[0] from None
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            # Without its frames, which hold whatever the half-imported module had made.
             raise ImportFailure(text) from error.with_traceback(None)
 
 
@@ -147,6 +151,7 @@ class EntryRegistry:
                     owners[id(point.dist)] = metadata["Name"], metadata["Version"]
                 entry = PluginEntry(point, *owners[id(point.dist)])
                 key = (group, entry.name, entry.distribution, entry.version, point.value)
+                # The entry from before, with what came of loading it.
                 entries[key] = self._entries.get(key, entry)
         self._entries = entries
 
@@ -181,6 +186,7 @@ class Offer(NamedTuple):
     packages: tuple[str, ...] = ()
 
 
+# A table and not a query of an index: an error message must not need the network.
 OFFERS = {
     "tools": Offer(
         ("coverage", "dump", "flops", "inject", "mapping", "nan", "patch", "profile", "sentinel",

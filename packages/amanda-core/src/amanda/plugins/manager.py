@@ -71,6 +71,8 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     kind = entry.load()
     signature = inspect.signature(kind)
     try:
+        # Bound before the call, so that a TypeError from within the tool's own code is not taken for a wrong
+        # option.
         signature.bind(**options)
     except TypeError as error:
         unknown = sorted(options.keys() - signature.parameters)
@@ -142,6 +144,7 @@ def _register(manager: pluggy.PluginManager, entry: PluginEntry) -> None:
         registry.complain(f"{entry} cannot be registered ({error}): {upgrade(entry.distribution)}")
         return
     try:
+        # At once, so that the plugin whose hook is misspelt can be named.
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         manager.unregister(plugin)
@@ -154,5 +157,6 @@ def _call_hooks(hook: str, **arguments: Any) -> None:
         call(**arguments)
 
 
+# Rooms below cannot import this one, so it puts its functions there.
 hooks.call = _call_hooks
 attachment.installed = drivers

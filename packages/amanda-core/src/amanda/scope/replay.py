@@ -26,6 +26,7 @@ def replayed(function: Callable[P, T]) -> Callable[P, T]:
     activation = interceptor.active()
     if activation is None:
         return function
+    # Taken here, at the place of the first run: ids depend on where the program is.
     snapshot, scopes = interceptor.snapshot(), activation.state.scopes
 
     def replay(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -56,6 +57,7 @@ class Recomputation:
             with activated(replace(state, records=(*state.records, self._record))):
                 yield
         finally:
+            # Also after an exception: a framework may catch it and compute the part again.
             self._record.close()
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -71,6 +73,7 @@ class Recomputation:
             return function(*args, **kwargs)
 
     def _recalled(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        # Not recorded once more: the executions are in the record already.
         with activated(replace(State.current(), records=(), recall=self._record.recall())):
             return function(*args, **kwargs)
 
@@ -120,6 +123,7 @@ def stepping(enter: EnterContext, function: Callable[..., Generator[Any, Any, An
                     generator.close()
                 raise
             except BaseException as error:
+                # What the caller throws in is raised where the generator waits, within its context.
                 resume, sent = generator.throw, error
 
     return generate

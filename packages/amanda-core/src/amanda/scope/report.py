@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("amanda")
 
+# A training of weeks reports the same op of each new graph; memory and log stay small.
 MAX_PER_GROUP = 1000
 """Number of entries of one kind and reason that a report stores."""
 MAX_ENTRIES = 10_000
@@ -54,6 +55,7 @@ class Report(list[Uninstrumented]):
 
     def _recount(self) -> None:
         self._distinct = set(self)
+        # A graph's entries are the same at each of its runs, and the graph must not live for its report.
         self._reported_sources: WeakSet[Any] = WeakSet()
         self._counts: dict[tuple[str, str], int] = {}
         self._truncated_groups: set[tuple[str, str]] = set()
@@ -67,6 +69,7 @@ class Report(list[Uninstrumented]):
         is_logged: False where an earlier scope has logged the same entry.
         """
         entry = Uninstrumented(subject, reason, where)
+        # A set beside the list, since this is asked at each call of what cannot be instrumented.
         if entry in self._distinct:
             return
         key = _group_key(entry)
@@ -78,6 +81,7 @@ class Report(list[Uninstrumented]):
         self._distinct.add(entry)
         self._counts[key] = count + 1
         self.append(entry)
+        # The first of a kind is news; the others are in the report.
         level = logging.WARNING if is_logged and not count else logging.DEBUG
         logger.log(level, "%s: %s%s", subject, reason, f" ({where})" if where else "")
 
@@ -93,6 +97,7 @@ class Report(list[Uninstrumented]):
         super().clear()
         self._recount()
 
+    # The weak set cannot be pickled, and sources of another process mean nothing.
     def __reduce__(self) -> Any:
         return Report, (list(self),)
 
@@ -147,6 +152,7 @@ def slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
         return ""
     native, learned = (after[name] - before[name] for name in ("native", "learned"))
     python = {reason: number - before["python"].get(reason, 0) for reason, number in after["python"].items()}
+    # A form that was learned ran in Python once and is native since.
     python["new form of call"] = max(0, python.get("new form of call", 0) - learned)
     slow = {reason: number for reason, number in python.items() if number and reason != "new op"}
     total = sum(slow.values())
@@ -170,11 +176,13 @@ _SEVERAL = (tuple, list, set, frozenset)
 def changed_options(tool: AnyTool) -> Iterator[str]:
     """Say which options have another value than when ops were analysed, each change once."""
     tool_state = tool._amanda
+    # Reading the code of all routines takes long; it changes only with the routines.
     if tool_state.options_read[0] != tool_state.version:
         tool_state.options_read = (tool_state.version, _options_read(tool))
     names = tool_state.options_read[1]
     if not names:
         return
+    # Texts and not values: a list that is changed in place would equal itself.
     now = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
     before, tool_state.options = tool_state.options, now
     if before is None or not any(
@@ -195,6 +203,7 @@ def _options_read(tool: AnyTool) -> tuple[str, ...]:
         parameters = list(inspect.signature(type(tool).__init__).parameters)[1:]
     except (TypeError, ValueError):
         return ()
+    # By custom an option lies in an attribute of its name, or of its name after an underscore.
     options = {name for parameter in parameters for name in (parameter, f"_{parameter}")}
     named = (_names(analysis.callback) for analysis in tool._amanda.analyses)
     return tuple(sorted({name for names in named for name in names if name in options}))

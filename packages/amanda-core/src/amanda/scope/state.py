@@ -42,6 +42,7 @@ class State:
         """Return the state of this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         state: State = _OUTSIDE if activation is None else activation.state
+        # An activation that `deactivate` has emptied keeps a stack for ops that are under way.
         is_stale = state.stack is not None and not state.scopes
         return _OUTSIDE if is_stale or any(scope.closed for scope in state.scopes) else state
 
@@ -85,13 +86,16 @@ class State:
         """Return the state of the scopes that are open, with the present routines; State() if none is."""
         scopes = tuple(scope for scope in self.scopes if not scope.closed)
         is_current = self.stack is None or self.stack.is_current
+        # The same object, so that the caller sees that nothing has changed.
         if len(scopes) == len(self.scopes) and (is_current or not scopes):
             return self
         return replace(self, stack=_stack_of(scopes), scopes=scopes) if scopes else State()
 
     def activation(self) -> interceptor.Activation:
         """Return the activation that the interceptor reads while this state is in force."""
+        # Without a table native code finds no plan, and every call comes to Python.
         table = self.stack.table if self.stack is not None and self.cache else None
+        # Part of the key of native programs: executions that are recorded or recalled need other dicts `run`.
         variant = 2 if self.recall is not None else 1 if self.records else 0
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
@@ -140,6 +144,7 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
         variable.reset(token)  # type: ignore[arg-type]
     except ValueError:
         old = token.old_value  # type: ignore[attr-defined]
+        # In another context the token is void; the value from before is what it stands for.
         variable.set(old if isinstance(old, interceptor.Activation) else _OUTSIDE.activation())
     except RuntimeError as error:
         raise ScopeError("this switch was left already") from error
@@ -152,12 +157,14 @@ def activated(state: State) -> AbstractContextManager[None]:
         state = state.remaining()
     activation = state.activation()
     for scope in state.scopes:
+        # A scope that closes on another thread has to find this activation and end it.
         scope.add_activation(activation)
     return in_force(activation)
 
 
 def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
     """Remove closed scopes, and former routines of tools, from activations in all contexts, in place."""
+    # Held while they are changed, so that none dies in the middle.
     activations = [referent for reference in references if (referent := reference()) is not None]
     try:
         for activation in activations:

@@ -33,6 +33,7 @@ class Threads:
     def attach(self) -> None:
         """Patch the functions; modules that are not imported yet are patched at their import."""
         self._replace(threading.Thread, "start", _thread_start)
+        # Libraries that start threads without `threading.Thread`.
         for name in ("start_new_thread", "start_new"):
             self._replace(_thread, name, _passing_scopes, 0)
         for module, follow in (
@@ -40,6 +41,7 @@ class Threads:
             ("concurrent.futures.thread", self._follow_executors),
             ("multiprocessing.pool", self._follow_pools),
         ):
+            # A program that never imports them does not pay for their import.
             self._awaited.append(when_imported(module, partial(follow, module)))
 
     def detach(self) -> None:
@@ -48,6 +50,7 @@ class Threads:
         self._attributes.restore()
 
     def _replace(self, holder: Any, name: str, wrapper: Callable[..., Function], *arguments: Any) -> None:
+        # `start_new` is an obsolete alias, which a version of Python may lack.
         original = getattr(holder, name, None)
         if original is not None:
             self._attributes.set(holder, name, wraps(original)(wrapper(original, *arguments)))
@@ -117,6 +120,8 @@ def _passing_scopes(original: Function, *places: int | str) -> Function:
             name: _bound_to_scopes(value, state) if name in places else value
             for name, value in kwargs.items()
         }
+        # The pool may start its threads in this call: they serve the whole program, so they start in no
+        # scope.
         with activated(State()):
             return original(*carried, **named)
 
@@ -129,6 +134,7 @@ def _bound_to_scopes(value: Any, state: State) -> Any:
         return value
     if callable(value):
         return _BoundFunction(value, state)
+    # Iterating these runs none of the program's code.
     is_plain = value is None or isinstance(value, (list, tuple, range))
     return (
         value
@@ -198,7 +204,10 @@ def caller() -> Caller | None:
     if _thread_callers.served is not None:
         return _thread_callers.served
     if _thread_callers.thread_caller is None and not isinstance(
-        threading.current_thread(), threading._DummyThread
+        # Python knows a thread that C started by this class alone; such a thread serves whoever calls back on
+        # it.
+        threading.current_thread(),
+        threading._DummyThread,
     ):
         _thread_callers.thread_caller = Caller()
     return _thread_callers.thread_caller
