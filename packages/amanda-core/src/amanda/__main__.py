@@ -121,6 +121,7 @@ def info(arguments: Sequence[str] = ()) -> int:
 def tools(arguments: Sequence[str] = ()) -> int:
     """List the tools, each with the first line of what it says of itself."""
     _require_no_arguments(arguments)
+    # Loaded, since the first line of a tool's docstring is in its code.
     listed = list_tools(load=True)
     say(
         *(
@@ -131,6 +132,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
     if listed:
         say("", "`info TOOL` tells a tool's options.")
     installed = {tool.name for tool in listed}
+    # One tool of a distribution is enough to show that it is installed.
     absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
     if absent:
         say(
@@ -174,6 +176,7 @@ def version_of_core() -> str:
 
 def say(*lines: str) -> None:
     """Write lines to standard output."""
+    # Escaped: a name or a version of a stranger's distribution must not steer the terminal.
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
 
 

@@ -133,6 +133,7 @@ def printable(text: str, line: bool = False) -> str:
     >>> printable("conv\\x1b[2J")
     'conv\\\\x1b[2J'
     """
+    # Nearly all texts: the search for categories below takes a while.
     if text.isascii() and text.isprintable():
         return text
     allowed = "" if line else "\n\t"

@@ -28,6 +28,7 @@ class Namespace(tuple[str, ...]):
         Raises NamespaceError for a string of several tags.
         """
         if isinstance(other, str):
+            # A rule by several tags means a prefix; an equality that is never true would hide the mistake.
             if "/" in other:
                 raise NamespaceError(
                     f'a namespace is no string: matches("{other}") says whether {self} begins with these '

@@ -278,6 +278,7 @@ class Tool:
             name += context._facts.part_read(variable)
         op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         key = op_key if path is None else f"{self._path(path, variable)}/{name}"
+        # In `state`, which `load_state_dict` replaces as a whole: no value of the model before is left.
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
             # Also under the op's key, which state has where the variable's path is not known.
@@ -323,6 +324,8 @@ class Tool:
             prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
             prefix += _read_first(facts.first_path(), context.get_scope())
             shared = self._amanda.state.setdefault("shared", {}).setdefault(prefix, [])
+            # By order of first use: a module that runs an op of one name twice does so in the same order each
+            # time.
             number = _ordinal(shared, facts.graph, facts.read_variables())
             places[facts.op_id] = prefix if number == 0 else f"{prefix}.{number}"
         return places[facts.op_id]
@@ -336,6 +339,7 @@ class Tool:
 
         Once every op has run, these are values of other modules.
         """
+        # `keep` takes out what it uses, so these are what no op has asked for.
         return sorted(self._amanda.loaded)
 
     @checked(error=ToolError)
@@ -348,6 +352,7 @@ class Tool:
         tool_state.names_loaded = sorted(state) if strict else []
         # An optimizer holds these very parameters: what is loaded has to be written into them.
         tool_state.former.update(_trained(tool_state.state.get("values", {})))
+        # A copy, since `keep` takes values out of it.
         tool_state.state, tool_state.loaded = {}, dict(state)
         forget_all(self)
 
@@ -398,6 +403,7 @@ def _renew(tool: Tool) -> None:
 def _takes_context(callback: AnalysisRoutine) -> bool:
     """Return False for a function that cannot be called with one argument."""
     try:
+        # Bound and not called: whether the routine works is seen at the first op.
         signature(callback).bind(None)
     except TypeError:
         return False

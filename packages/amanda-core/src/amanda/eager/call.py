@@ -64,6 +64,7 @@ class Call(ABC):
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Add the inputs that the op wrote without returning them to its result, flattened."""
+        # A batch normalization writes running statistics that it does not return.
         written = [inputs[i] for i in self.unreturned(outputs)]
         if not written:
             return values, rebuild
@@ -74,6 +75,7 @@ class Call(ABC):
         """Return the user's tensors that the op has written, for `Views.wrote`."""
         return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
 
+    # True here: an op that is not known to be harmless is checked for writes at its first execution.
     def may_write(self) -> bool:
         """Return True if the op may write into its inputs, also an op without a schema that declares it."""
         return True
@@ -267,6 +269,7 @@ def _no_path(variable: Any) -> str | None:
     return None
 
 
+# Held by nodes of autodiff, so it dies with their graph; nothing else may refer to it for longer.
 class Trace:
     """The record that an execution leaves for its backward ops; it lives as long as their graph.
 

@@ -37,6 +37,7 @@ class EagerDriver(EagerOps, Driver):
     def introduce(self) -> None:
         """Mark the framework's code, and register the types of values that distinguish ops."""
         super().introduce()
+        # Parameters enter the ids of ops; other tensors come anew at each step, and would make each an op.
         for kind in self.identity_types:
             interceptor.add_identity_type(kind)
         if self.slot_of is not None:

@@ -71,6 +71,7 @@ class Views(ABC):
         _all_views.add(self)
         self._ties: dict[Hashable, list[Tie]] = {}
         self._labels: dict[Tie, Label] = {}
+        # Told as the last scope closes: a report at each write would be one at each step of a training.
         self._lost: list[Label] = []
 
     @abstractmethod
@@ -157,6 +158,7 @@ class Views(ABC):
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
     ) -> list[Any]:
         """Tie values that replaced outputs to these outputs if they are views; return the values to use."""
+        # Read before any output is linked, which changes what lies in which memory.
         near = {id(tensor): self._memories(tensor) for tensor in spread(inputs)}
         return [
             self._link_output(old, new, near, label) for old, new in zip(outputs, replacements, strict=True)
@@ -303,6 +305,7 @@ class Views(ABC):
             for tie in list(self._ties.get(memory, ())):
                 # The tie over which a write came must not carry it back.
                 if tie is not by and (reached := tie.carry(memory, written)) is not None:
+                    # The end that was not written: True counts as index 1.
                     waiting.append((tie.ends[memory == tie.ends[0]], reached, tie))
 
 

@@ -70,6 +70,7 @@ def artefact_kind(path: Path) -> type[Artefact]:
 
 
 def _matches(name: str, path: Path) -> bool:
+    # By names alone: nothing is opened before the kind is known.
     return (path / name).is_file() if path.is_dir() else path.suffix == f".{name}"
 
 

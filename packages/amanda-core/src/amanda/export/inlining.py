@@ -95,6 +95,7 @@ class Inlining:
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
         """Record that a routine cannot be inlined; then nothing is written."""
+        # Names, not facts: the error outlives the model.
         self._refused.append((facts.name, facts.scope, type(action.tool).__name__, str(action), why))
 
     def leave(self, subject: str, reason: str, where: str = "") -> None:
@@ -131,6 +132,7 @@ class Inlining:
         kind = str(context.get("type") or facts.op_type or facts.name)
         self._types.setdefault(kind)
         for tool in self.state.stack.tools if self.state.stack is not None else ():
+            # Asked here, since the analysis does not say which tools' restrictions an op passed.
             if id(tool) not in self._admitted_tools and all(
                 admits(context) for admits in tool._amanda.admissions
             ):
@@ -166,6 +168,7 @@ class Inlining:
         """Raise an error where a routine was refused, or no routine was recorded."""
         if self._refused:
             raise NotTraceableError(_refusal_text(source, self._refused), self._refused)
+        # A copy without any routine would look like a success.
         if not self._actions:
             reasons = "".join(f"\n  {entry.what}: {entry.reason}" for entry in self.left[:_LISTED])
             types = _listed_names(self._types)
@@ -220,6 +223,7 @@ def instrument(
     kind = artefact_kind(source)
     ordered = in_dependency_order(tools)
     cutting = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
+    # Before anything is read: a large model takes minutes, and a mistake in the path is seen at once.
     check_target(source, target, force, is_folder=bool(cutting) or source.is_dir())
     metadata = {
         "amanda-core": version("amanda-core"),
@@ -291,6 +295,7 @@ def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
 def _report_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:
     """Report tools with analysis routines for backward ops, which a file does not contain."""
     for tool in tools:
+        # A tool such as a mapping has routines for backward ops only for those that depend on it.
         if not tool.follows_dependents and any(
             routine.point.is_backward for routine in tool._amanda.analyses
         ):

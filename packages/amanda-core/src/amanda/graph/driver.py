@@ -125,6 +125,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         copies = all_copies.setdefault(owner, {}) if state.cache else {}
         # Routines of a copy take part in autodiff, or do not, for as long as it lives.
         key = state.autodiff, key
+        # Without the lock: that a copy is found is the usual case, and dicts are safe to read.
         guarded = copies.get(key)
         copy = None if guarded is None else guarded.find()
         if copy is None:

@@ -199,6 +199,7 @@ class Rewriter(ABC, Generic[NodeT]):
         flat_outputs = output_side.flat(output_positions)
         output_symbols = [output_side.symbols[i] for i in flat_outputs]
         place = self.insertion(actions, facts, input_side.count, input_positions, sizes, output_positions)
+        # Asked for only then: to make the function takes time.
         if actions[0].takes_original and facts.original is not None:
             place.original = facts.original()
         place.reads = len(extra_inputs)
@@ -233,6 +234,7 @@ class Rewriter(ABC, Generic[NodeT]):
             except NotTraceable as error:
                 obstacle = str(error)
         if rewriting.written or not self.calls_python:
+            # A routine that is not marked traceable was not meant to be traced, so that is no reason to tell.
             gives_reason = actions[0].traceable or rewriting.written
             rewriting.refuse(actions, facts, obstacle if gives_reason else _PYTHON_IN_BODY)
             return None

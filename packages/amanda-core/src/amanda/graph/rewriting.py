@@ -161,6 +161,7 @@ class Rewriting:
 
     def report(self, subject: str, reason: str) -> None:
         """Record a part that is not instrumented, for the report at each execution."""
+        # A dict as an ordered set: a graph may give one reason at hundreds of nodes.
         self.reports.setdefault((subject, reason))
 
     def refuse(self, actions: Sequence[Action], facts: OpFacts, why: str) -> None:
@@ -205,6 +206,7 @@ class Side:
         unread: Collection[int] = (),
     ) -> None:
         self.refs = list(refs)
+        # Two lists, whose differences are the values that readers have to find elsewhere.
         self.before = list(refs)
         self.symbols = list(symbols)
         self.sizes = list(sizes)

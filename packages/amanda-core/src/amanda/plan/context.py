@@ -300,6 +300,7 @@ class OpContext(dict[str, Any]):
         """Run `func` for the gradients that leave the backward op; the kernel may still run."""
         self._record_action(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
 
+    # The name and its argument are the paper's.
     def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
         """Run the analysis routines of a point; the actions that they recorded."""
         first = len(self._actions)

@@ -67,6 +67,7 @@ class TensorOps(ABC):
     def version(self, value: Any) -> Any:
         """Return a counter that changes with each write into a value; None where there is no counter."""
 
+    # A method of its own, which a driver may answer in one call for all values.
     def versions(self, values: Sequence[Any]) -> list[Any]:
         """Return the version of each value."""
         return [self.version(value) for value in values]
@@ -76,6 +77,7 @@ class TensorOps(ABC):
         with self.isolated():
             return func(*values, **kwargs)
 
+    # False is always right: then the routine's value is used instead of the equal original.
     def same(self, first: Any, second: Any) -> bool:
         """Return True if two tensors certainly have the same class, dtype, shape and bits."""
         return False

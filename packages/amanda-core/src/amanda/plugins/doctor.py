@@ -90,6 +90,7 @@ def _check_drivers() -> Iterator[Diagnosis]:
         elif driver.state == "ready":
             finding = finding._replace(message=_framework_version(driver.name.partition("/")[0]))
         yield finding
+    # Without a driver no op is seen: that is wrong, however well all else is.
     if not any(driver.state == "ready" for driver in drivers):
         fix = 'pip install "amanda-core[torch]" or "amanda-core[tf]", and the framework'
         yield Diagnosis("wrong", "drivers", f"no framework can be instrumented: {fix}")
@@ -123,6 +124,7 @@ def _check_native_code(slow: dict[str, str]) -> Iterator[Diagnosis]:
     """Say where routines are called, and what native code lacks to call them; slow: by framework."""
     from amanda.interceptor import NATIVE, statistics
 
+    # A missing symbol costs time and nothing else, so it is a note.
     for framework, lacking in slow.items():
         if lacking:
             message = f"Python calls routines, at a multiple of the time, since native code lacks {lacking}"

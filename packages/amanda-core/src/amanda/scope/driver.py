@@ -89,6 +89,7 @@ class Driver(ABC):
 
     @property
     def _short_name(self) -> str:
+        # The last part of the import name, as in "amanda.testing.fake".
         return self.framework.rpartition(".")[2]
 
 

@@ -89,6 +89,7 @@ def recomputed(function: Callable[P, T]) -> Callable[P, T]:
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal ran
+        # The framework does not say which call is which, but the first comes first.
         run_at_place, ran = recomputation.again if ran else recomputation.run, True
         return run_at_place(function, *args, **kwargs)
 

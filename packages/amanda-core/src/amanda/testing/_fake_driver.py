@@ -39,6 +39,7 @@ class FakeTensors(TensorOps):
     def straight_through(self, original: Tensor, value: Tensor) -> Tensor:
         """`value` with an edge of the tape to `original`."""
         fitted = _fitting(original, value)
+        # The gradient of the value goes unchanged to the original.
         _autograd.record("StraightThrough", [original], [fitted], lambda grads: grads)
         return fitted
 
@@ -52,6 +53,7 @@ class FakeTensors(TensorOps):
     def storable(self, value: Any) -> Any:
         """A tensor off the tape, or a leaf as it is."""
         if isinstance(value, Tensor):
+            # A leaf has no graph behind it, and tools tell parameters by identity.
             return value if value.is_leaf else value.detach()
         return [self.storable(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
 
@@ -115,6 +117,7 @@ class FakeCall(Call):
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the operator."""
+        # The program's own call, positions and keywords as they were.
         if inputs is self.inputs:
             return self._site.invoke(*self._given)
         arguments = OrderedDict(zip(self.names, inputs, strict=True))
@@ -128,6 +131,7 @@ class FakeCall(Call):
 
 
 _KEY = "amanda"
+# Beyond any number of a node within its op, so that leaves and other nodes have different places.
 _LEAF_PLACE = 1 << 32
 
 
@@ -153,6 +157,7 @@ def mark(trace: Trace, node_range: NodeRange, values: list[Any]) -> None:
     """Leave a trace with the nodes that an operator made."""
     waiting = [value.node for value in values if isinstance(value, Tensor) and value.node]
     for node in _reached(waiting, lambda node: node_range.start < node.number < node_range.end):
+        # `setdefault`, since an op within a composite has marked its node already.
         node.metadata.setdefault(_KEY, _Origin(trace, node_range.start))
 
 
@@ -170,8 +175,10 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
         try:
             original(outputs, grads)
         finally:
+            # Also after an error: a graph that is kept must not call the hooks of this pass again.
             for remove in hooked:
                 remove()
+            # A new step begins after a backward pass, so ids at the top level count anew.
             interceptor.reset_root()
         for trace in {id(origin.trace): origin.trace for origin in origins.values()}.values():
             if not trace.pending:
@@ -184,6 +191,7 @@ def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Cal
     leaf = isinstance(node, _autograd.AccumulateGrad)
     place = node.number - origin.start
     if isinstance(node, _autograd.AccumulateGrad):
+        # By the leaf and not by a number, since one node serves every op that reads the leaf.
         place = _LEAF_PLACE + interceptor.ordinal(node.leaf)
     step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not leaf)
     if not step.has_work:
@@ -221,6 +229,7 @@ def _reached(nodes: list[Node], admits: Callable[[Node], bool] = lambda node: Tr
 def _origins(nodes: list[Node]) -> dict[Node, _Origin]:
     """Return where nodes come from; a leaf belongs to the operator that used it first."""
     origins: dict[Node, _Origin] = {}
+    # In the order of making, so that a leaf goes to the operator that used it first.
     for node in sorted(nodes, key=lambda node: node.number):
         origin = node.metadata.get(_KEY)
         if origin is None:
@@ -263,6 +272,7 @@ class FakeDriver(FakeTensors, EagerDriver):
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """Return what keeps a call from being instrumented, and why."""
+        # Said in the report and not passed over: a user must know what tools did not see.
         return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
 
     def scope_name(self, subjects: Sequence[Any]) -> str:
@@ -288,6 +298,7 @@ class FakeDriver(FakeTensors, EagerDriver):
             for name, value in vars(module).items()
             if isinstance(value, fake.Parameter)
         }
+        # Weak: the function lives with the facts of the op, which must not keep the model alive.
         return WeakKeyDictionary(paths).get
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

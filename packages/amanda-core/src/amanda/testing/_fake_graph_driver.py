@@ -86,6 +86,7 @@ class GraphRewriter(Rewriter[GraphNode]):
     def __init__(self, graph: OpGraph, rewriting: GraphRewriting) -> None:
         super().__init__(rewriting)
         self.graph = graph
+        # By the graph's number: two graphs of one function have ops of their own.
         self.identity = digest("fake/graph", interceptor.ordinal(graph))
         self.symbols = {name: NamedSymbol(name, value) for name, value in graph.constants.items()}
 
@@ -139,7 +140,9 @@ class GraphRewriter(Rewriter[GraphNode]):
             for item in inputs
         ]
         try:
+            # Called once with symbols: what it does to these becomes nodes of the copy.
             results = self.results(place, values)
+        # The routine did with a symbol what only a tensor can do.
         except (TypeError, AttributeError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
         return [Value(name := self._name(item), self.symbol(name)) for item in results]
@@ -160,6 +163,7 @@ class GraphRewriter(Rewriter[GraphNode]):
             return value.name
         if not isinstance(value, Tensor):
             return value
+        # The constant is held in `constants`, so no other tensor gets its id.
         name = f"amanda_constant_{id(value)}"
         self.rewriting.constants[name] = value
         return name
@@ -210,6 +214,7 @@ class FakeGraphDriver(GraphDriver[GraphRewriting, RunnableCopy]):
             copy, execution = prepared
             return copy.run(execution, values)
 
+        # Set by `attributes`, which `detach` restores.
         self.attributes.set(OpGraph, "run", instrumented)
 
     def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> GraphRewriting:

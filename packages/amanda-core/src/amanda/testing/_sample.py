@@ -156,6 +156,7 @@ class Sample(ABC):
 @contextmanager
 def attached(driver: type[Driver]) -> Iterator[None]:
     """Attach the driver in scopes that open in this context, as if a distribution registered it."""
+    # Nested, as where a fixture and a test both attach it.
     if driver in attachment.guests:
         yield
         return
@@ -206,6 +207,7 @@ class Gaps:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # A misspelt capability would take no test away, and these tests would fail without a hint.
         unknown = cls.lacks.keys() - CAPABILITIES.keys()
         if unknown:
             capabilities = ", ".join(CAPABILITIES)
@@ -214,6 +216,7 @@ class Gaps:
             )
         for name in dir(cls):
             if getattr(getattr(cls, name), "needs", frozenset()) & cls.lacks.keys():
+                # None hides a test of a base class from pytest; a skip would count as one.
                 setattr(cls, name, None)
         for name, mark in vars(cls).get("gaps", {}).items():
             test = getattr(cls, name, None)
@@ -223,6 +226,7 @@ class Gaps:
 
 
 def _copied(test: types.FunctionType) -> types.FunctionType:
+    # A copy, since the mark must not reach other drivers' subclasses of the same suite.
     copy = types.FunctionType(
         test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
     )

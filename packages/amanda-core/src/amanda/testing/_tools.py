@@ -96,12 +96,14 @@ class Executed(Tool):
 
     def _insert(self, context: OpContext) -> None:
         op_id = context.get_op_id()
+        # A routine, since an analysis runs once and executions are what is counted.
         context.insert_before_op(lambda *_: self.ids.append(op_id))
 
 
 def no_op() -> Tool:
     """A tool with routines everywhere that change nothing."""
     built = Tool()
+    # At all four points, with routines at each, so that every path of a driver is taken.
     built.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
     built.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
     built.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
@@ -164,6 +166,7 @@ class Fresh(Unchanged):
         return [self._of(value) for value in values]
 
     def _of(self, value: Any) -> Any:
+        # A named tuple is not made of one iterable, so it goes to the sample's own function.
         if isinstance(value, list) or type(value) is tuple:
             return type(value)(self._of(element) for element in value)
         return self.copied(value)
@@ -178,6 +181,7 @@ class Scaling(Tool):
     def __init__(self, sample: GraphSample, held: Any) -> None:
         self.sample = sample
         self.held = held
+        # Before the routine is registered: a subclass puts there what the routine reads.
         self.set_up()
         self.add_inst_for_op(self.analyse)
 
@@ -280,6 +284,7 @@ class Hidden(Scaling):
 
     @traceable
     def scaled(self, value: Any) -> Any:
+        # No constant of the code is the name, so that no scan of it can find what is read.
         return value * getattr(self, "".join(["he", "ld"]))
 
 

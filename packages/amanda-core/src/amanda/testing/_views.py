@@ -79,4 +79,5 @@ class ViewTests(Gaps):
             with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 1.0)):
                 for _ in range(3):
                     sample.write(sample.part(base), 1.0)
+        # One write outside, then three through the view of the first two elements.
         assert sample.numbers(base) == [5.0, 6.0, 4.0]

@@ -61,6 +61,7 @@ class DriverTests(
     def test_the_suite_passes_on_the_pure_python_interceptor(self, request: pytest.FixtureRequest) -> None:
         if not interceptor.NATIVE:
             return
+        # In a process of its own, since the interceptor is chosen when it is imported.
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         if request.config.inipath is not None:
             command += ["-c", str(request.config.inipath)]

@@ -42,6 +42,7 @@ class CachingTests:
         with amanda.apply(inserting("insert_before_op", sample.name("linear"), lambda *_: runs.append(1))):
             for _ in range(3):
                 model(x)
+        # Two linear layers in three passes.
         assert len(runs) == 6
 
     def test_another_set_of_tools_has_plans_of_its_own(self, sample: Sample) -> None:
@@ -82,6 +83,7 @@ class CachingTests:
                 sample.name("relu"),
             )
             model(x)
+            # No op is admitted any more, so the third pass runs no routine.
             recorder.restrict(lambda _: False)
             model(x)
         assert runs == ["one", "one", "two"]
@@ -123,6 +125,7 @@ class CachingTests:
                 module(sample.tensor([1.0], narrow))
                 module(sample.tensor([[1.0]], wide))
                 module(sample.tensor([1.0, 2.0], wide))
+        # Another dtype or rank is another plan; another size of the same rank is not.
         assert analysed == [wide, narrow, wide]
 
     def test_a_tool_that_decides_by_shape_is_asked_for_each(self, sample: Sample) -> None:
@@ -152,6 +155,7 @@ class CachingTests:
             guard=lambda inputs: is_empty(inputs),
         )
         module = sample.module(lambda x: sample.relu(x))
+        # Two answers of the guard for four values: one analysis for each answer.
         tensors = [sample.tensor([number]) for number in (0.0, 1.0, 2.0, 0.0)]
         with amanda.apply(see):
             for x in tensors:
@@ -237,6 +241,7 @@ class CachingTests:
 
 
 def _keep(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
+    # In the context, which lives exactly as long as the plan.
     value = context["kept"] = Referent()
     references.append(weakref.ref(value))
     context.insert_before_op(lambda *_: None)

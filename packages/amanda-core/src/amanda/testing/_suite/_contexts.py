@@ -24,6 +24,7 @@ class InputTests:
         with amanda.apply(tool(lambda context: names.append(op_name(context)))):
             model(x)
         linear, relu = sample.name("linear"), sample.name("relu")
+        # A linear layer may have ops of its own beside the product, such as a transposition.
         assert [name for name in names if name in (linear, relu)] == [linear, relu, linear]
 
     @needs("schema")
@@ -76,6 +77,7 @@ class InputTests:
         def routine(*values: Any) -> None:
             arguments.append(values)
 
+        # By position, by name, all, and in an order of the routine's own.
         for select in ([1], ["other"], None, [1, 0]):
             with amanda.apply(inserting("insert_before_op", sample.name("add"), routine, select)):
                 sample.add(x, y)
@@ -84,6 +86,7 @@ class InputTests:
     def test_a_selected_input_is_replaced_by_what_the_routine_returns(self, sample: Sample) -> None:
         x, y, ten = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([10.0])
         results = []
+        # One value may be returned as it is, or in a sequence of one.
         for result in (ten, [ten], (ten,)):
             change = inserting("insert_before_op", sample.name("add"), lambda _, r=result: r, [1])
             with amanda.apply(change):
@@ -162,6 +165,7 @@ class InputTests:
         change = inserting("insert_after_op", sample.name("pair"), lambda value: value * 3, [1])
         with amanda.apply(change):
             result = sample.pair(x)
+        # The output that the routine did not select has every bit as before.
         assert sample.bits(result[0]) == sample.bits(plain[0])
         assert sample.numbers(result[1]) == [3 * number for number in sample.numbers(plain[1])]
 
@@ -214,6 +218,7 @@ class ContextTests:
         with amanda.apply(recorder):
             sample.backward(model(x))
         assert sample.relu_backward in [name for _, name in recorded]
+        # Two layers and the activation at least; a framework may run more ops.
         assert len({mark for mark, _ in recorded}) >= 3
 
     def test_tools_share_the_context(self, sample: Sample) -> None:
@@ -242,6 +247,7 @@ class ContextTests:
         assert len(inner) >= 2
         assert len({context.get_backward_op_id() for context in of_many}) == len(of_many)
         assert len({context.get_op_id() for context in of_many}) == 1
+        # No context has a key of another: each inherits from the forward op alone.
         assert all(list(context) == [op_name(context)] for context in of_many)
 
     @needs("backward", "values")
@@ -301,6 +307,7 @@ class ContextTests:
     def test_what_stores_a_gradient_is_not_replaced(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
         change = inserting("replace_backward_op", sample.leaf_backward, lambda grad: grad)
+        # The error says what works instead.
         with amanda.apply(change), pytest.raises(ActionError, match="insert_before_backward_op"):
             sample.backward(sample.relu(x))
 
@@ -328,6 +335,7 @@ class ContextTests:
             for number in (1.0, 2.0, 3.0):
                 sample.backward(sample.relu(sample.tensor([number], requires_grad=True)))
             results = [sample.relu(sample.tensor([number], requires_grad=True)) for number in (4.0, 5.0)]
+            # In reverse, so that a dict by order of executions would be mixed up.
             for result in reversed(results):
                 sample.backward(result)
         assert recorded == [[1.0], [2.0], [3.0], [5.0], [4.0]]
@@ -357,6 +365,7 @@ class ContextTests:
         with amanda.apply(tool(lambda context: devices.append(context.get_device()), sample.name("linear"))):
             model(x)
         assert len(devices) == 2
+        # In graphs a tensor may have no device before the run.
         assert set(devices) <= {sample.device(x), ""}
 
     def test_a_context_knows_its_module_and_line(self, sample: Sample) -> None:

@@ -47,6 +47,7 @@ class OrderTests:
             top.depends_on(base)
         with amanda.apply(*tops, base):
             sample.relu(sample.tensor([1.0]))
+        # Applied by itself as well as joined by two others, it still acts once.
         assert order == ["base", "top", "top"]
 
     def test_a_cycle_is_an_error_that_prints_it(self) -> None:
@@ -76,6 +77,7 @@ class OrderTests:
         bystander = tool(lambda _: order.append("other"), sample.name("relu"))
         with amanda.apply(tops[0], tops[1], bystander):
             sample.relu(sample.tensor([1.0]))
+        # A tool that does not depend on it comes after the closing routine, as applied.
         assert order == ["open", "top", "top", "close", "other"]
 
     def test_an_innermost_routine_is_next_to_the_op(self, sample: Sample) -> None:
@@ -85,6 +87,7 @@ class OrderTests:
         for action, expected in cases:
             near = inserting(action, sample.name("relu"), plus)
             far = inserting(action, sample.name("relu"), lambda value: value * 10)
+            # In both orders, and in scopes within each other: what is innermost does not depend on either.
             for tools in ((near, far), (far, near)):
                 with amanda.apply(*tools):
                     assert sample.numbers(sample.relu(x)) == [expected]
@@ -133,6 +136,7 @@ class OrderTests:
                     module(x)
                     module(x)
             module(x)
+        # Each tool once: the plan of the outer scope serves with and without the inner one.
         assert analysed == ["outer", "inner"]
 
     def test_a_tool_of_a_scope_around_acts_once_at_its_outermost_place(self, sample: Sample) -> None:
@@ -142,6 +146,7 @@ class OrderTests:
         inner.depends_on(shared)
         with amanda.apply(shared), amanda.apply(inner, shared):
             sample.relu(sample.tensor([1.0]))
+        # Three times asked for, by two scopes and a dependency, it acts at its outermost place alone.
         assert runs == ["shared", "inner"]
 
     @needs("backward")
@@ -162,6 +167,7 @@ class OrderTests:
         times = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 10)
         with amanda.apply(plus), amanda.apply(times):
             sample.backward(sample.relu(x))
+        # (1 + 1) * 10: the outer scope's routine runs first, as in the forward pass.
         assert sample.numbers(sample.gradient(x)) == [20.0]
 
     def test_an_op_is_in_the_namespace_of_its_driver(self, sample: Sample) -> None:
@@ -220,6 +226,7 @@ class PartialTests(Gaps):
         passes = FORWARD_POINTS if "backward" in self.lacks else POINTS
         for scopes in NESTS:
             recorded: set[tuple[int, object, bool]] = set()
+            # New tools for each nest, so that no plan of the last one answers.
             tools = _writing_and_reading(sample, base, recorded)
             relu = sample.module(lambda x: sample.relu(x))
             for names in scopes:
@@ -240,6 +247,8 @@ class PartialTests(Gaps):
             tools["c"].depends_on(tools["b"])
             tools["d"].depends_on(tools["e"])
             relu = sample.module(lambda x: sample.relu(x))
+            # The smaller pass first, before anything is analysed, and again when all tools have analysed the
+            # op.
             for opened, run in ((backward, part), (forward, whole), (backward, part)):
                 with _scope(tools, forward, cache):
                     y = relu(sample.tensor([1.0], requires_grad=True))

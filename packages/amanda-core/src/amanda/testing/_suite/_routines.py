@@ -60,6 +60,7 @@ class RoutineTests:
         recorder = SettableScaling()
         for _ in range(2):
             with amanda.apply(recorder):
+                # Back to the first value: a graph must not take the last copy for the right one.
                 for factor in (2.0, 5.0, 2.0):
                     recorder.factor = factor
                     assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [factor]
@@ -79,6 +80,7 @@ class RoutineTests:
         one_run = [
             "insert_before_op", "insert_after_op", "insert_before_backward_op", "insert_after_backward_op",
         ]  # fmt: skip
+        # Twice, since the second execution may run in native code.
         assert order == one_run * 2
 
     @needs("backward")
@@ -88,6 +90,7 @@ class RoutineTests:
         after = inserting("insert_after_backward_op", sample.relu_backward, lambda grad: grad + 1)
         with amanda.apply(before, after):
             sample.backward(sample.relu(x))
+        # relu passes no gradient at -1 and the whole at 2: 3 * 0 + 1 and 3 * 1 + 1.
         assert sample.numbers(sample.gradient(x)) == [1.0, 4.0]
 
     @needs("backward")
@@ -143,6 +146,7 @@ class RoutineTests:
         before = inserting("insert_before_op", sample.name("relu"), lambda value: value + 1)
         after = inserting("insert_after_op", sample.name("relu"), lambda value: value + 5)
         with amanda.apply(recorder, before, after):
+            # (1 + 1) * 10 + 5: the replacement stands where the op stood.
             assert sample.numbers(sample.relu(x)) == [25.0]
 
     @needs("in_place")

@@ -40,6 +40,7 @@ class ScopeTests:
 
         with amanda.apply(tool(analysis, sample.name("relu"))):
             sample.relu(sample.tensor([1.0]))
+        # The calls of relu in the analysis and in the routines are no ops.
         assert recorded == [sample.name("relu")]
 
     def test_ops_of_a_backward_routine_are_not_instrumented(self, sample: Sample) -> None:
@@ -69,6 +70,7 @@ class ScopeTests:
         assert relu.ids == []
 
     def test_an_op_looked_up_before_the_scope_is_seen(self, sample: Sample) -> None:
+        # The program's own reference, as by `from framework import relu`.
         early = sample.relu
         relu = Executed(sample.name("relu"))
         with amanda.apply(relu):
@@ -97,6 +99,7 @@ class ScopeTests:
                     sample.relu(sample.tensor([1.0]))
                     await asyncio.sleep(0)
 
+        # A task without a scope, between steps of tasks with one.
         async def bystander() -> None:
             for _ in range(5):
                 sample.relu(sample.tensor([1.0]))
@@ -231,6 +234,7 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
             sample.relu(sample.tensor([1.0]))
         status = status or (0 if len(relu.ids) == 2 else 4)
     finally:
+        # Without the exit handlers of pytest and of the framework, which belong to the parent.
         os._exit(status)
 
 
@@ -281,6 +285,7 @@ class ThreadTests:
     def test_a_task_of_a_pool_belongs_to_the_scope_in_which_it_was_submitted(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
         x = sample.tensor([1.0])
+        # One thread each, so that every task meets a thread that has run another before.
         with ThreadPoolExecutor(1) as before, ThreadPool(1) as thread_pool:
             with amanda.apply(relu), ThreadPoolExecutor(1) as inside:
                 for pool in (before, inside):
@@ -297,6 +302,7 @@ class ThreadTests:
         def routine(_: Any) -> None:
             running[0] += 1
             most[0] = max(most[0], running[0])
+            # Long enough for the other threads to come to the same routine.
             time.sleep(0.002)
             running[0] -= 1
 
@@ -307,6 +313,7 @@ class ThreadTests:
                 sample.relu(x)
 
         interval = sys.getswitchinterval()
+        # The default of 5 ms would let a routine pass before another thread gets its turn.
         sys.setswitchinterval(1e-5)
         try:
             with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):

@@ -71,6 +71,7 @@ class TransparencyTests:
         model, x = sample.model(), sample.input()
         with amanda.apply(no_op()):
             plain = sample.bits(model(x))
+            # Models hold functions of the framework, which a scope has replaced by stand-ins.
             for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
                 assert sample.bits(twin(x)) == plain
 
@@ -143,11 +144,13 @@ class TransparencyTests:
             return len(gc.get_objects())
 
         with amanda.apply(no_op()):
+            # The first passes analyse, cache programs and warm up the framework.
             for _ in range(5):
                 sample.backward(model(x))
             before = objects()
             for _ in range(50):
                 sample.backward(model(x))
+            # Fifty passes that kept an object each would be twice over this.
             assert objects() - before < 25
 
 
@@ -188,6 +191,7 @@ def _home(kind: type) -> str:
 
 def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
     after = _framework(sample)
+    # A framework's own counters and caches change while it runs.
     mutable = (int, float, bool, str, tuple, type(None), dict, list)
     return [
         (holder, name)
@@ -202,6 +206,7 @@ def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
     ]
 
 
+# A driver must raise the very object: a new one of this class cannot be made from its text.
 class Mistake(Exception):
     """The error of the suite's faulty tools; it cannot be made again from its message."""
 
@@ -258,6 +263,7 @@ class FailureTests:
             sample.backward(outer(x))
         assert caught.value.code == 7
         assert str(caught.value) == "not enough bits"
+        # One note, though the error passed two modules and a backward pass.
         (note,) = notes(caught.value)
         assert "Faulty" in note
         assert at in note

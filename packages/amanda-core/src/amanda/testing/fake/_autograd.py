@@ -129,6 +129,7 @@ def mapped(function: Callable[..., Number], first: Tensor, *operands: Tensor | N
 Gradients = Sequence[Tensor | None]
 Formula = Callable[[Gradients], Gradients]
 
+# Shared by all threads: a driver tells an operator's nodes by two readings of it.
 _numbers = count(1)
 
 
@@ -180,6 +181,7 @@ class AccumulateGrad(Node):
 
 @cache
 def _node_type(name: str) -> type[Node]:
+    # Cached, so that nodes of one operator have one type, as in real frameworks.
     return type(name, (Node,), {})
 
 
@@ -222,6 +224,7 @@ def _edge(value: Any) -> tuple[Node, int] | None:
         return None
     if value.node is not None:
         return value.node, value.slot
+    # Made when first needed and kept with the leaf, as PyTorch's are.
     if value.accumulator is None:
         value.accumulator = AccumulateGrad(value)
     return value.accumulator, 0
@@ -235,6 +238,7 @@ def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         if edge is None:
             raise RuntimeError("the tensor does not require a gradient")
         _give(waiting, edge, grad)
+    # A node runs once all gradients of its outputs have come, so they are counted first.
     missing = _consumers(list(waiting))
     ready = [node for node in waiting if not missing[node]]
     with no_grad():

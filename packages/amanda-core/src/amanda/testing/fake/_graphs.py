@@ -111,6 +111,7 @@ class GraphFunction:
     """
 
     tracing: ClassVar[list[OpGraph]] = []
+    # Reentrant, since a function that is traced may call another.
     lock: ClassVar[Any] = RLock()
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -120,10 +121,12 @@ class GraphFunction:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, GraphFunction):
+            # An attribute's name is the path that a context tells, as that of a layer.
             value.scope = name
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A copy traces its own graphs, whose constants are its own parameters.
         return {**self.__dict__, "graphs": {}}
 
     def __call__(self, *args: Any) -> Any:

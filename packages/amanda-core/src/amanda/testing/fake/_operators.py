@@ -41,6 +41,7 @@ def add_(input: Tensor, other: Tensor | Number) -> Tensor:
     if input.requires_grad and input.is_leaf and is_grad_enabled():
         raise RuntimeError("a leaf that requires a gradient is written in place")
     result = mapped(lambda a, b: a + b, input, other)
+    # The node leads to the tensor's history from before the write.
     inputs = [input.detach() if not input.requires_grad else _alias(input), other]
     input.assign(result)
     record("AddBackward", inputs, [input], lambda grads: (grads[0], grads[0]))
@@ -56,6 +57,7 @@ def _alias(tensor: Tensor) -> Tensor:
 def mul(input: Tensor, other: Tensor | Number) -> Tensor:
     """input * other, elementwise."""
     result = mapped(lambda a, b: a * b, input, other)
+    # Off the tape, and copies: what is written in place later must not change the gradient.
     a, b = input.detach(), other.detach() if isinstance(other, Tensor) else other
 
     def backward(grads: Gradients) -> Gradients:
@@ -145,6 +147,7 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
     return result
 
 
+# The operator below takes the name of the builtin.
 sum_of = sum
 
 
@@ -243,6 +246,7 @@ def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     def backward(grads: Gradients) -> Gradients:
         (grad,) = grads
         assert grad is not None
+        # A leaf of its own, whose gradient is that of the checkpoint's input.
         again = detached.detach()
         again.requires_grad = True
         with enable_grad():
