@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.backend import Execution, GraphAnalysis, GraphDriver, State, Uninstrumented, digest
+from amanda.backend import CannotInstrument, Execution, GraphAnalysis, GraphDriver, State, digest
 
 from ._boundary import Boundary
 from ._copies import ModelCopy, model_of
@@ -28,7 +28,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
     def __init__(self) -> None:
         super().__init__()
         self._boundary = Boundary(self._prepare_session)
-        self._models: WeakKeyDictionary[Any, Model | Uninstrumented] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Any, Model | CannotInstrument] = WeakKeyDictionary()
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
@@ -41,12 +41,12 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
         if model is None:
             try:
                 model = model_of(graph)
-            except Uninstrumented as error:
+            except CannotInstrument as error:
                 model = error
             # A model that cannot be read is remembered, too, so that it is not read at each run.
             self._models[graph] = model
-        if isinstance(model, Uninstrumented):
-            raise Uninstrumented(*model.args)
+        if isinstance(model, CannotInstrument):
+            raise CannotInstrument(*model.args)
         identity = digest("onnxruntime/graph", interceptor.ordinal(graph))
         rewriting = ModelRewriting(
             analysis=analysis, namespace=self.namespace, model=model, identity=identity

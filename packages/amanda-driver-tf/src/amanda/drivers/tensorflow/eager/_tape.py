@@ -191,7 +191,7 @@ class Tape:
         tensors = flatten(call.inputs)
         positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradients]
         step = BackwardStep(self._driver, trace, call.backward_op(), place, state)
-        if not step.wanted:
+        if not step.has_work:
             result = self._run_op(gradient_call, call, call.inputs)
             values = call.flatten_result(result)
         else:

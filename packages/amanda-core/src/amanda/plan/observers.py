@@ -1,4 +1,4 @@
-"""Observers that take many executions in one call."""
+"""Observers that native code or a driver runs without a call of Python for each execution."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
+from amanda import interceptor
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -13,6 +14,60 @@ if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
 
 
+# Native code finds these classes by their base, and adds to the table of the object without calling it.
+class Tally(interceptor.Tally):
+    """An observer that counts executions; insert the object itself, with no values.
+
+    >>> tally = Tally()
+    >>> context.insert_after_op(tally, outputs=[])  # doctest: +SKIP
+    >>> tally()
+    >>> tally.calls
+    1
+    """
+
+    __slots__ = ()
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __call__(self) -> None:
+        """Count an execution, as native code does instead of this call."""
+        self.add(())
+
+    @property
+    def recomputed(self) -> Tally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None
+
+    @property
+    def calls(self) -> int:
+        """Return how many executions were counted."""
+        return sum(calls for _, calls in self.items())
+
+
+# A class of its own, as the signature decides whether native code builds the tuple of shapes.
+class ShapeTally(interceptor.Tally):
+    """An observer that counts executions by their shapes; insert the object itself, with no values.
+
+    limit: native code counts so many different shapes by itself, and calls the object where there are more.
+    >>> tally = ShapeTally()
+    >>> tally(shapes=(((2, 3),), ((2, 4),)))
+    >>> tally.items()
+    [((((2, 3),), ((2, 4),)), 1)]
+    """
+
+    __slots__ = ()
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __call__(self, *, shapes: tuple[Any, ...]) -> None:
+        """Count an execution, as native code does instead of this call up to the limit."""
+        self.add(shapes)
+
+    @property
+    def recomputed(self) -> ShapeTally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None
+
+
+# A protocol: drivers store more about a place than this room knows.
 class ObserverPlace(Protocol):
     """An observer's action, with facts of its op."""
 
@@ -24,6 +79,7 @@ RunOf = Callable[[Any], dict[Any, Any]]
 RoutineT = TypeVar("RoutineT", bound="Routine")
 PreparedT = TypeVar("PreparedT")
 
+# On the observer and not on the routine that gathers: drivers ask with an observer in their hands.
 _NAME = "__amanda_gathered__"
 
 
@@ -97,6 +153,7 @@ class Executions(Sequence[Observed]):
 
         The result may depend only on the `kwargs` of the executions.
         """
+        # Keyed by the function: several tools may prepare something for the same executions.
         if make not in self._prepared:
             self._prepared[make] = make(self._executions)
         prepared: PreparedT = self._prepared[make]
@@ -117,6 +174,7 @@ class Executions(Sequence[Observed]):
     def __iter__(self) -> Iterator[Observed]:
         """Yield the executions."""
         for i, execution in enumerate(self._executions):
+            # A number costs less at each execution than a context manager that names the op.
             self._reached = i
             yield execution
         self._reached = None
@@ -129,6 +187,7 @@ class Executions(Sequence[Observed]):
                 action.gathered(self)
         except BaseException as error:
             reached = self._reached
+            # The routine did not iterate, so the first and the last execution say what it was about.
             for execution in (self[0], self[-1]) if reached is None else (self[reached],):
                 execution.explain(error)
             raise
@@ -159,9 +218,11 @@ def gathered_form(func: Routine) -> Routine | None:
     """Return the routine that takes many executions of an observer; None where the class has none."""
     if not isinstance(func, MethodType):
         attributes = getattr(func, "__dict__", {})
+        # `functools.wraps` copies the attribute to functions that do something else.
         return None if "__wrapped__" in attributes else attributes.get(_NAME)
     form = getattr(func.__func__, _NAME, None)
     if form is None:
         return None
+    # By name, so that a subclass may override the routine that gathers.
     bound: Routine = getattr(func.__self__, form.__name__)
     return bound
