@@ -8,7 +8,7 @@ from tensorflow.python.eager import execute
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.ops import EagerTensor
 
-from .._operation import Operation
+from .._operation import TensorFlowOperation
 
 FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall", "RemoteCall"})
 """Ops that call a function; FunctionDriver instruments them."""
@@ -27,7 +27,7 @@ class Schema:
 
     def __init__(self, op_def: Any) -> None:
         self.type: str = op_def.name
-        self.op = Operation(self.type)
+        self.op = TensorFlowOperation(self.type)
         self.inputs = tuple(op_def.input_arg)
         self.outputs = tuple(op_def.output_arg)
         self.names = tuple(arg.name for arg in self.inputs)

@@ -87,7 +87,7 @@ class GradientCall:
         local.gradient_call = self._outer
 
 
-class BackwardPass:
+class TapePass:
     """A running backward pass.
 
     nested: True if another tape records the pass.
@@ -164,7 +164,7 @@ class BackwardPass:
         }
         return max(latest, key=lambda mark: latest[mark])
 
-    def __enter__(self) -> BackwardPass:
+    def __enter__(self) -> TapePass:
         self._outer, local.backward_pass = local.backward_pass, self
         self._outer_call, local.gradient_call = local.gradient_call, None
         return self
@@ -195,7 +195,7 @@ class _Local(threading.local):
 
     marking: Marking | None = None
     gradient_call: GradientCall | None = None
-    backward_pass: BackwardPass | None = None
+    backward_pass: TapePass | None = None
     op_is_recorded = False
     recorded_outputs: Any = None
 

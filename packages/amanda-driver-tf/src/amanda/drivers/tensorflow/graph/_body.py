@@ -20,7 +20,7 @@ from ._values import TensorFlowReads
 if TYPE_CHECKING:
     from amanda.backend import OpFacts
 
-    from ._syntax import Edge, Syntax
+    from ._nodes import Edge, Syntax
 
 DEFAULT_BUDGET = 64 << 20
 
@@ -139,7 +139,7 @@ class AutodiffPlace:
 
 
 @dataclass(kw_only=True)
-class Rewriting(backend.Rewriting):
+class GraphRewriting(backend.Rewriting):
     """The rewrite of a graph with the functions that it calls.
 
     budget: limit in bytes for the values that one call of observers gets.

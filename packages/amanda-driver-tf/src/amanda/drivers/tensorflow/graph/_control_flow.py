@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ._side import dtype_enum, is_plain, op_side
 from ._slots import RoutineNode
+from ._values import dtype_enum, is_plain, op_side
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -16,9 +16,9 @@ from amanda.backend import Namespace, OpFacts
 from amanda.errors import RoutineError
 from tensorflow.python.framework import dtypes, tensor_util
 
-from .._operation import Operation
+from .._operation import TensorFlowOperation
 from ._locations import Location
-from ._syntax import input_sizes, op_def, output_sizes
+from ._nodes import input_sizes, op_def, output_sizes
 from ._values import VALUE_FORWARDING, VARIABLES
 
 _SITE_PACKAGES = Path(tf.__file__).parent.parent
@@ -52,7 +52,7 @@ def facts_of(
     node = op.node_def if node is None else node
     layout = input_sizes(node)
     return OpFacts(
-        Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
+        TensorFlowOperation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
         group_tensors(inputs_of(op, node), layout),
         attributes=NodeAttributes(node), scope=place.scope, source=source_line(op), read_value=read_value,
         op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),

@@ -8,14 +8,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import ops, tensor_util
 
-from ._body import Body, Rewriting
-from ._definitions import NUMBER
+from ._body import Body, GraphRewriting
+from ._definitions import LOOPS, NUMBER, captured_by
 from ._facts import eager_computation
 from ._forward_map import ForwardMap
 from ._functions import GraphFunction, executed_nodes, function_named
 from ._locations import Locations
-from ._loop_numbers import LOOPS, captured_by
-from ._syntax import FunctionSyntax
+from ._nodes import FunctionSyntax
 from ._values import variable_of
 
 _BRANCH_OPS = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -27,7 +26,7 @@ CaptureLookup = Callable[[Any], Any]
 def function_body(
     function: GraphFunction,
     identity: int,
-    rewriting: Rewriting,
+    rewriting: GraphRewriting,
     read_argument: Callable[[int], Any],
     argument_variable: Callable[[int], Any] | None = None,
     *,

@@ -9,25 +9,23 @@ from amanda.backend import Action, OpFacts, Side, Value, digest
 from amanda.errors import RoutineError
 from amanda.plan import Actions, Plan
 
-from .._operation import Operation
-from ._body import Body, Rewriting, RewrittenBody, op_id
+from .._operation import TensorFlowOperation
+from ._autodiff import Pullbacks, RecalledTensor
+from ._body import Body, GraphRewriting, RewrittenBody, op_id
 from ._calls import rewrite_calls
 from ._control_flow import CONTROL_FLOW_OPS, behind_control_flow, insert_at_control_flow
 from ._facts import facts_of, grouped_outputs, inputs_of, outputs_of
-from ._gradients import GradientEdges
-from ._handles import on_several_devices
-from ._pass_through import PassThroughOps
-from ._pullbacks import Pullbacks
+from ._gradients import GradientEdges, PassThroughOps
+from ._nodes import Edge, input_sizes, output_sizes, references
 from ._routines import ForeignInput, RoutineRewriter
-from ._side import OpSide, dtype_enum, op_side
-from ._slots import RecalledTensor
-from ._syntax import Edge, input_sizes, output_sizes, references
+from ._slots import on_several_devices
+from ._values import OpSide, dtype_enum, op_side
 
 _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 """Ops that store a tensor of a loop's round or of a branch for the gradients of all its readers."""
 
 
-def rewrite(body: Body, rewriting: Rewriting) -> RewrittenBody:
+def rewrite(body: Body, rewriting: GraphRewriting) -> RewrittenBody:
     """Analyse each operation of a body, and edit its nodes and the functions that they call."""
     rewriting.several_devices = rewriting.several_devices or on_several_devices(body.ops)
     return BodyRewriter(body, rewriting).rewrite()
@@ -44,7 +42,7 @@ class BodyRewriter(RoutineRewriter):
     call_numbers: by the name of an operation whose functions were edited, the ref of its number, if any.
     """
 
-    def __init__(self, body: Body, rewriting: Rewriting) -> None:
+    def __init__(self, body: Body, rewriting: GraphRewriting) -> None:
         super().__init__(body, rewriting)
         self.edges: dict[tuple[str, int], str] = {}
         self.gradient_reads: dict[tuple[str, Edge], str] = {}
@@ -315,7 +313,7 @@ class BodyRewriter(RoutineRewriter):
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
         """Analyse a backward operation, and put the recorded actions at it."""
         backward_id = digest(forward_id, self.body.identity, op.name)
-        facts = forward.at_backward(Operation(op.type, op.name, op), backward_id, True)
+        facts = forward.at_backward(TensorFlowOperation(op.type, op.name, op), backward_id, True)
         entering = self.gradients.entering(op)
         outputs = outputs_of(op, node)
         leaving = [i for i in self.gradients.leaving(op) if i < len(outputs)]

@@ -20,7 +20,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.framework import op_def_registry
 
-from ..graph._slots import py_func
+from ..graph import py_func
 
 
 class Partition(NamedTuple):
