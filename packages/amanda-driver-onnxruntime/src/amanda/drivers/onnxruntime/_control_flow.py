@@ -13,9 +13,7 @@ from onnx import NodeProto
 from amanda.backend import Execution
 
 from ._items import GraphItem, RoutineCall
-from ._names import bodies_of
-from ._symbols import Symbol
-from ._values import as_array
+from ._values import OnnxSymbol, as_array, bodies_of
 
 if TYPE_CHECKING:
     from ._graph_runner import GraphRunner
@@ -39,11 +37,11 @@ class ControlFlowBody:
     symbol: returns the symbol of a value.  constants: its initializers.
     """
 
-    inputs: Sequence[Symbol]
+    inputs: Sequence[OnnxSymbol]
     outputs: Sequence[str]
-    declared: Sequence[Symbol]
+    declared: Sequence[OnnxSymbol]
     items: Sequence[GraphItem]
-    symbol: Callable[[str], Symbol]
+    symbol: Callable[[str], OnnxSymbol]
     constants: Mapping[str, Any]
 
     @property
@@ -223,13 +221,13 @@ def _run_sequence_map(
 _RUNNERS = {"If": _run_if, "Loop": _run_loop, "Scan": _run_scan, "SequenceMap": _run_sequence_map}
 
 
-def _scalar_maker(symbol: Symbol) -> Callable[[Any, Any], Any]:
+def _scalar_maker(symbol: OnnxSymbol) -> Callable[[Any, Any], Any]:
     """Return a function that makes scalars of the rank that a body declares: 0, or 1 with extent 1."""
     shape = (1,) * (symbol.ndim or 0)
     return lambda value, dtype: np.full(shape, value, dtype)
 
 
-def _stack_rounds(rows: Sequence[Any], symbol: Symbol, axis: int) -> Any:
+def _stack_rounds(rows: Sequence[Any], symbol: OnnxSymbol, axis: int) -> Any:
     """Stack values along a new axis; without rounds, unknown extents are 0 as in ONNX Runtime."""
     if rows:
         return np.stack([np.asarray(value) for value in rows], axis if axis >= 0 else axis + 1 + rows[0].ndim)

@@ -12,7 +12,7 @@ import onnx
 from amanda.backend import Action, Execution, Insertion
 from amanda.errors import RoutineError
 
-from ._names import names_read
+from ._values import names_read
 
 
 class TypedInsertion(Insertion):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -13,10 +13,10 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 import onnxruntime
 
 from ._model import Model, add_outputs, array_of, initializer_of, output_types
-from ._names import bodies_of
-from ._schedule import ScheduledStep
-from ._symbols import Symbol, tensor_type
-from ._values import as_array
+from ._values import OnnxSymbol, as_array, bodies_of, tensor_type
+
+if TYPE_CHECKING:
+    from ._graph_runner import ScheduledStep
 
 _BUILT_IN = frozenset(
     {"", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft",
@@ -82,7 +82,11 @@ class SessionFactory:
         return options
 
     def part_session(
-        self, step: ScheduledStep, symbol: Callable[[str], Symbol], constants: Mapping[str, Any], free: bool
+        self,
+        step: ScheduledStep,
+        symbol: Callable[[str], OnnxSymbol],
+        constants: Mapping[str, Any],
+        free: bool,
     ) -> PartSession:
         """Return the session of a step.
 
@@ -185,7 +189,7 @@ def _is_custom(node: NodeProto) -> bool:
     return any(_is_custom(inner) for body in bodies_of(node) for inner in body.node)
 
 
-def passed_values(names: Sequence[str], symbol: Callable[[str], Symbol]) -> PassedValues:
+def passed_values(names: Sequence[str], symbol: Callable[[str], OnnxSymbol]) -> PassedValues:
     """Return the names and dtypes with which values pass into a session, or out of it."""
     dtypes = {name: symbol(name).dtype for name in names}
     return {

@@ -10,13 +10,13 @@ import numpy as np
 from amanda.backend import Reads, UnwrittenTensors
 from amanda.errors import MutationError, RoutineError
 
-from ._symbols import Symbol
 from ._tracing import TracedArray
+from ._values import OnnxSymbol
 
-_TENSORS = (np.ndarray, np.generic, TracedArray, Symbol)
+_TENSORS = (np.ndarray, np.generic, TracedArray, OnnxSymbol)
 
 
-class GraphTensors(UnwrittenTensors):
+class OnnxTensorOps(UnwrittenTensors):
     """Tensor primitives of ONNX Runtime, which has no backward pass."""
 
     def is_tensor(self, value: Any) -> bool:
@@ -74,7 +74,7 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 
 
 def _describe(value: Any, rank_alone: bool) -> Hashable:
-    if isinstance(value, Symbol):
+    if isinstance(value, OnnxSymbol):
         return (value.dtype and value.dtype.name, value.ndim) if rank_alone else value.shape
     return tuple([_describe(element, rank_alone) for element in value]) if isinstance(value, list) else None
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from amanda.backend import NotTraceable
 
-from ._array import TracedArray
-from ._recorder import NodeRecorder
+from ._array import NodeRecorder, TracedArray
 
 _SAME_MEANING = {
     "abs": "Abs", "arccos": "Acos", "arccosh": "Acosh", "arcsin": "Asin", "arcsinh": "Asinh", "arctan":
