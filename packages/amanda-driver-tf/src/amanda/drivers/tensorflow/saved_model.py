@@ -73,6 +73,7 @@ class SavedModelFolder(Artefact):
         function = self._library.find(name)
         if function is None:
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
+        # `context.is_static()` reads the last tag: ops of a file have no execution while tools look at them.
         tags = Namespace(f"tensorflow/{tf.__version__}/function/static")
         rewriting = GraphRewriting(
             analysis=inlining.analysis(GraphTensorOps()),
@@ -92,6 +93,8 @@ class SavedModelFolder(Artefact):
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
+        # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make layers
+        # by them, without routines.
         shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))
         file = type(self._file)()
         file.CopyFrom(self._file)
@@ -204,6 +207,7 @@ class FunctionLibrary:
             return None
         definition = function_pb2.FunctionDef()
         definition.CopyFrom(self._definitions[name])
+        # Each graph is created once, since a function may be called at many places.
         if name not in self._graphs:
             with self._holder.as_default():
                 self._graphs[name] = function_def_to_graph.function_def_to_graph(definition)

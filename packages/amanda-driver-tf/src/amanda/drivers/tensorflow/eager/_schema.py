@@ -27,6 +27,7 @@ class Schema:
 
     def __init__(self, op_def: Any) -> None:
         self.type: str = op_def.name
+        # One object for all eager calls of the type, since a call has no node with a name.
         self.op = TensorFlowOperation(self.type)
         self.inputs = tuple(op_def.input_arg)
         self.outputs = tuple(op_def.output_arg)
@@ -64,6 +65,7 @@ class Schema:
     def with_defaults(self, attrs: Sequence[Any]) -> dict[str, Any]:
         """Return attributes by name, with the op's default where a value is None."""
         attributes = dict(zip(attrs[::2], attrs[1::2], strict=True))
+        # Functions of tf.raw_ops pass None where the caller gave nothing, and native code takes the default.
         for name, value in attributes.items():
             if value is None and name in self._defaults:
                 attributes[name] = attribute_value(self._defaults[name])

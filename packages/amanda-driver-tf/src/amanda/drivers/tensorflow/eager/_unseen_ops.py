@@ -29,10 +29,12 @@ class EarlierTapes:
 
     def __init__(self) -> None:
         self._first_new_uid = 0
+        # Weak, since a tape holds all that it has recorded.
         self._new_tapes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def patch(self, attributes: Attributes) -> None:
         """Collect the tapes that are opened from now on, until `attributes` are restored."""
+        # Tensors take their ids from this counter: a smaller id is that of an older tensor.
         self._first_new_uid = ops.uid()
         push = backprop.GradientTape._push_tape
 
@@ -90,6 +92,7 @@ def _needs_no_mark(type: str, state: State) -> bool:
     plans = [
         plan for stack in chain for plans_by_key in stack.plans.values() for plan in plans_by_key.values()
     ]
+    # An op gets marks on the tape only if its plan has routines at backward ops, or is not complete.
     return any(
         plan.backward.complete
         and not any(plan.backward.actions.values())

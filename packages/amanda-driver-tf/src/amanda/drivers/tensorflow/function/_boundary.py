@@ -127,6 +127,7 @@ class FunctionBoundary:
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
     ) -> Any:
         """Call a function as its copy, and record a forward call; without a copy, call the function."""
+        # Taken at once, so that no call within this one finds it.
         forward_record, self._thread.forward_record = self._thread.forward_record, None
         self._thread.last_record = None
         copy = self._copy(state, atomic, args, forward_record)

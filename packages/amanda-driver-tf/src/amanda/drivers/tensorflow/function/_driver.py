@@ -188,6 +188,8 @@ class Identities:
             kind, base = split_name(name)
             # A forward function has the ops of the inference function, and the same ids.
             key = f"backward {base}" if kind == "backward" else base
+            # Each retracing makes another graph of this name; a count tells them apart, alike in every
+            # process.
             self._counts[key] = self._counts.get(key, 0) + 1
             identity = self._by_graph[graph] = digest("function", key, self._counts[key])
         return identity

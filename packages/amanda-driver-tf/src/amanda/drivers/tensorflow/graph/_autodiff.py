@@ -63,6 +63,8 @@ class SavedValues:
 
 def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> TapedValues:
     """Call routines while a tape records how the outputs depend on the inputs."""
+    # Routines run while recording is stopped for the program's tapes, but this tape has to record. The switch
+    # is one for all tapes of a thread.
     stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if stopped:
         pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
@@ -76,6 +78,7 @@ def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> Ta
         tapes.pop_tape(tape)
         if stopped:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+    # Routines that return their inputs as they are need no tape: each gradient passes unchanged.
     returns_inputs = set(map(id, outputs)) <= set(map(id, inputs))
     return inputs, outputs, None if returns_inputs else tape
 
@@ -87,7 +90,10 @@ def pull_back(
     place_inputs, place_outputs, tape = values
     if tape is None:
         return [_gradient_of_alias(place_inputs[i], outputs, place_outputs, entering) for i in inputs]
+    # A routine may ignore an input. Its gradient is zeros then, since a node cannot return None.
     sources = [place_inputs[i] for i in inputs]
+    # `tf.GradientTape.gradient` calls this function, too, after checks and conversions that are not needed
+    # here.
     products = imperative_grad.imperative_grad(
         tape,
         [place_outputs[k] for k in outputs],
@@ -198,6 +204,7 @@ class Pullbacks:
         gradients = self._edges.input_gradients(forward) if self._rewriting.autodiff_places else {}
         refs = {i: (tensor, self._rewriter.read_tensor(tensor)) for i, tensor in gradients.items()}
         entered = self._entered.get(forward, {})
+        # No operation computes the gradient of such an input: the gradient of the output is it.
         if pass_through and 0 in entered:
             refs |= dict.fromkeys(pass_through, entered[0])
             gradients = {i: tensor for i, (tensor, _) in refs.items()}
@@ -277,6 +284,8 @@ class Pullbacks:
         entered = self._entered.get(forward, {})
         outputs: Sequence[Any] = forward.outputs
         for i, output in enumerate(outputs):
+            # TensorFlow does not record of which output a gradient is, so shapes decide; the first free
+            # output wins.
             entered_gradient = entered.get(i)
             if entered_gradient is not None and tensor_key(entered_gradient[0]) == tensor_key(gradient):
                 return i

@@ -50,6 +50,7 @@ def function_body(
     backward: True for a backward function.
     """
     definition, graph = function.definition, function.graph
+    # TensorFlow prunes the other nodes when it runs the function, so tools must not see them.
     executed = executed_nodes(definition)
     nodes = {node.name: node for node in definition.node_def if node.name in executed}
     syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
@@ -62,6 +63,7 @@ def function_body(
     captured = _capture_lookup(graph, forward if is_branch else None, outer)
     forward_ops = _captured_operations(captured, operations, forward[1])
     forwards = ForwardMap(operations, forward_ops, captured, forward[0], backward)
+    # A file keeps its backward ops as they are, whichever forward ops they belong to.
     if forwards.guessed and not rewriting.written:
         rewriting.report(
             f"the backward ops of {function.name}",

@@ -171,6 +171,7 @@ _EXTENTS = (8, 1, 2, 32)
 RUNS_IN_XLA_ALONE = "it has jit_compile=True and fails without XLA, so that it runs uninstrumented"
 
 _numbers = count()
+# By graph: a trial runs the function once, and no second time while the function lives.
 _results: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -209,6 +210,7 @@ def _try_without_xla(function: GraphFunction, values: list[Any], extent: int) ->
         arguments = [_trial_argument(symbol, value, extent, variables) for symbol, value in pairs]
         # The runtime is called directly, so that no tape or scope sees the trial.
         current.call_function(name.encode(), arguments, len(function.definition.signature.output_arg))
+    # TypeError is raised for arguments that cannot be copied, such as tables and iterators.
     except (errors.OpError, ValueError, TypeError):
         return False
     finally:

@@ -30,6 +30,7 @@ class GradientEdges:
         self._readers: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
         self._computing: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
         self.groups: dict[tf.Operation, list[tf.Operation]] = {}
+        # Most bodies have no gradients, and need none of these tables.
         for op in body.ops if forward else ():
             if op in forward:
                 self.groups.setdefault(forward[op], []).append(op)
@@ -95,6 +96,8 @@ class GradientEdges:
         leaving = (op.outputs[i] for op in group for i in self.leaving(op))
         candidates = [tensor for tensor in leaving if self._is_read_outside(tensor, group)]
         inputs = {i: tensor for i, tensor in enumerate(forward.inputs) if is_differentiable(tensor)}
+        # TensorFlow has no record of which gradient belongs to which input, so pairs are matched greedily,
+        # the best score first; j and i keep the order of positions among equal scores.
         scored = sorted(
             (
                 (-self._match_score(tensor, inputs[i], group), j, i)
@@ -192,6 +195,7 @@ class GradientEdges:
         # In a graph of gradients alone, a gradient comes in through a placeholder, or from any op before.
         if producer.graph is not forward.graph:
             return producer.type in _PLACEHOLDERS or _has_shape_of_output(tensor, forward)
+        # A gradient is computed after the forward operation; a value from before it is a forward value.
         later = self._order.get(producer, -1) > self._order.get(forward, -1)
         return later and _has_shape_of_output(tensor, forward)
 
@@ -216,6 +220,7 @@ def is_differentiable(tensor: Any) -> bool:
     return bool(kind.is_floating or kind.is_complex or kind == tf.variant)
 
 
+# The other inputs of BiasAdd and Sub are absent: BiasAddGrad and Neg compute their gradients.
 _PASS_THROUGH_INPUTS = {
     "Identity": (0,), "Snapshot": (0,), "EnsureShape": (0,), "BiasAdd": (0,), "Sub": (0,),
     "Add": (0, 1), "AddV2": (0, 1),

@@ -27,6 +27,7 @@ def new_node(name: str, op: str, inputs: Iterable[str] = (), N: int = 0, **types
 
 def constant(name: str, value: Any, control_inputs: Iterable[str] = ()) -> Any:
     """Return a Const node, in the loop frame of its control inputs."""
+    # A Const reads nothing, so only control inputs bring it into the frame of a loop.
     node = new_node(name, "Const", control_inputs)
     node.attr["value"].tensor.CopyFrom(tensor_util.make_tensor_proto(value))
     node.attr["dtype"].type = node.attr["value"].tensor.dtype

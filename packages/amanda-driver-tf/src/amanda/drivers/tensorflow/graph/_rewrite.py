@@ -64,6 +64,8 @@ class BodyRewriter(RoutineRewriter):
         self._edges_by_node: dict[str, list[Edge]] = {}
         self._by_id: dict[int, tf.Operation] = {}
         self._by_name = {body.node_name(op): op for op in self.forward}
+        # A push stores a tensor for all its readers, so it must not read what a routine changed for one of
+        # them.
         self._forward_name = {
             body.node_name(op): body.node_name(forward)
             for op, forward in self.forward.items()
@@ -82,6 +84,7 @@ class BodyRewriter(RoutineRewriter):
     def rewrite(self) -> RewrittenBody:
         """Run the rewrite; return the edited nodes."""
         self.run()
+        # Observers wait for others to share their node; those that still wait get their nodes now.
         self.insertions.flush()
         if self.forward and self.rewriting.autodiff_places:
             self.passing.report_missed(self.body.backward)
@@ -201,6 +204,7 @@ class BodyRewriter(RoutineRewriter):
             return replaced
         name = self.body.node_name(op)
         changed = inputs.changed()
+        # Inputs are parsed only where a routine has changed one: most operations have no actions.
         edges = self._edges(self.body.nodes[name]) if changed else []
         for i in changed:
             self.edges[name, i] = inputs.refs[i]
@@ -287,6 +291,7 @@ class BodyRewriter(RoutineRewriter):
         entering = self.gradients.entering(op)
         self._read_saved_values(op, node, forward_id, entering)
         self.pullbacks.insert_at_outputs(op, forward, forward_id)
+        # Without tools for backward ops, gradient operations are redirected, but need no analysis.
         if self._wants_backward:
             self._analyse_backward(op, node, forward_id, forward_facts)
         if self.rewriting.autodiff_places and self.gradients.last(forward) is op:
@@ -413,6 +418,7 @@ class BodyRewriter(RoutineRewriter):
             waited += self.insertions.ahead.get(name, [])
             number = [self.call_numbers[name]] if self.call_numbers.get(name) else []
             inputs = [*refs, *number, *dict.fromkeys(f"^{control}" for control in waited)]
+            # A session copies only nodes that differ from the user's, so unchanged nodes stay untouched.
             if list(node.input) != inputs:
                 del node.input[:]
                 node.input.extend(inputs)

@@ -52,6 +52,7 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
 
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
+        # Without a tape there is nothing to stop, and entering a context costs more than these two calls.
         if context.executing_eagerly() and TFE_Py_TapeSetIsEmpty():  # a hot path, on TensorFlow's threads
             return self._call_routines(device, args)
         with _EAGER if context.executing_eagerly() else context.eager_mode(), Unrecorded():
@@ -68,6 +69,8 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
             outputs = execution.call(self.index, args[1:], rounds)
         finally:
             running.execution = outer
+        # The nodes that read the results expect them on the device of this node; ops of a routine may run
+        # elsewhere.
         return [_on_device(device, output) for output in outputs] if device is not None else outputs
 
 
@@ -123,10 +126,13 @@ class RoutineNode(Insertion):
         """Run the routines; return the flat tensors that go back into the graph."""
         flat = resolve_handles(execution, flat, self.loaned_positions)
         if self.in_autodiff:
+            # The tape and its values are saved: pullbacks ask this tape when the gradients arrive.
             values = call_on_tape(lambda: self._results(execution, flat, rounds), list(flat))
         else:
             values = list(flat), self._results(execution, flat, rounds), None
         if self.saved_as is not None:
+            # Where readers may run several times, or never, nobody can count them: the values live as long as
+            # the run.
             count = self.readers.count if self.readers.read_once else 0
             execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, count))
         return values[1]

@@ -28,6 +28,7 @@ class GraphTensorOps(EagerTensorOps, TensorOps):
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` in the dtype of `original`, whose shape it must have."""
         value, kind = cast_like(original, value), original.dtype
+        # Nodes that read the tensor were created for its dtype. `cast_like` casts floating types alone.
         if value.dtype != kind:
             raise RoutineError(
                 f"a routine returned {value.dtype.name} where {kind.name} was given; return that type"
@@ -43,6 +44,8 @@ class GraphTensorOps(EagerTensorOps, TensorOps):
         return value
 
 
+# Keras' attention casts, reshapes or transposes a weight ahead of its product: the weight is found behind
+# these operations, too.
 VALUE_FORWARDING = frozenset(
     {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch", "Reshape", "Transpose"}
 )
@@ -73,6 +76,7 @@ class TensorFlowReads(Reads):
 
     plain: ClassVar = (*Reads.plain, tf.DType, tf.TensorShape, np.dtype, np.generic)
     opaque: ClassVar = Reads.opaque | {"tensorflow", "keras", "tf_keras"}
+    # A layer's `__call__` is code of Keras, which is opaque; it calls the user's `call`.
     called: ClassVar = (*Reads.called, "call")
 
     def look_into(self, value: Any) -> bool:
@@ -102,6 +106,7 @@ class OpSide(Side):
     ) -> None:
         sizes = [size for _, size in layout]
         lengths = [1 if size is None else size for size in sizes]
+        # A function that is called by its name has no OpDef, so its layout is empty.
         if sum(lengths) != len(tensors):
             sizes, references = [None] * len(tensors), ()
         flags = [flag for flag, length in zip(references, lengths, strict=False) for _ in range(length)]

@@ -87,6 +87,7 @@ class SessionBoundary:
                 try:
                     yield
                 except errors_impl.OpError as error:
+                    # The prefix of hidden nodes is cut off, so the message has the names of the user's nodes.
                     error._message = error.message.replace(route.prefix, "")
                     routed_error = error
                     raise
@@ -120,6 +121,7 @@ class SessionBoundary:
         if prepared is None:
             return call(session, function, c_session, feeds, fetches, targets)
         route, execution = prepared
+        # All feeds and fetches of the parts are declared when the run is set up, as TensorFlow demands.
         handle = call(
             session, function, c_session, route.all_feeds(feeds), route.fetches(fetches),
             route.targets(targets),
@@ -177,6 +179,7 @@ class Callables:
 
     def __init__(self, boundary: SessionBoundary) -> None:
         self._boundary = boundary
+        # A native callable does not tell the options that it was made of.
         self._options: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._routed: WeakKeyDictionary[Any, tuple[Route, Any]] = WeakKeyDictionary()
 

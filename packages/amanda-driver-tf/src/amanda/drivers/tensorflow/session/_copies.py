@@ -83,6 +83,8 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     """
     session, request = run
     rewritten, graph = rewriting.rewritten, session.graph
+    # The number of the execution is fed, and selects the routines. So one copy serves all executions, also at
+    # the same time.
     number = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
     nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
     copied = _keep_generators(graph, partition(rewriting.vanilla_nodes, nodes), rewriting, rewriting.frames)
@@ -94,10 +96,12 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     fetched = [fetch for fetch in request.fetches if fetch not in request.feeds]
     for fetch, text in zip(fetched, rewritten.outputs, strict=True):
         edge = GraphSyntax().parse(text)
+        # A node that stays the user's is fetched itself.
         if edge.node in names:
             endpoints[fetch] = (edge.node, edge.index)
     targets = {name: node for name in request.targets if (node := rewritten.removed.get(name, name)) in names}
     extra = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
+    # An import returns C operations for those names only that were asked for.
     ends = {
         NUMBER,
         *extra,
@@ -290,6 +294,7 @@ class SessionValueReader:
     """Reads the values of constants and variables in a session; returns other symbols as they are."""
 
     def __init__(self, session: Any) -> None:
+        # Weak, since the body of a cached rewrite holds this reader, and must not keep the session open.
         self._session = ref(session)
 
     def __call__(self, tensor: Any) -> Any:

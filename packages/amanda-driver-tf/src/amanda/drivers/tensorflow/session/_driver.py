@@ -59,6 +59,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         if session._target:
             state.report("a session of a server", "routines cannot be called in its process")
             return None
+        # The copies belong to the graph: they are nodes of it, and die with it.
         prepared = self.prepare(SessionRun(session, request), state, request, owner=session.graph)
         if prepared is None:
             return None

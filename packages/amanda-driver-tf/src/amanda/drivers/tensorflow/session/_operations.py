@@ -89,6 +89,7 @@ def _predecessors(
         source = tensor.op
         if (source.name, tensor.value_index) not in feeds:
             reads.append(source)
+    # NextIteration closes the cycle of a loop. No order exists unless the cycle is cut there.
     if op.type in ("Merge", "RefMerge"):
         later.extend(read for read in reads if read.type.endswith("NextIteration"))
         reads = [read for read in reads if not read.type.endswith("NextIteration")]
@@ -115,9 +116,12 @@ class ForwardOps:
             forward = _recorded_forward(op)
             if forward is not None:
                 self.by_gradient[op.name] = forward
+                # The record of a second gradient leads to a first gradient, and only from there to the
+                # forward operation.
                 if op._original_op is not forward:
                     self.second_order.add(op.name)
         scopes = self._scopes()
+        # In the scopes of recorded gradients an operation without a record is no gradient, whatever its name.
         self._map_by_names(
             [op for op in ops if op.name not in self.by_gradient and not _is_in(op.name, scopes)]
         )
