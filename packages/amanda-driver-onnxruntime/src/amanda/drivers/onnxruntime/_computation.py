@@ -59,6 +59,7 @@ class Computation:
         """Return a session of a model with the node alone, for inputs of these dtypes."""
         node = NodeProto()
         node.CopyFrom(self._node)
+        # An empty name stands for an optional input that is left out.
         node.input[:] = ["" if array is None else f"i{i}" for i, array in enumerate(arrays)]
         inputs = [
             ValueInfoProto(name=f"i{i}", type=tensor_type(array.dtype, None))

@@ -18,6 +18,7 @@ from ._values import OnnxSymbol, as_array, bodies_of
 if TYPE_CHECKING:
     from ._graph_runner import GraphRunner
 
+# Scan of opset 8 has a batch axis and sequence lengths, which later versions dropped.
 _RUNNABLE_SINCE = {"If": 1, "Loop": 1, "Scan": 9, "SequenceMap": 17}
 """Nodes that Python can run, with the first opset whose semantics are those of this module."""
 LOOPS = ("Loop", "Scan", "SequenceMap")
@@ -151,8 +152,10 @@ def _run_loop(
     body, run = flow.bodies["body"], runner("body")
     # Limit and condition are optional inputs.
     limit, condition, *carried = (*inputs, None, None) if len(inputs) < 2 else inputs
+    # ONNX allows scalars and tensors with one element for both.
     limit_rounds = np.inf if limit is None else int(np.asarray(limit).reshape(()))
     goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))
+    # The session of the body refuses an input of another rank than the body declares.
     number, flag = (_scalar_maker(symbol) for symbol in body.inputs[:2])
     rows: list[list[Any]] = [[] for _ in body.outputs[1 + len(carried) :]]
     i = 0
@@ -230,7 +233,9 @@ def _scalar_maker(symbol: OnnxSymbol) -> Callable[[Any, Any], Any]:
 def _stack_rounds(rows: Sequence[Any], symbol: OnnxSymbol, axis: int) -> Any:
     """Stack values along a new axis; without rounds, unknown extents are 0 as in ONNX Runtime."""
     if rows:
+        # A negative axis counts in the result, which has one axis more than the values.
         return np.stack([np.asarray(value) for value in rows], axis if axis >= 0 else axis + 1 + rows[0].ndim)
+    # Without a value the declared type alone tells shape and dtype.
     extents = [extent or 0 for extent in symbol.shape or ()]
     extents.insert(axis if axis >= 0 else len(extents) + 1 + axis, 0)
     return np.zeros(extents, symbol.dtype or np.float32)

@@ -42,6 +42,7 @@ class ModelCopy:
                 rewriting.report(state, "its kernel holds it, and a copy's begins anew")
         constants = {**model.constants, **rewriting.constants}
         sparse = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
+        # A run may override a default, so no session may hold it as a constant.
         constant_names = {*constants, *sparse} - model.overridable
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
         fetched = set(self.outputs.values())

@@ -32,6 +32,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
     def __init__(self) -> None:
         super().__init__()
         self._boundary = Boundary(self._prepare_session)
+        # Weak, so that a model is dropped with its session.
         self._models: WeakKeyDictionary[Any, Model | Uninstrumented] = WeakKeyDictionary()
 
     def attach(self) -> None:

@@ -163,6 +163,7 @@ def output_layout(node: onnx.NodeProto, opsets: Opsets) -> Layout:
     return _layout(schema.outputs if schema else (), len(node.output))
 
 
+# A graph has many nodes and few op types.
 @cache
 def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
     """Return the schema of an op type; None if ONNX has none, as for custom ops."""
@@ -178,6 +179,8 @@ def _layout(parameters: Sequence[Any], count: int) -> Layout:
     names: list[str] = []
     sizes: list[int | None] = []
     for parameter in parameters:
+        # Optional values at the end may be left out, and the last parameter may stand for any number of
+        # values.
         remaining = count - len(sizes)
         if parameter.option == OpSchema.FormalParameterOption.Variadic:
             return (*names, parameter.name), (*sizes, remaining)

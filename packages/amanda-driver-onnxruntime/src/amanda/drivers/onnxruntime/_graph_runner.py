@@ -40,6 +40,7 @@ class GraphRunner:
         steps = schedule(items, constant_names, set(fetched), lambda name: symbol(name).nbytes)
         self._steps: list[tuple[list[RoutineCall | RunnableControlFlow], PartSession | None, list[str]]] = []
         for step in steps:
+            # Nodes have no effects, so a step whose outputs nobody reads needs no session.
             part = sessions.part_session(step, symbol, constants, free) if step.outputs else None
             calls = [
                 self._runnable(call) if isinstance(call, ControlFlowNode) else call for call in step.calls
@@ -137,6 +138,7 @@ def schedule(
     for item in items:
         if isinstance(item, ComputedNode):
             number = max((in_session.get(name, 0) for name in names_read(item.node)), default=0)
+            # Not before the observers have run whose values exceed the budget.
             number = max(number, first_number)
             steps[number].nodes.append(item.node)
             in_session.update(dict.fromkeys(item.node.output, number))
@@ -147,6 +149,7 @@ def schedule(
         steps[number].calls.append(item)
         in_session.update(dict.fromkeys(item.outputs, number))
         in_python.update(dict.fromkeys(item.outputs, number))
+        # Routines with results end a session anyway; values for observers alone pile up until it ends.
         observed_nbytes[number] += 0 if item.outputs else sum(nbytes(name) for name in item.reads)
         if observed_nbytes[number] > budget:
             # Later nodes go to later sessions, so that observers run, and the values they keep are freed.

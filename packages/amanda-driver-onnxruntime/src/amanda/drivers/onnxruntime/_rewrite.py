@@ -24,6 +24,7 @@ from ._model import Model, array_of, constant_of, is_all_typed, types_in
 from ._tracing import NodeRecorder, TracedArray
 from ._values import Array, OnnxSymbol
 
+# A model may have been instrumented before; the numbers of new names go on where the earlier ones end.
 _AMANDA_NAME = re.compile(r"amanda/[a-z]+(\d+)")
 
 
@@ -103,6 +104,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
 
     def symbol(self, name: str) -> OnnxSymbol:
         """Return the symbol of a value of this graph, or of a graph around."""
+        # Each value has one symbol, since tools recognise a value by it.
         symbol = self._symbols.get(name)
         if symbol is None:
             symbol = self._outer_symbol(name)
@@ -131,6 +133,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
 
     def keep(self, node: NamedNode, inputs: Side, outputs: Side) -> None:
         """Add a copy of a node; a node that only rearranges a constant is computed here instead."""
+        # A copy, since the model is rewritten again for other tools.
         self._copied_node = copy = NodeProto()
         copy.CopyFrom(node.proto)
         copy.input[:] = inputs.refs
@@ -156,6 +159,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         result.root = operands[0].root
         make_computation = computation_of(node.proto, inputs, self.rewriting.model)
         are_static = all(symbol.constant is not None or symbol.compute for symbol in operands)
+        # Computed when a tool reads the value, not for each weight that a graph casts or rearranges.
         if make_computation is not None and are_static:
             result.compute = partial(_compute_constant, make_computation, list(inputs.symbols))
 
@@ -175,6 +179,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
                 )
         if any(body.calls_python for body_list in bodies.values() for body in body_list):
             runnable = ControlFlowNode(copied_node, {name: body for name, (body,) in bodies.items()})
+            # Routines after the node may follow the node among the items, so it need not be the last one.
             is_copy = (isinstance(item, ComputedNode) and item.node is copied_node for item in self.items)
             self.items[list(is_copy).index(True)] = runnable
 

@@ -50,6 +50,8 @@ class PartSession:
         feed = {}
         for name, (session_name, dtype) in self._inputs.items():
             value = as_array(values[name])
+            # The Python interface of ONNX Runtime takes dtypes of NumPy alone. Values of others pass in a
+            # wider dtype, and a Cast in the session restores the dtype.
             feed[session_name] = value if dtype is None else value.astype(carrier_dtype(dtype))
         # The native session is called, since the stand-ins would take this run for one of the user's.
         results = self._session._sess.run(self._fetched, feed, options)
@@ -96,6 +98,7 @@ class SessionFactory:
         input_names = set(self._model.inputs) | self._model.overridable
         inputs, outputs = passed_values(step.inputs, symbol), passed_values(step.outputs, symbol)
         for name, (session_name, dtype) in inputs.items():
+            # Inputs of the model keep the extents that it declares: `ModelCopy.fits` has checked them.
             passed_symbol = symbol(name).like(name, shape_is_kept=not free or name in input_names)
             type = (
                 passed_symbol.type
@@ -152,6 +155,7 @@ class SessionFactory:
         with self._session_settings() as options:
             if external:
                 options.add_external_initializers(list(external), list(external.values()))
+            # No fallback: the copy runs on the providers of the user's session, or is refused.
             session = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, self._providers, self._provider_options, enable_fallback=0
             )

@@ -36,6 +36,7 @@ class OnnxTensorOps(UnwrittenTensors):
         try:
             return func(*values, **kwargs)
         except ValueError as error:
+            # NumPy has no exception of its own for a write into a read-only array.
             if "read-only" not in str(error):
                 raise
             raise MutationError(
@@ -55,6 +56,7 @@ class OnnxTensorOps(UnwrittenTensors):
         original_dtype, value_dtype = original.dtype, value.dtype
         if original_dtype == value_dtype:
             return value
+        # A cast from complex would drop the imaginary part without notice.
         if (original_dtype.kind == "c") != (value_dtype.kind == "c"):
             raise RoutineError(
                 f"a routine returned {value_dtype.name} where {original_dtype.name} was given; it may not "
@@ -70,6 +72,7 @@ class OnnxTensorOps(UnwrittenTensors):
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """Return True for a floating or complex dtype, also of ml_dtypes."""
+    # The dtypes of ml_dtypes, such as bfloat16, have NumPy's kind "V", so their names decide.
     return dtype.kind in "fc" or dtype.name.startswith(("bfloat", "float"))
 
 
@@ -92,5 +95,6 @@ def _shapes_agree(shape: Any, other_shape: Any) -> bool:
 class NumpyReads(Reads):
     """Reads with the plain values of NumPy."""
 
+    # Scalars of NumPy are compared by value, arrays by identity.
     plain: ClassVar[Any] = (*Reads.plain, np.dtype, np.generic)
     opaque: ClassVar[frozenset[str]] = Reads.opaque | {"ml_dtypes", "onnx", "onnxruntime"}

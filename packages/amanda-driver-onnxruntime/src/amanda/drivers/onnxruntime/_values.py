@@ -46,6 +46,7 @@ class OnnxSymbol:
         self.default = default
         self.root = root
         self.compute: Callable[[], Array] | None = None
+        # Parsed once: every signature and every routine's result asks for both.
         self.dtype, self.shape = _dtype_and_shape(type)
 
     @classmethod
@@ -168,6 +169,7 @@ def captured(graph: GraphProto) -> Iterator[str]:
     inner_names |= {entry.values.name for entry in graph.sparse_initializer}
     for node in graph.node:
         yield from (name for name in names_read(node) if name not in inner_names)
+        # Until a node of the graph has computed a name, it is that of a value of the graph around.
         inner_names.update(node.output)
     yield from (entry.name for entry in graph.output if entry.name not in inner_names)
 
@@ -192,6 +194,7 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
     for body in bodies_of(node):
         inner_names = {value.name for value in (*body.input, *body.initializer)}
         inner_names |= {name for inner in body.node for name in inner.output}
+        # A name of the body hides the value of that name outside.
         outer = {name: new for name, new in names.items() if name not in inner_names}
         for inner in body.node:
             _rename(inner, outer)
@@ -209,11 +212,13 @@ def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
 
 def as_array(value: Any) -> Any:
     """Return a tensor as an array; other values, and elements smaller than a byte, unchanged."""
+    # NumPy's functions return scalars for arrays without axes.
     if isinstance(value, np.generic):
         return np.asarray(value)
     if not isinstance(value, OrtValue) or not value.is_tensor():
         return value
     try:
+        # Raises RuntimeError for a dtype that NumPy lacks.
         return value.numpy()
     except RuntimeError:
         return _array_of_memory(value)

@@ -74,6 +74,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _raise_not_traceable(self, *_: Any, **__: Any) -> Any:
         raise NotTraceable("it makes a Python number, or an array, of a value that is known as it runs")
 
+    # Each of these needs the value, which a graph has at execution only.
     __float__ = __int__ = __index__ = __complex__ = _raise_not_traceable
     __array__ = item = tolist = __setitem__ = _raise_not_traceable
 
@@ -284,6 +285,7 @@ def _record_slices(array: TracedArray, slices: list[tuple[int, slice]]) -> Trace
     starts, ends, steps = [], [], []
     for _, entry in partial:
         step = 1 if entry.step is None else int(entry.step)
+        # Slice of ONNX clamps positions, so the largest number stands for an end that is left out.
         starts.append((0 if step > 0 else _LAST) if entry.start is None else int(entry.start))
         ends.append((_LAST if step > 0 else -_LAST) if entry.stop is None else int(entry.stop))
         steps.append(step)

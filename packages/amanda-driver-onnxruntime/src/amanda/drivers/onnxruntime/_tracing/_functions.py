@@ -56,6 +56,7 @@ __all__ = ["FUNCTIONS"]
 def where(condition: Any, x: Any, y: Any) -> Any:
     """Record `x` where the condition holds, and `y` elsewhere."""
     recorder = recorder_of(condition, x, y)
+    # Python numbers stay numbers, which in NumPy's promotion do not widen the type of an array.
     samples = [
         operand if isinstance(operand, (bool, int, float)) else np.empty(0, operand.dtype)
         for operand in (x, y)
@@ -102,6 +103,7 @@ def full_like(a: Any, fill_value: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Record a number in the shape of an array."""
     recorder = recorder_of(a, fill_value)
     value = recorder.constant(np.asarray(fill_value, dtype or a.dtype))
+    # The shape is read at execution, so that an array of unknown extents works, too.
     return recorder.add("Expand", value, recorder.add("Shape", a))
 
 
@@ -205,6 +207,7 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, **kwargs: Any) -> Any:
     """Record arrays joined along an axis."""
     refuse("concatenate", kwargs)
     recorder = recorder_of(*arrays)
+    # Concat of ONNX takes arrays of one type, while NumPy promotes.
     dtype = np.result_type(*(array.dtype for array in arrays))
     return recorder.add("Concat", *(as_traced(recorder, array).astype(dtype) for array in arrays), axis=axis)
 
@@ -229,6 +232,7 @@ def take(a: Any, indices: Any, axis: int | None = None, **kwargs: Any) -> Any:
     return recorder.add("Gather", array, as_traced(recorder, indices).astype(np.int64), axis=axis)
 
 
+# ONNX moved the axes from an attribute to an input: for ReduceSum five opsets before the other reductions.
 _AXES_ARE_INPUT = {"ReduceSum": 13}
 _AXES_INPUT_OPSET = 18
 """The opset from which the axes of all reductions are an input."""
@@ -241,6 +245,7 @@ def _record_reduction(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -
     axes = None if axis is None else [axis] if isinstance(axis, int) else list(axis)
     if axes is None:
         return recorder.add(op_type, a, keepdims=keep)
+    # Empty axes mean all axes in ONNX, and none in NumPy.
     if not axes:
         return a
     if recorder.opset >= _AXES_ARE_INPUT.get(op_type, _AXES_INPUT_OPSET):
@@ -386,5 +391,6 @@ def _record_sort(a: TracedArray, axis: int) -> list[TracedArray]:
     length = a.shape[axis]
     if length is None:
         raise NotTraceable(f"it sorts along an axis of {a.shape} whose extent is known as it runs")
+    # ONNX has no sort, but TopK with all elements is one.
     count = integers(a.recorder, [length])
     return a.recorder.add_all("TopK", [a, count], 2, axis=axis, largest=0, sorted=1)
