@@ -1,4 +1,4 @@
-"""The folder of a SavedModel: a copy gets edited functions; variables, assets and signatures stay."""
+"""SavedModels: a copy of the folder gets edited functions; variables, assets and signatures stay."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import tensorflow as tf
 from amanda.backend import Artefact, Inlining, Namespace, digest
 from amanda.errors import ArtefactError
 from amanda.files import file_beside
-from tensorflow.python.saved_model import fingerprinting_utils, loader_impl
+from tensorflow.core.framework import function_pb2, graph_pb2
+from tensorflow.python.checkpoint import checkpoint_options
+from tensorflow.python.framework import function_def_to_graph, ops
+from tensorflow.python.saved_model import fingerprinting_utils, load, load_options, loader_impl
 
-from .._requirements import check
-from ..graph import GraphTensors, Rewriting, edited_definition, function_body, rewrite
-from ._loaded import FunctionLibrary, LoadedObjects
+from ._requirements import check
+from .graph import GraphFunction, GraphRewriting, GraphTensorOps, edited_definition, function_body, rewrite
 
 _MODEL, _KERAS, _FINGERPRINT = "saved_model.pb", "keras_metadata.pb", "fingerprint.pb"
 ABOUT = Path("assets.extra", "amanda.json")
@@ -71,9 +73,10 @@ class SavedModelFolder(Artefact):
         function = self._library.find(name)
         if function is None:
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
+        # `context.is_static()` reads the last tag: ops of a file have no execution while tools look at them.
         tags = Namespace(f"tensorflow/{tf.__version__}/function/static")
-        rewriting = Rewriting(
-            analysis=inlining.analysis(GraphTensors()),
+        rewriting = GraphRewriting(
+            analysis=inlining.analysis(GraphTensorOps()),
             namespace=tags,
             written=True,
             find_function=self._library.find,
@@ -90,6 +93,8 @@ class SavedModelFolder(Artefact):
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
+        # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make layers
+        # by them, without routines.
         shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))
         file = type(self._file)()
         file.CopyFrom(self._file)
@@ -180,3 +185,48 @@ def _content_without_name(definition: Any) -> bytes:
 def _rewritten_files(root: Path) -> Callable[[str, list[str]], list[str]]:
     rewritten = (_MODEL, _KERAS, _FINGERPRINT)
     return lambda folder, names: [name for name in names if name in rewritten and Path(folder) == root]
+
+
+class FunctionLibrary:
+    """The functions of a SavedModel by name, each with a graph in which no other function is inlined."""
+
+    def __init__(self, graph: graph_pb2.GraphDef) -> None:
+        self._definitions: Mapping[str, Any] = {
+            definition.signature.name: definition for definition in graph.library.function
+        }
+        self._graphs: dict[str, Any] = {}
+        self._holder = tf.Graph()
+        with self._holder.as_default():
+            empty = graph_pb2.GraphDef(versions=graph.versions, library=graph.library)
+            # The import registers the functions with this graph, in which calls of them are looked up.
+            tf.graph_util.import_graph_def(empty, name="")
+
+    def find(self, name: str) -> GraphFunction | None:
+        """Return a function with a copy of its definition, which may be edited; None for an unknown name."""
+        if name not in self._definitions:
+            return None
+        definition = function_pb2.FunctionDef()
+        definition.CopyFrom(self._definitions[name])
+        # Each graph is created once, since a function may be called at many places.
+        if name not in self._graphs:
+            with self._holder.as_default():
+                self._graphs[name] = function_def_to_graph.function_def_to_graph(definition)
+        return GraphFunction(definition, self._graphs[name])
+
+
+class LoadedObjects:
+    """The objects of a SavedModel, loaded so that variables have values."""
+
+    def __init__(self, saved_model: Any, path: Path) -> None:
+        private_copy = type(saved_model)()
+        private_copy.CopyFrom(saved_model)  # the loader renames functions in it
+        # Loaded variables must not become part of a graph that the caller is building.
+        with ops.init_scope():
+            self._loader = load.Loader(
+                private_copy.meta_graphs[0].object_graph_def, private_copy, str(path),
+                checkpoint_options.CheckpointOptions(), load_options.LoadOptions(), None,
+            )  # fmt: skip
+
+    def captured_inputs(self, function: str) -> list[Any]:
+        """Return the tensors that a function captures, such as handles of variables."""
+        return list(self._loader._concrete_functions[function].captured_inputs)
