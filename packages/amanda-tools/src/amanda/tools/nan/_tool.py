@@ -15,7 +15,6 @@ from amanda.options import PositiveInt, checked
 from amanda.tools.kit import OpTensor, leaves, remarks_on_packed_inputs
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
-from amanda.tools.nan import _pytorch
 from amanda.tools.nan._floats import (
     NAN,
     Dtype,
@@ -25,6 +24,7 @@ from amanda.tools.nan._floats import (
     are_finite,
     floating,
     nonfinite_flags,
+    write_torch_roles,
 )
 from amanda.tools.nan._result import Entered, Finding, NanResult, ScaledBackward
 
@@ -115,7 +115,7 @@ class NanTool(amanda.Tool):
         self.clear()
         self._packed: dict[str, None] = {}  # what is not read
         self._running: dict[tuple[int, _Op], RecordedInputs] = {}  # by thread and op, while the op runs
-        self.depends_on(StandardMapping(), MappingTool([["pytorch", _pytorch.roles]]))
+        self.depends_on(StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
         self.add_inst_for_op(self._forward)
         if backward:
             self.add_inst_for_op(self._backward, backward=True)
