@@ -49,6 +49,12 @@ PRODUCTS: Mapping[str, Product] = {
 }  # fmt: skip
 """Products by the word of the op; a layer of several products, such as an LSTM, is in `SEVERAL_WEIGHTS`."""
 
+SEVERAL_WEIGHTS = frozenset(
+    {"rnn_tanh", "rnn_relu", "lstm", "gru", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3",
+     "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_grouped_mm", "grouped_mm"}
+)  # fmt: skip
+"""Types of ops that multiply by several weights each."""
+
 _BY_NAME: Mapping[str, Product] = {
     # TensorFlow gives the extents of the result first, ONNX scale and zero point behind each factor.
     **dict.fromkeys(
