@@ -1,18 +1,51 @@
-"""Arithmetic on tensors, and state in them, in the same words for every library."""
+"""Arithmetic on tensors and state in them, in the same words for every library, and the names it leans on."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.errors import AmandaError
+from amanda.backend import lacking
+from amanda.errors import AmandaError, ToolError
 from amanda.tools.libraries import do, get_dtype_name, ml_dtypes, to_numpy
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import InstalledEntries, backend_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+class RequiredNames:
+    """Undocumented names of one framework that a tool leans on.
+
+    tool: import path of the tool, for the error.  framework: its import name.
+    names: "module:attribute" each, such as "torch:Tensor._base".
+
+    >>> required = RequiredNames("amanda.tools.example", "math", "math:tau", "math:pie")
+    >>> required.check()
+    Traceback (most recent call last):
+    amanda.errors.ToolError: math of an unknown version lacks math.pie, which amanda...
+    """
+
+    def __init__(self, tool: str, framework: str, *names: str) -> None:
+        self.tool, self.framework, self.names = tool, framework, names
+        self._is_complete = False
+
+    def check(self) -> None:
+        """Raise ToolError, which says what is missing, where the framework lacks a name."""
+        if self._is_complete:
+            return
+        absent = [name.replace(":", ".") for name in lacking(self.names)]
+        if absent:
+            version = getattr(sys.modules.get(self.framework), "__version__", "of an unknown version")
+            raise ToolError(
+                f"{self.framework} {version} lacks {', '.join(absent)}, which {self.tool} leans on; install "
+                f"another version of {self.framework}, or upgrade the distribution of {self.tool}"
+            )
+        self._is_complete = True
+
 
 Array = Any
 """An array of NumPy, or a tensor of PyTorch: what tools compute masks and statistics with."""

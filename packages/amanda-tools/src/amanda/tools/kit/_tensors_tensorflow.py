@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
-from amanda.tools.kit._requirements import RequiredNames
-from amanda.tools.kit._tensors import Array, Save, Tensors
+from amanda.tools.kit._tensors import Array, RequiredNames, Save, Tensors
 
 _REQUIRED = RequiredNames(
     "amanda.tools.kit",
@@ -44,7 +43,6 @@ class TensorFlowTensors(Tensors):
         return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
-        """Return an array of NumPy with the same values; in float32 where NumPy lacks the element type."""
         return np.asarray((self.wide(x) if x.dtype.is_floating else x).numpy())
 
     def copy(self, array: Any) -> Array:
@@ -105,7 +103,6 @@ class TensorFlowTensors(Tensors):
         return id(x), save
 
     def cast(self, value: Any, like: Any) -> Any:
-        """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         tf = _tf()
         if tf.is_tensor(value):
             return tf.cast(value, like.dtype)
@@ -118,43 +115,33 @@ class TensorFlowTensors(Tensors):
         return _tf().stop_gradient(x)
 
     def wide(self, x: Any) -> Any:
-        """Return a tensor in float32, or in its own type if that is wider."""
         return _tf().cast(x, "float32") if x.dtype.size < 4 else x
 
     def ranks(self, values: Any) -> Any:
-        """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
         return _tf().argsort(_tf().argsort(values, stable=True))
 
     def round(self, x: Any) -> Any:
-        """Return the nearest integers, half to even."""
         return _tf().math.rint(x)
 
     def floor(self, x: Any) -> Any:
-        """Return the integers below."""
         return _tf().floor(x)
 
     def absolute(self, x: Any) -> Any:
-        """Return magnitudes."""
         return _tf().abs(x)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        """Return elements of x where the condition holds, else of y."""
         return _tf().where(condition, x, y)
 
     def minimum(self, x: Any, y: Any) -> Any:
-        """Return the smaller of each pair; y may be a number."""
         return _tf().minimum(x, y)
 
     def maximum(self, x: Any, y: Any) -> Any:
-        """Return the larger of each pair; y may be a number."""
         return _tf().maximum(x, y)
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
-        """Return a value, and 0 where x is not between two bounds."""
         return _tf().where((x <= low) | (x >= high), _tf().zeros_like(value), value)
 
     def sum(self, x: Any, axes: Sequence[int]) -> Any:
-        """Return the sum over axes."""
         return _tf().reduce_sum(x, axis=list(axes))
 
     def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
@@ -165,7 +152,6 @@ class TensorFlowTensors(Tensors):
         return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """Return the same elements in another shape."""
         return _tf().reshape(x, list(shape))
 
     def is_dense(self, x: Any) -> bool:
@@ -238,7 +224,6 @@ class TensorFlowTensors(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
-        """Write new values into state."""
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
             tensor = _tf().experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
@@ -247,7 +232,6 @@ class TensorFlowTensors(Tensors):
             state.assign(array, read_value=False)
 
     def read(self, state: Any) -> Any:
-        """Return state as a tensor to compute with."""
         if type(state) is _variable() and not state.trainable:  # a hot path; tapes hear of those that are
             return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
         return _tf().convert_to_tensor(state)

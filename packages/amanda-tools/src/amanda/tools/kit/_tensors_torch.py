@@ -19,8 +19,7 @@ from amanda.tools.kit._elements_torch import (
     stored_elements,
     why_unread,
 )
-from amanda.tools.kit._requirements import RequiredNames
-from amanda.tools.kit._tensors import Save, Tensors
+from amanda.tools.kit._tensors import RequiredNames, Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
 
 if TYPE_CHECKING:
@@ -109,12 +108,10 @@ class TorchTensors(Tensors):
         return x.dtype, x.device
 
     def extents(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of what this process holds; of a nested tensor the number of its elements."""
         x = local(x)
         return (int(x.numel()),) if x.is_nested else tuple(map(int, x.shape))
 
     def unread(self, x: Tensor) -> str | None:
-        """Return why the elements of a tensor cannot be read; None where they can be."""
         import torch
 
         kind = type(x)
@@ -134,7 +131,6 @@ class TorchTensors(Tensors):
         return (x if x.layout is torch.strided else x.to_dense()).as_subclass(torch.Tensor)
 
     def at(self, x: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return the elements of a dense tensor at positions in the order of indexing, in one row."""
         import torch
 
         where = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
@@ -208,7 +204,6 @@ class TorchTensors(Tensors):
         return numbers.sum(dtype=torch.float32) if numbers.element_size() < 4 else numbers.sum()
 
     def checksum(self, x: Tensor) -> float:
-        """Return a number that is finite only if each stored element is; 0 for a tensor without elements."""
         import torch
 
         is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype is torch.float32
@@ -217,7 +212,6 @@ class TorchTensors(Tensors):
         return super().checksum(x)
 
     def bytes_at(self, x: Tensor, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return the bytes of elements: a row for each position in the flattened tensor."""
         import torch
 
         return rows_of_bytes(resolved(x))[torch.from_numpy(positions).to(x.device)].cpu().numpy()
@@ -246,7 +240,6 @@ class TorchTensors(Tensors):
         return (storage._cdata, partial(_save_storage, x)) if storage.nbytes() else None
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
-        """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         import torch
 
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
@@ -255,7 +248,6 @@ class TorchTensors(Tensors):
             return cast
 
     def beside(self, array: Any, neighbour: Tensor) -> Tensor:
-        """Return an array where another one is, in its own element type."""
         import torch
 
         return torch.as_tensor(array, device=neighbour.device)
@@ -286,39 +278,30 @@ class TorchTensors(Tensors):
         return mask
 
     def ranks(self, values: Tensor) -> Tensor:
-        """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
         return values.argsort(dim=-1, stable=True).argsort(dim=-1)
 
     def detach(self, x: Tensor) -> Tensor:
-        """Return a tensor through which no gradient goes."""
         return x.detach()
 
     def wide(self, x: Tensor) -> Tensor:
-        """Return a tensor in float32, or in its own type if that is wider."""
         return x.float() if x.element_size() < 4 else x
 
     def round(self, x: Tensor) -> Tensor:
-        """Return the nearest integers, half to even."""
         return x.round()
 
     def floor(self, x: Tensor) -> Tensor:
-        """Return the integers below."""
         return x.floor()
 
     def absolute(self, x: Tensor) -> Tensor:
-        """Return magnitudes."""
         return x.abs()
 
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Return elements of x where the condition holds, else of y."""
         return x.where(distributed(condition, x), y)
 
     def minimum(self, x: Tensor, y: Any) -> Tensor:
-        """Return the smaller of each pair; y may be a number."""
         return x.clamp(max=y)
 
     def maximum(self, x: Tensor, y: Any) -> Tensor:
-        """Return the larger of each pair; y may be a number."""
         return x.clamp(min=y)
 
     def within(self, value: Tensor, x: Tensor, low: float, high: float) -> Tensor:
@@ -329,11 +312,9 @@ class TorchTensors(Tensors):
         return result
 
     def sum(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        """Return the sum over axes."""
         return x.sum(dim=tuple(axes)) if axes else x
 
     def extent(self, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest elements over axes, without autograd."""
         x = x.detach()
         if len(axes) == x.dim():
             least, most = x.aminmax()
@@ -341,11 +322,9 @@ class TorchTensors(Tensors):
         return x.amin(dim=tuple(axes)), x.amax(dim=tuple(axes))  # aminmax over axes takes 20 times as long
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the same elements in another shape."""
         return x.reshape(tuple(shape))
 
     def is_dense(self, x: Tensor) -> bool:
-        """Return True for a tensor that has elements and stores each of them."""
         import torch
 
         if self.unread(x) is not None or is_partial(x):
@@ -377,7 +356,6 @@ class TorchTensors(Tensors):
         return former
 
     def assign(self, state: Tensor, value: Any) -> None:
-        """Write new values into state."""
         import torch
 
         with torch.no_grad():
