@@ -17,10 +17,9 @@ import click
 import amanda
 from amanda import Instrumented
 from amanda.files import naming
-from amanda.tools.command._config import configured
 from amanda.tools.command._gathering import Teller
-from amanda.tools.command._line import PATH, exit_status, limit_option, path_to_write, tool_option
-from amanda.tools.command._spec import SpecError, Tooling, made
+from amanda.tools.command._line import PATH, configured, exit_status, limit_option, path_to_write, tool_option
+from amanda.tools.command._specs import SpecError, Tooling, made
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
 _FORMS = (".csv", ".html", ".json", ".txt")

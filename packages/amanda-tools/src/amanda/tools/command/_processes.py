@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from amanda.tools.command._spec import Tooling, ToolSpec, made
+from amanda.tools.command._specs import Tooling, ToolSpec, made
 
 if sys.platform != "win32":
     import fcntl
@@ -166,6 +166,15 @@ def folder_of_ranks() -> str | None:
         return None
     ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return str(folder) if ours else None
+
+
+def is_python(path: Path) -> bool:
+    """Return True for a Python interpreter, and for a script whose first line names Python."""
+    if path.resolve() == Path(sys.executable).resolve():
+        return True
+    with path.open("rb") as file:
+        first = file.readline(256)
+    return first.startswith(b"#!") and b"python" in first
 
 
 class Rank:
