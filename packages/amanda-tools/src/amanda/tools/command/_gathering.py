@@ -23,8 +23,8 @@ from amanda.tools.libraries import rich
 from amanda.tools.results import Result, by_rank, can_merge, load, read_json, reading, restored, to_json
 from amanda.tools.results import merge as merge_results
 
+# Bytes by which a file may grow between the question for its size and its reading.
 _MORE = 1 << 28
-"""Bytes by which a file may grow between the question for its size and its reading."""
 
 
 class Gathering:
@@ -66,6 +66,7 @@ class Gathering:
                 self._lose(tooling, error)
         if alone:
             return None
+        # The file comes last: once the root sees it, all that it names has been written.
         contents = {
             "tools": saved_results,
             "messages": self._messages,
@@ -106,6 +107,7 @@ class Gathering:
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
         teller = Teller(self._handed.quiet, self._handed.full)
+        # A rank that was killed left no file, so the number of ranks comes from those that did.
         expected = max((result["ranks"] for result in results.values()), default=0)
         missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known
         for index, tooling in enumerate(self._tools):
@@ -118,6 +120,7 @@ class Gathering:
                 self._lose(tooling, error)
         teller.say(*_sentences_once(self._messages, results, "messages"))
         killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
+        # Lost results are told under --quiet too: their absence would pass for success.
         teller.say(*dict.fromkeys([*_sentences_once(self._lost, results, "lost"), *killed]), anyway=True)
         if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
             shutil.rmtree(folder, ignore_errors=True)
@@ -134,6 +137,7 @@ class Gathering:
         return results
 
     def _checked_results(self, content: Any) -> Any:
+        # A damaged file is named and left; it must not take the results of the others with it.
         if len(content["tools"]) != len(self._tools) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")
         if any({"saved", "result", "text"} - result.keys() for result in content["tools"] if result):
@@ -163,6 +167,7 @@ class Gathering:
             parts = {label: restored(other["result"], result) for label, other in theirs.items()}
             if saw_op:
                 parts = {self._label: result, **parts}
+            # The merged file has the tool's name alone, those of single processes have labels.
             own_path = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
             merged = merge_results(parts, missing)
             saved = self._save(tooling, merged, self._suffix)
@@ -208,6 +213,7 @@ class Teller:
     """
 
     def __init__(self, quiet: bool = False, full: bool = False) -> None:
+        # A daemon may have closed the stream; Python then has None for it.
         self._is_there = sys.stderr is not None and not sys.stderr.closed
         self._quiet, self._full = quiet, full
         self._console = rich.console.Console(file=sys.stderr, highlight=False)
@@ -224,6 +230,7 @@ class Teller:
 
     def show(self, result: Any) -> None:
         """Write a result, or the text of one."""
+        # Rich folds a table into the width of the terminal; --full and files keep every column.
         is_table = self._console.is_terminal and not self._full and not isinstance(result, str)
         self._print(result if is_table else rich.text.Text(as_text(result, self._full)))
 
@@ -244,6 +251,7 @@ def as_text(result: Any, full: bool) -> str:
 def tell_of_others(handed: Handed) -> None:
     """Merge, save and print the results of other processes, in a root that has none itself."""
     try:
+        # The tools are made for their classes alone, which know how to merge.
         Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
     except Exception as error:  # the program's own end is not ours to change
         Teller().say(f"the results are lost: {type(error).__name__}: {error}")
@@ -303,6 +311,7 @@ def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> di
     for tool, results in results_by_tool.items():
         missing = missing_ranks(results, ranks)
         merged_results[tool] = by_rank(results) if per_rank else merge_results(results, missing)
+        # Rows side by side cannot say what is missing, as a merged result does.
         if per_rank and missing:
             merged_results[tool].remarks = [f"There is no result of {', '.join(missing)}."]
     return merged_results
@@ -325,6 +334,7 @@ def _results_of_files(files: Sequence[Path]) -> dict[str, Result]:
         path.stem if name is None else name[1].rstrip(".") for path, name in zip(files, named, strict=True)
     ]
     if len(set(labels)) < len(labels):
+        # Two runs in two folders have files of one name.
         labels = [str(path) for path in files]
     return {label: load(path) for label, path in zip(labels, files, strict=True)}
 

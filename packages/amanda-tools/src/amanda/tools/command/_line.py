@@ -44,6 +44,7 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
         return error.exit_code
     except AmandaError as error:
         return _report_error(name, str(error), 2 if isinstance(error, _USAGE) else failure, error)
+    # Without a file's name the working directory is what is absent: os.getcwd() gives none.
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         if error.filename is None and isinstance(error, FileNotFoundError):
@@ -97,6 +98,7 @@ class _Size(click.ParamType[int]):
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
             self.fail(f"{value!r} is no size such as 500MB or 4GB", param, ctx)
+        # Decimal prefixes, as disks and `amount` have them.
         return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
 
@@ -104,6 +106,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--limit SIZE`: the size of the largest file that the command reads."""
 
     @functools.wraps(command)
+    # The limit is set around the command, as its readers lie deep in other packages.
     def limited(limit: int | None, **options: Any) -> Any:
         with reading(limit):
             return command(**options)
@@ -121,6 +124,7 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
         path = Path(text)
         if path.suffix not in forms:
             raise click.BadParameter(f"{path} ends in none of {', '.join(forms)}")
+        # Checked before the command runs, which may take hours until it writes.
         if path.is_dir():
             raise click.BadParameter(f"{path} is a folder")
         if not path.parent.is_dir():
@@ -169,6 +173,8 @@ def _loaded(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # As Python does for a script: dataclasses and pickle look the module up, and its
+    # neighbours are imported from its folder.
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
@@ -226,6 +232,7 @@ def _read_table(path: Path) -> Any:
         raise SpecError(str(error)) from error
     try:
         if path.suffix == ".toml":
+            # Imported here: every process under `amanda run` imports this module, few read a file.
             if sys.version_info >= (3, 11):
                 import tomllib
             else:
@@ -244,6 +251,7 @@ def _read_table(path: Path) -> Any:
 def _tool_specs(path: Path, tools: Any) -> list[ToolSpec]:
     """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`."""
     if isinstance(tools, Mapping):
+        # `[tools.flops]` without options is None in YAML, an empty table in TOML.
         tables = {name: table or {} for name, table in tools.items()}
         tools = [
             {**table, "name": name} if isinstance(table, Mapping) else table for name, table in tables.items()

@@ -93,6 +93,7 @@ def run(arguments: Sequence[str] = ()) -> int:
 def _separated(arguments: Sequence[str]) -> list[str]:
     """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program."""
     options = [parameter for parameter in _command.params if isinstance(parameter, click.Option)]
+    # click would take a program's own options for ours, so the program begins where ours end.
     valued = {name for option in options if not option.is_flag for name in option.opts}
     waiting = list(arguments)
     ours: list[str] = []
@@ -100,6 +101,7 @@ def _separated(arguments: Sequence[str]) -> list[str]:
         if waiting[0] in ("-m", "-c"):
             return [*ours, "--", *waiting]
         if not waiting[0].startswith("-"):
+            # `amanda run flops train.py`: the first word names tools, unless options have named them.
             names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in ours)
             if names_tools or _is_program(waiting[0]):
                 return [*ours, "--", *waiting]
@@ -137,6 +139,7 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
     if is_model(first):
         return [sys.executable, "-m", "amanda.tools.models", *program], True
     path = Path(first)
+    # A folder or a zip file with a __main__.py is a program to Python.
     if path.is_dir() or (path.is_file() and _is_script(path)):
         return [sys.executable, *program], True
     executable = first if path.is_file() else shutil.which(first)
@@ -175,10 +178,12 @@ def launch(
     )  # fmt: skip
     environment = dict(os.environ)
     handed.write_into(environment)
+    # exec drops what is still in the buffers.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # the shell may have closed it
             stream.flush()
     try:
+        # The program keeps our process id, so signals and exit status are its own.
         if python and os.name == "posix":
             os.execve(command[0], command, environment)
         return _supervise(command, environment, handed)
@@ -195,6 +200,7 @@ def _folder_for(output: Path) -> Path:
     try:
         place = output.absolute()
         place.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell: a read-only file system refuses as well.
         with tempfile.TemporaryFile(dir=place):
             return place
     except OSError as error:
@@ -212,6 +218,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
         # A terminal sends SIGINT to the child as well.
         if number == signal.SIGINT and os.isatty(0):
             return
+        # A signal may arrive before the child has started.
         arrived.append(number)
         for child in children:
             child.send_signal(arrived.pop())
@@ -225,6 +232,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
         signal.signal(number, handler)
     tell_of_others(handed)
     if status < 0:
+        # Shells tell a death by signal from an exit status, so we die of the same one.
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
@@ -242,6 +250,7 @@ def _check_flags(program: Sequence[str]) -> None:
             if letter in "IES":
                 flag = f"python -{letter}, which ignores PYTHONPATH or site"
                 raise SpecError(f"tools cannot be applied under {flag}")
+            # The value is the rest of the word, or the next word.
             if letter in _WITH_VALUE:
                 if argument.endswith(letter):
                     next(arguments, None)

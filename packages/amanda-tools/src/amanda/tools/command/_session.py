@@ -46,6 +46,7 @@ class Session:
 
     def open(self) -> None:
         """Open the scope."""
+        # Before the scope opens, so that no analysed op is missed.
         plugin_manager().register(self)
         self._begin()
         show_program_alone()
@@ -78,9 +79,11 @@ class Session:
         self._gathering = Gathering(handed, tools, Messages().texts, self._label)
         self._has_failed = False
         self._rank: Rank | None = None
+        # The lock is taken before the scope opens: no other rank may print while this one runs.
         if handed.together and self._pid == handed.root:
             self._rank = Rank(handed.folder, self._label)
         self._scope.start()
+        # A launcher kills ranks that wait in native code, where no handler in Python runs.
         if handed.every is not None or is_rank(self._label):
             self._listen()
 
@@ -100,6 +103,7 @@ class Session:
         self._saw_op = True
 
     def _is_closed(self) -> bool:
+        # After a fork the scope is that of the parent until the child has made tools of its own.
         return self._pid != os.getpid() or self._scope.closed
 
     def finish(self) -> None:
@@ -178,8 +182,10 @@ class Messages(logging.Handler):
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
         logger = logging.getLogger("amanda")
+        # A forked child has inherited the handler of its parent, whose messages are not its own.
         logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, Messages)]
         logger.addHandler(self)
+        # Else the program's root logger would print what the end of the process tells.
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -248,11 +254,13 @@ class Saving(threading.Thread):
         self._handler: Any = None
         self._ended = threading.Event()
         self._reading, self._writing = os.pipe()
+        # A full pipe must not block the handler in C, which writes while the program stands still.
         os.set_blocking(self._writing, False)
 
     def receive_signals(self, handler: Any) -> None:
         """Watch a handler's signals, unless the program has a wakeup descriptor; call on the main thread."""
         self._handler = handler
+        # A program may have a descriptor of its own, as asyncio has; it gets it back.
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         if before != -1:
             signal.set_wakeup_fd(before)
@@ -265,6 +273,7 @@ class Saving(threading.Thread):
 
     def run(self) -> None:
         """Save at intervals and at signals, until `end`."""
+        # Results are computed with the framework, and are no ops of the program.
         with amanda.disabled():
             self._run()
 
@@ -273,10 +282,12 @@ class Saving(threading.Thread):
             ready, _, _ = select.select([self._reading], [], [], self._every)
             arrived = os.read(self._reading, 64) if ready else b""
             ending = set(arrived) & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+            # A byte may be of any signal, or of `end`; a handler in Python is given a moment to end all.
             if ready and (not ending or self._ended.wait(_SOON)):
                 continue
             for number in ending:
                 self._send_again(number)
+            # A main thread in native code runs no handler, so the results are saved for it.
             if not self._ended.wait(GRACE if ready else 0):
                 self._save()
 
@@ -289,6 +300,7 @@ class Saving(threading.Thread):
     def end(self) -> None:
         """End the thread."""
         self._ended.set()
+        # Wakes the thread, which waits in select.
         os.write(self._writing, b"\0")
 
 
@@ -321,6 +333,7 @@ def strip(error: BaseException | None) -> None:
 
     Exceptions of tools and of Amanda itself keep the frames; interrupts lose them wherever they were raised.
     """
+    # Causes and contexts may lead in a circle.
     visited: set[int] = set()
     waiting = [error]
     while waiting:
@@ -334,6 +347,7 @@ def strip(error: BaseException | None) -> None:
             notes[:] = [note for note in notes if not note.startswith("[amanda]")]
         if interrupt or not any(note.startswith("[amanda]") for note in notes):
             link.__traceback__ = _without_our_frames(link.__traceback__, interrupt)
+        # Causes, contexts and members of exception groups are printed as well.
         waiting += [
             link.__cause__,
             link.__context__,
@@ -353,6 +367,7 @@ def _without_our_frames(trace: TracebackType | None, all_of_ours: bool) -> Trace
             ours = []
         trace = trace.tb_next
     remaining += [] if all_of_ours or _calls_op(ours) else ours
+    # A traceback is a linked list, so frames are removed by linking past them.
     for frame, after in zip(remaining, [*remaining[1:], None], strict=False):
         frame.tb_next = after
     return remaining[0] if remaining else None
@@ -362,5 +377,6 @@ def _calls_op(frames: list[TracebackType]) -> bool:
     """Return True if the last frame calls the op itself."""
     if not frames:
         return False
+    # Native code has no frame, so the line that calls the op is the last of ours.
     code = frames[-1].tb_frame.f_code
     return bool(_CALL_OF_OP.search(linecache.getline(code.co_filename, frames[-1].tb_lineno)))

@@ -138,6 +138,7 @@ def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: An
         pattern = r"(?<![eE])\+" if _plain(inner) is float else r"\+"
         texts += re.split(pattern, text) if isinstance(text, str) else [text]
     try:
+        # "a+" ends in an empty text, which is no value.
         values = [read(text, inner) for text in texts if text != ""]
     except Unreadable:
         raise Unreadable(f"expected {kind_of(annotation).text} (a+b)") from None
@@ -150,8 +151,10 @@ def _bool(value: Any) -> bool:
 
 
 def _int(value: Any) -> int:
+    # True is an int to Python, and 2.5 would be cut to 2.
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
+    # 0 for the base: "0x10" is read as Python reads it.
     return int(value, 0) if isinstance(value, str) else int(value)
 
 
@@ -273,6 +276,7 @@ class ToolSpec:
             raise SpecError(f"{text!r} names no tool; give TOOL or TOOL:option=value,...")
         splitter = shlex.shlex(options_text, posix=True)
         splitter.whitespace, splitter.whitespace_split, splitter.commenters = ",", True, ""
+        # Backslashes stay: paths of Windows, and patterns, have them.
         splitter.escape = ""
         try:
             parts = list(splitter)
@@ -304,6 +308,7 @@ class ToolSpec:
         missing = [str(option) for option in required if option.name not in values]
         if missing:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
+        # A tool that has an option of that name itself gets the value.
         selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
         try:
             tool = kind(**values)
@@ -354,6 +359,7 @@ def split_tools(word: str) -> list[str]:
 def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
     specs = [ToolSpec(spec.name, dict(spec.given)) for spec in first]
+    # The first of several with one name is the one to be overridden.
     specs_by_name = {spec.name: spec for spec in reversed(specs)}
     for spec in second:
         if spec.name in specs_by_name:
@@ -368,6 +374,7 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
 
     Raises what `ToolSpec.make` raises.
     """
+    # One counter for all tools, or each would watch every op for its own.
     steps, counts = Steps(), Counter[str]()
     toolings = []
     for spec in specs:
@@ -404,6 +411,7 @@ def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
             raise FileError(f"{out} is a folder")
     except FileError as error:
         raise SpecError(f"tool {name}, option out: {error}") from error
+    # Not every tool has a result, so the type checker knows of none.
     result = getattr(tool, "result")  # noqa: B009
     if not isinstance(result, Result) or type(result).save is not Result.save:
         return  # one with a `save` of its own may have other forms

@@ -128,6 +128,7 @@ class CoverageTool(amanda.Tool):
         super().__init__()
         self._eager_ops: dict[int, OpCoverage] = {}
         self._graph_ops: dict[int, OpCoverage] = {}
+        # By thread: replicas of a model run at once.
         self._open_calls: dict[int, tuple[FrameType, ModuleCall]] = {}
         self._clears = 0
         modules = [["pytorch", TORCH.write_finder], ["tensorflow/*/eager", KERAS.write_finder]]
@@ -191,6 +192,7 @@ class CoverageTool(amanda.Tool):
         last = self._open_calls.get(get_ident())
         if last is None or last[0] is not frame:
             last = self._open_calls[get_ident()] = (frame, modules.open_call(frame, self._clears))
+        # The backward ops of this execution find the call of their forward op in `run`.
         call = run["call"] = last[1]
         if call.leaf:
             call.forward.add(place)
@@ -199,6 +201,7 @@ class CoverageTool(amanda.Tool):
     def _count_in_module_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
         place.calls += 1
         call: ModuleCall | None = run.get("call")
+        # After `clear` the forward half of the call is gone, and half a call would count wrongly.
         if call is not None and call.leaf and call.number == self._clears:
             call.backward.add(place)
 
@@ -210,6 +213,7 @@ def _count_seen_in_graphs(places: Iterable[OpCoverage]) -> None:
         place.whole = place.entered = place.left = 0
         if place.calls and place.module and place.type != "accumulate_grad":
             ops_by_scope.setdefault((place.phase, place.module), []).append(place)
+    # A scope with scopes in it is no leaf, whichever of its ops lie in it directly.
     scopes = {scope for _, scope in ops_by_scope}
     parents = {scope[:i] for scope in scopes for i, letter in enumerate(scope) if letter in "/."}
     for (_, scope), members in ops_by_scope.items():
@@ -247,6 +251,7 @@ class OpSpan:
             place.entered += 1
             place.whole += 1
         else:
+            # The first op was alone so far; now its outputs stay within the call.
             if self._count == 1:
                 self._first.whole -= 1
             self._last.left -= 1
@@ -283,6 +288,7 @@ class ModuleFinder:
 
     def innermost_frame(self, frame: FrameType | None) -> FrameType | None:
         """Return the frame of the innermost call of a module; None outside of modules."""
+        # Code objects are compared, not names: any function may be called `__call__`.
         codes = self._codes()
         while frame is not None and frame.f_code not in codes:
             frame = frame.f_back
@@ -306,6 +312,7 @@ class ModuleFinder:
 def _torch_call_codes() -> frozenset[CodeType]:
     from torch.nn import Module
 
+    # Module.__call__ is another function by version; all of them run hooks in _call_impl.
     _REQUIRED_TORCH.check()
     return frozenset({Module._call_impl.__code__})
 
@@ -320,6 +327,7 @@ def _keras_call_codes() -> frozenset[CodeType]:
         if module not in _keras_codes and (layer := getattr(sys.modules.get(module), name, None)) is not None:
             if module.startswith("keras."):
                 _REQUIRED_KERAS.check()
+            # Keras wraps __call__ to shorten tracebacks; frames have the code of the inner function.
             _keras_codes[module] = inspect.unwrap(vars(layer)["__call__"]).__code__
     return frozenset(_keras_codes.values())
 

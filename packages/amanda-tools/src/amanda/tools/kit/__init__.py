@@ -30,6 +30,7 @@ __all__ = [
     "remarks_on_packed_inputs", "restored", "tensors_of", "windows_of",
 ]  # fmt: skip
 
+# Names that were here, by the package that has them now.
 _MOVED = {
     **dict.fromkeys(("BitField", "bits_of", "from_bytes", "to_bytes"), "amanda.tools.inject"),
     **dict.fromkeys(("Rerun", "rerun", "spatial_axes", "undisturbed"), "amanda.tools.mapping"),
@@ -39,7 +40,6 @@ _MOVED = {
     ),
     "Globs": "amanda.tools.select", "TensorMap": "amanda.backend", "read_onnx": "amanda.tools.onnx_graph",
 }  # fmt: skip
-"""Names that were here, by the package that has them now."""
 
 
 def __getattr__(name: str) -> Any:

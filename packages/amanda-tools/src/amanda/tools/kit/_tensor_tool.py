@@ -114,6 +114,7 @@ def op_tensors(
     """
     flat_index = 0
     for position, value in enumerate(values, first):
+        # A tuple of one instead of a list: most inputs are tensors, and this runs for each.
         for tensor in leaves(value) if isinstance(value, (list, tuple)) else (value,):
             name = dtype(tensor)
             if name is not None and (name.startswith(kinds) or name.endswith("]")):
@@ -176,6 +177,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self._records: dict[Key, RecordT] = {}
         self._unread: dict[str, None] = {}
         self.depends_on(StandardMapping())
+        # First, so that the note on the slice is there when the observers are inserted.
         if self.by_slice:
             self.add_inst_for_op(self._follow_slices)
         if self._roles - {"gradient"}:
@@ -217,11 +219,13 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             )
         elif "weight" in self._roles and weight is not None:
             context.insert_before_op(see, inputs=[weight], role="weight", first=weight, **options)
+        # Uninitialised memory would be reported as the statistics of an output.
         if "output" in self._roles and context["type"] not in UNINITIALISED:
             context.insert_after_op(see, role="output", **options)
 
     def _insert_backward_observer(self, context: amanda.OpContext) -> None:
         kind = context["backward_type"]
+        # Its gradients are those of the op before it, which are observed there.
         if kind != "accumulate_grad":
             see = self._observe_slice if _SLICE in context else self._observe_execution
             context.insert_after_backward_op(
@@ -271,6 +275,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     @amanda.gathered(_observe_execution)
     def _observe_executions(self, executions: Executions) -> None:
         observers = executions.prepared(_graph_observers)
+        # Counted before the values are asked for: a batch where none is due costs no tensors.
         numbers = [self._count_execution(observer.record, observer.role) for observer in observers]
         if any(number is not None for number in numbers):
             observed = zip(observers, executions.values(), numbers, strict=True)
@@ -310,6 +315,7 @@ class _GraphObserver:
         layout, role, first, is_weights = self._layout, self.role, self._first, self._is_weights
         if layout is None:
             tensors = list(op_tensors(values, self._dtype, role, first=first))
+            # A list may have another length next time, so only flat values have a fixed layout.
             if not any(isinstance(value, (list, tuple)) for value in values):
                 self._layout = [(tensor.position, tensor.flat_index, tensor.dtype) for tensor in tensors]
         else:  # a hot path

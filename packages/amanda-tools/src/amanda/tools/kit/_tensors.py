@@ -356,8 +356,8 @@ def tensors_of(x: Any) -> Tensors:
     return _tensors(backend_of(x))
 
 
+# Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`.
 _INSTALLED = InstalledEntries("amanda.tensors", "class of tensors", TensorsError)
-"""Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`."""
 
 
 @cache

@@ -24,14 +24,14 @@ _REQUIRED = RequiredNames(
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
 )
 
+# Numbers of the element types that NumPy has too: floats, integers, bool and complex.
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
-"""Numbers of the element types that NumPy has too: floats, integers, bool and complex."""
+# Those of floating and complex types.
 _FLOATS = _NUMPY & {1, 2, 8, 18, 19}
-"""Those of floating and complex types."""
+# Those of integers, bool, strings, resources and variants.
 _NO_FLOATS = frozenset({3, 4, 5, 6, 7, 9, 10, 17, 20, 21, 22, 23})
-"""Those of integers, bool, strings, resources and variants."""
+# Alignment, in elements, of memory that frameworks take as it is, without a check.
 _ALIGNED = 16
-"""Alignment, in elements, of memory that frameworks take as it is, without a check."""
 
 
 class TensorFlowTensors(Tensors):

@@ -33,8 +33,8 @@ _REQUIRED = RequiredNames(
     "torch:_C._functorch.is_functorch_wrapped_tensor",
     "torch:_C._functorch.is_legacy_batchedtensor",
 )
+# Real element types that NumPy has too.
 _NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
-"""Real element types that NumPy has too."""
 
 
 class _BorrowedMemory:

@@ -73,11 +73,11 @@ SPATIAL = {
 
 _AXES = {1: "W", 2: "HW", 3: "DHW"}
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
+# Where the weight is, by the type of a node or the word; of products the table of all frameworks tells.
 _WEIGHT_AT = {
     "batch_norm": 1, "instance_norm": 1, "group_norm": 1, "layer_norm": 1, "rms_norm": 1, "prelu": 1,
     "embedding": 0, "SkipLayerNormalization": 2, "SkipSimplifiedLayerNormalization": 2,
 }  # fmt: skip
-"""Where the weight is, by the type of a node or the word; of products the table of all frameworks tells."""
 
 
 def standard(context: OpContext) -> None:

@@ -55,6 +55,7 @@ SEVERAL_WEIGHTS = frozenset(
 )  # fmt: skip
 """Types of ops that multiply by several weights each."""
 
+# Products whose framework has other positions, by the framework's name of the op.
 _BY_NAME: Mapping[str, Product] = {
     # TensorFlow gives the extents of the result first, ONNX scale and zero point behind each factor.
     **dict.fromkeys(
@@ -62,7 +63,6 @@ _BY_NAME: Mapping[str, Product] = {
     ),
     "QLinearConv": Product((0, 3), weight=3, bias=8), "QLinearMatMul": Product((0, 3), weight=3),
 }  # fmt: skip
-"""Products whose framework has other positions, by the framework's name of the op."""
 
 
 def are_transposed(attributes: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -85,8 +85,8 @@ def product_of(context: OpContext) -> Product | None:
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([123])d")
 _WINDOWS = {"1": "W", "2": "HW", "3": "DHW"}
 _CHANNELS = {"conv": "OI", "conv_transpose": "IO", "depthwise_conv": "IM"}
+# TensorFlow's order, behind the axes of the window.
 _CHANNELS_LAST = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}
-"""TensorFlow's order, behind the axes of the window."""
 _GROUPS = ("groups", "group", "feature_group_count")
 
 

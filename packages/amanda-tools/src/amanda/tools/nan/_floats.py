@@ -99,8 +99,8 @@ def are_finite(values: Sequence[Any]) -> bool:
     return all(_is_finite(np.concatenate(rows)) for rows in small.values())
 
 
+# Elements below which it pays to look at arrays together.
 _SMALL = 1024
-"""Elements below which it pays to look at arrays together."""
 
 
 def _is_finite(row: Any) -> bool:
@@ -112,8 +112,8 @@ Dtype = Callable[[Any], str | None]
 """Returns the name of a tensor's element type, None of any other value."""
 
 _FLOATING = ("float", "bfloat", "half", "complex")
+# Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
-"""Version of an inference tensor, which does not count writes."""
 
 
 def floating(

@@ -28,6 +28,7 @@ from amanda.tools.nan._floats import (
 )
 from amanda.tools.nan._result import Entered, Finding, NanResult, ScaledBackward
 
+# Types of ops that only copy or view their inputs, even memory that is not initialised.
 _MOVING_OPS = frozenset(
     """
     Identity IdentityN StopGradient alias as_strided cat clone contiguous copy detach expand expand_as flip
@@ -35,15 +36,15 @@ _MOVING_OPS = frozenset(
     transpose type type_as unbind unsqueeze
     """.split()
 )
-"""Types of ops that only copy or view their inputs, even memory that is not initialised."""
 
 
+# Types of TensorFlow's operations that give what a variable holds, without being given its handle.
 _READING_OPS = frozenset({"VariableV2", "Variable"})
-"""Types of TensorFlow's operations that give what a variable holds, without being given its handle."""
 
+# Element types of TensorFlow's handles of what variables, lists, iterators and optional values hold.
 _HANDLES = ("resource", "variant")
-"""Element types of TensorFlow's handles of what variables, lists, iterators and optional values hold."""
 
+# Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen.
 _CALLING_OPS = frozenset(
     """
     Case For If Loop PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall StatelessCase
@@ -51,7 +52,6 @@ _CALLING_OPS = frozenset(
     custom_vjp_call jit pjit remat scan shard_map while
     """.split()
 )
-"""Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
 
 
 class NotFiniteError(AmandaError, ArithmeticError):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 
+# Bytes of initializers above which they are written beside a model: protocol buffers end at 2 GB.
 _LARGE = 1 << 30
-"""Bytes of initializers above which they are written beside a model: protocol buffers end at 2 GB."""
 
 
 def read_onnx(
@@ -203,8 +203,8 @@ def remove_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
             del graph.sparse_initializer[i]
 
 
+# Types of nodes by which weights reach their readers.
 _MOVES = {"Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Cast"}
-"""Types of nodes by which weights reach their readers."""
 
 
 def _is_standard(node: NodeProto) -> bool:

@@ -236,13 +236,13 @@ def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 _RANKS = "ranks"
+# The fact that says by column of how many values the mean in each row is, for when it is merged again.
 _VALUES = "values_of_means"
-"""The fact that says by column of how many values the mean in each row is, for when it is merged again."""
 
 _MERGE_FUNCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
 
+# A value, and how many values of single results it stands for.
 _Cell = tuple[Any, int]
-"""A value, and how many values of single results it stands for."""
 
 
 def _merge_by_columns(results: Mapping[str, Result]) -> Table:

@@ -18,8 +18,8 @@ from amanda.errors import AmandaError
 from amanda.options import checked
 from amanda.tools.results import Result, number_of, parsing, read_json
 
+# Versions of the schemas of which more is read than the table.
 _NEWEST = {"amanda.trace": 1}
-"""Versions of the schemas of which more is read than the table."""
 
 
 @dataclass(frozen=True)
