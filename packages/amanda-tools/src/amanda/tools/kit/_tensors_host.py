@@ -31,6 +31,7 @@ class NumpyOnHost:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(np, name)
+        # Only values that come by position are tensors; options are axes and flags.
         return lambda *values, **options: function(*map(self._to_array, values), **options)
 
 
@@ -85,6 +86,7 @@ class JaxParameter:
     trainable = True
 
     def __init__(self, value: Any) -> None:
+        # A reference, since a compiled program would have a plain array built in as a constant.
         self._reference = JaxTensors().reference(value)
         self.shape, self.dtype = self._reference.shape, self._reference.dtype
 
@@ -124,6 +126,7 @@ class JaxTensors(HostTensors):
         """Return jax.numpy if a value is a symbol, else NumPy."""
         import jax
 
+        # NumPy cannot compute with symbols.
         if any(isinstance(value, jax.core.Tracer) for value in values):
             return jax.numpy
         return NumpyOnHost(lambda value: np.asarray(value) if isinstance(value, jax.Array) else value)
@@ -204,6 +207,7 @@ class MindSporeTensors(HostTensors):
             return np.asarray(x)
         import mindspore
 
+        # NumPy has no bfloat16.
         array: NDArray[Any] = (x.astype(mindspore.float32) if x.dtype == mindspore.bfloat16 else x).asnumpy()
         return array
 
@@ -230,9 +234,11 @@ class MindSporeTensors(HostTensors):
         return mindspore.ops.stop_gradient(x) if hasattr(x, "asnumpy") else x
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
+        # Both become arrays first, since tensors would compare themselves.
         return super().within(self.to_numpy(value), self.to_numpy(x), low, high)
 
     def ranks(self, values: Array) -> Array:
+        # Not by `library`: MindSpore needs NumPy below 2, whose argsort takes no `stable`.
         return super().ranks(self.to_numpy(values))
 
     def is_dense(self, x: Any) -> bool:
@@ -247,6 +253,7 @@ class MindSporeTensors(HostTensors):
 
         def gradients(gradient: Any, *tensors: Any) -> list[Any]:
             pairs = zip(backward(gradient, *tensors), tensors, strict=True)
+            # Gradients are arrays of NumPy so far; MindSpore takes tensors of the inputs' types.
             return [None if grad is None else self.cast(grad, tensor) for grad, tensor in pairs]
 
         return _computed_with_gradient().apply(forward, gradients, *tensors)

@@ -58,6 +58,7 @@ class TensorFlowTensors(Tensors):
         tf = _tf()
         if x.dtype.is_complex:
             return tf.abs(tf.cast(x, tf.complex128) if widen else x)
+        # bfloat16 and float8 have kernels of few functions.
         is_wide = not widen or x.dtype in (tf.float16, tf.float32, tf.float64)
         return x if is_wide else tf.cast(x, tf.float32)
 
@@ -91,6 +92,7 @@ class TensorFlowTensors(Tensors):
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of the variable that an eager handle leads to, and a function that saves its value."""
+        # Only the handle knows the element type of the variable that it leads to.
         kinds = getattr(getattr(x, "_handle_data", None), "shape_and_type", None)
         if not kinds or not hasattr(x, "numpy"):
             return None
@@ -107,6 +109,7 @@ class TensorFlowTensors(Tensors):
         if tf.is_tensor(value):
             return tf.cast(value, like.dtype)
         array = np.asarray(value)
+        # TensorFlow would put the constant on the first GPU.
         with tf.device(like.device):
             return tf.cast(tf.constant(array), like.dtype)
 
@@ -139,6 +142,7 @@ class TensorFlowTensors(Tensors):
         return _tf().maximum(x, y)
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
+        # where, not a product: 0 times NaN would stay NaN.
         return _tf().where((x <= low) | (x >= high), _tf().zeros_like(value), value)
 
     def sum(self, x: Any, axes: Sequence[int]) -> Any:
@@ -160,8 +164,10 @@ class TensorFlowTensors(Tensors):
 
     def shared(self, x: Any) -> NDArray[Any] | None:
         """Return an array that shares the memory of an eager tensor on the host; a hot path."""
+        # _datatype_enum and _numpy_internal are private, and faster than dtype and numpy(), which check more.
         if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY:
             return None
+        # Reading the name of a device makes a string each time, so without other devices it is not asked.
         if not _has_only_cpus() and "CPU" not in x.device:
             return None
         array = x._numpy_internal()
@@ -197,10 +203,12 @@ class TensorFlowTensors(Tensors):
             def gradients(entering: Any) -> Any:
                 with amanda.disabled():
                     grads = backward(entering, *values)
+                # In a graph no tape leads to variables of a tool, so their gradients are handed over.
                 if collect is not None:
                     collect(*grads[1:])
                 return grads
 
+            # The tape must not see the ops of the routine, whose gradient is given.
             with record.stop_recording():
                 return forward(*values), gradients
 
@@ -226,6 +234,7 @@ class TensorFlowTensors(Tensors):
     def assign(self, state: Any, value: Any) -> None:
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
+            # DLPack shares memory that is aligned, where a conversion would copy the array.
             tensor = _tf().experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
             _tf().raw_ops.AssignVariableOp(resource=state.handle, value=tensor)
         else:

@@ -88,6 +88,7 @@ class TorchTensors(Tensors):
 
         x = resolved(x).cpu().contiguous()
         kind = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
+        # PyTorch hands no bfloat16 or float8 to NumPy, so the bits travel as integers.
         if kind.isbuiltin != 1:
             x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.itemsize])
         return np.asarray(x.clone().numpy().view(kind))
@@ -100,6 +101,7 @@ class TorchTensors(Tensors):
         """Return a contiguous copy to be written into later."""
         import torch
 
+        # A tensor made in inference mode could not be written into later outside of it.
         with torch.inference_mode(False):
             return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
 
@@ -133,6 +135,7 @@ class TorchTensors(Tensors):
     def at(self, x: Tensor, positions: Sequence[int]) -> Tensor:
         import torch
 
+        # Indices per axis, since flattening a tensor that is not contiguous copies all of it.
         where = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
         return x[where].reshape(-1)
 
@@ -147,6 +150,7 @@ class TorchTensors(Tensors):
             x = stored_elements(x)
         if x.is_complex():
             x = (x.to(torch.complex128) if widen else x).abs()
+        # PyTorch has no reductions of float8.
         if widen and x.element_size() == 1:
             x = x.float()
         return x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
@@ -165,6 +169,7 @@ class TorchTensors(Tensors):
         kind = str(x.dtype).removeprefix("torch.")
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or kind not in _NUMPY:
             return None
+        # A lazy negation is not in the memory yet, and NumPy would miss it.
         if x.layout is not torch.strided or x.is_nested or x.is_neg() or not x.numel() or not x.data_ptr():
             return None
         return np.asarray(_BorrowedMemory(x, np.dtype(kind)))
@@ -188,6 +193,7 @@ class TorchTensors(Tensors):
         """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""
         import torch
 
+        # Widths of the mantissa and biases of the exponent, by IEEE 754.
         double = block.dtype == torch.float64
         kind, mantissa, bias = (torch.int64, 52, 1023) if double else (torch.int32, 23, 127)
         return block.abs().view(kind) >> (mantissa - bits), bias << bits
@@ -224,6 +230,7 @@ class TorchTensors(Tensors):
         copy = plain.clone(memory_format=torch.contiguous_format)
         indices = torch.from_numpy(positions).to(x.device)
         rows_of_bytes(copy)[indices] = torch.from_numpy(np.array(rows)).to(x.device)
+        # empty_like keeps the strides, which the next op may rely on.
         written: Tensor = distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
         return written
 
@@ -237,6 +244,7 @@ class TorchTensors(Tensors):
             storage = x.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
             return None
+        # The address of the storage object tells views of one memory; data_ptr differs among views.
         return (storage._cdata, partial(_save_storage, x)) if storage.nbytes() else None
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
@@ -268,9 +276,11 @@ class TorchTensors(Tensors):
         import torch
 
         if count and scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
+            # A copy, since partition works in place.
             ordered = scores.clone().numpy()
             ordered.partition(count - 1)
             dropped = scores <= float(ordered[count - 1])
+            # Without ties at the threshold the answer is the same as topk's.
             if int(dropped.count_nonzero()) == count:
                 return dropped.logical_not_()
         mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
@@ -358,6 +368,7 @@ class TorchTensors(Tensors):
     def assign(self, state: Tensor, value: Any) -> None:
         import torch
 
+        # A leaf that requires a gradient refuses to be written into otherwise.
         with torch.no_grad():
             state.copy_(torch.as_tensor(value, dtype=state.dtype, device=state.device))
 
@@ -367,10 +378,12 @@ def _save_storage(x: Tensor) -> Callable[[], None]:
     import torch
 
     with torch.inference_mode(False):
+        # A view of the whole storage in bytes: writing it counts no write of the user's tensor.
         memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
     copy = memory.clone()
 
     def restore() -> None:
+        # A storage that changed its size meanwhile is left.
         if memory.untyped_storage().nbytes() == len(copy) and not torch.equal(memory, copy):
             memory.copy_(copy)
 
@@ -391,6 +404,7 @@ def _function_with_gradient() -> Any:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, gradient: Any) -> Any:
+            # What computes the gradients is a tool's, and no op of the program.
             with amanda.disabled():
                 return None, None, *ctx.backward_of_tensors(gradient, *ctx.saved_tensors)
 

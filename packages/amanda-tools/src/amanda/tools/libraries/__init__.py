@@ -44,8 +44,10 @@ else:
             self._modules = [name, *(f"{name}.{part}" for part in parts)]
 
         def __getattr__(self, name: str) -> Any:
+            # Parts such as rich.console have to be imported by name: importing rich alone lacks them.
             library, *_ = map(import_module, self._modules)
             value = getattr(library, name)
+            # The next read finds the attribute, and calls this function no more.
             setattr(self, name, value)
             return value
 

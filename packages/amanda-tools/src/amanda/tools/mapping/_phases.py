@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from amanda import OpContext
 
+# By name, since no framework says that a model is being made.
 _CONSTRUCTORS = frozenset(
     {"__init__", "build", "build_from_config", "initialize_parameters", "reset_parameters",
      "_reset_parameters", "reset_running_stats", "init_weights", "_init_weights"}
@@ -36,6 +37,7 @@ def part_of(frame: FrameType) -> Literal["construction", "call"] | None:
 
 def in_construction() -> bool:
     """Return True if the innermost frame that says so makes a model."""
+    # From the inside out: a layer that is built as it is first called makes a model.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         part = part_of(frame)
@@ -50,6 +52,7 @@ def _is_of_layer(frame: FrameType) -> bool:
     code = frame.f_code
     if not code.co_argcount:
         return False
+    # Classes are compared by name, so that no framework is imported for the question.
     kind = type(frame.f_locals.get(code.co_varnames[0]))
     return any((base.__module__, base.__qualname__) in _LAYERS for base in kind.__mro__)
 
@@ -67,6 +70,7 @@ def phase_in_torch(context: OpContext) -> str:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith("torch.optim."):
             return "forward" if is_users and _is_differentiated(context) else "optimizer"
+        # A frame of the user inside the optimizer's is the closure of `step`.
         is_users = is_users or not name.startswith(("torch.", "amanda."))
         frame = frame.f_back
     return "forward"
@@ -76,11 +80,13 @@ def _in_backward_pass(frame: Any) -> bool:
     """Return True for an op that a Function's backward or a hook calls, not one that is recomputed."""
     import torch
 
+    # The engine runs no task on this thread: the quick answer for nearly all ops.
     if torch._C._current_graph_task_id() == -1:
         return False
     function = torch.autograd.function.BackwardCFunction.apply.__code__
     while frame is not None and frame.f_code is not function:
         name = frame.f_globals.get("__name__")
+        # A checkpoint runs the forward pass again, from within the backward one.
         if name == "torch.utils.checkpoint":
             return False
         if name == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward":

@@ -162,6 +162,7 @@ def _is_opaque(kind: Any) -> bool | None:
     uninitialized: Any = torch.nn.parameter
     if issubclass(kind, uninitialized.UninitializedTensorMixin):
         return True
+    # DTensors and results of collectives hold plain tensors that tools can reach.
     is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
     overrides: Any = kind.__torch_dispatch__
     is_own = overrides is not torch.Tensor.__torch_dispatch__
@@ -216,6 +217,7 @@ def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     if index is None and kind in MATRIX_PRODUCTS:
         factors = [i for i in PRODUCTS[kind].factors if i < len(inputs) and _is_parameter(inputs[i])]
         return factors[0] if len(factors) == 1 else None
+    # Shapes tell apart what is None, a number, or a weight of a lazy module.
     present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
     return index if present else None
 
@@ -238,6 +240,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
     """Axes of the data input: channels first, as everywhere in PyTorch, batched or not."""
     if extents is None:
         return None
+    # Of any rank: (N, C) is the input of BatchNorm1d as well.
     if kind in _NORMS:
         return _BY_RANK.get(len(extents))
     spatial = _SPATIAL_OP.fullmatch(kind)
@@ -357,6 +360,7 @@ def _rerun_facts(context: amanda.OpContext) -> Rerun:
     import torch
 
     inputs, name = context.get_inputs(), context.get_op_type()
+    # `_fused_adam_` and its like write several lists.
     if context["in_place"]:
         return Rerun(None if name.startswith("_fused") else (0,))
     written = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
@@ -369,9 +373,12 @@ def _rerun_facts(context: amanda.OpContext) -> Rerun:
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     schemas = [overload._schema for overload in overloads]
     mutating = [schema for schema in schemas if schema.is_mutable]
+    # An overload that writes anything but `out` may write any input.
     if any(not any(argument.is_out for argument in schema.arguments) for schema in mutating):
         return Rerun(None)
+    # PyTorch tags the overloads that draw random numbers.
     random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    # While it trains, a normalization writes running averages that its outputs do not depend on.
     trained = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
     scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if trained else ()
     random = random or any(isinstance(value, torch.Generator) for value in inputs)
@@ -392,6 +399,7 @@ def undisturbed() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with ExitStack() as stack:
+        # Leaving modes costs some microseconds, and nearly always there is none.
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())

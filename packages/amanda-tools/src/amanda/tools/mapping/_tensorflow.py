@@ -118,6 +118,7 @@ def _makes_a_model(context: OpContext) -> bool:
 def _describe_op(context: OpContext) -> None:
     name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
     kind = WORDS.get(name, name)
+    # Gather is an embedding only if it reads a table that is trained.
     if name in ("GatherV2", "Gather") and is_parameter(context, inputs, 0):
         kind = "embedding"
     weight = weight_index(context, kind, inputs)
@@ -153,6 +154,7 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
     if index in context.get_parameters():
         return True
     steps, value = 0, inputs[index]
+    # A bound, since a graph may lead through ops without end.
     while steps < 8:
         try:
             op = value.op
@@ -168,6 +170,7 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
 
 def _groups(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> int:
     """Return the number of groups of a convolution, which TensorFlow takes from shapes."""
+    # TensorFlow has no attribute of groups: the kernel has fewer input channels than the data.
     kernel = shape(inputs[weight])
     channels = layout(kind, attributes).index("C")
     if kind.startswith("depthwise"):
@@ -182,6 +185,7 @@ def _extents_of_transposed(sizes: Any) -> Sequence[int | None] | None:
     """Return the extents of the result of a transposed convolution, its first input, as far as known."""
     import tensorflow as tf
 
+    # The first input is the shape of the result, often known only in part.
     extents = tf.get_static_value(sizes, partial=True)
     return None if extents is None else tuple(None if extent is None else int(extent) for extent in extents)
 
@@ -204,6 +208,7 @@ def backward_type(name: str, kind: str) -> str:
     What computes the op's own gradient has the op's word, e.g. "conv2d_backward"; a part of it has the
     word of its own: "sum_backward" in the backward of add.  "accumulate_grad" adds gradients up.
     """
+    # Gradients of a value with several readers are summed by AddN.
     if name == "AddN":
         return "accumulate_grad"
     word = WORDS.get(name, name)
@@ -223,6 +228,7 @@ def _weight_grad_index(context: OpContext, name: str) -> int | None:
 
 def _is_gradient_of_factor(context: OpContext, weight: int) -> bool:
     """Return True if a product in the gradient of a product is the gradient of this factor."""
+    # Newer versions mark the products of a gradient; without the mark each may be the weight's.
     for name in (("grad_a", "grad_x"), ("grad_b", "grad_y"))[weight]:
         try:
             return bool(context.get_backward_op().get_attr(name))

@@ -66,6 +66,7 @@ def torch_subject(request: Request, module: Any, inputs: Sequence[Input], call: 
             tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
             differentiable = [tensor for tensor in tensors if tensor.requires_grad]
             with amanda.disabled():
+                # The first gradient is ours, so tools count no op for it.
                 gradients = [torch.ones_like(output) for output in differentiable]
             if request.backward:
                 torch.autograd.backward(differentiable, gradients)
@@ -78,6 +79,7 @@ def on_device(request: Request, build: Callable[[], Any]) -> Any:
     """Build a module on a device; raise ModelError where its parameters do not fit into the free memory."""
     import torch
 
+    # Built once without memory: a model that does not fit would end the process, not raise.
     with torch.device("meta"), amanda.disabled():
         count = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
     if request.device == "cpu" and count > (free := _free()):
@@ -91,6 +93,7 @@ def on_device(request: Request, build: Callable[[], Any]) -> Any:
 
 def _free() -> float:
     """Return the bytes of free memory, infinite where they are not known."""
+    # Only Linux has the file; elsewhere the operating system decides.
     if not _MEMORY.is_file():
         return float("inf")
     lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
@@ -138,6 +141,7 @@ def _transformers_config(transformers: Any, name: str, options: Mapping[str, Any
         near = did_you_mean(name, transformers.CONFIG_MAPPING)
         hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
         raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
+    # transformers keeps an unknown option as an attribute, without a word.
     defaults = create(name)
     for option in options:
         if option not in defaults.to_dict():
@@ -180,6 +184,7 @@ def _images(config: Any) -> Input:
 
 
 def _spectrum(config: Any) -> Input:
+    # The encoder halves the length of a spectrum.
     length = 2 * getattr(config, "max_source_positions", 1500)
     return Input("input_features", (1, getattr(config, "num_mel_bins", 80), length))
 
@@ -203,6 +208,7 @@ def timm_model(request: Request) -> Subject:
         model = on_device(request, lambda: timm.create_model(name, pretrained=False, **request.options))
     except (TypeError, ValueError) as error:
         raise ModelError(f"{request.word} cannot be made: {error}") from error
+    # timm knows the size with which the model was trained.
     size = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
     return with_random_values(request, model, [Input("images", (1, *size))], by_name=False)
 
@@ -281,6 +287,7 @@ def onnx_model(request: Request) -> Subject:
     runtime = library("onnxruntime", word)
     try:
         session = runtime.InferenceSession(name, providers=["CPUExecutionProvider"])
+    # ONNX Runtime has errors of its own for each kind of damage.
     except Exception as error:
         raise ModelError(f"ONNX Runtime cannot load {name}: {str(error).splitlines()[0]}") from error
     random = np.random.default_rng(0)

@@ -105,6 +105,7 @@ class Subject:
         try:
             self.call()
         except Exception as error:
+            # A tool's error keeps its notes; the model is not to blame.
             if isinstance(error, AmandaError) or getattr(error, "__notes__", None):  # of a tool
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -165,6 +166,7 @@ def library(name: str, word: str, package: str = "") -> Any:
     try:
         return import_module(name)
     except Exception as error:  # a binary that does not fit raises other errors than ImportError
+        # Another name would be of a package that the library itself needs.
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ModelError(
                 f"{word} needs {package}, which is not installed: pip install {package}"

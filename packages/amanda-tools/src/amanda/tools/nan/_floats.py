@@ -43,6 +43,7 @@ class Summary(NamedTuple):
         finite_count = prod(map(int, numbers.shape)) - nan - inf
         if finite_count == 0:
             return cls(shape, dtype, nan, inf)
+        # where, not a selection: the elements stay on their device, in an array of a known shape.
         infinite = do("full_like", numbers, float("inf"))
         least = float(do("min", do("where", finite, numbers, infinite)))
         most = float(do("max", do("where", finite, numbers, -infinite)))
@@ -77,6 +78,7 @@ def nonfinite_flags(tensor: Any, inf: bool) -> int:
     if isfinite(total) or not (inf or isnan(total)):
         return 0
     numbers = tensors.stored_values(tensor, widen=True)
+    # A sum is NaN for Inf - Inf too, so the elements are asked.
     flags = NAN if isnan(total) and bool(do("any", do("isnan", numbers))) else 0
     return flags | (INF if inf and bool(do("any", do("isinf", numbers))) else 0)
 
@@ -91,6 +93,7 @@ def are_finite(values: Sequence[Any]) -> bool:
         return False
     small: dict[Any, list[Any]] = {}
     for array in arrays:
+        # Small arrays are joined: a call of NumPy takes longer than their arithmetic.
         row, kind = array.ravel(), array.dtype
         if row.size <= _SMALL:
             small.setdefault(kind, []).append(row)
@@ -105,6 +108,7 @@ _SMALL = 1024
 
 def _is_finite(row: Any) -> bool:
     is_single = row.dtype == np.float32  # BLAS takes several threads for other types
+    # A product with itself reads the memory once and makes no array, unlike isfinite.
     return isfinite(abs(row.dot(row) if is_single else tensors_of(row).total(row)))
 
 
@@ -187,6 +191,7 @@ class InputRecorder:
     def record(self, values: Sequence[Any]) -> RecordedInputs:
         """Record the inputs of an execution that begins."""
         references = _references(values)
+        # From the second execution on, only inputs that the op writes are looked at beforehand.
         written = self._written
         if written is None and not any(isinstance(leaf, tuple) for leaf in _flatten(references)):
             written = self._written = frozenset()  # tensors that no op writes
@@ -196,7 +201,9 @@ class InputRecorder:
                 if written is None or leaf.flat_index in written:
                     flags[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._inf)
         if self._in_place and references:
+            # The op writes over this tensor, and the finding shows what it was before.
             references[0] = self._copy_floats(values[0])
+        # In eager mode the caller holds its inputs; a second reference would keep memory longer.
         return RecordedInputs(references, flags, () if self._is_eager else values)
 
     def _copy_floats(self, value: Any) -> Any:
@@ -215,6 +222,7 @@ class InputRecorder:
 
         unread: returns the positions of inputs that the execution does not read.
         """
+        # What was written without having been looked at counts as finite: nobody can tell any more.
         unseen = {i: 0 for i in _written_indices(inputs.values) if i not in inputs.flags}
         values = [_restore_value(value) for value in inputs.values]
         for position in unread(values):
@@ -232,6 +240,7 @@ def _references(values: Sequence[Any]) -> list[Any]:
             references.append(_references(value))
         else:
             version = _version(value)
+            # The version tells later whether the tensor still holds what the op read.
             references.append(value if version is None else (ref(value), version))
     return references
 
@@ -315,7 +324,9 @@ def saved_tensors_of_node() -> list[Any] | None:
     import torch
 
     node: Any = torch._C._current_autograd_node()
+    # PyTorch has no other list of what a native node saved.
     names = [name for name in dir(node) if name.startswith("_saved_")]
+    # Nodes of autograd.Function save by one attribute, native ones by one for each tensor.
     if hasattr(type(node), "saved_tensors"):
         names.append("saved_tensors")
     try:
@@ -348,6 +359,7 @@ def _sum_test() -> Callable[[Sequence[Any]], bool]:
         for tensor in values:
             if type(tensor) not in kinds or tensor.dtype is not float32 or tensor.layout is not strided:
                 return False
+            # A sum of these would fail, or be that of many calls of a transform.
             if tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
                 return False
             if not isfinite(tensor.sum().item()):

@@ -125,6 +125,7 @@ class NanTool(amanda.Tool):
         """Return the ops that produced NaN or Inf so far."""
         pending = self._scaled.pending
         findings = [*self._findings, *(finding for finding in pending if isinstance(finding, Finding))]
+        # Ops that run bodies give NaN because an op in the body does, which is the better finding.
         if not findings and not self._entered:
             findings = self._findings_of_callers
         dropped = self._dropped + max(len(findings) - self._limit, 0)
@@ -149,6 +150,7 @@ class NanTool(amanda.Tool):
         if context["type"] in UNINITIALISED:
             return
         role = context.get("loss_scale")
+        # This op undoes the scale and looks for overflows, which the scaler expects.
         if role == "check":
             context.insert_before_op(self._note_flag, inputs=[1])
             context.insert_after_op(self._end_scaled, outputs=[])
@@ -212,11 +214,13 @@ class NanTool(amanda.Tool):
     @amanda.gathered(_begin_in_graph, _end_in_graph)
     def _check_executions(self, executions: Executions) -> None:
         pairs = executions.prepared(_ExecutionPairs)
+        # Sums of squares may overflow, which only means that elements are looked at.
         with np.errstate(all="ignore"):
             if are_finite(executions.tensors):
                 self._executions += pairs.ends
                 for execution in executions if self._flags_of_forward else ():
                     self._flags_of_forward.pop(execution.kwargs["op"].op_id, None)
+                # Their inputs, recorded in an earlier call, are not needed: the outputs are finite.
                 for i in pairs.ended:
                     executions[i].run.pop(executions[i].kwargs["op"], None)
             else:
@@ -255,11 +259,13 @@ class NanTool(amanda.Tool):
             return
         written = Floats.of(values, op.dtype, self._inf)
         read = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
+        # The NaN was in the variable before, whoever wrote it there.
         if written.flags & NAN and not read.flags & NAN and op.reads:
             read = written
         before, after = read.flags, written.flags
         if op.saved is None:
             self._flags_of_forward[op.op_id] = before | after
+        # A backward op multiplies by what was saved, which is among its inputs too.
         elif after & ~before:
             before |= self._saved_flags(op)
         if (after & NAN and not before & NAN) or not before:
@@ -273,6 +279,7 @@ class NanTool(amanda.Tool):
                     raise NotFiniteError(finding)
         else:
             self._passed_on += 1
+        # An op that only moves elements names no source; the op that reads them will.
         if after & NAN and not op.moves:
             self._name_sources(op, execution, read)
             self._has_nan_begun = True
@@ -308,6 +315,7 @@ class NanTool(amanda.Tool):
         for i, flags in inputs.holds.items():
             position = inputs.tensors[i].position
             path = op.parameters.get(position)
+            # Once an op gave NaN, a NaN input is most likely its work, and not the program's.
             if not flags & NAN or (path is None and self._has_nan_begun):
                 continue
             side = "gradient" if op.phase == "backward" else "input"
@@ -330,6 +338,7 @@ class NanTool(amanda.Tool):
         is_skipped = bool(run.pop("found_inf"))
         for finding in self._scaled.end(is_skipped):
             self._add_finding(finding)
+        # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings:
             self._has_nan_begun = False
 

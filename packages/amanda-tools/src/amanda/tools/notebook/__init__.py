@@ -37,10 +37,12 @@ def load_ipython_extension(shell: Any) -> None:
         except AmandaError as error:  # of one line, without a traceback
             sys.stderr.write(f"amanda: {error}\n")
             return
+        # Tools leave out what makes models, as under `amanda run`.
         for tooling in tools:
             if tooling.phase is None:
                 leave_construction(tooling.tool)
         with amanda.apply(*(tooling.tool for tooling in tools)):
+            # IPython runs the cell, so that displays, history and tracebacks are as without tools.
             shell.run_cell(statement if cell is None else cell)
         _show(shell, tools)
 

@@ -38,6 +38,7 @@ def read_onnx(
         raise kind(f"{path} is read with onnx: pip install amanda-driver-onnxruntime") from error
     path = Path(path)
     with parsing(path, "ONNX model", kind):
+        # External data are checked first: a crafted model could name any file of the machine.
         proto = onnx.load(path, load_external_data=False)
         for tensor in _tensors(proto):
             if external_data_helper.uses_external_data(tensor):
@@ -89,6 +90,7 @@ def add_note(model: ModelProto, about: Mapping[str, Any]) -> None:
     from onnx import helper
 
     metadata = {entry.key: entry.value for entry in model.metadata_props}
+    # A model may pass through several tools, each of which adds a note.
     notes = [*json.loads(metadata.get("amanda", "[]")), about]
     helper.set_model_props(model, {**metadata, "amanda": json.dumps(notes)})
 
@@ -130,6 +132,7 @@ def captures_of(node: NodeProto) -> Iterator[str]:
         inside |= {value.values.name for value in body.sparse_initializer}
         for inner in body.node:
             yield from (name for name in reads_of(inner) if name not in inside)
+            # In the order of the nodes: what an earlier one made is not read from outside.
             inside.update(inner.output)
         yield from (value.name for value in body.output if value.name not in inside)
 
@@ -159,6 +162,7 @@ def constant_of(node: NodeProto) -> TensorProto | None:
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
+    # Another domain may have a Constant of its own.
     if not _is_standard(node) or node.op_type != "Constant" or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
@@ -185,6 +189,7 @@ def remove_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
     """
     del graph.value_info[:]
     read = {*kept, *(value.name for value in graph.output)}
+    # From the end, so that the readers of a node are known when it is met.
     for i in reversed(range(len(graph.node))):
         node = graph.node[i]
         if _is_standard(node) and node.op_type in _MOVES and read.isdisjoint(node.output):
@@ -194,6 +199,7 @@ def remove_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
             remove_unread(body)
         read.update(reads_of(node))
     unread = {value.name for value in graph.initializer} - read
+    # Before version 4 of its format every initializer was an input as well.
     for field in (graph.initializer, graph.input):
         for i in reversed(range(len(field))):
             if field[i].name in unread:

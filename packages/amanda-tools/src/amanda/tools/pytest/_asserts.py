@@ -42,6 +42,7 @@ def assert_flops(
     function returns.
     Raises AssertionError, with the costliest types of ops, and OptionError where nothing is expected.
     """
+    # pytest then shows the line of the test, not this one.
     __tracebackhide__ = True
     from amanda.tools.flops import FlopsTool
 
@@ -142,6 +143,7 @@ def check_counts(expected: Mapping[str, int], counts: Mapping[str, int], phase: 
     for kind in dict.fromkeys([*expected, *(sorted(counts) if exact else ())]):
         if counts.get(kind, 0) == expected.get(kind, 0):
             continue
+        # A count of 0 is most often a type that is spelt differently.
         near = get_close_matches(
             kind, [counted for counted in counts if counted not in expected], n=1, cutoff=0.5
         )
@@ -179,6 +181,7 @@ def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int
 
 
 def _tensor_text(graph: Graph, tensor: Tensor, reader: int, numbers: dict[int, int]) -> str:
+    # Distances, not numbers, lest one new op change every later line.
     if tensor.producer is None or tensor.producer not in numbers:
         return tensor.name or f"{tensor.kind} {tensor}"
     op = graph.ops[tensor.producer]

@@ -126,6 +126,7 @@ class Result(ABC):
             for i, column in enumerate(self.columns)
         ]
         if any(sums) and not sums[0]:
+            # The first column, unless it is itself summed.
             sums[0] = "total"
         return sums
 
@@ -157,6 +158,7 @@ class Result(ABC):
     def to_csv(self) -> str:
         """The rows as comma-separated values, with the columns' names first."""
         text = StringIO()
+        # "\n" on every system, so that files of one result are equal.
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.name for column in self.columns])
         writer.writerows(self.rows())
@@ -179,6 +181,7 @@ class Result(ABC):
         """
         path = Path(path)
         forms = self._forms()
+        # The longest, since ".view.html" ends in ".html" too.
         suffix = max((ending for ending in forms if path.name.endswith(ending)), key=len, default="")
         if not suffix:
             supported = ", ".join(self.suffixes)
@@ -193,6 +196,7 @@ class Result(ABC):
 
 
 _STYLE: dict[Any, Any] = {
+    # Text stays text, and ids are the same each time, so that files can be compared.
     "svg.fonttype": "none", "svg.hashsalt": "amanda", "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
 
@@ -217,6 +221,7 @@ class PlottedResult(Result):
         except ModuleNotFoundError as error:
             raise AmandaError('a picture needs matplotlib: pip install "amanda-tools[plots]"') from error
         with rc_context(_STYLE):
+            # Without pyplot, which would keep the figure open and may need a display.
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure.add_subplot())
         return figure
@@ -274,6 +279,7 @@ class KeyedResult(Result):
         if unknown or not keys:
             unknown_key = unknown[0] if unknown else "nothing"
             raise AmandaError(f"rows of {self.name} are told by {', '.join(self.keys)}, not by {unknown_key}")
+        # Shallow: places are shared, keys and columns are the copy's own.
         result = copy(self)
         result.tell_by(keys, self._subject)
         return result
@@ -303,6 +309,7 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
         sums: dict[tuple[Any, ...], Any] = {}
         for place in (place for result in (self, *results) for place in result.places):
             empty = replace(place, **zeros)
+            # An empty place is a copy, so that merging changes none of the results.
             total = sums.setdefault(tuple(_field_values(empty).values()), empty)
             for name in self.summed:
                 setattr(total, name, getattr(total, name) + getattr(place, name))

@@ -28,6 +28,7 @@ def execution_number(record: Counted, run: dict[Any, Any] | None, recomputed: bo
     A recomputation has the number of its first execution, and is not counted.
     record: hashable.  run, recomputed: of the routine; None and False where nothing runs again.
     """
+    # A checkpoint runs the op again for the backward pass of the same execution.
     if recomputed and run is not None and record in run:
         number: int = run[record]
         return number
@@ -59,8 +60,10 @@ class _Candidate:
         """Return True if this op begins steps rather than the other one."""
         if rival is None or rival is self:
             return True
+        # A call of a module is a step rather than a line outside.
         if self.inside != rival.inside:
             return self.inside
+        # What repeats is a loop; what ran once may be preparation.
         if (self.executions > 1) != (rival.executions > 1):
             return self.executions > 1
         return self.order < rival.order
@@ -110,6 +113,7 @@ class Steps(amanda.Tool):
     def on_step(self, listener: Listener) -> None:
         """Call `listener(number)` at the beginning of each step, ahead of its routines, and now."""
         self._listeners.append(listener)
+        # At once, so that a window that is added in the midst of a run is right from its first op.
         listener(self.number)
 
     def _begin_step(self, number: int) -> None:
@@ -151,11 +155,13 @@ class Steps(amanda.Tool):
     def _execute(self, place: Hashable) -> None:
         candidate = self._candidates[place]
         self._between_runs = True
+        # Replicas and loaders on other threads run the same op for the same step.
         if candidate.thread not in (None, get_ident()):
             return
         candidate.executions += 1
         if candidate.leads(self._leader) and not self._explicit:
             self._leader = candidate
+            # The first execution finds the number at 0 already.
             if self.number != candidate.executions - 1:
                 self._begin_step(candidate.executions - 1)
 
@@ -207,6 +213,7 @@ class Window:
             return routine(*values, **kwargs) if window.open else skipped
 
         def gated_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
+            # The first routine of an execution decides for all, also for those of its backward pass.
             is_open = run.setdefault(window, window.open) if isinstance(run, dict) else window.open
             if takes_run:
                 kwargs["run"] = run

@@ -67,6 +67,7 @@ class SearchResult(PlottedResult):
         scores = [trial.scores for trial in self.trials if trial.scores]
         for trial in self.trials:
             if trial.scores and not any(dominates(rivals, trial.scores) for rivals in scores):
+                # The first of several with the same scores stands for all.
                 front.setdefault(trial.scores, trial)
         return sorted(front.values(), key=lambda trial: trial.scores, reverse=True)
 

@@ -107,6 +107,7 @@ class Ops:
 def _id_and_phase(row: Row) -> tuple[str, str]:
     """Return an op id as 16 hexadecimal digits, however a tool writes it, and the phase."""
     number = row["id"]
+    # 64 bits as text: numbers of JavaScript are exact up to 53.
     text = f"{number:x}" if isinstance(number, int) else str(number).removeprefix("0x")
     return text.zfill(16), str(row.get("phase", ""))
 
@@ -157,6 +158,7 @@ def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[
     for row, indices in enumerate(ops_of_rows):
         rivals[tuple(indices)].append(row)
     for claimed, claimants in rivals.items():
+        # As many rows as ops of one key: they are in the order of execution, one each.
         if len(claimed) == len(claimants) > 1:
             for row, index in zip(claimants, claimed, strict=True):
                 ops_of_rows[row] = [index]
@@ -223,6 +225,7 @@ def graph(source: Source) -> dict[str, Any]:
                     named = f"{source.name}: tensor {index} names op {op!r}"
                     raise AmandaError(f"{named}, but the ops are numbered 0 to {count - 1}")
             if (producer is not None or tensor.get("kind") == "input") and producer != consumer:
+                # Flat, since a list for each edge would make the page larger.
                 edges += (-1 if producer is None else producer, consumer, index)
     return {"tensors": by_column(_TENSOR, tensors), "edges": edges}
 
@@ -308,6 +311,7 @@ def _embedded(content: Any) -> str:
         text = _json(content)
     except ValueError:  # numbers that JSON has not become words
         text = _json(json.loads(json.dumps(content), parse_constant=str))
+    # Text such as </script> in a name would end the script; U+2028 ends lines in older parsers.
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return text.encode("utf-8", "backslashreplace").decode()
@@ -319,6 +323,7 @@ def _json(content: Any) -> str:
 
 def _policy(style: str, scripts: Sequence[str]) -> str:
     """Return a policy: nothing is loaded, and no script runs but those of the page."""
+    # By hash, so that text from a file can never run as a script.
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     return f"default-src 'none'; img-src data:; style-src 'sha256-{_digest(style)}'; script-src {allowed}"
 
@@ -328,6 +333,7 @@ def _digest(text: str) -> str:
 
 
 def _script() -> str:
+    # One function around all, so that the page has no globals; browsers load no modules from files.
     modules = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     return f'"use strict";\n(() => {{\n{modules}\n}})();\n'
 
