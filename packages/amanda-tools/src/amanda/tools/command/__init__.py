@@ -16,7 +16,15 @@ from amanda.tools.command._line import (
     path_to_write,
     save_option,
 )
-from amanda.tools.command._specs import Option, SpecError, Tooling, ToolSpec, made, options_of, split_tools
+from amanda.tools.command._specs import (
+    CommandOption,
+    SpecError,
+    Tooling,
+    ToolSpec,
+    made,
+    options_of,
+    split_tools,
+)
 
 if TYPE_CHECKING:
     from amanda.tools.command._gathering import merge
@@ -24,23 +32,9 @@ if TYPE_CHECKING:
     from amanda.tools.command._run import run
 
 __all__ = [
-    "Option",
-    "OptionType",
-    "SpecError",
-    "ToolSpec",
-    "Tooling",
-    "compiled_option",
-    "exit_status",
-    "function_of",
-    "instrument",
-    "limit_option",
-    "made",
-    "merge",
-    "options_of",
-    "path_to_write",
-    "run",
-    "save_option",
-    "split_tools",
+    "CommandOption", "OptionType", "SpecError", "ToolSpec", "Tooling", "compiled_option", "exit_status",
+    "function_of", "instrument", "limit_option", "made", "merge", "options_of", "path_to_write", "run",
+    "save_option", "split_tools",
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Unreadable(ValueError):
 
 
 @dataclass(frozen=True)
-class Option:
+class CommandOption:
     """One option of a tool: its name, the type of its values, its default (`REQUIRED` without one)."""
 
     name: str
@@ -67,10 +67,10 @@ class Option:
         return f"{self.name}: {kind_of(self.type).text}{default}"
 
 
-def options_of(kind: Callable[..., Any]) -> dict[str, Option]:
+def options_of(kind: Callable[..., Any]) -> dict[str, CommandOption]:
     """Return the options of a tool's constructor by name."""
     return {
-        name: Option(name, _guess(option), option.default)
+        name: CommandOption(name, _guess(option), option.default)
         for name, option in options.options_of(kind).items()
     }
 
@@ -223,12 +223,12 @@ def _default_text(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-SELECTORS: Mapping[str, Option] = {
-    option.name: option
-    for option in (
-        Option("type", list[str], None), Option("module", list[str], None),
-        Option("exclude", list[str], None), Option("phase", Phase | None, None), Option("start", int, 0),
-        Option("end", int | None, None), Option("frequency", int, 1), Option("out", Path | None, None),
+SELECTORS: Mapping[str, CommandOption] = {
+    name: CommandOption(name, annotation, default)
+    for name, annotation, default in (
+        ("type", list[str], None), ("module", list[str], None), ("exclude", list[str], None),
+        ("phase", Phase | None, None), ("start", int, 0), ("end", int | None, None), ("frequency", int, 1),
+        ("out", Path | None, None),
     )
 }  # fmt: skip
 """Options of every tool that has none of that name itself: selected ops and steps, and the file for the
@@ -329,7 +329,7 @@ class ToolSpec:
             window.let(tool)
         return Tooling(self.name, tool, selectors.get("out"), selectors.get("phase"))
 
-    def _read(self, name: str, value: Given, options: Mapping[str, Option]) -> Any:
+    def _read(self, name: str, value: Given, options: Mapping[str, CommandOption]) -> Any:
         option = options.get(name) or SELECTORS.get(name)
         if option is None:
             raise SpecError(f"tool {self.name} has no option {name!r}; {_known_options(name, options)}")
@@ -419,5 +419,5 @@ def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
         raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
 
 
-def _known_options(name: str, options: Mapping[str, Option]) -> str:
+def _known_options(name: str, options: Mapping[str, CommandOption]) -> str:
     return did_you_mean(name, {*(option.name for option in options.values() if option.readable), *SELECTORS})

@@ -344,7 +344,7 @@ class Tensors:
         return state
 
 
-class NumpyTensors(Tensors):
+class NumpyTensorLibrary(Tensors):
     """Arrays of NumPy, which routines are given in ONNX Runtime."""
 
     def cast(self, value: Any, like: Any) -> Any:

@@ -35,7 +35,7 @@ class NumpyOnHost:
         return lambda *values, **options: function(*map(self._to_array, values), **options)
 
 
-class HostTensors(Tensors):
+class HostTensorLibrary(Tensors):
     """Tensors of a library that are computed with in NumPy; `cast` makes tensors of the results."""
 
     def library(self, *values: Any) -> Any:
@@ -87,7 +87,7 @@ class JaxParameter:
 
     def __init__(self, value: Any) -> None:
         # A reference, since a compiled program would have a plain array built in as a constant.
-        self._reference = JaxTensors().reference(value)
+        self._reference = JaxTensorLibrary().reference(value)
         self.shape, self.dtype = self._reference.shape, self._reference.dtype
 
     @property
@@ -116,7 +116,7 @@ def outside_of_programs() -> AbstractContextManager[Any]:
     return context
 
 
-class JaxTensors(HostTensors):
+class JaxTensorLibrary(HostTensorLibrary):
     """Arrays of JAX, computed with in NumPy, as where a program calls routines back; symbols in JAX.
 
     XLA divides and fuses as it likes, so that a value half way between two integers would round otherwise.
@@ -192,7 +192,7 @@ class JaxTensors(HostTensors):
         return state.value if isinstance(state, JaxParameter) else state
 
 
-class MindSporeTensors(HostTensors):
+class MindSporeTensorLibrary(HostTensorLibrary):
     """Tensors of MindSpore, computed with in NumPy: the CPU lacks kernels of many of its functions."""
 
     def library(self, *values: Any) -> Any:

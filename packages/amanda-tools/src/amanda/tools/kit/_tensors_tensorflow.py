@@ -34,7 +34,7 @@ _NO_FLOATS = frozenset({3, 4, 5, 6, 7, 9, 10, 17, 20, 21, 22, 23})
 _ALIGNED = 16
 
 
-class TensorFlowTensors(Tensors):
+class TensorFlowTensorLibrary(Tensors):
     """Tensors of TensorFlow; arrays to compute with share the memory of tensors on the host."""
 
     def plain(self, x: Any) -> Array:

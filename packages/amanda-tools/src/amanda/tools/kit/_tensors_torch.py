@@ -48,7 +48,7 @@ class _BorrowedMemory:
         }  # fmt: skip
 
 
-class TorchTensors(Tensors):
+class TorchTensorLibrary(Tensors):
     """Tensors of PyTorch: what is computed stays on their device."""
 
     def __init__(self) -> None:
@@ -394,7 +394,7 @@ def _save_storage(x: Tensor) -> Callable[[], None]:
 def _function_with_gradient() -> Any:
     import torch
 
-    class Function(torch.autograd.Function):
+    class FunctionWithGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, forward: Any, backward: Any, *tensors: Any) -> Any:
             ctx.save_for_backward(*tensors)
@@ -408,4 +408,4 @@ def _function_with_gradient() -> Any:
             with amanda.disabled():
                 return None, None, *ctx.backward_of_tensors(gradient, *ctx.saved_tensors)
 
-    return Function
+    return FunctionWithGradient

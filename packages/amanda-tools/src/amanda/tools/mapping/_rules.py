@@ -20,7 +20,7 @@ class RuleError(ToolError):
     """A mapping rule is not `[namespace, before]` or `[namespace, before, after]`."""
 
 
-class Rule(NamedTuple):
+class MappingRule(NamedTuple):
     """Rules for the contexts of a namespace, before and after the tools that depend on it."""
 
     namespace: Namespace
@@ -70,7 +70,7 @@ class MappingTool(Tool):
                 rule.after(context)
 
 
-def _read_rule(rule: Sequence[Any], place: str) -> Rule:
+def _read_rule(rule: Sequence[Any], place: str) -> MappingRule:
     expected = "a rule is [namespace, before] or [namespace, before, after]"
     if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
         raise RuleError(f"{place} is {rule!r}; {expected}")
@@ -91,7 +91,7 @@ def _read_rule(rule: Sequence[Any], place: str) -> Rule:
             raise RuleError(f"`{name}` of {place} is {function!r}; give a function of one context, or None")
     if not any(functions):
         raise RuleError(f"{place} has no function; {expected}")
-    return Rule(tags, *functions)
+    return MappingRule(tags, *functions)
 
 
 T = TypeVar("T")

@@ -68,7 +68,7 @@ def _read_all(values: Sequence[Any]) -> Collection[int]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Op:
+class _CheckedOp:
     """An op, the recorder of its inputs, and the paths of the parameters among its inputs, by position.
 
     dtype: `dtype` of StandardMapping.  moves: True if it only copies or views inputs.  reads: True if it
@@ -114,7 +114,9 @@ class NanTool(amanda.Tool):
         self._stop, self._inf, self._limit = stop, inf, limit
         self.clear()
         self._packed: dict[str, None] = {}  # what is not read
-        self._running: dict[tuple[int, _Op], RecordedInputs] = {}  # by thread and op, while the op runs
+        self._running: dict[
+            tuple[int, _CheckedOp], RecordedInputs
+        ] = {}  # by thread and op, while the op runs
         self.depends_on(StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
         self.add_inst_for_op(self._forward)
         if backward:
@@ -159,7 +161,7 @@ class NanTool(amanda.Tool):
             context.insert_after_op(self._begin_scaled, outputs=[])
         kind, dtype, is_eager = context["type"], context["dtype"], context.is_eager()
         self._packed.update(dict.fromkeys(remarks_on_packed_inputs(context)))
-        op = _Op(
+        op = _CheckedOp(
             context["phase"], kind, context.get_scope(), context.get_source(), dtype,
             InputRecorder(dtype, self._inf, context["in_place"], is_eager),
             context.get("are_finite", _unknown), _parameter_paths(context),
@@ -180,7 +182,7 @@ class NanTool(amanda.Tool):
             return
         recorder = InputRecorder(dtype, self._inf, in_place=False, is_eager=is_eager)
         are_finite = context.get("are_finite", _unknown)
-        op = _Op(
+        op = _CheckedOp(
             "backward", kind, context.get_scope(), context.get_source(), dtype, recorder, are_finite,
             reads=not is_eager and _reads_handle(context, context.get_grad_outputs() or ()),
             calls=not is_eager and context.get_backward_op().__name__ in _CALLING_OPS,
@@ -194,21 +196,21 @@ class NanTool(amanda.Tool):
             context.insert_after_backward_op(self._end_in_graph, op=op)
 
     @amanda.observer
-    def _begin(self, *values: Any, op: _Op) -> None:
+    def _begin(self, *values: Any, op: _CheckedOp) -> None:
         self._running[get_ident(), op] = op.recorder.record(
             values
         )  # an eager op ends on the thread it began on
 
     @amanda.observer
-    def _end(self, *values: Any, op: _Op) -> None:
+    def _end(self, *values: Any, op: _CheckedOp) -> None:
         self._check_outputs(values, self._running.pop((get_ident(), op), None), op)
 
     @amanda.observer
-    def _begin_in_graph(self, *values: Any, op: _Op, run: dict[Any, Any], begins: bool) -> None:
+    def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
         run[op] = op.recorder.record(values)
 
     @amanda.observer
-    def _end_in_graph(self, *values: Any, op: _Op, run: dict[Any, Any]) -> None:
+    def _end_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any]) -> None:
         self._check_outputs(values, run.pop(op, None), op)
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
@@ -226,13 +228,13 @@ class NanTool(amanda.Tool):
             else:
                 self._check_each(executions)
         for i in pairs.begun:
-            op: _Op = executions[i].kwargs["op"]
+            op: _CheckedOp = executions[i].kwargs["op"]
             executions[i].run[op] = op.recorder.record(executions[i].values)
 
     def _check_each(self, executions: Executions) -> None:
-        begun: dict[_Op, Observed] = {}
+        begun: dict[_CheckedOp, Observed] = {}
         for execution in executions:
-            op: _Op = execution.kwargs["op"]
+            op: _CheckedOp = execution.kwargs["op"]
             if "begins" in execution.kwargs:
                 begun[op] = execution
                 continue
@@ -245,7 +247,7 @@ class NanTool(amanda.Tool):
                 inputs = inputs if begin is None else op.recorder.record(begin.values)
                 self._check_outputs(execution.values, inputs, op)
 
-    def _check_outputs(self, values: Sequence[Any], recorded: RecordedInputs | None, op: _Op) -> None:
+    def _check_outputs(self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp) -> None:
         execution, self._executions = self._executions, self._executions + 1
         if recorded is not None:
             op.recorder.note_writes(recorded)
@@ -284,7 +286,7 @@ class NanTool(amanda.Tool):
             self._name_sources(op, execution, read)
             self._has_nan_begun = True
 
-    def _saved_flags(self, op: _Op) -> int:
+    def _saved_flags(self, op: _CheckedOp) -> int:
         """Return flags of a backward op's saved tensors, or of its forward op's last inputs and outputs."""
         assert op.saved is not None
         saved = op.saved()
@@ -292,7 +294,7 @@ class NanTool(amanda.Tool):
             return self._flags_of_forward.get(op.op_id, 0)
         return Floats.of(saved, op.dtype, self._inf).flags
 
-    def _note_unread(self, op: _Op, tensor: OpTensor, reason: str) -> None:
+    def _note_unread(self, op: _CheckedOp, tensor: OpTensor, reason: str) -> None:
         role = "gradient" if op.phase == "backward" else "output"
         named = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
         self._packed[named] = None
@@ -310,7 +312,7 @@ class NanTool(amanda.Tool):
         if self._stop:
             raise NotFiniteError(finding)
 
-    def _name_sources(self, op: _Op, execution: int, inputs: Floats) -> None:
+    def _name_sources(self, op: _CheckedOp, execution: int, inputs: Floats) -> None:
         """Report the parameters with NaN, and the inputs with NaN that no instrumented op produced."""
         for i, flags in inputs.holds.items():
             position = inputs.tensors[i].position
@@ -352,7 +354,7 @@ class _ExecutionPairs:
     def __init__(self, executions: Sequence[Observed]) -> None:
         self.ends = 0
         self.ended: list[int] = []
-        begun: dict[_Op, int] = {}
+        begun: dict[_CheckedOp, int] = {}
         for i, execution in enumerate(executions):
             if "begins" in execution.kwargs:
                 begun[execution.kwargs["op"]] = i

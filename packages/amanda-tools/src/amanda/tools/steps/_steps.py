@@ -44,7 +44,7 @@ _OUTSIDE_LIMIT = 100
 
 
 @dataclass
-class _Candidate:
+class _StepCandidate:
     """An op whose executions may begin steps.
 
     inside: in the call of a module, or in a graph.  order: of the first execution.
@@ -56,7 +56,7 @@ class _Candidate:
     thread: int | None
     executions: int = 0
 
-    def leads(self, rival: _Candidate | None) -> bool:
+    def leads(self, rival: _StepCandidate | None) -> bool:
         """Return True if this op begins steps rather than the other one."""
         if rival is None or rival is self:
             return True
@@ -86,9 +86,9 @@ class Steps(amanda.Tool):
         self.number = 0
         self._listeners: list[Listener] = []
         self._explicit = False
-        self._candidates: dict[Hashable, _Candidate] = {}
+        self._candidates: dict[Hashable, _StepCandidate] = {}
         self._models: set[int] = set()
-        self._leader: _Candidate | None = None
+        self._leader: _StepCandidate | None = None
         self._between_runs = True
         self.add_inst_for_op(self._watch_candidate)
 
@@ -131,7 +131,7 @@ class Steps(amanda.Tool):
             eager = context.is_eager()
             inside = not isinstance(place, tuple)
             thread = get_ident() if eager else None
-            self._candidates[place] = _Candidate(inside, len(self._candidates), thread)
+            self._candidates[place] = _StepCandidate(inside, len(self._candidates), thread)
         context.insert_before_op(self._execute, inputs=[], place=place)
 
     def _place(self, context: amanda.OpContext) -> Hashable:
