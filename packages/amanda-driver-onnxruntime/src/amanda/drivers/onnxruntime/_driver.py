@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.backend import Attributes, Execution, GraphAnalysis, GraphDriver, State, CannotInstrument, digest
+from amanda.backend import Attributes, CannotInstrument, Execution, GraphAnalysis, GraphDriver, State, digest
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
 from ._copies import ModelCopy, model_of
