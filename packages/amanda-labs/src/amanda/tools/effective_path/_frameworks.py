@@ -10,8 +10,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
-from amanda.tools.effective_path._rules import FIRST, WINDOWED
-from amanda.tools.effective_path._terms import OUTSIDE, Indices, InputIndex
+from amanda.tools.effective_path._rules import FIRST, OUTSIDE, WINDOWED, Indices, InputIndex
 from amanda.tools.kit import tensors_of, windows_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import are_transposed, local, spatial_axes

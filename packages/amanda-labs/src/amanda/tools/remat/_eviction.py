@@ -10,17 +10,18 @@ from time import perf_counter
 from typing import Any
 
 from amanda.tools.libraries import tree_map
-from amanda.tools.remat._heuristics import Heuristic, leave_neighbours
 from amanda.tools.remat._pytorch import TorchRuntime
 from amanda.tools.remat._storage import (
     BudgetError,
+    Heuristic,
     InputRef,
     Ledger,
     OpCounts,
-    RecordedOp,
     RematError,
+    ReplayableOp,
     ScratchInput,
     Storage,
+    leave_neighbours,
 )
 
 EXACT_ORDERS, STORAGES_PER_VICTIM = 128, 8
@@ -160,12 +161,12 @@ class Eviction:
         """Revoke all commitments, since memory is about to be written that recomputations may read."""
         self._generation += 1
 
-    def commit(self, target: RecordedOp) -> bool:
+    def commit(self, target: ReplayableOp) -> bool:
         """Ensure that an op can be run again, now and later, and hold its inputs that could be freed.
 
         Return False for an op that depends on memory that is gone and cannot be made again.
         """
-        recomputable: set[RecordedOp] = set()
+        recomputable: set[ReplayableOp] = set()
         for operation in self._uncommitted_ancestors(target):
             if all(self._is_recoverable(ref.storage, recomputable) for ref in operation.refs):
                 recomputable.add(operation)
@@ -182,7 +183,7 @@ class Eviction:
                     self._keep_alive(ref)
         return True
 
-    def _uncommitted_ancestors(self, target: RecordedOp) -> list[RecordedOp]:
+    def _uncommitted_ancestors(self, target: ReplayableOp) -> list[ReplayableOp]:
         """Return an op and the ops that its inputs need, without committed ones, in execution order."""
         ancestors, waiting = {target}, [target]
         while waiting:
@@ -193,7 +194,7 @@ class Eviction:
                     waiting.append(maker)
         return sorted(ancestors, key=lambda operation: operation.number)
 
-    def _is_recoverable(self, storage: Storage, recomputable: set[RecordedOp]) -> bool:
+    def _is_recoverable(self, storage: Storage, recomputable: set[ReplayableOp]) -> bool:
         maker = storage.maker
         if maker is None:
             return storage.live_memory is not None
@@ -255,7 +256,7 @@ class StorageRecomputation:
         target.last_read = self.ledger.clock
         return target.live_memory
 
-    def _recompute(self, operation: RecordedOp, target: Storage) -> None:
+    def _recompute(self, operation: ReplayableOp, target: Storage) -> None:
         """Run an op again, and restore the storage that is needed and those that autograd still holds."""
         counts = operation.counts
         begin = perf_counter()
@@ -304,7 +305,7 @@ class StorageRecomputation:
         return view.requires_grad_() if value.requires_grad else view
 
 
-def _lock_inputs(operation: RecordedOp, locked: set[Storage]) -> Storage | None:
+def _lock_inputs(operation: ReplayableOp, locked: set[Storage]) -> Storage | None:
     """Lock the inputs of an op that have memory; return the first evicted one, or None."""
     missing = None
     for ref in operation.refs:

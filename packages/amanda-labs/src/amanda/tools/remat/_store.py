@@ -12,17 +12,18 @@ from typing import Any
 from amanda import interceptor
 from amanda.tools.mapping import undisturbed
 from amanda.tools.remat._eviction import Eviction, StorageRecomputation
-from amanda.tools.remat._heuristics import Heuristic, join_neighbours
 from amanda.tools.remat._pytorch import TorchRuntime
 from amanda.tools.remat._storage import (
     Handle,
+    Heuristic,
     InputRef,
     Ledger,
     MemoryTotals,
     OpCounts,
-    RecordedOp,
+    ReplayableOp,
     ScratchInput,
     Storage,
+    join_neighbours,
 )
 
 
@@ -61,7 +62,7 @@ class RematStore:
         inputs: Sequence[Any],
         tensors: Sequence[Any],
         scratch: Sequence[int],
-    ) -> RecordedOp:
+    ) -> ReplayableOp:
         """Record an op that is about to run.
 
         tensors: among its inputs.  scratch: indices of inputs that the op writes and does not read.
@@ -69,7 +70,7 @@ class RematStore:
         self._release_after_backward()
         recorded_inputs = [self._record_input(value, i in scratch) for i, value in enumerate(inputs)]
         self._numbers += 1
-        return RecordedOp(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
+        return ReplayableOp(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
 
     def _release_after_backward(self) -> None:
         """Drop copies and histories once autograd holds no handle any more."""
@@ -98,7 +99,7 @@ class RematStore:
             self.storage_of(value), geometry, value.requires_grad, value._version, weakref.ref(value)
         )
 
-    def saving_handles(self, operation: RecordedOp) -> AbstractContextManager[Any]:
+    def saving_handles(self, operation: ReplayableOp) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves handles instead of an op's tensors."""
         reference, indices = (
             weakref.ref(operation),
@@ -113,7 +114,7 @@ class RematStore:
 
         return self.torch.saved_tensors_context(pack, self.unpack)
 
-    def _save_handle(self, operation: RecordedOp, tensor: Any, index: int) -> Handle:
+    def _save_handle(self, operation: ReplayableOp, tensor: Any, index: int) -> Handle:
         """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op."""
         version = None if tensor.is_inference() else tensor._version
         if not self.torch.is_plain(tensor):
@@ -130,7 +131,7 @@ class RematStore:
         self._handles.add(handle)
         return handle
 
-    def finish(self, operation: RecordedOp, result: Any, pure: bool) -> None:
+    def finish(self, operation: ReplayableOp, result: Any, pure: bool) -> None:
         """Record the storages that an op has made.  pure: False if the op cannot be run again."""
         for index, value in enumerate(self.torch.results_in_order(result)):
             if isinstance(value, self.torch.torch.Tensor) and self.torch.is_plain(value):
@@ -145,7 +146,7 @@ class RematStore:
         if not pure:
             operation.cut_history()
 
-    def _add_product(self, operation: RecordedOp, memory: Any, slot: tuple[int, bool]) -> Storage:
+    def _add_product(self, operation: ReplayableOp, memory: Any, slot: tuple[int, bool]) -> Storage:
         storage = operation.add_product(memory.nbytes(), slot)
         self.ledger.add(memory, storage, counts=True)
         return storage

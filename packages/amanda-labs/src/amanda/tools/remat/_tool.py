@@ -14,8 +14,7 @@ from amanda.errors import OptionError, ToolError
 from amanda.options import Name, NonNegativeInt, Where, checked
 from amanda.tools.mapping import MappingTool, Rerun, StandardMapping, rerun
 from amanda.tools.remat import _pytorch
-from amanda.tools.remat._heuristics import HEURISTICS, HeuristicName
-from amanda.tools.remat._storage import MemoryTotals, OpCounts
+from amanda.tools.remat._storage import HEURISTICS, HeuristicName, MemoryTotals, OpCounts
 from amanda.tools.remat._store import RematStore
 from amanda.tools.results import Column, Result, amount, shortened
 

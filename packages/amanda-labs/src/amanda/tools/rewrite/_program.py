@@ -1,18 +1,23 @@
-"""The ops of a program, the matches of rules among them, and the choice of matches to replace."""
+"""The ops of a program, the matches of rules among them, and the executions that replacements read."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import amanda
+from amanda.backend import TensorMap
 from amanda.tools.kit import Dataflow, DataflowNode
-from amanda.tools.results import Column, Result, check_schema, shortened
-from amanda.tools.rewrite._pattern import Maybe, Op, Pattern, Rule
+from amanda.tools.rewrite._rules import (
+    Maybe,
+    Op,
+    Pattern,
+    PatternError,
+    Rule,
+)
 
 Edge = tuple[int, int]
 """An input of an op: the op's id, and the position."""
@@ -242,6 +247,129 @@ def _weak_reference(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
+@dataclass(eq=False)
+class OpExecution:
+    """An execution of an op of a match.
+
+    producers: the executions that made the inputs.  compute: function of the inputs that returns the output.
+    is_used: True once the match was replaced.  reader: the first reader of the output outside of the match.
+    """
+
+    node: ProgramNode
+    inputs: Sequence[Any]
+    compute: Callable[..., Any]
+    producers: Sequence[OpExecution | None] = ()
+    is_used: bool = False
+    reader: str = ""
+
+    @property
+    def is_intact(self) -> bool:
+        """True if the inputs of the op were not written since it was called."""
+        return True
+
+    def is_read(self) -> bool:
+        """Return True if an op outside of the match has read the output, or a hook wants its gradient."""
+        return bool(self.reader)
+
+
+class OpExecutions:
+    """Records of executions by their outputs, in a framework whose ops cannot be delayed.
+
+    on_read: called with each execution whose output is read outside of the match.
+    """
+
+    def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
+        self._on_read = on_read
+        self._by_output = TensorMap[OpExecution]()
+
+    def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
+        """Return the output of an op, or a tensor that stands for the output until it is read."""
+        producers, value = self.producers(inputs), compute(*inputs)
+        if hasattr(value, "dtype"):
+            self._by_output[value] = OpExecution(node, inputs, compute, producers)
+        return value
+
+    def producers(self, inputs: Sequence[Any]) -> list[OpExecution | None]:
+        """Return the execution that made each input."""
+        return [self.execution_of(value) for value in inputs]
+
+    def execution_of(self, value: Any) -> OpExecution | None:
+        """Return the execution that made a value."""
+        return self._by_output.get(value)
+
+    def compute_delayed(self, written: Sequence[Any] = ()) -> None:
+        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op."""
+
+
+class OpCall:
+    """An op of a match at an execution; a call computes the op.
+
+    type: StandardMapping's word.  name: the framework's name.  inputs: in the order of the schema; None for
+    an input that another op of the match makes.  attributes: the arguments that are not tensors, by name.
+    """
+
+    def __init__(self, execution: OpExecution, site: MatchSite) -> None:
+        node = execution.node
+        self.type, self.name, self.framework = node.type, node.name, node.framework
+        self.attributes, self.rewrites = node.attributes, node.rewrites
+        inner_edges = site.binding.edges
+        self.inputs: tuple[Any, ...] = tuple(
+            [None if (node.id, i) in inner_edges else value for i, value in enumerate(execution.inputs)]
+        )
+        self._compute = execution.compute
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Return the op's result for all of its inputs; without arguments, for those of this execution."""
+        return self._compute(*(inputs or self.inputs))
+
+
+class Match:
+    """A match at an execution.  ops: the named ops.
+
+    `match["query"]` is the value of a Capture; `"mask" in match` is False if its op is absent.
+    """
+
+    def __init__(self, site: MatchSite, executions: Mapping[int, OpExecution]) -> None:
+        self._calls = {index: OpCall(execution, site) for index, execution in executions.items()}
+        self._site = site
+        self._captures = site.binding.captures
+        self.framework = self._calls[site.last].framework
+        self.ops = {
+            op.name: self._calls[op_id] for op, op_id in site.binding.ops.items() if op.name is not None
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._captures:
+            names = ", ".join(self._captures) or "nothing"
+            raise PatternError(f"the match has captured {names}, not {name!r}; `in` tells what is there")
+        index, position = self._captures[name]
+        return self._calls[index].inputs[position]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._captures
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a Capture; the default if its op is absent."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def original(self) -> Any:
+        """Compute the ops of the match as the program does; return the output of the last op."""
+        outputs: dict[int, Any] = {}
+
+        def output_of(op_id: int) -> Any:
+            if op_id not in outputs:
+                inputs = list(self._calls[op_id].inputs)
+                for (reader, position), producer in self._site.binding.edges.items():
+                    if reader == op_id:
+                        inputs[position] = output_of(producer)
+                outputs[op_id] = self._calls[op_id](*inputs)
+            return outputs[op_id]
+
+        return output_of(self._site.last)
+
+
 @dataclass(frozen=True)
 class Rewritten:
     """A match; phase, type, module and source are of the replaced op.
@@ -264,53 +392,3 @@ class Rewritten:
     def why(self) -> str:
         """Return the reason why the match is never replaced, or reasons why some executions were not."""
         return self.obstacle or "; ".join(f"{reason} ({n})" for reason, n in self.fallbacks.items())
-
-
-class RewriteResult(Result):
-    """A row for each match, in the order of execution."""
-
-    name: ClassVar[str] = "rewrite"
-    title = "Rewritten subgraphs"
-    columns: ClassVar[Sequence[Column]] = (
-        Column("phase", shown=False), Column("type"), Column("module", show=partial(shortened, width=40)),
-        Column("source", show=partial(shortened, width=40)), Column("rule"), Column("ops"),
-        Column("replaced", show="{:,}".format, total=True),
-        Column("fallbacks", show="{:,}".format, total=True), Column("why"),
-    )  # fmt: skip
-
-    def __init__(self, matches: Sequence[Rewritten]) -> None:
-        self.matches = tuple(matches)
-
-    def count(self, rule: str | None = None) -> int:
-        """Return the number of matches that are replaced, of one rule or of all."""
-        return sum(not match.obstacle and rule in (None, match.rule) for match in self.matches)
-
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each match."""
-        return [
-            (match.phase, match.type, match.module, match.source, match.rule, " ".join(match.ops),
-             match.replaced, sum(match.fallbacks.values()), match.why)
-            for match in self.matches
-        ]  # fmt: skip
-
-    def facts(self) -> Mapping[str, Any]:
-        """Return the matches."""
-        return {"matches": [asdict(match) for match in self.matches]}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> RewriteResult:
-        """Return the result that `to_dict` described; raise ValueError for other schemas."""
-        check_schema(content, cls.name, cls.version)
-        return cls([Rewritten(**{**entry, "ops": tuple(entry["ops"])}) for entry in content["matches"]])
-
-    def merged(self, *results: RewriteResult) -> RewriteResult:
-        """Return the matches of this and other runs or ranks."""
-        return RewriteResult([match for result in (self, *results) for match in result.matches])
-
-    def notes(self) -> Sequence[str]:
-        """Return the number of matches of each rule."""
-        if not self.matches:
-            return ["No rule's pattern was met."]
-        rules = dict.fromkeys(match.rule for match in self.matches)
-        counts = ", ".join(f"{rule}: {self.count(rule)}" for rule in rules)
-        return [f"Matches that are replaced: {counts}."]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
-from amanda.tools.rewrite._executions import OpExecution, OpExecutions
-from amanda.tools.rewrite._program import ProgramNode
+from amanda.tools.rewrite._program import OpExecution, OpExecutions, ProgramNode
 
 if TYPE_CHECKING:
     import torch

@@ -5,23 +5,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import amanda
 from amanda.options import Name, checked
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.rewrite._builtin_rules import (
+from amanda.tools.results import Column, Result, check_schema, shortened
+from amanda.tools.rewrite._program import (
+    Edge,
+    Match,
+    MatchSite,
+    OpExecution,
+    OpExecutions,
+    ProgramMatches,
+    ProgramNode,
+    Rewritten,
+)
+from amanda.tools.rewrite._pytorch import HOOKS, TorchOpExecutions
+from amanda.tools.rewrite._rules import (
+    PatternError,
+    Rule,
     expand_rules,
     fold_in_pytorch,
     fold_in_tensorflow,
     fused_attention,
 )
-from amanda.tools.rewrite._executions import Match, OpExecution, OpExecutions
-from amanda.tools.rewrite._pattern import PatternError, Rule
-from amanda.tools.rewrite._program import Edge, MatchSite, ProgramMatches, ProgramNode, RewriteResult
-from amanda.tools.rewrite._pytorch import HOOKS, TorchOpExecutions
 
 logger = logging.getLogger("amanda")
 
@@ -268,3 +279,53 @@ def _map_pytorch(context: amanda.OpContext) -> None:
 def _map_tensorflow(context: amanda.OpContext) -> None:
     context["rewrites"] = {"fold_batch_norm": fold_in_tensorflow}
     context["channels_last"] = (context.get_attrs().get("data_format") or b"NHWC") in (b"NHWC", "NHWC")
+
+
+class RewriteResult(Result):
+    """A row for each match, in the order of execution."""
+
+    name: ClassVar[str] = "rewrite"
+    title = "Rewritten subgraphs"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase", shown=False), Column("type"), Column("module", show=partial(shortened, width=40)),
+        Column("source", show=partial(shortened, width=40)), Column("rule"), Column("ops"),
+        Column("replaced", show="{:,}".format, total=True),
+        Column("fallbacks", show="{:,}".format, total=True), Column("why"),
+    )  # fmt: skip
+
+    def __init__(self, matches: Sequence[Rewritten]) -> None:
+        self.matches = tuple(matches)
+
+    def count(self, rule: str | None = None) -> int:
+        """Return the number of matches that are replaced, of one rule or of all."""
+        return sum(not match.obstacle and rule in (None, match.rule) for match in self.matches)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each match."""
+        return [
+            (match.phase, match.type, match.module, match.source, match.rule, " ".join(match.ops),
+             match.replaced, sum(match.fallbacks.values()), match.why)
+            for match in self.matches
+        ]  # fmt: skip
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the matches."""
+        return {"matches": [asdict(match) for match in self.matches]}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RewriteResult:
+        """Return the result that `to_dict` described; raise ValueError for other schemas."""
+        check_schema(content, cls.name, cls.version)
+        return cls([Rewritten(**{**entry, "ops": tuple(entry["ops"])}) for entry in content["matches"]])
+
+    def merged(self, *results: RewriteResult) -> RewriteResult:
+        """Return the matches of this and other runs or ranks."""
+        return RewriteResult([match for result in (self, *results) for match in result.matches])
+
+    def notes(self) -> Sequence[str]:
+        """Return the number of matches of each rule."""
+        if not self.matches:
+            return ["No rule's pattern was met."]
+        rules = dict.fromkeys(match.rule for match in self.matches)
+        counts = ", ".join(f"{rule}: {self.count(rule)}" for rule in rules)
+        return [f"Matches that are replaced: {counts}."]

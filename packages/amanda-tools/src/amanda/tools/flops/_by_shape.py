@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops._cost import are_known, shape_of
-from amanda.tools.flops._result import OpCost
+from amanda.tools.flops._cost import OpCost, are_known, shape_of
 from amanda.tools.kit import leaves
 
 MAX_SHAPES = 1024

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import amanda
 from amanda.options import Name, checked
-from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
     AnyShapeCount,
@@ -18,21 +17,21 @@ from amanda.tools.flops._by_shape import (
     are_plain,
     is_always_or_never_view,
 )
-from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, elements, shape_of
-from amanda.tools.flops._costs import (
+from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes, are_known, elements, shape_of
+from amanda.tools.flops._cost_model import (
     NO_WORK,
-    CostModel,
+    OpCostModel,
     bytes_moved,
     bytes_of,
     element_type,
     formula_of,
     has_shapes,
     is_free,
-    roles,
     shapes_of,
+    write_default_facts,
+    write_pytorch_facts,
 )
 from amanda.tools.flops._formulas import no_cost
-from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
 from amanda.tools.kit import remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
@@ -65,7 +64,7 @@ class FlopsTool(amanda.Tool):
         self, formulas: Mapping[Name, Formula] | None = None, complex_macs: Literal[1, 3, 4] = 4
     ) -> None:
         super().__init__()
-        self._model = CostModel(formulas or {}, complex_macs)
+        self._model = OpCostModel(formulas or {}, complex_macs)
         # Equal ops share a place, which bounds memory: a program may create and drop models without end,
         # and without a cache an op is analysed at each execution.
         self._places: dict[Hashable, OpCost] = {}
@@ -74,7 +73,9 @@ class FlopsTool(amanda.Tool):
         self._uncounted: dict[Hashable, OpCost] = {}
         self._computing_ops = 0  # ops analysed so far that compute
         self._composite_types: set[str] = set()  # types of ops whose own ops, called in Python, are counted
-        self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
+        self.depends_on(
+            StandardMapping(), MappingTool([["*", write_default_facts], ["pytorch", write_pytorch_facts]])
+        )
         self.add_inst_for_op(self._note_unknown_inputs)
         self.add_inst_for_op(self._note_unknown_gradients, backward=True)
         self.add_inst_for_op(self._analyze_forward, require_outputs=True, guard="read")

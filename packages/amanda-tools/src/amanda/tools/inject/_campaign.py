@@ -4,22 +4,157 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from math import sqrt
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
-from amanda.tools.inject._faults import InjectError, Site
-from amanda.tools.inject._result import CampaignResult, Outcome, Trial
-from amanda.tools.inject._tool import InjectTool
+from amanda.tools.inject._faults import InjectError, Injection, Site
+from amanda.tools.inject._tool import InjectTool, MemorySnapshot
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
-from amanda.tools.libraries import tree_iter, tree_map
+from amanda.tools.libraries import tree_iter
+from amanda.tools.results import Column, KeyedResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+Outcome = Literal["masked", "sdc", "nan", "crash", "hang", "no_fault"]
+"""Outcome of a trial; `sdc` is silent data corruption: a wrong output without an error."""
+
+
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+COUNTED = OUTCOMES[:-1]
+
+
+KEYS = ("phase", "type", "module", "source", "dtype", "bit")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the program with faults.
+
+    outcome: "masked": the output equals the one without faults; "sdc" (silent data corruption): the output
+    differs; "nan": it has new NaN or Inf; "crash": the program raised `error`; "hang": the program ran too
+    long and was stopped; "no_fault": no element was changed.
+    """
+
+    number: int
+    outcome: Outcome
+    injections: tuple[Injection, ...]
+    error: str = ""
+
+
+class Rate(NamedTuple):
+    """A share, and the ends of its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
+
+@checked(error=InjectError)
+def wilson(successes: NonNegativeInt, trials: NonNegativeInt, z: PositiveFloat = 1.959963984540054) -> Rate:
+    """Return a share with its score interval; (0, 0, 1) for no trials.  Source: Wilson 1927."""
+    if not trials:
+        return Rate(0.0, 0.0, 1.0)
+    if successes > trials:
+        raise InjectError(f"successes is {successes} and trials {trials}; give at most as many as trials")
+    share, square = successes / trials, z * z
+    middle = (share + square / (2 * trials)) / (1 + square / trials)
+    half = z / (1 + square / trials) * sqrt(share * (1 - share) / trials + square / (4 * trials * trials))
+    low = 0.0 if successes == 0 else max(0.0, middle - half)
+    return Rate(share, low, 1.0 if successes == trials else min(1.0, middle + half))
+
+
+class CampaignResult(KeyedResult):
+    """Counts of trials by outcome, for each type of op or other keys.
+
+    by: the keys of a row, of `KEYS`.  A trial with several injections is in the row of each.
+    """
+
+    name: ClassVar[str] = "inject_campaign"
+    keys: ClassVar[Sequence[str]] = KEYS
+    counted: ClassVar[Sequence[Column]] = (
+        *(Column(name, show="{:,}".format, number=True) for name in ("trials", *COUNTED)),
+        *(
+            Column(name, show=lambda share: f"{100 * share:.1f} %", number=True, unit="share")
+            for name in ("SDC rate", "low", "high")
+        ),
+    )
+
+    def __init__(
+        self, trials: Iterable[Trial], seed: int, sites: int, by: Sequence[str] = ("phase", "type")
+    ) -> None:
+        self.trials = tuple(trials)
+        self.seed, self.sites = seed, sites
+        self.tell_by(by, f"Outcomes of {len(self.trials):,} trials")
+
+    def count(self, outcome: Outcome) -> int:
+        """Return the number of trials with an outcome; raise AmandaError for an unknown outcome."""
+        if outcome not in OUTCOMES:
+            raise AmandaError(f"{outcome!r} is no outcome; they are {', '.join(OUTCOMES)}")
+        return sum(trial.outcome == outcome for trial in self.trials)
+
+    def rate(self, *outcomes: Outcome) -> Rate:
+        """Return the share of these outcomes in the trials with faults."""
+        trials_with_faults = len(self.trials) - self.count("no_fault")
+        return wilson(sum(self.count(outcome) for outcome in outcomes), trials_with_faults)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each value of the keys, sorted, without the trials that had no fault."""
+        groups: dict[tuple[str, ...], dict[int, Trial]] = {}
+        for trial in self.trials:
+            for injection in trial.injections:
+                groups.setdefault(_row_key(injection, self._by), {})[trial.number] = trial
+        rows = []
+        for key in sorted(groups, key=lambda key: [_sort_key(part) for part in key]):
+            outcomes = [trial.outcome for trial in groups[key].values()]
+            counts = [outcomes.count(outcome) for outcome in COUNTED]
+            rows.append((*key, len(outcomes), *counts, *wilson(outcomes.count("sdc"), len(outcomes))))
+        return rows
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the rate of each outcome, and every trial with its injections."""
+        rates = {outcome: self.rate(outcome)._asdict() for outcome in COUNTED}
+        trials = [
+            {**vars(trial), "injections": [injection.to_dict() for injection in trial.injections]}
+            for trial in self.trials
+        ]
+        return {"seed": self.seed, "sites": self.sites, "rates": rates, "trials": trials}
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on the rates of all trials."""
+        rates = "; ".join(f"{outcome} {self.rate(outcome)}" for outcome in COUNTED if self.count(outcome))
+        notes = [
+            f"Seed {self.seed}, {self.sites:,} executions of ops with tensors for faults.",
+            f"Shares with 95 % confidence intervals (Wilson): {rates or 'no trial had a fault'}.",
+        ]
+        if unchanged := self.count("no_fault"):
+            notes.append(f"No element changed in {unchanged:,} trials.")
+        return notes
+
+
+def _row_key(injection: Injection, by: Sequence[str]) -> tuple[str, ...]:
+    bits = " ".join(map(str, injection.bits))
+    return tuple(bits if key == "bit" else getattr(injection, key) for key in by)
+
+
+def _sort_key(part: str) -> tuple[list[int], str]:
+    """Return a sort key: bits by their positions, words by their letters."""
+    numbers = part.split() if part.replace(" ", "").isdigit() else []
+    return [int(number) for number in numbers], part
+
 
 Compare = Callable[[Any, Any], bool]
 """Function of the output without faults and that of a trial, from `arrays`; returns True for corruption."""
@@ -105,60 +240,6 @@ def _all_agree(golden: Any, output: Any, agree: Callable[[Any, Any], bool]) -> b
     if isinstance(golden, np.ndarray):
         return golden.shape == output.shape and agree(golden, output)
     return bool(golden == output)
-
-
-class MemorySnapshot(amanda.Tool):
-    """Save the memory that a program reads or writes but did not allocate: parameters, buffers, inputs.
-
-    `restore` sets every byte to its value before the first op that read or wrote the memory.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-        self.add_inst_for_op(self._instrument)
-
-    def clear(self) -> None:
-        """Drop all copies."""
-        self._restorers: dict[Any, Callable[[], None]] = {}
-        self._new_memory: set[Any] = set()
-
-    def restore(self) -> None:
-        """Restore the saved memory."""
-        with amanda.disabled():
-            for restore in self._restorers.values():
-                restore()
-
-    def outlasting(self, value: Any) -> Any:
-        """Return the value with copies of its tensors in saved memory, which `restore` would overwrite."""
-        return tree_map(self._copy_outlasting, value, is_leaf=_is_leaf)
-
-    def _copy_outlasting(self, value: Any) -> Any:
-        is_restored = any(key in self._restorers for key, _ in _memories_of([value]))
-        return tensors_of(value).duplicate(value) if is_restored else value
-
-    def _instrument(self, context: amanda.OpContext) -> None:
-        context.insert_before_op(self._save_inputs)
-        context.insert_after_op(self._note_outputs)
-
-    @amanda.observer
-    def _save_inputs(self, *inputs: Any) -> None:
-        for key, save in _memories_of(inputs):
-            if key not in self._restorers and key not in self._new_memory:
-                self._restorers[key] = save()
-
-    @amanda.observer
-    def _note_outputs(self, *outputs: Any) -> None:
-        self._new_memory.update(key for key, _ in _memories_of(outputs) if key not in self._restorers)
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, dict) and type(value) not in (list, tuple)
-
-
-def _memories_of(values: Any) -> Iterator[tuple[Any, Callable[[], Callable[[], None]]]]:
-    """Yield key and save function of the memory of each value, also in lists."""
-    memories = (tensors_of(value).memory(value) for value in tree_iter(values))
-    yield from (memory for memory in memories if memory is not None)
 
 
 Program = Callable[[], Any]

@@ -1,18 +1,21 @@
-"""Faults: number formats in memory, changes of elements, and the tensors that have them."""
+"""Faults: number formats in memory, changes of elements, and the result: a row for each changed element."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import Tensors, tensors_of
 from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
+from amanda.tools.results import Column, Result, shortened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,9 +100,6 @@ def _clipped_integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
     ]
     return np.array(clipped, dtype)
 
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 ElementBytes: TypeAlias = "NDArray[np.uint8]"
 """Elements of a tensor, a row of bytes for each."""
@@ -200,10 +200,6 @@ class Fault(NamedTuple):
             return np.asarray(old * (1 + drawn) if self.kind == "relative" else old + drawn)
 
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
 class Site(NamedTuple):
     """An execution of an op that can have faults.  elements: number of elements of its tensors."""
 
@@ -276,3 +272,87 @@ def tensors_in(
             yield TargetTensor(
                 tensor, dtype, name + f"[{item}]" * is_list, position, item if is_list else None
             )
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One changed element.
+
+    op: id of the op, forward or backward.  execution: number of the op's execution, from 0.
+    tensor: e.g. "outputs[0]".  element: index in the tensor.  bits: positions of changed bits, 0 the least
+    significant; empty for faults of values.  old, new: the element before and after.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    op: int
+    execution: int
+    tensor: str
+    dtype: str
+    element: tuple[int, ...]
+    bits: tuple[int, ...]
+    old: Any
+    new: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values for JSON; complex numbers, NaN and Inf are strings."""
+        fields = {**asdict(self), "op": f"{self.op:#018x}"}
+        for name in ("old", "new"):
+            if isinstance(fields[name], complex) or not math.isfinite(fields[name]):
+                fields[name] = str(fields[name])
+        return fields
+
+
+class InjectResult(Result):
+    """A row for each changed element, in the order of injection.
+
+    total: number of changed elements.  unselected_types: types of the analysed ops, if none was selected.
+    """
+
+    name: ClassVar[str] = "inject"
+    title = "Injected faults"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"), Column("module", show=partial(shortened, width=32)),
+        Column("source", show=partial(shortened, width=32)), Column("op"), Column("execution", number=True),
+        Column("tensor"), Column("dtype"), Column("element"), Column("bits"),
+        Column("old", number=True), Column("new", number=True),
+    )  # fmt: skip
+
+    def __init__(
+        self, injections: Sequence[Injection], total: int, executions: int,
+        unselected_types: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.injections = tuple(injections)
+        self.total = total
+        self.executions = executions
+        self._unselected_types = sorted(unselected_types)
+
+    def counts(self, key: str) -> dict[Any, int]:
+        """Return the number of injections by the value of a field: "phase", "type", "module", "bits"."""
+        return dict(Counter(getattr(injection, key) for injection in self.injections))
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each element."""
+        return [
+            tuple(
+                " ".join(map(str, value)) if isinstance(value, tuple) else value for value in fields.values()
+            )
+            for fields in (injection.to_dict() for injection in self.injections)
+        ]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the numbers of changed elements, also beyond `limit`, and of executions."""
+        return {"injected": self.total, "executions": self.executions}
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on the number of elements, and on the types of ops if none was selected."""
+        notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
+        if self.total > len(self.injections):
+            notes.append(
+                f"The table has the first {len(self.injections):,} elements; raise `limit` for more."
+            )
+        if self._unselected_types:
+            notes.append(f"No op was selected; there were {', '.join(self._unselected_types)}.")
+        return notes

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import amanda
 from amanda.options import (
@@ -24,6 +24,8 @@ from amanda.tools.inject._faults import (
     BitField,
     Fault,
     InjectError,
+    Injection,
+    InjectResult,
     Kind,
     SelectedOp,
     Site,
@@ -31,12 +33,15 @@ from amanda.tools.inject._faults import (
     from_bytes,
     tensors_in,
 )
-from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.kit import parameter_inputs, tensors_of
 from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import tree_iter, tree_map
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs, Selection, as_remarks
 from amanda.tools.steps import execution_number
+
+if TYPE_CHECKING:
+    pass
 
 Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
 
@@ -336,3 +341,57 @@ def _run_argument(context: amanda.OpContext) -> dict[str, None]:
 def _sorted_items(pairs: list[tuple[tuple[int, int], Any]]) -> list[Any]:
     """Return injections or sites, sorted by execution and by the number of the op."""
     return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
+
+
+class MemorySnapshot(amanda.Tool):
+    """Save the memory that a program reads or writes but did not allocate: parameters, buffers, inputs.
+
+    `restore` sets every byte to its value before the first op that read or wrote the memory.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+        self.add_inst_for_op(self._instrument)
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._restorers: dict[Any, Callable[[], None]] = {}
+        self._new_memory: set[Any] = set()
+
+    def restore(self) -> None:
+        """Restore the saved memory."""
+        with amanda.disabled():
+            for restore in self._restorers.values():
+                restore()
+
+    def outlasting(self, value: Any) -> Any:
+        """Return the value with copies of its tensors in saved memory, which `restore` would overwrite."""
+        return tree_map(self._copy_outlasting, value, is_leaf=_is_leaf)
+
+    def _copy_outlasting(self, value: Any) -> Any:
+        is_restored = any(key in self._restorers for key, _ in _memories_of([value]))
+        return tensors_of(value).duplicate(value) if is_restored else value
+
+    def _instrument(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self._save_inputs)
+        context.insert_after_op(self._note_outputs)
+
+    @amanda.observer
+    def _save_inputs(self, *inputs: Any) -> None:
+        for key, save in _memories_of(inputs):
+            if key not in self._restorers and key not in self._new_memory:
+                self._restorers[key] = save()
+
+    @amanda.observer
+    def _note_outputs(self, *outputs: Any) -> None:
+        self._new_memory.update(key for key, _ in _memories_of(outputs) if key not in self._restorers)
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, dict) and type(value) not in (list, tuple)
+
+
+def _memories_of(values: Any) -> Iterator[tuple[Any, Callable[[], Callable[[], None]]]]:
+    """Yield key and save function of the memory of each value, also in lists."""
+    memories = (tensors_of(value).memory(value) for value in tree_iter(values))
+    yield from (memory for memory in memories if memory is not None)

@@ -21,8 +21,7 @@ from amanda.tools.patch._frameworks import (
     point_rules,
     requires_gradient,
 )
-from amanda.tools.patch._region import PatchError, Region, is_value
-from amanda.tools.patch._result import Patched, PatchResult, PatchSweep
+from amanda.tools.patch._result import Patched, PatchError, PatchResult, PatchSweep, Region, is_value
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
 

@@ -180,7 +180,7 @@ Probe = DeviceClock | KernelProfiler
 
 
 @dataclass(slots=True, eq=False)
-class _OpenExecution:
+class _StartedExecution:
     """An execution under way.
 
     inside: time of the ops within.  overhead: time of the routines at these.  begun: results of the probes.
@@ -221,7 +221,7 @@ class Recorder:
             clock.clear()
         self.memory.clear()
         self.log = ExecutionLog(self._limit)
-        self._open: defaultdict[int, deque[_OpenExecution]] = defaultdict(partial(deque, maxlen=DEEPEST))
+        self._open: defaultdict[int, deque[_StartedExecution]] = defaultdict(partial(deque, maxlen=DEEPEST))
         self._first = self._step
         self._begin_step()
 
@@ -272,7 +272,7 @@ class Recorder:
             profile = self.recomputation(place) if recomputed else place
             stack = self._open[get_ident()]
             entered = perf_counter_ns() if stack else 0
-            execution = _OpenExecution(profile)
+            execution = _StartedExecution(profile)
             # probes begin before the clock is read, so that their time is not the op's
             if probes:
                 execution.begun = [probe.begin(profile) for probe in probes]

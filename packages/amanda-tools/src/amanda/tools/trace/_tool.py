@@ -8,8 +8,7 @@ from typing import Any
 import amanda
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.trace._graph import Graph, Op, Tensor
-from amanda.tools.trace._recorder import ProgramOp, Recorder
+from amanda.tools.trace._graph import Graph, GraphRecorder, Op, ProgramOp, Tensor
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._tracker import ExecutionTracker
 from amanda.tools.trace._values import values_of
@@ -61,7 +60,7 @@ class TraceTool(amanda.Tool):
     def clear(self) -> None:
         """Drop the graph; ops are analysed again."""
         self.load_state_dict({})
-        self.recorder = Recorder(self._executions, self._limit)
+        self.recorder = GraphRecorder(self._executions, self._limit)
         self._trackers: dict[str, ExecutionTracker] = {}
         self._places: dict[Hashable, ProgramOp] = {}
 

@@ -12,8 +12,16 @@ from typing import Any, NamedTuple
 import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.trace._graph import Position, indices_at, map_position
-from amanda.tools.trace._recorder import UNKNOWN, OpenExecution, ProgramOp, RecordedOp, Recorder
+from amanda.tools.trace._graph import (
+    UNKNOWN,
+    GraphRecorder,
+    OpenExecution,
+    Position,
+    ProgramOp,
+    RecordedOp,
+    indices_at,
+    map_position,
+)
 from amanda.tools.trace._values import FrameworkValues, MemorySpan
 
 _WRITES_LIMIT = 128
@@ -55,7 +63,7 @@ class LiveTensors:
     serial: number of the last write.
     """
 
-    def __init__(self, values: FrameworkValues, recorder: Recorder) -> None:
+    def __init__(self, values: FrameworkValues, recorder: GraphRecorder) -> None:
         self.values = values
         self.serial = 0
         self._recorder = recorder
@@ -241,7 +249,7 @@ class ExecutionTracker:
     since, or new data from outside in their place.
     """
 
-    def __init__(self, values: FrameworkValues, recorder: Recorder) -> None:
+    def __init__(self, values: FrameworkValues, recorder: GraphRecorder) -> None:
         self.values = values
         self._tensors = LiveTensors(values, recorder)
         self._recorder = recorder

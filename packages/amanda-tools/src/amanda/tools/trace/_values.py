@@ -14,24 +14,10 @@ from amanda import interceptor
 from amanda.backend import TensorMap
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import itemsize
-from amanda.tools.trace._graph import Tensor
+from amanda.tools.trace._graph import Tensor, TraceFacts
 
 TensorQuery = Callable[[Any], Any]
 """Function of a tensor, such as `shape` and `dtype` of StandardMapping."""
-
-
-class TraceFacts(NamedTuple):
-    """Facts of an op besides the words of StandardMapping.
-
-    name: the framework's name.  makes: kind of the outputs; "" for the kind of the first input.
-    written: positions of inputs that the op writes without a new version.
-    brings_in: the outputs are new data from outside at each execution, as of an iterator.
-    """
-
-    name: str
-    makes: str
-    written: Sequence[int] = ()
-    brings_in: bool = False
 
 
 class MemorySpan(NamedTuple):
