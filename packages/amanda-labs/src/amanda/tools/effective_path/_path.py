@@ -76,6 +76,7 @@ class Layer:
             indices = self.part(part)
             if indices.ndim != 1 or indices.dtype.kind not in "iu":
                 raise ValueError(f"the {part} of {self.module or self.type} are no list of indices")
+            # Checked here: an index beyond the end would fail later, in a mask, far from the file.
             if indices.size and not 0 <= indices.min() <= indices.max() < size:
                 raise ValueError(f"{self.module or self.type} has {size} {part}, and others are on the path")
 
@@ -92,6 +93,7 @@ class Layer:
         return mask.reshape(shape)
 
     def __or__(self, other: Layer) -> Layer:
+        # Flat indices of other shapes would be joined without a sign that they mean other elements.
         if self.sizes != other.sizes:
             raise PathError(
                 f"{self.module or self.type} has {self.sizes} neurons, synapses and weights, that of the "
@@ -134,6 +136,7 @@ class EffectivePath:
 
         Source: Qiu et al. 2019, sec. 4.2: the similarity of an image's path to a class's.
         """
+        # Layers are matched by name: a layer that the other path lacks has nothing in common.
         common = self._count_common(other, which)
         return {
             name: _overlap_share(common[name], len(layer.part(which))) for name, layer in self.layers.items()
@@ -152,6 +155,7 @@ class EffectivePath:
         """Return by layer the size of the intersection of both paths."""
         other_parts = {name: layer.part(part) for name, layer in other_path.layers.items()}
         return {
+            # Indices are unique and sorted, so NumPy need not sort them again.
             name: np.intersect1d(layer.part(part), other_parts.get(name, ()), assume_unique=True).size
             for name, layer in self.layers.items()
         }
@@ -166,6 +170,7 @@ class EffectivePath:
             header["layers"].append({"name": name, **fields})
             arrays.update({f"{i}/{part}": layer.part(part) for part in PARTS})
         with replacing(path) as temporary, temporary.open("wb") as file:
+            # No pickles: a file from elsewhere must not run code when it is loaded.
             np.savez_compressed(file, allow_pickle=False, path=np.array(json.dumps(header)), **arrays)
         return Path(path)
 
@@ -242,6 +247,7 @@ class EffectivePathResult(PlottedResult):
             for part, size in zip(PARTS, layer.sizes, strict=True):
                 count = fmean(len(sample_layer.part(part)) for sample_layer in layers)
                 row += [count, size, count / size] if size else [None, 0, None]
+            # Means over the paths that have the layer.
             rows.append(row)
         return rows
 
@@ -276,6 +282,7 @@ class EffectivePathResult(PlottedResult):
         axes.legend(frameon=False)
 
 
+# One number for sample and element: sets of them are sorted arrays, which NumPy joins fast.
 Keys = list[Indices]
 """Elements of a tensor on the paths of all samples.  A key is sample * size + flat index: the same element
 may be on the paths of several samples, since tensors of constants have no batch axis."""
@@ -302,6 +309,7 @@ class OpOnPath:
 def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
     """Return for each sample the layer with the part of an op that is on the sample's path."""
     step = op_on_path.step
+    # Several inputs, as of an addition, are numbered one after another.
     neurons: list[list[Indices]] = [[] for _ in range(samples)]
     size: int = 0
     shape: tuple[int, ...] = ()
@@ -314,9 +322,11 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
         shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
     weight = np.zeros(0) if op_on_path.weight is None else step.tensor(op_on_path.weight)
     weight_keys = [] if op_on_path.weight is None else op_on_path.element_keys[op_on_path.weight]
+    # All samples share the weight, whose first axis is no batch.
     weights, weight_size = _split_by_sample(weight_keys, weight.size, samples, shared=True)
     terms = step.outputs[op_on_path.output].size * op_on_path.fan_in
     synapses, per_sample = _split_by_sample(op_on_path.synapse_keys, terms, samples)
+    # `synapses` counts the terms that exist: a window at the border has fewer than `fan_in`.
     total = op_on_path.synapses * per_sample // terms
     return [
         Layer(
@@ -335,6 +345,8 @@ def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) 
     """
     all_keys = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
     sample_of_key, indices = np.divmod(all_keys, max(size, 1))
+    # Only if each sample stays in its own block is the first axis that of the batch: a constant, and a tensor
+    # that mixes samples, have none.
     within_sample = indices - sample_of_key * (size // samples)
     if (
         not shared
@@ -352,6 +364,7 @@ def layer_names(steps: Sequence[Step]) -> list[str]:
     names = []
     for step in steps:
         name = f"{step.op.module}/{step.type}"
+        # A module that is called twice has two layers, in the order of execution.
         counts[name] = counts.get(name, -1) + 1
         names.append(f"{name}.{counts[name]}" if counts[name] else name)
     return names

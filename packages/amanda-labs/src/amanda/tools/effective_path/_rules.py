@@ -88,11 +88,14 @@ def leading(
     contributions of theta or more.
     Source: Qiu et al. 2019, sec. 3.1; Gan et al. 2020 (Ptolemy), sec. 3.
     """
+    # What lowers a neuron does not explain its value.
     positive = contributions > 0
     if mode == "absolute":
         return positive & (contributions >= theta)
+    # Ops such as a maximum have no sum to reach.
     value = np.where(np.isnan(value), np.where(positive, contributions, 0).sum(1), value)
     target = theta * value
+    # A partition saves nothing on a few terms.
     if contributions.shape[1] <= 4 * _PRESORTED:
         return _leading_sorted(contributions, target)
     # Most sums are reached by a few of many terms, which need not all be sorted.
@@ -101,7 +104,9 @@ def leading(
     is_leading_here = _leading_sorted(np.take_along_axis(contributions, order, 1), target)
     is_leading = np.zeros_like(positive)
     np.put_along_axis(is_leading, order, is_leading_here, 1)
+    # Undecided if even the smallest of the largest was needed: more of them may be.
     smallest = np.take_along_axis(contributions, order, 1).min(1)
+    # Also equal to the smallest: of equal contributions the first ones count, and a partition keeps any.
     is_undecided = np.where(is_leading, contributions, np.inf).min(1) <= smallest
     is_leading[is_undecided] = _leading_sorted(contributions[is_undecided], target[is_undecided])
     return is_leading
@@ -112,6 +117,7 @@ _PRESORTED = 32
 
 def _leading_sorted(contributions: Numbers, target: Numbers) -> NDArray[np.bool_]:
     """Return True for the largest positive contributions, until their sum reaches a target."""
+    # Stable, so that of equal contributions the first come first in every run.
     order = np.argsort(-contributions, axis=1, kind="stable")
     ranked = np.maximum(np.take_along_axis(contributions, order, 1), 0)
     # Infinities have no difference: the sum before each is the sum after its neighbour.
@@ -138,12 +144,14 @@ class Mesh:
             name: coordinates.reshape(-1, *[1] * len(inner))
             for name, coordinates in zip(axes, outputs, strict=True)
         }
+        # Open grids: coordinates broadcast, and no array of all terms is made for each axis.
         self.coordinates.update(zip(inner, np.ix_(*map(np.arange, inner.values())), strict=True))
 
     def indices(self, names: Sequence[Any], extents: Sequence[int]) -> Indices:
         """Return (outputs, terms) flat indices into a tensor; an axis of extent 1 is broadcast."""
         index = np.zeros(1, np.int64)
         for i, (name, extent) in enumerate(zip(names, extents, strict=True)):
+            # An axis of extent 1 is broadcast; the coordinate stays negative outside of the tensor.
             at = self.coordinates[name] if extent > 1 else np.minimum(self.coordinates[name], 0)
             index = index + at * prod(extents[i + 1 :])
         return np.broadcast_to(index, self._shape).reshape(self._shape[0], -1)
@@ -168,11 +176,13 @@ def _product_terms(
     extents: dict[Any, int] = {}
     for tensor, names in zip(factors, labels[:2], strict=True):
         for name, extent in zip(names, tensor.shape, strict=True):
+            # A factor of extent 1 is broadcast along the axis.
             extents[name] = max(extents.get(name, 1), extent)
     summed = {name: extent for name, extent in extents.items() if name not in labels[2]}
     mesh = Mesh(rows, dict(zip(labels[2], shape, strict=True)), summed)
     indices = [mesh.indices(names, tensor.shape) for tensor, names in zip(factors, labels[:2], strict=True)]
     first, second = (tensor.reshape(-1)[index] for tensor, index in zip(factors, indices, strict=True))
+    # In float64: products of float32 are exact there.
     return indices, first.astype(np.float64) * second, prod(shape) * prod(summed.values())
 
 
@@ -184,6 +194,7 @@ def _matmul_terms(
     Axes of a batch that the output lacks are summed over too.
     """
     labels: list[Sequence[Any]] = [
+        # Axes of a batch are numbered from the right, so that broadcast ones meet.
         [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_transposed else axes)] if tensor.ndim > 1 else "k"
         for tensor, axes, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True)
     ]
@@ -234,6 +245,7 @@ def attention(step: Step, rows: Indices, output: int) -> Terms:
         mask = np.tril(np.ones(scores.shape[-2:], bool))
     if mask is not None:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    # The largest is subtracted, or else exp would overflow.
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
     # Only values are on the path: the softmax of query and key is taken as constant weights.
@@ -251,6 +263,7 @@ def _window_mesh(step: Step, rows: Indices, output: int, channels: Mapping[str, 
     window = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
     mesh = Mesh(rows, dict(zip(layout, shape, strict=True)), {**channels, **window})
     for axis, table in zip(spatial, tables, strict=True):
+        # The coordinate of an output becomes that of the input which each place of its window reads.
         mesh.coordinates[axis] = table[mesh.coordinates[axis], mesh.coordinates[axis.lower()]]
     num_outputs = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
     return mesh, num_outputs * prod(channels.values()) * prod(int((table >= 0).sum()) for table in tables)
@@ -266,11 +279,13 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
     mesh, count = _window_mesh(step, rows, output, {"I": 1 if is_depthwise else extents["I"]})
     coordinates = mesh.coordinates
     if is_depthwise:
+        # Output channel c * M + m of a depthwise convolution reads input channel c.
         coordinates["C"], coordinates["M"] = np.divmod(coordinates["C"], extents["M"])
         coordinates["I"] = coordinates["C"]
     else:
         coordinates["O"], groups = coordinates["C"], data.shape[layout.index("C")] // extents["I"]
         coordinates["C"] = coordinates["O"] // (extents["O"] // groups) * extents["I"] + coordinates["I"]
+    # Everything outside is -1, however far: negative flat indices would wrap around.
     data_indices = np.maximum(mesh.indices(layout, data.shape), -1)
     weight_indices = mesh.indices(
         [axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape
@@ -306,6 +321,7 @@ def maximum(step: Step, rows: Indices, output: int) -> Terms:
     read, count = _reduced_elements(step, rows, output)
     values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
     largest = np.zeros(read.shape)
+    # argmax gives the first of equal ones, to which frameworks send the gradient of a maximum.
     np.put_along_axis(largest, values.argmax(1)[:, None], 1, 1)
     return Terms({step.data: read}, largest, count)
 
@@ -319,6 +335,7 @@ def summation(step: Step, rows: Indices, output: int) -> Terms:
     sources, contributions = {}, np.zeros((len(rows), count))
     for i, where in enumerate(step.varying):
         array = step.tensor(where)
+        # A summand may be broadcast.
         index = aligned(rows, shape, array.shape)
         sources[where] = np.where(np.arange(count) == i, index[:, None], -1)
         contributions[:, i] = array.reshape(-1)[index].astype(np.float64) * scales[min(i, len(scales) - 1)]

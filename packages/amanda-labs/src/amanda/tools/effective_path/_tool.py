@@ -78,6 +78,7 @@ class EffectivePathTool(amanda.Tool):
         self.theta, self._mode, self._output = theta, mode, Paths("output", output)
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
+        # Paths lead along forward ops alone.
         self._trace = TraceTool(executions=_MAX_EXECUTIONS, backward=False)
         self._values: dict[tuple[int, int], OpValues] = {}
         self._missing: dict[str, str] = {}
@@ -102,6 +103,7 @@ class EffectivePathTool(amanda.Tool):
         if context["phase"] != "forward":
             return
         moves, word, attributes = context["effective path"]
+        # The program's rule for a framework's own name comes before the word's.
         rule_key = context.get_op_type() if context.get_op_type() in self._custom else word
         if rule_key in self._rules:
             op_values = OpValues(
@@ -118,6 +120,7 @@ class EffectivePathTool(amanda.Tool):
         key = program_op.op.id, program_op.position
         if key in self._values:  # the op has run in this pass already, so a new pass has begun
             self.clear()
+        # Copied before the op runs: it may write its inputs.
         self._values[key] = replace(op_values, inputs=[op_values.copy_for_rules(value) for value in inputs])
 
     @amanda.observer
@@ -159,10 +162,12 @@ class EffectivePathTool(amanda.Tool):
 
     def _executed_steps(self, graph: Graph) -> dict[int, Step]:
         """Return the steps of the last pass, by the index of their op in the graph."""
+        # The n-th op of one id in the graph is the n-th execution in the pass.
         varying, steps, executed = _varying_tensors(graph), {}, Counter[int]()
         for op in graph.ops:
             values = self._values.get((op.id, executed[op.id]))
             executed[op.id] += 1
+            # An op that raised has inputs alone.
             if values is not None and values.outputs:
                 steps[op.index] = Step(
                     op, values.type, values.inputs, values.outputs, values.weight, values.layout,
@@ -182,6 +187,7 @@ class EffectivePathTool(amanda.Tool):
                 f"no op{location} has given floating-point numbers of (samples, classes); {len(steps)} ops "
                 "of a pass were seen: run the model in the tool's scope first"
             )
+        # The last one: heads that come before the classifier give scores too.
         return candidates[-1]
 
 
@@ -257,7 +263,10 @@ class Extraction:
                     try:
                         with np.errstate(invalid="ignore"):  # infinities sum to NaN, which `leading` expects
                             self._follow_to_inputs(
-                                op_on_path, np.unique(np.concatenate(keys)), is_head=not ops_on_path
+                                # Backwards, the first op on the path is the one that makes the scores.
+                                op_on_path,
+                                np.unique(np.concatenate(keys)),
+                                is_head=not ops_on_path,
                             )
                     except NotImplementedError as error:
                         self.missing[f"{step.type}, {error}"] = op.source
@@ -272,6 +281,7 @@ class Extraction:
     def _step_on_path(self, index: int) -> Step | None:
         """Return the step of an op on a path; None if the path ends at the op."""
         step = self._steps.get(index)
+        # An op that reads constants alone ends the path as a weight does, and misses no rule.
         if step is not None and step.type in self._rules:
             return step if step.varying else None
         op = self._graph.ops[index]
@@ -295,6 +305,7 @@ class Extraction:
         op_on_path.weight = next(
             (at for at in first_terms.sources if first_terms.weighted and at == (step.weight, 0)), None
         )
+        # A convolution may have thousands of terms for each element, more than memory has room for at once.
         length = max(1, TERMS_PER_CHUNK // op_on_path.fan_in)
         for first in range(0, len(keys), length):
             chunk = keys[first : first + length]
@@ -319,12 +330,14 @@ class Extraction:
         values = contributions.sum(1)
         if terms.weighted:
             values, scale = self._fold_constants(step, rows, output)
+            # A batch norm after the convolution scales each term as it scales the sum.
             contributions = contributions * scale[:, None]
         if is_head:  # for NaN `leading` takes the positive terms, so that a negative score has a path too
             values = np.where(values > 0, values, np.nan)
         else:
             signs = np.nan_to_num(np.sign(values), nan=1)
             contributions, values = contributions * signs[:, None], np.abs(values)
+        # The threshold of "absolute" is for products; of a pooling all that contribute are taken.
         if self._mode == "absolute" and not terms.weighted:
             return contributions > 0
         return leading(contributions, values, self._theta, self._mode)
@@ -349,6 +362,7 @@ class Extraction:
                     break
                 factor = np.asarray(scales[position], np.float64)
                 if factor.ndim:
+                    # Scales of a norm have one number for each channel.
                     factor = factor.reshape(-1)[aligned(rows, reader.outputs[0].shape, factor.shape)]
                 scale = scale * (1 / factor if reader.type == "div" else factor)
                 values = reader.outputs[0].reshape(-1)[rows].astype(np.float64)
@@ -363,6 +377,7 @@ def _record_terms(op_on_path: OpOnPath, keys: Indices, is_on_path: Indices, term
     for where, indices in terms.sources.items():
         is_read = is_on_path & (indices >= 0)
         exists |= is_read
+        # Windows overlap, so that several terms read one element.
         elements = np.unique((samples[:, None] * op_on_path.step.tensor(where).size + indices)[is_read])
         op_on_path.element_keys.setdefault(where, []).append(elements)
     if op_on_path.synapses:

@@ -58,6 +58,7 @@ class WeakList(Generic[RecordT]):
         """Add a record; now and then drop the references of those that are gone."""
         if len(self._references) >= self._capacity:
             self._references = [reference for reference in self._references if reference() is not None]
+            # Doubling keeps the cost of a clean-up proportional to the records added since.
             self._capacity = 2 * len(self._references) + 8
         self._references.append(weakref.ref(record))
 
@@ -104,6 +105,7 @@ class Storage(_WeaklyReferenced):
         """True for a storage without memory that a backward op may still read."""
         if self.maker is None or self.live_memory is not None:
             return False
+        # Once the backward pass is over nobody asks for the storage again, and its cost counts no more.
         return bool(self.handles) or not self.maker.backward_is_over
 
     @property
@@ -194,6 +196,7 @@ class ReplayableOp(_WeaklyReferenced):
 
         The backward ops of all readers of the results have then run too.
         """
+        # Autograd frees what a node has saved when the node has run.
         return bool(self.saved) and all(handle() is None for handle in self.saved)
 
 
@@ -236,7 +239,9 @@ class Ledger:
 
     def find(self, memory: Any) -> MemoryEntry | None:
         """Return the entry of memory, or None."""
+        # By the address in C++, which may belong to a newer storage by now: the object below tells.
         entry = self._entries.get(memory._cdata)
+        # A new storage at a freed address has another object.
         return entry if entry is not None and entry.memory() is memory else None
 
     def add(self, memory: Any, storage: Storage, counts: bool) -> None:
@@ -268,6 +273,7 @@ class Ledger:
         while self._deaths:
             address, reference = self._deaths.popleft()
             entry = self._entries.get(address)
+            # Else the address belongs to newer memory already.
             if entry is not None and entry.memory is reference:
                 del self._entries[address]
                 self.bytes -= entry.size
@@ -320,6 +326,7 @@ class Cluster:
         cluster = self
         while cluster._parent is not None:
             if cluster._parent._parent is not None:
+                # Path halving: later look-ups are nearly constant in time.
                 cluster._parent = cluster._parent._parent
             cluster = cluster._parent
         return cluster
@@ -362,6 +369,7 @@ def leave_neighbours(storage: Storage) -> None:
     """Subtract the cost of a storage that was made again; sets are never split: h_DTR^eq approximates."""
     if storage.cluster is not None:
         root = storage.cluster.root()
+        # Not below 0, which rounding or a set joined twice could give.
         root.cost = max(root.cost - storage.cost, 0.0)
         storage.cluster = None
 
@@ -388,6 +396,7 @@ def _reachable_cost(storage: Storage, direction: Callable[[Storage], list[Storag
 
 def _h_dtr_eq(storage: Storage, staleness: float) -> float:
     clusters = {cluster.root() for cluster in _neighbour_clusters(storage)}
+    # Each set once, though several neighbours may be in it.
     return (storage.cost + sum(cluster.cost for cluster in clusters)) / (storage.size * staleness)
 
 

@@ -35,11 +35,14 @@ class RematStore:
     """
 
     def __init__(self, totals: MemoryTotals, budget: int | None, heuristic: Heuristic, strict: bool) -> None:
+        # Autograd unpacks on its own threads, while the program may run forward ops; recomputation unpacks in
+        # turn.
         self.torch, self.ledger, self.lock = TorchRuntime(), Ledger(totals), threading.RLock()
         self.eviction = Eviction(self.torch, self.ledger, budget, heuristic, strict)
         self.recomputation = StorageRecomputation(self.torch, self.ledger, self.eviction)
         self._numbers = 0
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        # True after a forward pass: only then does an empty set mean that the backward pass is over.
         self._has_handles = False
 
     def storage_of(self, tensor: Any) -> Storage:
@@ -50,6 +53,7 @@ class RematStore:
         if storage is None:
             storage = Storage(memory.nbytes())
             ledger.add(memory, storage, counts=False)
+        # `detach_` has cut the tensor off: a repeated run of its maker would not be what the program has.
         elif storage.maker is not None and not tensor.requires_grad:
             self.eviction.cut_history(storage)
         storage.last_read = ledger.clock
@@ -117,6 +121,7 @@ class RematStore:
     def _save_handle(self, operation: ReplayableOp, tensor: Any, index: int) -> Handle:
         """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op."""
         version = None if tensor.is_inference() else tensor._version
+        # What cannot be rebuilt from bytes is held as it is.
         if not self.torch.is_plain(tensor):
             return Handle(tensor.detach(), version, None, None)
         memory = tensor.untyped_storage()
@@ -125,6 +130,7 @@ class RematStore:
             storage = self._add_product(operation, memory, (index, True))
         else:
             storage = entry.storage or self.storage_of(tensor)
+        # Detached: autograd's node would otherwise hold itself through its saved output.
         handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
         storage.handles.add(handle)
         operation.saved.append(weakref.ref(handle))
@@ -156,6 +162,7 @@ class RematStore:
 
         Raises RuntimeError, with autograd's text, if the program has written the tensor since.
         """
+        # Reads of attributes below must not reach the program's modes.
         with self.lock, self.torch.without_torch_function():
             storage = handle.storage
             tensor = handle.tensor
@@ -165,6 +172,7 @@ class RematStore:
                     return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
             if storage is not None:
                 storage.last_read = self.ledger.clock
+            # Autograd checks versions of tensors that it saves itself; of what hooks return it cannot.
             if handle.version not in (None, tensor._version):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
@@ -203,6 +211,7 @@ class RematStore:
         not_recomputable = [
             storage for storage in missing if storage.maker is None or not self.eviction.commit(storage.maker)
         ]
+        # For the time of the recomputation the memory counts as what it was before the write.
         written.memory = weakref.ref(memory)
         for storage in not_recomputable:
             self.recomputation.materialise(storage, bounded=False)
@@ -216,5 +225,6 @@ class RematStore:
                 if handle.tensor is None and handle.storage is not None:
                     self.torch.refill(handle, self.recomputation.materialise(handle.storage, bounded=False))
                 handle.storage = None
+            # Tensors stay in the handles, so that backward passes after the scope find them.
             self._handles.clear()
             self.ledger.clear()

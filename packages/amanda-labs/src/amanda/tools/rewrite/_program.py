@@ -109,6 +109,7 @@ class ProgramMatches:
                 context.get_source(), context.namespace[0], context["rewrites"], context.is_eager(),
                 context["in_place"], context.get_op(), {}, flow,
             )  # fmt: skip
+        # At each analysis anew: shapes and attributes may differ from those of the first one.
         node.op, node.attributes, node.flow = context.get_op(), context.get_attrs(), flow
         node.fits = frozenset(op for op in self._patterns if op.fits(context))
         if node.fits and not node.is_eager:
@@ -118,8 +119,10 @@ class ProgramMatches:
         for number in flow.reads:
             producer = self._producer_node(number)
             if producer is not None:
+                # A reader outside of a match keeps the match from being replaced, whenever it is met.
                 producer.readers.add(op_id)
         for rank, rule in enumerate(self._rules):
+            # The longest: an optional op of the pattern is part of the match if it is there.
             binding = max(
                 self._match_op(rule.pattern, node, [], PatternBinding({}, {}, {})), key=_num_ops, default=None
             )
@@ -127,8 +130,10 @@ class ProgramMatches:
                 members = sorted(
                     (self.nodes[member] for member in binding.ops.values()), key=lambda member: member.order
                 )
+                # The last op last, though a member may have been analysed after it.
                 ids = (*(member.id for member in members if member is not node), op_id)
                 site = MatchSite(rule, binding, ids, (members[0].order, -len(members), rank))
+                # An analysis that is repeated finds the same match again, whose counts go on.
                 self._sites.setdefault((rule.name, ids), site)
         return node
 
@@ -138,6 +143,7 @@ class ProgramMatches:
 
     def record_output(self, node: ProgramNode, value: Any) -> None:
         """Record a tensor as the output of an op, unless it is recorded already."""
+        # A stand-in is a new tensor: later ops are to find the op whose output it stands for.
         if self._producer_node(self._flow.number(value)) is not node:
             self._flow.made(node.flow, [value])
 
@@ -154,6 +160,7 @@ class ProgramMatches:
                 yield from self._match_inputs(pending, binding)
         elif pattern in node.fits and node.id not in binding.ops.values():
             binding = binding._replace(ops={**binding.ops, pattern: node.id})
+            # All orders: which input of a commutative op is the pattern's first one shows further up alone.
             for order in pattern.orders(node.type):
                 input_patterns = [
                     (input_pattern, (node.id, position)) for position, input_pattern in enumerate(order)
@@ -173,6 +180,7 @@ class ProgramMatches:
         (pattern, edge), *remaining = pending
         number = self._tensor_at(edge)
         if isinstance(pattern, Maybe):
+            # With the optional op first; without it, the pattern of its input takes its place.
             for option in (pattern.op, pattern.op.first_input):
                 yield from self._match_inputs([(option, edge), *remaining], binding)
         elif isinstance(pattern, Op):
@@ -183,6 +191,7 @@ class ProgramMatches:
         elif pattern is None:
             yield from self._match_inputs(remaining, binding)
         elif pattern.name not in binding.captures:
+            # A capture needs an input, be it no tensor; an op's inputs are as many as it was called with.
             if edge[1] < len(self.nodes[edge[0]].flow.inputs):
                 captures = {**binding.captures, pattern.name: edge}
                 yield from self._match_inputs(remaining, binding._replace(captures=captures))
@@ -202,6 +211,7 @@ class ProgramMatches:
         """Choose the matches to replace; return the ids of ops for which the choice has changed."""
         replaced: dict[int, MatchSite] = {}
         for site in self._in_order():
+            # In the order of priority: a match that cannot be replaced leaves its ops to a later one.
             site.obstacle = site.broken or self._find_obstacle(site)
             overlapping = next((replaced[op_id] for op_id in site.members if op_id in replaced), None)
             if overlapping is not None and not site.obstacle:
@@ -209,6 +219,7 @@ class ProgramMatches:
             if not site.obstacle:
                 replaced |= dict.fromkeys(site.members, site)
         earlier, self._replaced = self._replaced, replaced
+        # Sites are compared by identity: these ops have plans for another match, or for none.
         return {op_id for op_id in earlier.keys() | replaced if earlier.get(op_id) is not replaced.get(op_id)}
 
     def _in_order(self) -> list[MatchSite]:
@@ -216,8 +227,10 @@ class ProgramMatches:
 
     def _find_obstacle(self, site: MatchSite) -> str:
         """Return the reason why the ops of a match cannot be replaced together; "" without a reason."""
+        # A match of one op has no output within it that others could read.
         for op_id in site.members if len(site.members) > 1 else ():
             node = self.nodes[op_id]
+            # The program sees what an op in place writes, also if its result is never read.
             if node.in_place:
                 return f"{node.name} writes in place"
             readers = node.readers.difference(site.members) if op_id != site.last else ()
@@ -265,6 +278,7 @@ class OpExecution:
     @property
     def is_intact(self) -> bool:
         """True if the inputs of the op were not written since it was called."""
+        # Ops that are computed at once: outputs stay as they were made.
         return True
 
     def is_read(self) -> bool:
@@ -284,7 +298,9 @@ class OpExecutions:
 
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
         """Return the output of an op, or a tensor that stands for the output until it is read."""
+        # Producers first: an op in place may give back its input, which then has this execution.
         producers, value = self.producers(inputs), compute(*inputs)
+        # A list of outputs has no place in a match, whose inner ops have one output each.
         if hasattr(value, "dtype"):
             self._by_output[value] = OpExecution(node, inputs, compute, producers)
         return value
@@ -314,6 +330,7 @@ class OpCall:
         self.attributes, self.rewrites = node.attributes, node.rewrites
         inner_edges = site.binding.edges
         self.inputs: tuple[Any, ...] = tuple(
+            # What another op of the match makes may be a stand-in, and computing it would undo the rewriting.
             [None if (node.id, i) in inner_edges else value for i, value in enumerate(execution.inputs)]
         )
         self._compute = execution.compute
@@ -333,6 +350,7 @@ class Match:
         self._calls = {index: OpCall(execution, site) for index, execution in executions.items()}
         self._site = site
         self._captures = site.binding.captures
+        # All ops of a match are of one framework.
         self.framework = self._calls[site.last].framework
         self.ops = {
             op.name: self._calls[op_id] for op, op_id in site.binding.ops.items() if op.name is not None
@@ -359,6 +377,7 @@ class Match:
         outputs: dict[int, Any] = {}
 
         def output_of(op_id: int) -> Any:
+            # Each op once: several ops of the match may read one output.
             if op_id not in outputs:
                 inputs = list(self._calls[op_id].inputs)
                 for (reader, position), producer in self._site.binding.edges.items():

@@ -73,6 +73,7 @@ class Op:
 
     def orders(self, type: str) -> Iterator[Sequence[Pattern]]:
         """Return the orders that the inputs of an op of this type may have."""
+        # By the type that the op has in the program: a pattern with a wildcard has none.
         commutes = type in _COMMUTATIVE if self.commutative is None else self.commutative
         return permutations(self.inputs) if commutes else iter((self.inputs,))
 
@@ -112,12 +113,14 @@ class Rule:
     name: str = ""
 
     def __post_init__(self) -> None:
+        # A match gives its ops by name, so a name has to mean one op.
         names = [op.name for op in self.ops if op.name is not None]
         repeated = [name for name in names if names.count(name) > 1]
         if repeated:
             raise PatternError(f"two ops of a pattern have the name {repeated[0]!r}; a match has ops by name")
         if not self.name:
             name = getattr(self.replacement, "__name__", type(self.replacement).__name__)
+            # The dataclass is frozen.
             object.__setattr__(self, "name", name)
 
     @property
@@ -125,6 +128,7 @@ class Rule:
         """Return each Op of the pattern once, the last one first."""
         ops: dict[Op, None] = {}
         waiting: list[Pattern] = [self.pattern]
+        # The list grows while it is walked through.
         for pattern in waiting:
             op = pattern.op if isinstance(pattern, Maybe) else pattern
             if isinstance(op, Op) and op not in ops:
@@ -156,6 +160,7 @@ def fold_batch_norm() -> Sequence[Rule]:
     """
     name = "fold_batch_norm"
     convolution = Op(tuple(CONVOLUTIONS), name="convolution")
+    # Only where the framework has a folding: others keep their ops.
     norm = Op("batch_norm", convolution, name="norm", where=lambda context: name in context["rewrites"])
     # Keras normalises by a multiplication and an addition.
     sum_ = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))
@@ -170,7 +175,9 @@ def _uses_running_statistics(match: Match) -> bool:
     """Return True if the normalisation uses running statistics."""
     norm = match.ops["norm"]
     mean, variance = norm.inputs[3:5]
+    # PyTorch has the flag among the inputs, TensorFlow among the attributes.
     training = norm.inputs[5] if len(norm.inputs) > 5 else norm.attributes["is_training"]
+    # In training the statistics are those of the batch, which no weight can hold.
     return not training and mean is not None and variance is not None
 
 
@@ -190,10 +197,12 @@ def fold_in_pytorch(match: Match) -> Any:
     scale = torch.rsqrt(variance + epsilon)
     if gamma is not None:
         scale = scale * gamma
+    # A convolution without bias counts as one with bias 0.
     shift = -mean * scale if bias is None else (bias - mean) * scale
     if beta is not None:
         shift = shift + beta
     per_channel = scale.reshape(-1, *[1] * (weight.dim() - 1))
+    # In the weight's element type: statistics may be float32 where weights are half.
     return convolution(x, (weight * per_channel).to(weight.dtype), shift.to(weight.dtype), *more_inputs)
 
 
@@ -205,6 +214,7 @@ def fold_in_tensorflow(match: Match) -> Any:
     _, gamma, beta, mean, variance = norm.inputs
     scale = gamma * tf.math.rsqrt(variance + norm.attributes["epsilon"])
     y = _convolve_folded(match.ops["convolution"], scale, beta - mean * scale)
+    # FusedBatchNorm has outputs for its gradient, which nobody reads here.
     reserved = (tf.zeros([0], mean.dtype),) if norm.name == "FusedBatchNormV3" else ()
     return y, mean, variance, mean, variance, *reserved
 
@@ -222,6 +232,7 @@ def _convolve_folded(convolution: OpCall, scale: Any, shift: Any) -> Any:
     import tensorflow as tf
 
     x, weight = convolution.inputs
+    # Output channel c * M + m has the weight [..., c, m].
     if convolution.type == "depthwise_conv2d":  # its weight has (height, width, in, out for each in)
         scale = tf.reshape(scale, weight.shape[2:])
     y = convolution(x, weight * tf.cast(scale, weight.dtype))
@@ -256,8 +267,10 @@ def fuse_attention() -> Sequence[Rule]:
 def is_fusible(match: Match) -> bool:
     """Return True if scaled_dot_product_attention accepts these shapes, axis and constants."""
     query, key, value, mask = (match.get(name) for name in ("query", "key", "value", "mask"))
+    # softmax along another axis than the last is no attention, and fused kernels want a batch.
     if min(query.dim(), key.dim(), value.dim()) < 3 or match["dim"] not in (-1, query.dim() - 1):
         return False
+    # A cast between softmax and the product gives the values another type.
     if query.dtype != value.dtype or not query.is_floating_point():
         return False
     if "masking" in match.ops and len(match.ops["masking"].inputs) > 2:  # alpha
@@ -265,6 +278,7 @@ def is_fusible(match: Match) -> bool:
     if "mask" in match and not _is_additive_mask(mask, (*query.shape[:-1], key.shape[-1])):
         return False
     scale = match.get("scale", 1.0)
+    # A scale that is trained would get no gradient as a plain number.
     return isinstance(scale, (int, float)) or (scale.numel() == 1 and not scale.requires_grad)
 
 
@@ -273,6 +287,7 @@ def _is_additive_mask(mask: Any, shape: Sequence[int]) -> bool:
     sizes = getattr(mask, "shape", None)
     if sizes is None or len(sizes) > len(shape):
         return False
+    # From the right, as broadcasting does.
     return all(size in (1, extent) for size, extent in zip(reversed(sizes), reversed(shape), strict=False))
 
 
@@ -285,6 +300,7 @@ def fused_attention(match: Match) -> Any:
 
     query, mask = match["query"], match.get("mask")
     if mask is not None:
+        # An additive mask has the element type of the query in fused kernels.
         mask = mask.to(query.dtype)
         mask = mask if mask.dim() > 1 else mask.reshape(1, -1)  # the kernels want two axes
     scale = float(match.get("scale", 1.0))

@@ -36,11 +36,13 @@ class Cost(NamedTuple):
 
     def with_complex(self, products: int) -> Cost:
         """Return the cost if each multiply-accumulate takes `products` of real numbers."""
+        # A complex multiply-accumulate is several real ones; other operations stay as they are counted.
         more = (products - 1) * self.macs
         return Cost(self.macs + more, self.flops + 2 * more)
 
     def part(self, share: float) -> Cost:
         """Return the part of the cost that one process pays of an op that several compute together."""
+        # DTensor and its like run one op on several processes, each of which pays for its part.
         return self if share == 1.0 else Cost(round(self.macs * share), round(self.flops * share))
 
 
@@ -87,6 +89,7 @@ class Shapes:
     def elements(self) -> int:
         """Elements of the largest input or output: those that an elementwise op or a reduction visits."""
         everything = tensors([*self.inputs, *self.outputs])
+        # A reduction over a list, such as a sum of tensors, visits the elements of all of them.
         lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
         sizes = [*map(prod, everything), *(sum(map(prod, shapes)) for shapes in lists)]
         return max(sizes, default=0)
@@ -107,6 +110,7 @@ class Shapes:
 
         (n, k) by (k, m) gives (n, m), and n k m is the root of the product of the three sizes.
         """
+        # A nested tensor has one product for each component, and no two largest inputs.
         is_nested = any(isinstance(shape, Components) for shape in (*self.inputs, *self.outputs))
         if is_nested or not self.are_known:
             return 0
@@ -151,10 +155,12 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
             return [part(inner, i) for inner in shape]
         if isinstance(shape, Components):
             return shape[i]
+        # A dense tensor beside nested ones has a row for each component, unless all components share it.
         is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == number
         return shape[1:] if is_batch else shape
 
     parts = [[[part(shape, i) for shape in side] for side in sides] for i in range(number)]
+    # Components of equal length cost the same, and batches have many of them: each form is computed once.
     counts = Counter(map(str, parts))
     return [(part, counts[text]) for text, part in {str(part): part for part in parts}.items()]
 
@@ -184,6 +190,8 @@ def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
 def _extents(value: Any, shape: Callable[[Any], Any]) -> Any:
     extents = shape(value)
     if extents is None and hasattr(type(value), "shape"):
+        # A handle has no elements of its own, so its size counts nothing; other tensors without rank are
+        # unknown.
         return None if getattr(getattr(value, "dtype", None), "name", "") in _HANDLES else UNKNOWN
     return extents
 
@@ -239,6 +247,7 @@ class FlopsResult(PlacesResult[OpCost]):
     counted: ClassVar[Sequence[Column]] = _COUNTS
 
     def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS) -> None:
+        # Places of ops that never ran are dropped, except for those whose executions cannot be seen.
         self.places = [place for place in places if place.calls or place.flops is None]
         self._is_warned = False
         self.tell_by(by, "FLOPs")
@@ -323,6 +332,7 @@ class FlopsResult(PlacesResult[OpCost]):
 
     def _warn_of_gaps(self) -> None:
         if not self._is_warned:
+            # Once for each result: totals are read in loops.
             self._is_warned = True
             for sentence in self._gaps():
                 logger.warning("FLOPs: %s", sentence)
@@ -350,6 +360,7 @@ def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
     macs = sum((place.macs or 0) * place.calls for place in counted) if counted else None
     flops = sum((place.flops or 0) * place.calls for place in counted) if counted else None
     moved = sum(place.bytes * place.calls for place in places)
+    # The same op has a place for each set of shapes, and reads the same parameters at all of them.
     parameters = {(place.module, place.source, place.type): place.parameters for place in places}
     intensity = flops / moved if flops is not None and moved else None
     return sum(place.calls for place in places), macs, flops, sum(parameters.values()), moved, intensity

@@ -32,6 +32,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
 
     is_function: an autograd.Function, or an operator of a library; either may call ops in Python.
     """
+    # Contexts may be analysed again after a tool put a mask in a parameter's place: the first look is right.
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return  # what takes a parameter's place later, as its mask has it, is none
     from torch._C import DisableTorchFunction
@@ -39,6 +40,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
 
     inputs = context.get_inputs()
     is_forward = context["phase"] == "forward"
+    # An optimizer reads parameters to update them, which are not parameters of a layer.
     owned = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
     context["parameters"] = sum(local(value).numel() for value in owned)
     context["backward_macs"] = _backward_macs
@@ -46,6 +48,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     context["extents"] = extents
     context["inside"] = costs_inside
     context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_op_type()
+    # Attributes of a tensor subclass may run code of the program.
     with DisableTorchFunction():
         tensors = list(tensors_of(inputs))
         context["differentiated"] = [value.requires_grad for value in tensors]
@@ -70,6 +73,7 @@ def _component_shapes(nested: Any) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of the components of a nested tensor."""
     import torch
 
+    # The older strided layout has its sizes in one tensor, the jagged one in offsets.
     if nested.layout is not torch.jagged:
         yield from map(tuple, nested._nested_tensor_size().tolist())
         return
@@ -86,6 +90,7 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     with torch._C.DisableTorchFunction():
         read = {_storage(local(tensor)) for tensor in tensors_of(inputs)}
         written = [_storage(local(tensor)) for tensor in tensors_of(outputs)]
+    # Outputs without memory of their own, such as sparse ones, count as copies.
     return bool(written) and None not in written and read.issuperset(written)
 
 
@@ -101,6 +106,7 @@ def _storage(tensor: Any) -> int | None:
 
     try:
         with torch._C.DisableTorchFunctionSubclass():  # a subclass, with its own methods, need not know
+            # The address of the C++ object, which all views of one memory share.
             return int(torch.Tensor.untyped_storage(tensor)._cdata)
     except (NotImplementedError, RuntimeError):  # sparse ones have several
         return None
@@ -127,6 +133,7 @@ def _backward_macs(context: amanda.OpContext) -> int:
     if first_grad is not None:
         macs += round(size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
     if second is not None:
+        # The gradient of a factor (k, m) is a product over the n rows of the result: n k m again.
         width = second.shape[-2] if second.dim() > 1 else second.shape[-1] if second.dim() else 1
         macs += round(size * width * share([second]))
     return macs * (context.get("complex_products", 1) if _is_complex(first) else 1)
@@ -141,6 +148,8 @@ def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
     grads, cost = context.get_grad_inputs() or [], context.get("cost")
     macs = cost.macs if cost else 0
     if context["is_complex"] and not is_complex:
+        # The forward cost counts all real products of a complex convolution, a real gradient needs one of
+        # them.
         macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
         entering = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
@@ -235,7 +244,9 @@ def bytes_moved(
 
 def bytes_of(context: ShapedContext | amanda.OpContext, values: Iterable[Any]) -> int:
     """Return the bytes of tensors, also of those in lists."""
+    # Of a distributed tensor this process moves its own shard.
     sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
+    # Without a known element type float32 is assumed, as most tensors have it.
     return sum(count * (itemsize(_type_name(context, value)) or 4) for value, count in sizes if count)
 
 
@@ -249,6 +260,7 @@ def _type_name(context: ShapedContext | amanda.OpContext, value: Any) -> str | N
 
 def write_default_facts(context: amanda.OpContext) -> None:
     """Write `parameters`, `backward_macs` and the like, as any framework tells them."""
+    # Backward ops share the context of their forward op: what is there already was written at that op.
     if "parameters" not in context:
         weight = context["weight_index"]
         context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
@@ -284,12 +296,14 @@ class OpCostModel:
 
     def complex_products(self, context: ShapedContext | amanda.OpContext) -> int:
         """Return the number of real multiply-accumulates in one multiply-accumulate of the op."""
+        # Integers take no part: an index beside complex numbers does not make a product half real.
         names = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
         kinds = [
             name.startswith("complex") for name in names if name.startswith(("complex", "float", "bfloat"))
         ]
         if not any(kinds):
             return 1
+        # Complex by real takes two real products, whatever the method.
         return self._complex_macs if all(kinds) else min(self._complex_macs, 2)
 
     def cost_of_op(
@@ -299,6 +313,7 @@ class OpCostModel:
 
         products: as `complex_products` gives them.
         """
+        # The program's own formulas come first, and their errors reach the program.
         custom = next((self.custom[name] for name in names if name in self.custom), None)
         formula = custom or formula_of(names)
         if formula is no_cost:
@@ -312,7 +327,9 @@ class OpCostModel:
                 raise
             logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
             return None
+        # The usual case is a single component, whose cost needs no sum.
         total = costs[0][0] if len(costs) == 1 and costs[0][1] == 1 else _total(costs)
+        # A formula of the program counts complex products as the program likes.
         return total if custom or products == 1 else total.with_complex(products)
 
     def inside(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
@@ -332,10 +349,12 @@ class OpCostModel:
             return self.custom[kind](shapes_of(context, context.get_grad_outputs() or [], grads))
         if forward == "scaled_dot_product_attention":
             return _attention_backward(context, share(grads))
+        # Also double backward: its type has the suffix twice, and its products are those of the same op.
         if forward.removesuffix("_backward") in CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
         if forward in NO_WORK:
             return Cost()
+        # A composite op, such as a loss, has a node for each inner operator: each is priced by its own run.
         if forward not in ELEMENTWISE and context.get_backward_order() == 1:
             within = self.inside(context)
             node = context.get_backward_op().__name__
@@ -347,6 +366,7 @@ class OpCostModel:
             is_known = context["cost"] is not None and not (context["inside"] and forward in FORMULAS)
             if forward == context["type"] and not is_known:
                 return None
+        # The gradient of what is elementwise takes about one operation for each element.
         return Cost(0, sum(size(shape(local(grad))) for grad in grads))
 
     def cost_of_gradients(
@@ -396,6 +416,7 @@ def _attention_backward(context: ShapedContext | amanda.OpContext, part: float) 
     inputs = context.get_inputs()[:3] if is_own else [None] * 3
     grads = [*(context.get_grad_inputs() or []), None, None, None]
     read = [grad if value is None else value for value, grad in zip(inputs, grads, strict=False)]
+    # The kernel's cost depends on queries, keys and values; without one of their shapes it cannot be told.
     if any(value is None for value in read):
         return None
     shapes = [context["shape"](value) for value in (entering, *read)]

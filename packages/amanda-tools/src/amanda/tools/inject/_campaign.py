@@ -71,6 +71,7 @@ def wilson(successes: NonNegativeInt, trials: NonNegativeInt, z: PositiveFloat =
     if successes > trials:
         raise InjectError(f"successes is {successes} and trials {trials}; give at most as many as trials")
     share, square = successes / trials, z * z
+    # Not share +- z sqrt(p q / n), which gives an empty interval for 0 successes.
     middle = (share + square / (2 * trials)) / (1 + square / trials)
     half = z / (1 + square / trials) * sqrt(share * (1 - share) / trials + square / (4 * trials * trials))
     low = 0.0 if successes == 0 else max(0.0, middle - half)
@@ -172,6 +173,7 @@ def arrays(output: Any) -> Any:
     if isinstance(output, (bool, int, float, complex)):
         return np.array(output)
     if hasattr(output, "shape") and hasattr(output, "dtype"):
+        # A copy: memory is restored after the run, and would change the output.
         return np.array(tensors_of(output).to_numpy(output))
     return copy.deepcopy(output)
 
@@ -193,6 +195,7 @@ def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> 
 
 def top1_changed(golden: Any, output: Any) -> bool:
     """Return True if the index of the largest number along the last axis of the first array has changed."""
+    # The first array is the answer of most models: logits come before caches and hidden states.
     golden_array, array = next(_arrays_in(golden), None), next(_arrays_in(output), None)
     if golden_array is None:
         raise InjectError("top1_changed compares arrays; the output of the program has none")
@@ -204,8 +207,10 @@ def top1_changed(golden: Any, output: Any) -> bool:
 def not_finite(golden: Any, output: Any) -> bool:
     """Return True if NaN or Inf replaces a finite number."""
     for golden_array, array in zip_longest(_arrays_in(golden), _arrays_in(output)):
+        # A number that was not finite without the fault is none of the fault's doing.
         if array is not None and _can_hold_nan(array):
             non_finite = ~np.isfinite(array)
+            # With other shapes no element corresponds, so every NaN counts as new.
             if golden_array is not None and golden_array.shape == array.shape and _can_hold_nan(golden_array):
                 non_finite &= np.isfinite(golden_array)
             if non_finite.any():
@@ -222,6 +227,7 @@ def _arrays_in(output: Any) -> Iterator[NDArray[Any]]:
 
 
 def _arrays_equal(golden: NDArray[Any], output: NDArray[Any]) -> bool:
+    # NumPy raises for `equal_nan` with types that have no NaN, such as texts.
     return bool(np.array_equal(golden, output, equal_nan=_can_hold_nan(golden) and _can_hold_nan(output)))
 
 
@@ -239,6 +245,7 @@ def _all_agree(golden: Any, output: Any, agree: Callable[[Any, Any], bool]) -> b
         )
     if isinstance(golden, np.ndarray):
         return golden.shape == output.shape and agree(golden, output)
+    # Objects that were copied deeply, such as texts and configurations.
     return bool(golden == output)
 
 
@@ -261,6 +268,7 @@ class _HangWatch(amanda.Tool):
 
     def start(self) -> None:
         self.executions, self.reason = 0, ""
+        # The monotonic clock: the time of day may be set while a program runs.
         self._deadline = float("inf") if self._timeout is None else time.monotonic() + self._timeout
 
     def _check_limits(self) -> None:
@@ -270,6 +278,8 @@ class _HangWatch(amanda.Tool):
         elif time.monotonic() > self._deadline:
             self.reason = f"it ran for more than {self._timeout} s"
         if self.reason:
+            # An exception in a routine reaches the program's call, which ends the run as it would end a
+            # crash.
             raise HangError(f"the program was stopped: {self.reason}")
 
 
@@ -302,6 +312,7 @@ class Campaign:
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
         self._hang_factor = hang_factor
         self._memory, self._watch = MemorySnapshot(), _HangWatch(timeout)
+        # Without limits ops that are not selected run with no routine.
         self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
 
     @checked(error=InjectError)
@@ -331,8 +342,10 @@ class Campaign:
         self._watch.limit = float("inf")
         self._memory.clear()
         with self._tool.calibrating():
+            # The snapshot learns which memory the program reads; later runs restore the same memory.
             golden = self._run_restoring(program, arrays, self._memory)
         if self._hang_factor is not None:
+            # A very short program may execute some ops more, for one branch, without hanging.
             self._watch.limit = self._hang_factor * max(self._watch.executions, 100)
         sites = self._tool.sites
         if not sites:
@@ -340,6 +353,7 @@ class Campaign:
                 "no op of the program has a tensor for this fault; " + " ".join(self._tool.result.notes())
             )
         with self._tool.calibrating():
+            # A program that differs by itself would count as corrupted in every trial.
             second_output = self._run_restoring(program, arrays)
         if self._compare(golden, second_output) or not_finite(golden, second_output):
             raise InjectError(
@@ -353,10 +367,13 @@ class Campaign:
         if self._sample == "all":
             return None
         key = np.array([self._tool.seed, 0], np.uint64)
+        # Philox is a counter: every trial has its own numbers, whichever trials run before.  The tool's own
+        # draws have the target in the last place, below 2**32, so these never coincide.
         counter = np.array([0, 0, number, 1 << 32], np.uint64)
         random = np.random.Generator(np.random.Philox(key=key, counter=counter))
         if self._sample == "ops":
             return sites[int(random.integers(len(sites)))]
+        # A uniform number below the sum falls into a site in proportion to its elements.
         ends = np.cumsum([site.elements for site in sites])
         return sites[int(np.searchsorted(ends, random.integers(ends[-1]), side="right"))]
 
@@ -364,6 +381,7 @@ class Campaign:
         self._tool.try_at(number, self._draw_site(number, sites))
         outcome, error = self._classify_run(program, golden)
         injections = self._tool.result.injections
+        # A fault that changed nothing, as with probability, says nothing of the program.
         return Trial(number, outcome if injections else "no_fault", injections, error)
 
     def _classify_run(self, program: Program, golden: Any) -> tuple[Outcome, str]:
@@ -373,12 +391,15 @@ class Campaign:
             output = self._run_restoring(program, arrays)
         except Exception as error:
             exception = error
+        # First: a program may turn the watch's exception into another one.
         if self._watch.reason:
             return "hang", self._watch.reason
+        # A mistake in the campaign's options is no crash of the program.
         if isinstance(exception, InjectError):
             raise exception
         if exception is not None:
             return "crash", f"{type(exception).__name__}: {exception}"
+        # NaN is told apart from other corruption, as a program can detect it.
         if not_finite(golden, output):
             return "nan", ""
         return ("sdc" if self._compare(golden, output) else "masked"), ""
@@ -391,4 +412,5 @@ class Campaign:
                 output = program()
             return read_output(output)
         finally:
+            # Also after an exception: the next trial starts from the same weights.
             self._memory.restore()

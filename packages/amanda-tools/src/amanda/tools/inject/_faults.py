@@ -38,6 +38,7 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
     >>> bits_of("float16", "exponent")
     (10, 11, 12, 13, 14)
     """
+    # Two floats lie side by side, the real part first.
     if dtype in _COMPLEX:
         part, half = bits_of(_COMPLEX[dtype], field), len(bits_of(_COMPLEX[dtype]))
         return (*part, *(bit + half for bit in part))
@@ -49,6 +50,7 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
 
 def _only_in_ml_dtypes(dtype: str) -> bool:
     """Return True for a type of floating numbers of ml_dtypes that NumPy lacks."""
+    # By name: NumPy knows these types through ml_dtypes alone, if that is loaded.
     return dtype == "bfloat16" or (dtype.startswith("float8_") and hasattr(ml_dtypes, dtype))
 
 
@@ -69,6 +71,7 @@ def _field_sizes(dtype: str) -> tuple[int, int, int]:
 
 def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
     """Return rows of bytes as numbers, floats in float64."""
+    # NumPy has no complex number of halves: it is read as two halves.
     if dtype == "complex32":
         return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
     numbers: NDArray[Any] = rows.view(Tensors.numpy_type(dtype))[:, 0]
@@ -83,6 +86,7 @@ def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
     Raises ValueError for NaN in integers.
     """
     with np.errstate(over="ignore", invalid="ignore"):
+        # The framework rounds as it does elsewhere; ml_dtypes may round ties otherwise.
         if _only_in_ml_dtypes(dtype) or dtype == "complex32":
             tensors = tensors_of(like)
             return tensors.bytes_at(tensors.cast(numbers, like), np.arange(len(numbers)))
@@ -95,6 +99,7 @@ def _clipped_integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
     if np.isnan(numbers).any():
         raise ValueError(f"NaN cannot be written into elements of type {dtype}")
     least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    # In Python's integers: a float64 cannot hold the ends of int64, and a cast beyond them is undefined.
     clipped = [
         least if number < least else most if number > most else round(number) for number in numbers.tolist()
     ]
@@ -158,9 +163,11 @@ class Fault(NamedTuple):
             [bit for bit in bits_of(dtype, self.field) if self.bits is None or bit in self.bits], np.int64
         )
         if len(bits) < self.flips:
+            # No row: the fault does not fit.
             return bits[:0, None]
         if self.kind != "multi_bit":
             return bits[None]
+        # Runs of adjacent bits alone: `bits` may have gaps, which a burst does not jump.
         runs: NDArray[np.int64] = np.lib.stride_tricks.sliding_window_view(bits, self.flips)
         return np.asarray(runs[runs[:, -1] - runs[:, 0] == self.flips - 1])
 
@@ -178,10 +185,12 @@ class Fault(NamedTuple):
         if self.kind == "multi_bit":
             drawn = choices[random.integers(len(choices), size=units)]
         else:
+            # Sorting random keys draws bits without replacement for all elements at once.
             order = random.random((units, choices.shape[1])).argsort(axis=1, kind="stable")
             drawn = choices[0][np.sort(order[:, : self.flips], axis=1)]
         bits, masks = drawn[unit], np.zeros_like(raw)
         for column in bits.T:
+            # One bit of each element at a time: two bits of an element may lie in one byte.
             masks[np.arange(len(raw)), column // 8] |= (1 << (column % 8)).astype(np.uint8)
         if self.kind in ("bit_flip", "multi_bit"):
             return raw ^ masks, bits
@@ -194,8 +203,10 @@ class Fault(NamedTuple):
             return np.full(len(raw), constants[self.kind])
         old = from_bytes(raw, dtype)
         draw = random.uniform if self.kind == "uniform" else random.normal
+        # Two columns always, so that real and complex tensors draw the same numbers.
         noise = draw(-self.scale if self.kind == "uniform" else 0.0, self.scale, (len(raw), 2))
         drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(old) else noise[:, 0]
+        # Overflow to infinity is a fault like others.
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(old * (1 + drawn) if self.kind == "relative" else old + drawn)
 
@@ -251,6 +262,8 @@ class TargetTensor(NamedTuple):
         if axis is None:
             return units[None, :, None]
         extents = self.value.shape
+        # Flat positions are (before * extent + index) * after + rest, so a negative axis has to be counted
+        # from 0.
         axis %= len(extents)
         before, after = np.arange(prod(extents[:axis])), np.arange(prod(extents[axis + 1 :]))
         return np.asarray((before[:, None, None] * extents[axis] + units[:, None]) * len(after) + after)
@@ -260,6 +273,7 @@ def tensors_in(
     value: Any, name: str, position: int, fault: Fault, place: SelectedOp
 ) -> Iterator[TargetTensor]:
     """Yield the dense tensors in a value, or in a list, whose element type can have the fault."""
+    # An op may read or give a list of tensors at one position.
     is_list = isinstance(value, (list, tuple))
     for item, tensor in enumerate(value if is_list else (value,)):
         dtype = place.dtype(tensor)

@@ -59,11 +59,13 @@ class Region(NamedTuple):
 
         name: of the tensor, for errors.  Raises PatchError for a shape without such an axis or heads.
         """
+        # Extents of 1 broadcast, so the mask is as large as what is selected alone.
         mask = np.ones([1] * len(shape), bool)
         if self.positions is not None:
             if not -len(shape) <= self.axis < len(shape):
                 raise PatchError(f"{name} has shape {tuple(shape)}, which lacks axis {self.axis}")
             size = shape[self.axis]
+            # A later step of `generate` has one token: positions of the prompt do not exist there.
             existing = [position for position in self.positions if -size <= position < size]
             if not existing:
                 return None
@@ -74,7 +76,10 @@ class Region(NamedTuple):
             if remainder or not width:
                 raise PatchError(f"{name} has shape {tuple(shape)}; {self.num_heads} heads do not divide it")
             columns = [
-                (head % self.num_heads) * width + column for head in self.heads for column in range(width)
+                # Negative heads count from the end.
+                (head % self.num_heads) * width + column
+                for head in self.heads
+                for column in range(width)
             ]
             mask = mask & _axis_mask(-1, shape[-1], columns, len(shape))
         return mask
@@ -94,6 +99,7 @@ def is_value(value: Any, depth: int = 0) -> bool:
         parts = list(value.values()) if isinstance(value, Mapping) else value
         return bool(parts) and all(is_value(part, depth + 1) for part in parts)
     if isinstance(value, np.generic) or not hasattr(value, "shape"):
+        # A truth value is a number in Python, and most likely a mistake here.
         return isinstance(value, Real) and not isinstance(value, bool)
     return (
         getattr(value, "dtype", None) is not None
@@ -182,6 +188,7 @@ class PatchSweep(PlottedResult):
         columns = list(dict.fromkeys(row[1] for row in self._rows))
         metrics = {row[:2]: row[2] for row in self._rows}
         table = [[metrics[module, column] for column in columns] for module in modules]
+        # The same reach on both sides, so that white is the metric without an intervention.
         reach = max((abs(row[2] - self.baseline) for row in self._rows), default=0.0) or 1.0
         image = axes.imshow(
             table, cmap="RdBu", aspect="auto", vmin=self.baseline - reach, vmax=self.baseline + reach

@@ -77,6 +77,7 @@ def _gpu_of(inputs: Iterable[Any]) -> str | None:
     """Return the GPU of an op's tensors; None for other devices."""
     import torch
 
+    # Ops without inputs, such as `randn`, name their device by a generator or a device.
     types = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
     for value in leaves(inputs):
         device = value.device if isinstance(value, types) else value
@@ -89,6 +90,7 @@ def _record_event(event: Any) -> Any:
     """Record an event, a new one for None, in the current stream; return None while a graph is captured."""
     from torch import cuda
 
+    # An event recorded into a graph would be recorded at every replay.
     if cuda.is_current_stream_capturing():
         return None
     event = event or cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -132,6 +134,7 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     reading these would run code of the program.
     """
     torch, present = _torch(), _next_sequence_number()
+    # The number has not changed: the op made no node, and so saved nothing.
     if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return []
     saved_values: list[Any] = []
@@ -140,6 +143,7 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
         nodes = [tensor.grad_fn for tensor in leaves(outputs) if isinstance(tensor, torch.Tensor)]
         while nodes:
             node = nodes.pop()
+            # Older nodes belong to other ops.
             if node is None or node in visited or not since <= node._sequence_nr() < present:
                 continue
             visited.add(node)
@@ -160,6 +164,7 @@ def _saved_values(node: Any) -> Iterator[Any]:
 
 @cache
 def _saved_attributes(kind: Any) -> Sequence[str]:
+    # PyTorch's generated nodes have their saved values under this prefix.
     return [name for name in vars(kind) if name.startswith("_saved_")]
 
 
@@ -193,7 +198,11 @@ def _tensorflow_facts(context: amanda.OpContext) -> None:
         return 0 if kind in _SHARED else sum(prod(extents) * width for extents, width in sizes)
 
     context["profile"] = MeasuringFacts(
-        passes=kind in _FLOW, parallel=not context.is_eager(), runs_others=kind in _CALLS, nbytes=nbytes
+        # Operations of a graph run beside each other on a pool of threads.
+        passes=kind in _FLOW,
+        parallel=not context.is_eager(),
+        runs_others=kind in _CALLS,
+        nbytes=nbytes,
     )
 
 
@@ -207,6 +216,7 @@ def _jax_facts(context: amanda.OpContext) -> None:
     import jax
 
     values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
+    # Under jit an op runs once, as it is traced, and then never by itself.
     is_traced = any(isinstance(value, jax.core.Tracer) for value in leaves(values))
     context["profile"] = MeasuringFacts(passes=True, untimed=_COMPILED) if is_traced else MeasuringFacts()
 
@@ -248,6 +258,7 @@ class ProfileTool(amanda.Tool):
         schedule = Schedule(wait, warmup, active, repeat)
         schedule.check()
         self._follows_memory, self._tells_kernels = memory, kernels
+        # It starts with the first op of a recorded step, on the thread of that op.
         self._kernels = KernelProfiler()
         self._recorder = Recorder(schedule, limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
@@ -336,6 +347,7 @@ class ProfileTool(amanda.Tool):
     @amanda.observer
     def _record_inputs(self, *values: Any, storages: Any, sequence: Any, recomputed: bool) -> None:
         if sequence is not None:
+            # By thread: autograd numbers the nodes of each thread apart.
             self._sequences[get_ident()] = sequence()
         self._recorder.memory.record_storages(storages(values), None)
 

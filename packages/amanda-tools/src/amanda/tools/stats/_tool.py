@@ -194,6 +194,7 @@ class _OpStreams(OpRecord):
 
     def read(self) -> Iterator[Measured]:
         """Return the statistics so far; wait for the devices."""
+        # A copy of the items: another thread may execute the op meanwhile.
         for tensor, stream in list(self.measured.items()):
             yield Measured(
                 self.phase, self.type, self.module, self.source, tensor, stream.dtype,
@@ -240,12 +241,14 @@ class StatsTool(TensorTool[_OpStreams]):
         super().__init__([role for role, is_measured in is_role_measured.items() if is_measured], every)
         self._bins = Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
+        # `op_gone` names a forward op; its backward ops have records of their own.
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
         self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
 
     @property
     def result(self) -> StatsResult:
         """Return the statistics so far; wait for the devices."""
+        # Ops that are gone come first: they ran before most of those that live.
         records = list(self._records.values())
         measured = [
             *self._gone.values(),
@@ -296,6 +299,7 @@ class StatsTool(TensorTool[_OpStreams]):
         self, record: _OpStreams, tensors: Iterator[OpTensor]
     ) -> Iterator[tuple[Accumulator, Any]]:
         for tensor in tensors:
+            # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
             label += f" {tensor.slice}" * bool(tensor.slice) + " (partial)" * is_partial(tensor.tensor)
             stream = record.measured.get(label)

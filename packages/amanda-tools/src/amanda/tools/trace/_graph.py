@@ -120,6 +120,7 @@ class Graph:
 
     def inputs(self, op: Op) -> tuple[Tensor, ...]:
         """Return the tensors that an op reads, or of whose memory it writes a part."""
+        # A write into a part of the memory leaves the rest, which the op thus reads.
         parts = (self.tensors[index].alias_of for index in op.writes)
         return tuple(self.tensors[index] for index in dict.fromkeys((*op.reads, *parts)) if index is not None)
 
@@ -155,6 +156,7 @@ class Graph:
         for op in self.ops:
             graph.add_node(op.index, **_fields(op))
         for tensor in self.tensors:
+            # Tensors from outside have no node to begin an edge.
             for consumer in tensor.consumers if tensor.producer is not None else ():
                 if consumer != tensor.producer:
                     graph.add_edge(tensor.producer, consumer, key=tensor.index, **_fields(tensor))
@@ -165,6 +167,7 @@ class Graph:
         return {
             **_fields(self),
             "frameworks": list(self.frameworks),
+            # Ids have 64 bits, and JSON's readers often hold numbers as floats.
             "ops": [{**_fields(op), "id": f"{op.id:016x}"} for op in self.ops],
             "tensors": [_fields(tensor) for tensor in self.tensors],
         }
@@ -204,6 +207,7 @@ def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
 
 def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
     """Return an op or tensor from JSON: lists become tuples, unknown keys are dropped."""
+    # Files of earlier versions have no recomputations; every other key is needed.
     names = [field.name for field in fields(kind) if field.name in content or field.name != "recomputations"]
     values = {name: content[name] if name == "attributes" else _tuples(content[name]) for name in names}
     return made_of(kind, values)
@@ -275,7 +279,9 @@ class ProgramOp:
 
     def begin(self, frame: OpenExecution) -> None:
         """Begin an execution in this thread."""
+        # By thread: one op may run on several threads at once.
         self.frames.append((get_ident(), frame))
+        # An op that raises never ends.
         del self.frames[:-_FRAMES_LIMIT]
 
     def end(self) -> OpenExecution | None:
@@ -298,6 +304,7 @@ class ProgramOp:
     def op_of_node(self, number: int | None) -> int | None:
         """Return the op that made the node of this number; the first op for None or an unknown number."""
         if number is not None:
+            # The latest first: autograd's numbers grow, and an op that ran again has newer nodes.
             for first, end, op in reversed(self.nodes):
                 if first <= number < end:
                     return op
