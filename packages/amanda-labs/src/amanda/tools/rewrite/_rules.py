@@ -1,16 +1,140 @@
-"""Built-in rules: folding of batch norms, fusion of attention, removal of ops, insertion of functions."""
+"""Patterns of ops, rules that replace their matches, and the built-in rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from itertools import permutations
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 import amanda
-from amanda.options import Name, checked
+from amanda.errors import ToolError
+from amanda.options import Name, NotEmpty, checked
 from amanda.tools.mapping import CONVOLUTIONS
-from amanda.tools.rewrite._executions import Match, OpCall
-from amanda.tools.rewrite._pattern import Capture, Maybe, Op, PatternError, Rule
+from amanda.tools.select import Patterns
+
+if TYPE_CHECKING:
+    from amanda.tools.rewrite._program import Match, OpCall
+
+Pattern: TypeAlias = Union["Op", "Maybe", "Capture", None]
+"""A pattern of an input; None fits any input, or its absence."""
+
+_COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or"})
+
+
+class PatternError(ToolError):
+    """A pattern or a rule that is not valid."""
+
+
+class Capture:
+    """A pattern that fits any input of an op, and names its value in the match.
+
+    Two captures with one name fit the same value.
+    """
+
+    @checked(error=PatternError)
+    def __init__(self, name: Name) -> None:
+        self.name = name
+
+
+class Op:
+    """A pattern of an op, with patterns for its first inputs.
+
+    type: words of StandardMapping ("conv2d"), or names of the framework; `*` and `?` are wildcards, so "*" is
+    any op.  inputs: an Op or a Maybe that makes the input, a Capture, or None for any input; the op may have
+    more inputs.  name: of the op in the match.  where: called once with the context, as the op is analysed.
+    commutative: True if the inputs may be in any order; by default for add, mul and similar ops.
+
+    An Op that is an input of several patterns fits one op, whose output all of them read.
+    """
+
+    @checked(error=PatternError)
+    def __init__(
+        self,
+        type: Name | Annotated[Sequence[Name], NotEmpty],
+        *inputs: Pattern,
+        name: Name | None = None,
+        where: Callable[[amanda.OpContext], bool] | None = None,
+        commutative: bool | None = None,
+    ) -> None:
+        self.types = (type,) if isinstance(type, str) else tuple(type)
+        self._types = Patterns("type", self.types)
+        self.inputs = inputs
+        self.name = name
+        self.where = where
+        self.commutative = commutative
+
+    def fits(self, context: amanda.OpContext) -> bool:
+        """Return True if an op is of the type, and `where` accepts it."""
+        if not self._types(context["type"], context.get_op_type()):
+            return False
+        return self.where is None or bool(self.where(context))
+
+    def orders(self, type: str) -> Iterator[Sequence[Pattern]]:
+        """Return the orders that the inputs of an op of this type may have."""
+        # By the type that the op has in the program: a pattern with a wildcard has none.
+        commutes = type in _COMMUTATIVE if self.commutative is None else self.commutative
+        return permutations(self.inputs) if commutes else iter((self.inputs,))
+
+    @property
+    def first_input(self) -> Pattern:
+        """Return the first pattern among the inputs, which takes the place of an absent op."""
+        return next((pattern for pattern in self.inputs if pattern is not None), None)
+
+    def __repr__(self) -> str:
+        return f"Op({'|'.join(self.types)}{'' if self.name is None else f', name={self.name}'})"
+
+
+class Maybe:
+    """An op that may be absent; the first pattern among its inputs then takes its place."""
+
+    @checked(error=PatternError)
+    def __init__(self, op: Op) -> None:
+        if op.first_input is None:
+            raise PatternError(f"Maybe wants an op that tells what it is given, not {op!r}")
+        self.op = op
+
+
+@checked(error=PatternError)
+@dataclass(frozen=True)
+class Rule:
+    """A pattern, which is its last op, and a function that computes the output of this op instead.
+
+    replacement: called with the `Match` at every execution; its ops take part in autodiff.
+    when: called with the match before each execution; if it returns False, the original computes.  In a
+    graph `when` is called once, as the graph is rewritten, with symbols as values.
+    name: of the rule in results.
+    """
+
+    pattern: Op
+    replacement: Callable[[Match], Any]
+    when: Callable[[Match], bool] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        # A match gives its ops by name, so a name has to mean one op.
+        names = [op.name for op in self.ops if op.name is not None]
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise PatternError(f"two ops of a pattern have the name {repeated[0]!r}; a match has ops by name")
+        if not self.name:
+            name = getattr(self.replacement, "__name__", type(self.replacement).__name__)
+            # The dataclass is frozen.
+            object.__setattr__(self, "name", name)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Return each Op of the pattern once, the last one first."""
+        ops: dict[Op, None] = {}
+        waiting: list[Pattern] = [self.pattern]
+        # The list grows while it is walked through.
+        for pattern in waiting:
+            op = pattern.op if isinstance(pattern, Maybe) else pattern
+            if isinstance(op, Op) and op not in ops:
+                ops[op] = None
+                waiting += op.inputs
+        return tuple(ops)
 
 
 @checked(error=PatternError)
@@ -36,6 +160,7 @@ def fold_batch_norm() -> Sequence[Rule]:
     """
     name = "fold_batch_norm"
     convolution = Op(tuple(CONVOLUTIONS), name="convolution")
+    # Only where the framework has a folding: others keep their ops.
     norm = Op("batch_norm", convolution, name="norm", where=lambda context: name in context["rewrites"])
     # Keras normalises by a multiplication and an addition.
     sum_ = Maybe(Op(("add", "BiasAdd"), convolution, Capture("bias"), where=_is_per_channel))
@@ -50,7 +175,9 @@ def _uses_running_statistics(match: Match) -> bool:
     """Return True if the normalisation uses running statistics."""
     norm = match.ops["norm"]
     mean, variance = norm.inputs[3:5]
+    # PyTorch has the flag among the inputs, TensorFlow among the attributes.
     training = norm.inputs[5] if len(norm.inputs) > 5 else norm.attributes["is_training"]
+    # In training the statistics are those of the batch, which no weight can hold.
     return not training and mean is not None and variance is not None
 
 
@@ -70,10 +197,12 @@ def fold_in_pytorch(match: Match) -> Any:
     scale = torch.rsqrt(variance + epsilon)
     if gamma is not None:
         scale = scale * gamma
+    # A convolution without bias counts as one with bias 0.
     shift = -mean * scale if bias is None else (bias - mean) * scale
     if beta is not None:
         shift = shift + beta
     per_channel = scale.reshape(-1, *[1] * (weight.dim() - 1))
+    # In the weight's element type: statistics may be float32 where weights are half.
     return convolution(x, (weight * per_channel).to(weight.dtype), shift.to(weight.dtype), *more_inputs)
 
 
@@ -85,6 +214,7 @@ def fold_in_tensorflow(match: Match) -> Any:
     _, gamma, beta, mean, variance = norm.inputs
     scale = gamma * tf.math.rsqrt(variance + norm.attributes["epsilon"])
     y = _convolve_folded(match.ops["convolution"], scale, beta - mean * scale)
+    # FusedBatchNorm has outputs for its gradient, which nobody reads here.
     reserved = (tf.zeros([0], mean.dtype),) if norm.name == "FusedBatchNormV3" else ()
     return y, mean, variance, mean, variance, *reserved
 
@@ -102,6 +232,7 @@ def _convolve_folded(convolution: OpCall, scale: Any, shift: Any) -> Any:
     import tensorflow as tf
 
     x, weight = convolution.inputs
+    # Output channel c * M + m has the weight [..., c, m].
     if convolution.type == "depthwise_conv2d":  # its weight has (height, width, in, out for each in)
         scale = tf.reshape(scale, weight.shape[2:])
     y = convolution(x, weight * tf.cast(scale, weight.dtype))
@@ -136,8 +267,10 @@ def fuse_attention() -> Sequence[Rule]:
 def is_fusible(match: Match) -> bool:
     """Return True if scaled_dot_product_attention accepts these shapes, axis and constants."""
     query, key, value, mask = (match.get(name) for name in ("query", "key", "value", "mask"))
+    # softmax along another axis than the last is no attention, and fused kernels want a batch.
     if min(query.dim(), key.dim(), value.dim()) < 3 or match["dim"] not in (-1, query.dim() - 1):
         return False
+    # A cast between softmax and the product gives the values another type.
     if query.dtype != value.dtype or not query.is_floating_point():
         return False
     if "masking" in match.ops and len(match.ops["masking"].inputs) > 2:  # alpha
@@ -145,6 +278,7 @@ def is_fusible(match: Match) -> bool:
     if "mask" in match and not _is_additive_mask(mask, (*query.shape[:-1], key.shape[-1])):
         return False
     scale = match.get("scale", 1.0)
+    # A scale that is trained would get no gradient as a plain number.
     return isinstance(scale, (int, float)) or (scale.numel() == 1 and not scale.requires_grad)
 
 
@@ -153,6 +287,7 @@ def _is_additive_mask(mask: Any, shape: Sequence[int]) -> bool:
     sizes = getattr(mask, "shape", None)
     if sizes is None or len(sizes) > len(shape):
         return False
+    # From the right, as broadcasting does.
     return all(size in (1, extent) for size, extent in zip(reversed(sizes), reversed(shape), strict=False))
 
 
@@ -165,6 +300,7 @@ def fused_attention(match: Match) -> Any:
 
     query, mask = match["query"], match.get("mask")
     if mask is not None:
+        # An additive mask has the element type of the query in fused kernels.
         mask = mask.to(query.dtype)
         mask = mask if mask.dim() > 1 else mask.reshape(1, -1)  # the kernels want two axes
     scale = float(match.get("scale", 1.0))

@@ -1,25 +1,195 @@
-"""The runs of one comparison: a, b, the control of a, and b with a value of a."""
+"""The programs that a comparison runs: functions, commands, the control of a, and b with a value of a."""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.diff._comparing import MARGIN, Expected, RunComparison
+from amanda.options import Name, NonNegativeInt, checked
+from amanda.tools.diff._comparison import MARGIN, Expected, RunComparison
 from amanda.tools.diff._errors import Pair, array_distance
-from amanda.tools.diff._programs import Command, Extra, FunctionProgram, Program
-from amanda.tools.diff._run import Compiled, Run, Source, open_run
-from amanda.tools.diff._tools import Float64Tool, ReplacedTool, find_failing_op
-from amanda.tools.kit import Tensors
+from amanda.tools.diff._run import Compiled, Run, Source, open_run, run_of
+from amanda.tools.diff._tools import Extra, Float64Tool, ReplacedTool, find_failing_op
+from amanda.tools.dump import Dump, DumpTool
+from amanda.tools.kit import Tensors, leaves, tensors_of
 from amanda.tools.libraries import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_BYTES = 8 << 30
+"""Bytes of tensors that are kept of a run."""
+
+
+@dataclass
+class FunctionProgram:
+    """A function and what it is called with; returned: what it gave at its last run."""
+
+    call: Callable[..., Any]
+    inputs: Sequence[Any]
+    compiled: Compiled
+    max_bytes: int
+    returned: list[NDArray[Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return getattr(self.call, "__qualname__", type(self.call).__name__)
+
+    def record(self, folder: Path, *extra: Extra) -> Run:
+        """Run under a `DumpTool` that keeps all tensors but inputs.
+
+        Of compiled code, what the function returns is kept too: the compiler has the last word on it.
+        """
+        tool = DumpTool(folder, **_dump_options(self.max_bytes))
+        extra_tools = [kind(**options) for kind, options in extra]
+        try:
+            # The recording tool comes last: it records what the tools before it changed.
+            with amanda.apply(*extra_tools, tool, compiled=self.compiled):
+                returned = self.call(*self.inputs)
+        except BaseException:
+            tool.clear()  # else it would be written when the folder is gone
+            raise
+        if self.compiled == "instrument":
+            tool.add_returned(returned)
+        result = tool.result
+        if not result.entries:
+            raise AmandaError(f"{self.name} executed no op that could be compared")
+        if result.failure:
+            raise AmandaError(f"what {self.name} computed cannot be kept: {result.failure}")
+        remarks = [
+            f"{text}: {', '.join(sorted(words))}"
+            for extra_tool in extra_tools for text, words in _tool_remarks(extra_tool)
+        ]  # fmt: skip
+        run = replace(run_of(_complete_dump(result.folder, self.name)), name=self.name, remarks=remarks)
+        self.returned = _arrays(returned) if run.in_graph else []
+        return run
+
+    def unobserved(self) -> list[NDArray[Any]]:
+        """Return what the function gives without any tool."""
+        return _arrays(self.call(*self.inputs))
+
+
+@checked
+@dataclass
+class Command:
+    """Command line of a program, which runs under `amanda run`.  python: its interpreter."""
+
+    line: Name
+    compiled: Compiled = "instrument"
+    max_bytes: NonNegativeInt = MAX_BYTES
+    python: Name = sys.executable
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return self.line
+
+    def record(self, folder: Path, *extra: Extra) -> Run:
+        """Run the program under a `DumpTool`; its output goes to standard error.
+
+        Raises AmandaError for a program that fails or executes no op.
+        """
+        tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
+        tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
+        under = [
+            part for name, options in tools
+            for part in ("-t", f"{name}:{','.join(f'{key}={_text(x)}' for key, x in options.items())}")
+        ]  # fmt: skip
+        command = [self.python, "-m", "amanda", "run", "-q", "--compiled", self.compiled, *under]
+        try:
+            # Standard output is for the report alone.
+            done = subprocess.run([*command, "--", *shlex.split(self.line)], stdout=sys.stderr.fileno())
+        except OSError as error:
+            raise AmandaError(f"{self.python} cannot be run: {error.strerror}") from None
+        if done.returncode:
+            self._check_interpreter()
+            raise AmandaError(f"{self.line!r} ended with {_status(done.returncode)}")
+        # Under a launcher each rank writes a folder of its own.
+        dump_folder = folder if (folder / "index.json").exists() else folder / "rank0"
+        if not (dump_folder / "index.json").exists():
+            raise AmandaError(f"{self.line!r} executed no op that could be compared")
+        run = run_of(_complete_dump(dump_folder, repr(self.line)))
+        remarks = [] if dump_folder == folder else ["Of several ranks, rank 0 alone was compared"]
+        return replace(run, name=self.line, remarks=remarks)
+
+    def _check_interpreter(self) -> None:
+        """Raise AmandaError if Amanda cannot be imported where the program ran."""
+        if self.python == sys.executable:
+            return
+        code = "import amanda.__main__, amanda.tools.dump"
+        tried = subprocess.run([self.python, "-c", code], capture_output=True, text=True, errors="replace")
+        reason = tried.stderr.strip().rpartition("\n")[2]
+        if "ImportError" in reason or "ModuleNotFoundError" in reason:
+            raise AmandaError(
+                f"{self.python} does not have Amanda ({reason}); install it there, with the driver of the "
+                f"framework: {self.python} -m pip install amanda-tools amanda-driver-torch"
+            )
+        if tried.returncode:
+            raise AmandaError(
+                f"{self.python} runs no Python code: it ended with {_status(tried.returncode)}"
+                f"{reason and f' ({reason})'}; give the interpreter of an environment that has Amanda"
+            )
+
+
+Program = FunctionProgram | Command
+
+
+def _complete_dump(folder: Path, program: str) -> Dump:
+    """Return the dump of a program; raise AmandaError where something could not be written."""
+    dump = Dump(folder)
+    if dump.incomplete:
+        raise AmandaError(
+            f"what {program} computed could not all be written to {folder}, so nothing is compared"
+        )
+    return dump
+
+
+def _status(code: int) -> str:
+    """Return the status of a process in words, or the signal that ended the process."""
+    try:
+        return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _dump_options(max_bytes: int) -> dict[str, Any]:
+    """Return the options of a `DumpTool` that keeps all tensors but inputs."""
+    return {
+        "inputs": "summary", "outputs": "full", "weights": "full", "gradients": "full", "executions": None,
+        "max_bytes": max_bytes, "max_tensor_bytes": max_bytes,
+    }  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    text = "none" if value is None else os.fspath(value) if isinstance(value, Path) else str(value)
+    return f"'{text}'" if "," in text else text
+
+
+def _arrays(value: Any) -> list[NDArray[Any]]:
+    """Return the tensors in what a function gave."""
+    tensors = [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
+    dense = [(tensors_of(tensor), tensors_of(tensor).dense(tensor)) for tensor in tensors]
+    return [library.exact(tensor) for library, tensor in dense if tensor is not None]
+
+
+def _tool_remarks(tool: amanda.Tool) -> list[tuple[str, set[str]]]:
+    """Return what a tool could not do, in sets of words."""
+    attributes = {"ops without float64 ran in float32": "narrow", "an op kept values of its own": "reasons"}
+    return [(text, words) for text, name in attributes.items() if (words := getattr(tool, name, None))]
+
 
 Control = Literal["again", "float64", "auto"]
 _REPEATED = frozenset({"pytorch", "onnxruntime"})
@@ -61,8 +231,10 @@ class RecordedRuns:
         try:
             run = self._record(label, program)
         except Exception as error:
+            # Run a is the reference: if it fails nothing can be compared.
             if label == "a" or program.compiled == "eager":
                 raise
+            # A folder holds one dump, and every try writes one.
             tries = count()
             run, op = find_failing_op(lambda tool: self._record(f"b{next(tries)}", program, tool), error)
             cause = getattr(error, "inner_exception", error)
@@ -73,6 +245,8 @@ class RecordedRuns:
             )
             self.remarks.append("Ops of b from the one that fails on ran as eager code")
             return run
+        # A compiler may choose other kernels for code with routines in it: what it returns without them is
+        # checked.
         if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _REPEATED:
             self._begin(program)
             try:
@@ -109,6 +283,8 @@ class RecordedRuns:
         self.remarks += run.remarks
         self.recorded["control"] = run
         compared, _ = RunComparison(self.a, run, None).ops({})
+        # A wider control shows how far a is from the truth, and by luck this may be 0: rounding is always
+        # expected.
         is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
         return {
             (pair[0].op, pair[0].execution): max(c.relative, _rounding(c.dtypes[0]) if is_wider else 0.0)
@@ -187,6 +363,8 @@ def _rounding(dtype: str) -> float:
         return 0.0
     from ml_dtypes import finfo
 
+    # Rounding errs by up to half a unit in the last place, evenly: the root mean square is 1/sqrt(12) of the
+    # unit, a little below a quarter of it for a mantissa between 1 and 2.
     bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
     return float(2.0**-bits / 4)
 
@@ -209,11 +387,16 @@ class ProcessState:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         tensors, self._optimizers = {}, []
+        # A function may reach models by closures and globals: the garbage collector sees every live one.
         for item in gc.get_objects():
+            # Not isinstance, which asks an object for `__class__`: a lazy proxy would load what it stands
+            # for.
             kind = type(item)
+            # A module whose `__init__` has not run yet has no parameters, and an optimizer no state.
             if issubclass(kind, torch.nn.Module) and "_parameters" in item.__dict__:
                 for tensor in (*item.parameters(recurse=False), *item.buffers(recurse=False)):
                     if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                        # By id: modules may share a tensor, and tensors have no equality that is a bool.
                         tensors[id(tensor)] = tensor
             elif issubclass(kind, torch.optim.Optimizer) and hasattr(item, "state"):
                 self._optimizers.append(
@@ -232,6 +415,8 @@ class ProcessState:
             if self._cuda:
                 self._torch.cuda.set_rng_state_all(self._cuda)
             for tensor, value, gradient in self._tensors:
+                # In place where that is possible: views and optimizers keep the memory.  `.data` raises no
+                # version.
                 if tensor.shape == value.shape and tensor.dtype == value.dtype:
                     tensor.data.copy_(value)
                 else:
@@ -239,6 +424,7 @@ class ProcessState:
                 if tensor.is_leaf:
                     tensor.grad = None if gradient is None else gradient.clone()
             for optimizer, state in self._optimizers:
+                # The same dict stays: it is a defaultdict to which others may hold references.
                 optimizer.state.clear()
                 optimizer.state.update({key: _state_copy(value) for key, value in state.items()})
 
