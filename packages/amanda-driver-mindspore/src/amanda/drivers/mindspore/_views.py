@@ -23,7 +23,7 @@ class TensorElements(NamedTuple):
 
     @classmethod
     def at(cls, tensor: Any, index: Any) -> "TensorElements":
-        """Return the elements at an index."""
+        """Return the elements of `tensor[index]`."""
         marks = np.zeros(tuple(tensor.shape), bool)
         marks[_numpy_index(index)] = True
         return cls(tensor, marks)

@@ -31,7 +31,7 @@ Budget: TypeAlias = Annotated[
 
 
 class RematTool(amanda.Tool):
-    """Trains within a memory budget: evicts tensors that autograd saves, and recomputes them when needed.
+    """Train within a memory budget: evict tensors that autograd saves, and recompute them when needed.
 
     budget: bytes of the storages that recorded ops make, or a text such as "2GiB", "512 MB"; None: no bound.
     heuristic: name in `HEURISTICS` of the score by which storages are evicted.
@@ -118,7 +118,7 @@ class RematTool(amanda.Tool):
             self._skipped_namespaces.add(context.namespace)
             advice = "; mark what is computed again with jax.checkpoint" * context.namespace.matches("jax")
             logger.warning(
-                "remat is for PyTorch's eager mode; ops of %s run as they are%s", context.namespace, advice
+                "remat is for PyTorch's eager mode; ops of %s run unchanged%s", context.namespace, advice
             )
 
     def _before_write(self, *values: Any) -> None:

@@ -26,7 +26,7 @@ _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsq
 
 
 class SearchTool(amanda.Tool):
-    """Replaces ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
+    """Replace ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
 
     choices: `Choice`s, or texts such as "conv2d@features=keep|conv5"; the first that selects an op counts.
     mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.

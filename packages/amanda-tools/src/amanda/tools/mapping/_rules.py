@@ -28,19 +28,18 @@ class MappingRule(NamedTuple):
     after: Rewrite | None = None
 
 
-Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of rules: [[namespace, before], ...]")]
+Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of [namespace, before, after]")]
 
 
 class MappingTool(Tool):
-    """Rewrite the contexts of ops for the tools that depend on this one (for authors of tools).
+    """Rewrite the `OpContext` of ops before the tools that depend on this tool read it (for tool authors).
 
-    rules: `[namespace, before]` or `[namespace, before, after]`.  A rule applies to an op whose
-    namespace it matches: "pytorch" and "tensorflow/2.21.0" by their leading tags, "*/*/graph" by place.
-    At each point where a dependent tool has an analysis routine, `before(context)` runs ahead of
-    all of them and `after(context)` once behind the last; `before`s in the order of the rules,
-    `after`s in reverse.  One of the two may be None.
+    rules: `[namespace, before]` or `[namespace, before, after]`; one function may be None.  A rule applies
+    to ops whose namespace starts with its tags: "pytorch", "tensorflow/2.21.0"; `*` stands for any tag:
+    "*/*/graph".  At each point where a dependent tool has an analysis routine, the `before(context)` of all
+    rules run first, in order, then the routines, then the `after(context)` in reverse order.
 
-    Raises RuleError, which says what is wrong with which rule.
+    Raises RuleError, which names the rule and the mistake.
 
     >>> def name(context):
     ...     context["op_name"] = context.get_op().__name__

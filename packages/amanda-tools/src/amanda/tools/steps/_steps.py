@@ -17,7 +17,7 @@ from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
 
 
 class Counted(Protocol):
-    """A record of an op that counts its executions."""
+    """A record of an op, with the number of its executions."""
 
     executions: int
 
