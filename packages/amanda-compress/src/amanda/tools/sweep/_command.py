@@ -122,7 +122,7 @@ def _make_sweep(
             options |= {"sparsities": levels} if levels else {}
             return SparsitySweep(evaluate, **options)
         if not all(level.is_integer() for level in levels or ()):
-            raise SpecError("bits are whole numbers")
+            raise SpecError("bits are integers")
         options |= {"bits": [int(level) for level in levels]} if levels else {}
         return BitsSweep(evaluate, **options)
     except AmandaError as error:

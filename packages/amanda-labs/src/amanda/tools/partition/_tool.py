@@ -392,10 +392,10 @@ class ProtectTool(amanda.Tool):
 
 
 def _parse_selection(text: str) -> Selection:
-    """Return the selection that a text asks for.  Raises ToolError for another text."""
+    """Return the selection that a string states.  Raises ToolError for another string."""
     form = "module=NAME|NAME, type=NAME|NAME or exclude=NAME|NAME, or several, apart by a space"
     if not isinstance(text, str):
-        raise ToolError(f"protect is {text!r}; it is a text such as 'module=NAME|NAME' or 'type=NAME|NAME'")
+        raise ToolError(f"protect is {text!r}; it is a string such as 'module=NAME|NAME' or 'type=NAME|NAME'")
     patterns_by_name: dict[str, list[str]] = {}
     for part in text.split():
         name, _, patterns = part.partition("=")

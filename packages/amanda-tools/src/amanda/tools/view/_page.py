@@ -66,7 +66,7 @@ def _source(name: str, content: Any) -> Source:
     if not isinstance(schema, str) or not schema.startswith("amanda."):
         raise AmandaError(f"{name} has the schema {schema!r}; expected one that begins with 'amanda.'")
     if not isinstance(version, int):
-        raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected a whole number")
+        raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected an integer")
     if version > _NEWEST.get(schema, version):
         raise AmandaError(
             f"{name} is {schema} {version}, newer than {_NEWEST[schema]}, which this amanda-tools reads: "
