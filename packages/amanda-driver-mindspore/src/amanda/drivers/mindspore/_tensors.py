@@ -35,6 +35,7 @@ class GradientsOff:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
+        # MindSpore's switch does not nest, so its former value is put back.
         self._before = executor.enable_grad()
         executor.set_enable_grad(False)
 
@@ -89,6 +90,8 @@ class MindSporeTensorOps:
         """Copy a value into the user's tensor; if isolated, autodiff does not record the write."""
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
+        # Autodiff records the write of a differentiable routine, so that gradients reach the routine's
+        # inputs.
         if not isolated:
             copy_into(target, _same_shape(target, value))
             return
@@ -130,12 +133,14 @@ class MindSporeTensorOps:
             elif isinstance(value, (list, tuple)):
                 for tensor in tensors_of(value):
                     bits = bits << 1 | tensor._requires_grad
+        # A power of two has the leading 1 alone: no tensor needs a gradient.
         return None if bits & (bits - 1) == 0 else bits
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a result as a list of outputs, and a function that gives such a list the result's form."""
         if isinstance(outputs, (list, tuple)):
             kind = type(outputs)
+            # A namedtuple takes fields as separate arguments; its `_make` takes a list.
             make = getattr(kind, "_make", kind)
             return list(outputs), make
         if outputs is None:
@@ -194,6 +199,7 @@ def _shape(value: Any) -> Hashable:
 
 
 def _detach(value: Any) -> Any:
+    # A leaf has no graph to be cut off from, and has to stay the object that the program knows.
     return ops.stop_gradient(value) if value._requires_grad and not value._is_leaf else value
 
 
