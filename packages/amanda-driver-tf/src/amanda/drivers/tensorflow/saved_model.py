@@ -93,8 +93,8 @@ class SavedModelFolder(Artefact):
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
-        # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make layers
-        # by them, without routines.
+        # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make
+        # layers by them, without routines.
         shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))
         file = type(self._file)()
         file.CopyFrom(self._file)

@@ -204,7 +204,6 @@ class Callables:
         if prepared is None:
             return call(session_callable, *args, **kwargs)
         route, execution = prepared
-        # The options of a callable are fixed, so another callable with the copy's names runs instead.
         stand_in = self._routed_callable(session_callable, options, route)
         args = (*args, *_extra_feeds(args, options, route), np.asarray(execution.number, np.int64))
         with self._boundary.run_context(route, execution):
