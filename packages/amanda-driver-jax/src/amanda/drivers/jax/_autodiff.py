@@ -130,7 +130,7 @@ class TappedExecution:
             assert trace.facts is not None
             op = Operation(f"{trace.facts.op.__name__}_transpose")
             step = BackwardStep(self._driver, trace, op, 0, state)
-            if not step.wanted:
+            if not step.has_work:
                 return cotangents, []
             grads = self._run(step.before, grads)
             symbols, with_symbols = _split_symbols((grads, trace.run))

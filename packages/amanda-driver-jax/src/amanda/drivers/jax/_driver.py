@@ -228,7 +228,7 @@ class JaxDriver(Arrays, EagerDriver):
         add_note(INSERTION)
         guard_reads(action, facts)
 
-    def shown(self, values: list[Any]) -> list[Any]:
+    def unwrapped(self, values: list[Any]) -> list[Any]:
         """Return the values without the tracers of derivatives: arrays, or symbols of the program."""
         original_of = ORIGINALS.of
         return [

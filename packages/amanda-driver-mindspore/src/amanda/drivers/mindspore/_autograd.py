@@ -192,7 +192,7 @@ class _HookedPass:
             for leaf in _leaves_of(node):
                 leaves.setdefault(leaf, mark)
             step = self._step(mark.trace, backward_operation(node.name()), mark.place, True)
-            if step.wanted:
+            if step.has_work:
                 hooks = _NodeHooks(step, self._failures)
                 self._remove += [
                     node.register_prehook(hooks.before).remove,
@@ -215,7 +215,7 @@ class _HookedPass:
                 counts[id(trace)] = counts.get(id(trace), -1) + 1
                 place = 2 * _LEAF_PLACE + counts[id(trace)]
             step = self._step(trace, ACCUMULATE_GRAD, place, False)
-            if step.wanted:
+            if step.has_work:
                 self._remove.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).of_leaf))
 
     def _step(self, trace: Trace, op: Any, place: int, replaceable: bool) -> BackwardStep:

@@ -98,12 +98,12 @@ class MindSporeTensorOps:
         with unrecorded():
             copy_into(target, _cast_like(target, value))
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return a tensor without its graph; a leaf, such as a parameter, unchanged."""
         if isinstance(value, Tensor):
             return _detach(value)
         if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):
-            return [self.kept(element) for element in value]
+            return [self.storable(element) for element in value]
         return value
 
     def copied(self, value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.backend import Attributes, Execution, GraphAnalysis, GraphDriver, State, Uninstrumented, digest
+from amanda.backend import Attributes, CannotInstrument, Execution, GraphAnalysis, GraphDriver, State, digest
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
 from ._copies import ModelCopy, model_of
@@ -33,7 +33,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
         super().__init__()
         self._boundary = Boundary(self._prepare_session)
         # Weak, so that a model is dropped with its session.
-        self._models: WeakKeyDictionary[Any, Model | Uninstrumented] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Any, Model | CannotInstrument] = WeakKeyDictionary()
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
@@ -46,12 +46,12 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
         if model is None:
             try:
                 model = model_of(graph)
-            except Uninstrumented as error:
+            except CannotInstrument as error:
                 model = error
             # A model that cannot be read is remembered, too, so that it is not read at each run.
             self._models[graph] = model
-        if isinstance(model, Uninstrumented):
-            raise Uninstrumented(*model.args)
+        if isinstance(model, CannotInstrument):
+            raise CannotInstrument(*model.args)
         identity = digest("onnxruntime/graph", interceptor.ordinal(graph))
         rewriting = ModelRewriting(
             analysis=analysis, namespace=self.namespace, model=model, identity=identity

@@ -63,7 +63,7 @@ class EagerTensorOps:
             "assigned instead"
         )
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return the value: a tensor does not hold the tape that it is on."""
         return value
 

@@ -192,7 +192,7 @@ class Tape:
         positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradients]
         step = BackwardStep(self._driver, trace, call.backward_op(), place, state)
         # Most backward ops have no routines and no analysis, and run as they are.
-        if not step.wanted:
+        if not step.has_work:
             result = self._run_op(gradient_call, call, call.inputs)
             values = call.flatten_result(result)
         else:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, GraphDriver, State, Uninstrumented, digest
-from amanda.graph import Copy
+from amanda.backend import CannotInstrument, GraphAnalysis, GraphDriver, State, digest
+from amanda.graph import GraphCopy
 from tensorflow.python.eager import context, record
 
 from .._layers import handles_of, layer_classes
@@ -83,7 +83,7 @@ class FunctionDriver(GraphDriver[GraphRewriting, RegisteredCopy]):
         kind, name = split_name(function.name)
         compiled = must_compile(function.definition)
         if compiled and not runs_without_xla(function, args.__getitem__):
-            raise Uninstrumented(f"the ops of {name}", RUNS_IN_XLA_ALONE)
+            raise CannotInstrument(f"the ops of {name}", RUNS_IN_XLA_ALONE)
         rewriting = GraphRewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
         rewriting.runs_without_xla = compiled
         # A backward function may run after the scope; then it is rewritten for the saved values alone,
@@ -123,7 +123,7 @@ class FunctionDriver(GraphDriver[GraphRewriting, RegisteredCopy]):
 
     def _find_copy(
         self, state: State, atomic: Any, args: Sequence[Any], forward_record: ForwardRecord | None
-    ) -> Copy[RegisteredCopy] | None:
+    ) -> GraphCopy[RegisteredCopy] | None:
         """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
         if forward_record is not None:
             closed = _is_closed(state, forward_record)

@@ -11,7 +11,7 @@ import numpy as np
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, Namespace, Uninstrumented, digest
+from amanda.backend import CannotInstrument, GraphAnalysis, Namespace, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.framework import errors_impl
@@ -79,7 +79,7 @@ def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) 
 def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     """Put the copy beside the user's nodes; return the route from the user's tensors to the copy's.
 
-    Raises Uninstrumented where TensorFlow refuses the copy.
+    Raises CannotInstrument where TensorFlow refuses the copy.
     """
     session, request = run
     rewritten, graph = rewriting.rewritten, session.graph
@@ -112,7 +112,9 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     try:
         hidden = HiddenNodes.of_graph(graph).add(session, copied, rewriting.library, sorted(ends))
     except errors_impl.OpError as error:
-        raise Uninstrumented("a run of a session", f"TensorFlow refuses the copy: {error.message}") from error
+        raise CannotInstrument(
+            "a run of a session", f"TensorFlow refuses the copy: {error.message}"
+        ) from error
     return Route(hidden, endpoints, targets, feeds.names, extra, NUMBER)
 
 
