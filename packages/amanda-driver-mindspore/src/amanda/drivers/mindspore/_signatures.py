@@ -138,6 +138,7 @@ def _split(text: str) -> list[str]:
 
 
 def _literal(text: str) -> Any:
+    """Return the value of a default in a signature's text; NO_DEFAULT for text that is no literal."""
     try:
         # Defaults are read from documentation, which may contain anything.
         return ast.literal_eval(text)

@@ -183,6 +183,7 @@ def _nothing(values: list[Any]) -> None:
 
 
 def _signature(value: Any) -> Hashable:
+    """Return dtype and rank of a tensor, or of each tensor in a list; None for other values."""
     if isinstance(value, Tensor):
         return value.dtype, len(value.shape)
     if isinstance(value, (list, tuple)):
@@ -191,6 +192,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _shape(value: Any) -> Hashable:
+    """Return the shape of a tensor, or of each tensor in a list; None for other values."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, (list, tuple)):
@@ -204,6 +206,7 @@ def _detach(value: Any) -> Any:
 
 
 def _same_shape(original: Any, value: Any) -> Any:
+    """Return `value`; raise RoutineError if its shape is not that of `original`."""
     if tuple(original.shape) != tuple(value.shape):
         raise RoutineError(
             f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was given; "
@@ -274,6 +277,7 @@ def register_when_imported() -> None:
 
 
 def _register_functions() -> None:
+    """Register parameters as tensors of MindSpore, and the functions."""
     import autoray
 
     # The class of parameters is made at run time, and says that it is of another module.
