@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_has_no_counterpart_is_told(case: str) -> None:
     function, reason = REFUSED[case]
     identity = model_of([node("Identity", "x", "y")], {"x": [4, 6]}, ["y"])
