@@ -255,6 +255,7 @@ def _layout(array: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _digest(array: Any) -> bytes:
+    """Return bytes that are equal for arrays with equal values, of one dtype and shape."""
     values = np.ascontiguousarray(array)
     # Strings are objects, whose memory has addresses.
     if values.dtype.kind == "O":

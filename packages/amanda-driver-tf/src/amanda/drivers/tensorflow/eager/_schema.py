@@ -13,6 +13,7 @@ from .._operation import TensorFlowOperation
 FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall", "RemoteCall"})
 """Ops that call a function; FunctionDriver instruments them."""
 
+# TensorFlow's registry has no mark for ops that write; see `Schema.written`.
 _WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
 """Prefixes of the names of ops that write into variables."""
 

@@ -166,6 +166,7 @@ class GradientEdges:
         return not readers or any(reader not in group for reader in readers)
 
     def _match_score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
+        """Score how well a gradient fits an input, by the gradient's readers and by its operands."""
         readers = [self._forward.get(consumer) for consumer in self._consumers.get(tensor_key(gradient), ())]
         is_only_output = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
         # The op that computed an input reads its gradient: that is worth more than any other hint.
