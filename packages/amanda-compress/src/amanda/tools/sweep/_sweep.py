@@ -15,8 +15,7 @@ from amanda.tools.kit import Progress, check_number
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
-from amanda.tools.sweep._allocation import KEEP, Allocation
-from amanda.tools.sweep._costs import CostModel, CostOption, RemainingShare
+from amanda.tools.sweep._allocation import KEEP, Allocation, CostModel, CostOption, RemainingShare
 from amanda.tools.sweep._result import ALL, Point, Site, SweepError, SweepResult
 from amanda.tools.trials import SearchResult, Trial
 

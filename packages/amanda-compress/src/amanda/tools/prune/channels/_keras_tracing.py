@@ -13,22 +13,24 @@ import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._keras_removal import layers_of, size_is_unknown
 from amanda.tools.prune.channels._labels import Call, Families, Family, Work, shaped
-from amanda.tools.prune.channels._layers import convolution, embedding, product, transposed_convolution
+from amanda.tools.prune.channels._prunable_model import Tracing, tensors_in
 from amanda.tools.prune.channels._rules import (
     Rule,
     concatenated,
+    convolution,
     elementwise,
+    embedding,
     fresh,
     over_axis,
+    product,
     rearranged,
     reduced,
     same_channels,
     stacked,
+    transposed_convolution,
     unknown,
 )
-from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._keras import KerasModel
@@ -192,10 +194,8 @@ class KerasTracing(Tracing):
         labels = self.notes.labels
         for value in tensors_in(self.result):
             labels.leave(self._families_of.get(value) or (), "the model returns them")
-        for layer in layers_of(self._model.now):
-            why = size_is_unknown(layer)
-            for weight in layer.weights if why else ():
-                labels.leave(self.channels.get(weight.path, ()), why)
+        for path, why in self._model.weights_of_unknown_size():
+            labels.leave(self.channels.get(path, ()), why)
         labels.settle()
         return self.result
 

@@ -12,28 +12,26 @@ import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._labels import Call, Families, Family, Part, shaped
-from amanda.tools.prune.channels._layers import (
+from amanda.tools.prune.channels._prunable_model import Tracing
+from amanda.tools.prune.channels._rules import (
+    Rule,
     batch_norm,
+    concatenated,
     convolution,
+    elementwise,
     embedding,
+    fresh,
     group_norm,
     layer_norm,
     matrix_product,
-    product,
-    transposed_convolution,
-)
-from amanda.tools.prune.channels._rules import (
-    Rule,
-    concatenated,
-    elementwise,
-    fresh,
     over_axis,
+    product,
     rearranged,
     reduced,
     same_channels,
+    transposed_convolution,
     unknown,
 )
-from amanda.tools.prune.channels._tracing import Tracing
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._onnx import OnnxModel

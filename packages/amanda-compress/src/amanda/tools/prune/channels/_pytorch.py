@@ -14,10 +14,17 @@ from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune.channels._labels import Call, Families, Family
 from amanda.tools.prune.channels._plan import Plan
-from amanda.tools.prune.channels._prunable_model import Axes, Masks, PrunableModel, over_kept, selected
+from amanda.tools.prune.channels._prunable_model import (
+    Axes,
+    Masks,
+    PrunableModel,
+    Tracing,
+    over_kept,
+    selected,
+    tensors_in,
+)
 from amanda.tools.prune.channels._removal import ModuleRemoval, sizes_of
 from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
-from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
 

@@ -14,8 +14,7 @@ from amanda.options import PositiveInt, Seed, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._groups import Budget, Importance, Of, Scope
-from amanda.tools.prune.channels._plan import Choice, Plan, make_plan
+from amanda.tools.prune.channels._plan import Budget, Choice, Importance, Of, Plan, Scope, make_plan
 from amanda.tools.prune.channels._prunable_model import Masks, PrunableModel, masked
 from amanda.tools.results import NOTHING, Column, Result, shortened
 from amanda.tools.select import Globs, listed

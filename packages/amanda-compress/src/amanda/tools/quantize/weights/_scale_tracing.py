@@ -13,7 +13,7 @@ from typing import Any
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS
-from amanda.tools.prune.channels.tracing import (
+from amanda.tools.prune.channels import (
     Call,
     Families,
     Family,
