@@ -101,7 +101,7 @@ RemainingShare: TypeAlias = "Callable[[Any, WeightSize], float]"
 """Returns the share of a weight's bytes, or of its op's FLOPs, that remains at a level."""
 
 
-class CostModel:
+class SweepCost:
     """The cost of a model, and the cost that a level of some ops saves.
 
     cost: "size", "flops", or a function that measures the cost with the tools of each point in force.
@@ -238,7 +238,7 @@ class Allocation:
         levels: Sequence[float],
         points: Mapping[tuple[str, Any], Point],
         dense: float,
-        cost_model: CostModel,
+        cost_model: SweepCost,
     ) -> None:
         self._cost_model = cost_model
         holders = {name: frozenset(cost_model.weights(site)) for name, site in sites.items()}

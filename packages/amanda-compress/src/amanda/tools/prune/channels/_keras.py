@@ -12,7 +12,7 @@ from amanda.backend import TensorMap
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._keras_tracing import KerasTracing
-from amanda.tools.prune.channels._plan import Plan
+from amanda.tools.prune.channels._plan import RemovalPlan
 from amanda.tools.prune.channels._prunable_model import (
     Axes,
     Masks,
@@ -102,7 +102,7 @@ class KerasModel(PrunableModel):
             masks[path, shape] = masks.get((path, shape), np.True_) & axis_mask
 
         def mask(value: Any) -> Any:
-            weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _WeightRead) else None
+            weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _KerasWeight) else None
             return None if weight_mask is None else weight_mask.astype(value.dtype)
 
         return mask
@@ -110,28 +110,28 @@ class KerasModel(PrunableModel):
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the weights that an op reads; the form that a reshape gives of one was masked before."""
         handles = self._original_handles
-        weights: list[_WeightRead | None] = []
+        weights: list[_KerasWeight | None] = []
         for i, value in enumerate(context.get_inputs()):
             variable = None if isinstance(value, (list, tuple)) else context.get_variable(i)
             path = None if variable is None else handles.get(variable)
             if path is None or not value.dtype.is_floating or value.shape.rank is None:
                 weights.append(None)
             else:
-                weights.append(_WeightRead(path, tuple(value.shape), value.dtype.as_numpy_dtype))
+                weights.append(_KerasWeight(path, tuple(value.shape), value.dtype.as_numpy_dtype))
         return weights
 
-    def removal(self, plan: Plan) -> KerasRemoval:
+    def removal(self, plan: RemovalPlan) -> KerasRemoval:
         """Return what puts a smaller model in the place of this one."""
         return KerasRemoval(self, plan)
 
-    def smaller(self, plan: Plan, optimizer: Any) -> Any:
+    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Return a smaller model."""
         return smaller_model(self, plan)
 
     def with_zeros(self, masks: Masks) -> Any:
         """Write masks into the weights; return the model."""
         for path, weight in self._weights().items():
-            mask = masks(_WeightRead(path, tuple(weight.shape), np.float32))
+            mask = masks(_KerasWeight(path, tuple(weight.shape), np.float32))
             if mask is not None:
                 weight.assign(weight.numpy() * mask)
         return self.model
@@ -146,7 +146,7 @@ class KerasModel(PrunableModel):
 class KerasRemoval:
     """Puts a smaller model in the place of a KerasModel's, and puts that back."""
 
-    def __init__(self, model: KerasModel, plan: Plan) -> None:
+    def __init__(self, model: KerasModel, plan: RemovalPlan) -> None:
         self._model, self._plan = model, plan
 
     def apply(self) -> None:
@@ -159,7 +159,7 @@ class KerasRemoval:
 
 
 @dataclass(frozen=True)
-class _WeightRead:
+class _KerasWeight:
     path: str
     shape: tuple[int | None, ...]
     dtype: Any
@@ -213,7 +213,7 @@ def size_is_unknown(layer: Any) -> str:
     return ""
 
 
-def smaller_model(model: KerasModel, plan: Plan) -> Any:
+def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     """Return a new model without the channels that a plan does not keep.
 
     Raises PruneError where the rebuilt model has other weights than are expected.

@@ -13,7 +13,7 @@ import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._labels import Call, Families, Family, Work, shaped
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Work, shaped
 from amanda.tools.prune.channels._prunable_model import Tracing, tensors_in
 from amanda.tools.prune.channels._rules import (
     Rule,
@@ -62,7 +62,7 @@ class KerasValue:
 def channels_first(rule: Rule) -> Rule:
     """Return a rule for data whose channels are last, and weights of which in and out are."""
 
-    def turned(call: Call) -> Sequence[Families]:
+    def turned(call: FollowedOp) -> Sequence[Families]:
         if call.value("data_format") not in ("NHWC", "NDHWC"):
             return unknown(call)
         rank = call.inputs[0].ndim
@@ -77,7 +77,7 @@ def channels_first(rule: Rule) -> Rule:
     return turned
 
 
-def depthwise(call: Call) -> Sequence[Families]:
+def depthwise(call: FollowedOp) -> Sequence[Families]:
     """Match channels with those of the weight, of which each makes as many outputs."""
     value, weight, output = *call.inputs[:2], call.outputs[0]
     if call.value("data_format") != "NHWC":
@@ -92,7 +92,7 @@ def depthwise(call: Call) -> Sequence[Families]:
     return [shaped(outputs, output.ndim - 1, output.ndim)]
 
 
-def multiplied(call: Call) -> Sequence[Families]:
+def multiplied(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices, either of them transposed."""
     factors = [
         factor.turned((*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2))
@@ -240,7 +240,7 @@ class KerasTracing(Tracing):
         moved = partial(_moved, type, attributes, values)
         # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
         word = type if rule is reduced else "add" if type == "BiasAdd" else word
-        call = Call(
+        call = FollowedOp(
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
             self.notes, _name,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from amanda.tools import onnx_graph
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._onnx_tracing import OnnxTracing
-from amanda.tools.prune.channels._plan import Plan
+from amanda.tools.prune.channels._plan import RemovalPlan
 from amanda.tools.prune.channels._prunable_model import (
     Axes,
     Masks,
@@ -132,11 +132,11 @@ class OnnxModel(PrunableModel):
             masks[name, shape] = masks.get((name, shape), np.True_) & axis_mask
         return lambda value: None if value is None else masks.get((value.name, value.shape))
 
-    def removal(self, plan: Plan) -> OnnxRemoval:
+    def removal(self, plan: RemovalPlan) -> OnnxRemoval:
         """Return what puts a smaller model in the place of this one."""
         return OnnxRemoval(self, plan)
 
-    def smaller(self, plan: Plan, optimizer: Any) -> ModelProto:
+    def smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
         """Return a smaller model."""
         return smaller_proto(self.proto, plan)
 
@@ -185,7 +185,7 @@ class OnnxModel(PrunableModel):
 class OnnxRemoval:
     """Puts a smaller model in the place of an OnnxModel's, and puts that back."""
 
-    def __init__(self, model: OnnxModel, plan: Plan) -> None:
+    def __init__(self, model: OnnxModel, plan: RemovalPlan) -> None:
         self._model, self._plan, self._before = model, plan, model.proto
 
     def apply(self) -> None:
@@ -260,7 +260,7 @@ def _read_in_bodies(graph: GraphProto) -> Iterator[tuple[str, str]]:
         yield from ((name, f"{node.op_type} {node.name}") for name in onnx_graph.captures_of(node))
 
 
-def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
+def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
     """Return a copy of a model without the channels that a plan does not keep."""
     smaller = ModelProto()
     smaller.CopyFrom(whole)
@@ -291,7 +291,7 @@ def smaller_proto(whole: ModelProto, plan: Plan) -> ModelProto:
 class _SizeCorrection:
     """Corrects what nodes say of the sizes of their tensors."""
 
-    def __init__(self, model: ModelProto, plan: Plan) -> None:
+    def __init__(self, model: ModelProto, plan: RemovalPlan) -> None:
         self._graph, self._alive = model.graph, plan.alive
         self._opset = next(item.version for item in model.opset_import if item.domain in ("", "ai.onnx"))
         self._tracing = cast(OnnxTracing, plan.tracing)

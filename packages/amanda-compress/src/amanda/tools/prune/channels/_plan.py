@@ -158,7 +158,7 @@ def _exact(tensor: Any) -> Any:
     return np.asarray(tensors.to_numpy(tensors.detach(tensor)), float)
 
 
-class Budget:
+class ChannelBudget:
     """A budget of channels, multiplications or time, which chooses the channels that are kept.
 
     sparsity: the share that is removed, of each group (scope "local") or of all together ("global"), of
@@ -169,9 +169,9 @@ class Budget:
     def __init__(self, sparsity: float, scope: Scope, of: Of, round_to: int) -> None:
         self.sparsity, self._scope, self.of, self._round_to = sparsity, scope, of, round_to
 
-    def of_channels(self, sparsity: float) -> Budget:
+    def of_channels(self, sparsity: float) -> ChannelBudget:
         """Return a budget that removes a share of the channels, alike in all else."""
-        return Budget(sparsity, self._scope, "channels", self._round_to)
+        return ChannelBudget(sparsity, self._scope, "channels", self._round_to)
 
     def choose(
         self,
@@ -240,13 +240,13 @@ _TIMED_HALVINGS, _CALLS = 6, 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChannelOptions:
     """Options of the tool that choose channels.
 
     module, exclude: globs of layers' paths; None for all layers, and for none.
     """
 
-    budget: Budget
+    budget: ChannelBudget
     importance: Any
     seed: int
     module: Sequence[str] | None
@@ -254,7 +254,7 @@ class Choice:
 
 
 @dataclass
-class Plan:
+class RemovalPlan:
     """A choice of channels to remove of a model.
 
     groups, keep_masks: the groups, and masks of their kept channels.  whole_layers: weights whose outputs
@@ -271,7 +271,7 @@ class Plan:
     work: float = 1.0
     latency: float | None = None
 
-    def choose(self, choice: Choice) -> None:
+    def choose(self, choice: ChannelOptions) -> None:
         """Choose what is kept."""
         tensors = self.subject.tensors()
         notes = self.tracing.notes
@@ -295,7 +295,7 @@ class Plan:
                     yield name, axis, keep_mask
 
 
-def leave_unselected(plan: Plan, choice: Choice) -> None:
+def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
     """Leave whole what the options do not select; raise PruneError for an option that fits no weight."""
     labels = plan.tracing.notes.labels
     output_labels = labels.output_labels()
@@ -325,8 +325,8 @@ def leave_unselected(plan: Plan, choice: Choice) -> None:
 
 
 def make_plan(
-    subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any], choice: Choice
-) -> tuple[Plan, Any]:
+    subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any], choice: ChannelOptions
+) -> tuple[RemovalPlan, Any]:
     """Return a plan, and what the smaller model returns; ops that it does not suit are left whole.
 
     Raises PruneError where the smaller model cannot run whatever is left whole.
@@ -334,7 +334,7 @@ def make_plan(
     subject(*example, **named)  # some models keep tensors of their first call
     tracing = subject.tracing()
     tracing.follow(example, named)
-    plan = Plan(subject, tracing)
+    plan = RemovalPlan(subject, tracing)
     leave_unselected(plan, choice)
     if choice.budget.of != "latency":
         return plan, _try_until_it_runs(plan, choice, example, named)
@@ -358,7 +358,9 @@ def make_plan(
     return plan, result
 
 
-def _try_until_it_runs(plan: Plan, choice: Choice, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+def _try_until_it_runs(
+    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
+) -> Any:
     """Choose channels, and leave whole what the model cannot do without; return what the smaller one does."""
     tracing = plan.tracing
     while True:
@@ -385,7 +387,7 @@ def _try_until_it_runs(plan: Plan, choice: Choice, example: Sequence[Any], named
             )
 
 
-def _share_of_time(plan: Plan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of a call of the smaller model as a share of the whole one's, measured one by one."""
     whole = _seconds(plan.subject, example, named)
     removal = plan.subject.removal(plan)

@@ -14,16 +14,16 @@ from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune.channels._labels import (
-    Call,
     Families,
     Family,
+    FollowedOp,
     Notes,
     Part,
 )
 from amanda.tools.prune.channels._rules import MOVES, Rule
 
 if TYPE_CHECKING:
-    from amanda.tools.prune.channels._plan import Plan
+    from amanda.tools.prune.channels._plan import RemovalPlan
 
 
 Masks = Callable[[Any], Any]
@@ -78,11 +78,11 @@ class PrunableModel(ABC):
         """Return the masks of weights of which places along axes are kept."""
 
     @abstractmethod
-    def removal(self, plan: Plan) -> Removal:
+    def removal(self, plan: RemovalPlan) -> Removal:
         """Return what removes the channels that a plan does not keep."""
 
     @abstractmethod
-    def smaller(self, plan: Plan, optimizer: Any) -> Any:
+    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove for good the channels that a plan does not keep; return the smaller model."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class PrunableModel(ABC):
 class TracedOp:
     """An executed op: its word, its module's path, and families and extents of its tensors.
 
-    key: tells the op from others.  moved: of an op that only moves elements, see `Call.moved`.
+    key: tells the op from others.  moved: of an op that only moves elements, see `FollowedOp.moved`.
     """
 
     type: str
@@ -181,7 +181,7 @@ class Tracing(amanda.Tool):
 
     def step(
         self,
-        call: Call,
+        call: FollowedOp,
         rule: Rule,
         module: str,
         source: str,

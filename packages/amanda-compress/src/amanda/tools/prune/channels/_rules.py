@@ -8,10 +8,10 @@ from typing import Any
 
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
-from amanda.tools.prune.channels._labels import Call, Families, Family, Part, Work, shaped, varying
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Part, Work, shaped, varying
 
 
-def convolution(call: Call) -> Sequence[Families]:
+def convolution(call: FollowedOp) -> Sequence[Families]:
     """Match input channels with the weight's; the weight's outputs are the op's.
 
     A grouped convolution loses whole groups, or the same place in each group, of which there are more.
@@ -28,7 +28,7 @@ def convolution(call: Call) -> Sequence[Families]:
 
 
 def _match_groups(
-    call: Call,
+    call: FollowedOp,
     input_channels: Family | None,
     outputs: Family | None,
     inputs: Family | None,
@@ -54,7 +54,7 @@ def _match_groups(
     return inputs
 
 
-def transposed_convolution(call: Call) -> Sequence[Families]:
+def transposed_convolution(call: FollowedOp) -> Sequence[Families]:
     """Match input channels with the weight's first axis; its second one is the outputs."""
     value, weight = call.inputs[0], call.inputs[1]
     if int(call.value("groups", 1)) != 1:
@@ -66,7 +66,7 @@ def transposed_convolution(call: Call) -> Sequence[Families]:
     return _outputs_of_layer(call, outputs, inputs, -(weight.ndim - 1), ())
 
 
-def linear(call: Call) -> Sequence[Families]:
+def linear(call: FollowedOp) -> Sequence[Families]:
     """Match the features of the input with the weight's inputs; the weight's outputs are the op's."""
     value, weight = call.inputs[0], call.inputs[1]
     input_features, other_families = call.split(call.of(value), -1)
@@ -76,7 +76,7 @@ def linear(call: Call) -> Sequence[Families]:
     return _outputs_of_layer(call, outputs, inputs, -1, other_families)
 
 
-def _axis_of(call: Call, weight: Any, axis: int) -> Families:
+def _axis_of(call: FollowedOp, weight: Any, axis: int) -> Families:
     """Return the families of a weight along one axis; those of windows are no channels."""
     families = call.of(weight)
     for family in families:
@@ -86,7 +86,7 @@ def _axis_of(call: Call, weight: Any, axis: int) -> Families:
 
 
 def _outputs_of_layer(
-    call: Call, outputs: Family | None, inputs: Family | None, axis: int, other_families: Families
+    call: FollowedOp, outputs: Family | None, inputs: Family | None, axis: int, other_families: Families
 ) -> Sequence[Families]:
     call.labels.produce(outputs)
     call.match_vector(outputs, call.value("bias"))
@@ -97,12 +97,12 @@ def _outputs_of_layer(
     return [other_families + shaped(outputs, axis % output.ndim, output.ndim)]
 
 
-def product(call: Call) -> Sequence[Families]:
+def product(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices."""
     return [matrix_product(call, call.part(call.inputs[0]), call.part(call.inputs[1]), call.inputs[1])]
 
 
-def matrix_product_plus(call: Call) -> Sequence[Families]:
+def matrix_product_plus(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices, and add a third."""
     added, first, second = call.inputs[:3]
     shape = tuple(call.outputs[0].shape)
@@ -110,7 +110,7 @@ def matrix_product_plus(call: Call) -> Sequence[Families]:
     return [call.labels.merged([call.part(added), (product_families, shape)], call.lacking)]
 
 
-def matrix_product(call: Call, first: Part, second: Part, weight: Any = None) -> Families:
+def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = None) -> Families:
     """Match the channels that are summed over; return those of rows, columns and all before them."""
     (rows, first_shape), (columns, second_shape) = first, second
     if min(len(first_shape), len(second_shape)) < 2:
@@ -129,7 +129,7 @@ def matrix_product(call: Call, first: Part, second: Part, weight: Any = None) ->
     )
 
 
-def batch_norm(call: Call) -> Sequence[Families]:
+def batch_norm(call: FollowedOp) -> Sequence[Families]:
     """Match channels with the averages, weights and biases."""
     channels = call.along(call.of(call.inputs[0]), 1)
     vectors = (call.value(name) for name in ("weight", "bias", "running_mean", "running_var"))
@@ -137,7 +137,7 @@ def batch_norm(call: Call) -> Sequence[Families]:
     return [shaped(channels, 1, call.inputs[0].ndim)]
 
 
-def layer_norm(call: Call) -> Sequence[Families]:
+def layer_norm(call: FollowedOp) -> Sequence[Families]:
     """Match features with weights and biases; the mean is over the features that are kept."""
     value, extents = call.inputs[0], call.value("normalized_shape")
     families = call.of(value)
@@ -152,7 +152,7 @@ def layer_norm(call: Call) -> Sequence[Families]:
     return [other_families + shaped(features, value.ndim - 1, value.ndim)]
 
 
-def group_norm(call: Call) -> Sequence[Families]:
+def group_norm(call: FollowedOp) -> Sequence[Families]:
     """Match channels with weights and biases; whole groups go, or the same place in each group."""
     value, groups = call.inputs[0], int(call.value("num_groups"))
     channels = call.along(call.of(value), 1)
@@ -168,7 +168,7 @@ def group_norm(call: Call) -> Sequence[Families]:
     return [shaped(channels, 1, value.ndim)]
 
 
-def embedding(call: Call) -> Sequence[Families]:
+def embedding(call: FollowedOp) -> Sequence[Families]:
     """Pass on the features of rows that data select; all rows stay."""
     weight, rank = call.value("weight"), call.outputs[0].ndim
     rows = _axis_of(call, weight, 0)
@@ -178,7 +178,7 @@ def embedding(call: Call) -> Sequence[Families]:
     return [shaped(outputs, rank - 1, rank)]
 
 
-def attention(call: Call) -> Sequence[Families]:
+def attention(call: FollowedOp) -> Sequence[Families]:
     """Keep the features of a head together, which the scale is of all of: whole heads are removed.
 
     Where several queries share a key and value, they go together.
@@ -206,10 +206,10 @@ def _repeated(part: Part, times: int) -> Part:
     return repeated, (*shape[:-3], shape[-3] * times, *shape[-2:])
 
 
-Rule = Callable[[Call], Sequence[Families]]
+Rule = Callable[[FollowedOp], Sequence[Families]]
 
 
-def elementwise(call: Call) -> Sequence[Families]:
+def elementwise(call: FollowedOp) -> Sequence[Families]:
     """Unite the channels of all tensors, broadcast as the op broadcasts them."""
     parts = [call.part(value) for value in call.inputs if hasattr(value, "shape")]
     if np.broadcast_shapes(*(shape for _, shape in parts)) != tuple(call.outputs[0].shape):
@@ -217,7 +217,7 @@ def elementwise(call: Call) -> Sequence[Families]:
     return [call.labels.merged(parts, call.lacking)] * len(call.outputs)
 
 
-def same_channels(call: Call) -> Sequence[Families]:
+def same_channels(call: FollowedOp) -> Sequence[Families]:
     """Pass channels on along axes that keep their extents."""
     families = []
     for output in call.outputs:
@@ -232,7 +232,7 @@ def same_channels(call: Call) -> Sequence[Families]:
     return families
 
 
-def over_axis(call: Call) -> Sequence[Families]:
+def over_axis(call: FollowedOp) -> Sequence[Families]:
     """Keep the axis whole over which the op computes."""
     rank = len(call.inputs[0].shape)
     axis = call.value("dim", -1)
@@ -240,7 +240,7 @@ def over_axis(call: Call) -> Sequence[Families]:
     return [families] * len(call.outputs)
 
 
-def reduced(call: Call) -> Sequence[Families]:
+def reduced(call: FollowedOp) -> Sequence[Families]:
     """Drop the axes over which the op computes; a mean or sum is over the channels that are kept."""
     value = call.inputs[0]
     rank, dim = len(value.shape), call.value("dim")
@@ -257,7 +257,7 @@ def reduced(call: Call) -> Sequence[Families]:
     return [families] * len(call.outputs)
 
 
-def concatenated(call: Call) -> Sequence[Families]:
+def concatenated(call: FollowedOp) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
     values = [item for item in call.inputs[0] if prod(item.shape)]
     if not values:
@@ -281,7 +281,7 @@ def concatenated(call: Call) -> Sequence[Families]:
     return [merged]
 
 
-def glu(call: Call) -> Sequence[Families]:
+def glu(call: FollowedOp) -> Sequence[Families]:
     """Unite the halves of an axis that the op multiplies."""
     value = call.inputs[0]
     axis = call.value("dim", -1) % value.ndim
@@ -292,7 +292,7 @@ def glu(call: Call) -> Sequence[Families]:
     return [other_families + shaped(labels, axis, value.ndim)]
 
 
-def prelu(call: Call) -> Sequence[Families]:
+def prelu(call: FollowedOp) -> Sequence[Families]:
     """Match channels with slopes, where each has one."""
     value, weight = call.inputs[:2]
     if prod(weight.shape) == 1:
@@ -302,14 +302,14 @@ def prelu(call: Call) -> Sequence[Families]:
     return [shaped(channels, 1, value.ndim)]
 
 
-def stacked(call: Call) -> Sequence[Families]:
+def stacked(call: FollowedOp) -> Sequence[Families]:
     """Make the channels of tensors the same that are stacked along a new axis."""
     axis = call.value("dim", 0) % call.outputs[0].ndim
     families = call.labels.merged([call.part(item) for item in call.inputs[0]], call.lacking)
     return [tuple(np.expand_dims(item, axis) for item in families)]
 
 
-def rearranged(call: Call) -> Sequence[Families]:
+def rearranged(call: FollowedOp) -> Sequence[Families]:
     """Move labels as the op moves elements."""
     if any(call.of(item) for name, item in zip(call.names, call.inputs, strict=False) if name in _INDICES):
         return unknown(call)
@@ -324,7 +324,7 @@ def rearranged(call: Call) -> Sequence[Families]:
     return [tuple(item) for item in families]
 
 
-def shuffled(call: Call) -> Sequence[Families]:
+def shuffled(call: FollowedOp) -> Sequence[Families]:
     """Move channels between groups, or into images: those that an op takes together go together."""
     value, groups = call.inputs[0], call.value("groups")
     channels = call.along(call.of(value), 1 if groups else -3)
@@ -336,13 +336,13 @@ def shuffled(call: Call) -> Sequence[Families]:
     return rearranged(call)
 
 
-def unknown(call: Call) -> Sequence[Families]:
+def unknown(call: FollowedOp) -> Sequence[Families]:
     """Keep the channels of all inputs whole."""
     call.leave_all(f"channels are not followed through {call.place}")
     return [()] * len(call.outputs)
 
 
-def fresh(call: Call) -> Sequence[Families]:
+def fresh(call: FollowedOp) -> Sequence[Families]:
     """Give outputs no channels, and leave those of the inputs as they are."""
     return [()] * len(call.outputs)
 
