@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import amanda
 from amanda.tools.quantize import Grid, Groups, QuantizeError, QuantizeTool, fake_quantize
-from amanda.tools.quantize._grid import FloatGrid
+from amanda.tools.quantize._fake_quantize import FloatGrid
 
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

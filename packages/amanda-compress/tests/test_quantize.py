@@ -31,7 +31,7 @@ from amanda.tools.quantize import (
     lsq_quantize,
     lsq_scale,
 )
-from amanda.tools.quantize._tool import read_scales, write_scales
+from amanda.tools.quantize._result import read_scales, write_scales
 from amanda.tools.select import select
 
 with warnings.catch_warnings():

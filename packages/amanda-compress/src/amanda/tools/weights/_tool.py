@@ -14,12 +14,10 @@ from amanda.options import deprecated
 from amanda.tools.kit import canonical, restored, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs
-from amanda.tools.weights._parameter_slices import ParameterSlice
 from amanda.tools.weights._parameters import ParameterError
-from amanda.tools.weights._result import WeightResult
 from amanda.tools.weights._views import Find, IndexedRows
-from amanda.tools.weights._weight import Present, Weight, WeightError, WeightView
-from amanda.tools.weights._weight_input import WeightInput, WeightReads, weight_input
+from amanda.tools.weights._weight import Present, Weight, WeightError, WeightResult, WeightView
+from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads, weight_input
 from amanda.tools.weights._weights import W, Weights, WeightSelection
 
 _instance_numbers = count()
