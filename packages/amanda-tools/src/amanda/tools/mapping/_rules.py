@@ -71,6 +71,7 @@ class MappingTool(Tool):
 
 
 def _read_rule(rule: Sequence[Any], place: str) -> MappingRule:
+    """Return a rule as users write it; raise RuleError, which says what is wrong."""
     expected = "a rule is [namespace, before] or [namespace, before, after]"
     if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
         raise RuleError(f"{place} is {rule!r}; {expected}")
@@ -173,6 +174,7 @@ class _DeferredRule:
 
     @cached_property
     def _function(self) -> Callable[[OpContext], None]:
+        """Return the function of the entry, which is imported now."""
         rule: Callable[[OpContext], None] = RULES.load(self.name)
         if not callable(rule):
             raise RuleError(
@@ -189,6 +191,7 @@ def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 @cache
 def _entries_by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by name, as of one state of sys.path."""
     entries: dict[str, dict[str, EntryPoint]] = {}
     for entry in _installed_entry_points(path).select(group=group):
         # A distribution may be found twice on sys.path, which makes no rival.

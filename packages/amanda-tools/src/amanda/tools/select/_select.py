@@ -121,6 +121,7 @@ def as_remarks(texts: Iterable[str]) -> list[str]:
 
 
 def _name_hint(option: Patterns) -> str:
+    """Return the names nearest to a pattern that nothing fitted, or some that there were."""
     names = option.rejected - {""}
     near = [name for pattern in option.unused for name in get_close_matches(pattern, names, n=2, cutoff=0.5)]
     if near:

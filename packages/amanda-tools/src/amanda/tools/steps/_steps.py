@@ -122,6 +122,7 @@ class Steps(amanda.Tool):
             listener(number)
 
     def _watch_candidate(self, context: amanda.OpContext) -> None:
+        """Count the executions of an op that may begin steps."""
         if context.is_static():  # no step of it
             return
         place = self._place(context)
@@ -132,7 +133,7 @@ class Steps(amanda.Tool):
             inside = not isinstance(place, tuple)
             thread = get_ident() if eager else None
             self._candidates[place] = _StepCandidate(inside, len(self._candidates), thread)
-        context.insert_before_op(self._execute, inputs=[], place=place)
+        context.insert_before_op(self._count_execution, inputs=[], place=place)
 
     def _place(self, context: amanda.OpContext) -> Hashable:
         """Return the key of an op that may begin steps; None for an op that may not."""
@@ -152,7 +153,8 @@ class Steps(amanda.Tool):
         return line if line in self._candidates or len(self._candidates) < _OUTSIDE_LIMIT else None
 
     @opening
-    def _execute(self, place: Hashable) -> None:
+    def _count_execution(self, place: Hashable) -> None:
+        """Count an execution; begin a step if the op leads."""
         candidate = self._candidates[place]
         self._between_runs = True
         # Replicas and loaders on other threads run the same op for the same step.
@@ -203,6 +205,7 @@ class Window:
         self.open = begun and (number - self._start) % self._frequency == 0
 
     def _gate_routine(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+        """Return a routine that runs at steps of the window alone."""
         window, skipped = self, NotImplemented if type.is_replacement else None
         takes_run = has_run(routine)
         # Routines that change values decide in a recomputation as they did at first; observers hear once.

@@ -54,6 +54,7 @@ def read(result: str | Path | Result) -> Source:
 
 
 def _source(name: str, content: Any) -> Source:
+    """Return the content of a file with its schema, checked."""
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
         raise AmandaError(
@@ -150,6 +151,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
 
 
 def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
+    """Return the ops of each row, one alone where rows and ops go in pairs."""
     ops_of_rows = [ops.about(row) for row in rows]
     words = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
     if any(isinstance(row.get(word), str) for row in rows for word in words):
@@ -166,6 +168,7 @@ def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[
 
 
 def _columns(source: Source) -> list[dict[str, Any]]:
+    """Return the columns of a table: those that the file describes, then those of its first row."""
     rows, columns = source.list_of("rows"), source.content.get("columns")
     objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
     columns_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
