@@ -352,11 +352,7 @@ def strip(error: BaseException | None) -> None:
         if interrupt or not any(note.startswith("[amanda]") for note in notes):
             link.__traceback__ = _without_our_frames(link.__traceback__, interrupt)
         # Causes, contexts and members of exception groups are printed as well.
-        waiting += [
-            link.__cause__,
-            link.__context__,
-            *getattr(link, "exceptions", ()),
-        ]
+        waiting += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
 
 
 def _without_our_frames(trace: TracebackType | None, all_of_ours: bool) -> TracebackType | None:

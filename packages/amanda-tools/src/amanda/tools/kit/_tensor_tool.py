@@ -165,10 +165,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @checked
     def __init__(
-        self,
-        roles: Collection[Role],
-        every: PositiveInt = 1,
-        executions: PositiveInt | None = None,
+        self, roles: Collection[Role], every: PositiveInt = 1, executions: PositiveInt | None = None
     ) -> None:
         super().__init__()
         self._roles: frozenset[str] = frozenset(roles)

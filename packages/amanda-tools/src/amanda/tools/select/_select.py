@@ -159,11 +159,7 @@ class Selection:
 
     @checked(error=SelectionError)
     def __init__(
-        self,
-        type: Globs = None,
-        module: Globs = None,
-        phase: Phase | None = None,
-        exclude: Globs = None,
+        self, type: Globs = None, module: Globs = None, phase: Phase | None = None, exclude: Globs = None
     ) -> None:
         self._types = Patterns("type", listed("type", type, SelectionError))
         self._modules = Paths("module", listed("module", module, SelectionError))
