@@ -46,25 +46,30 @@ class Ranks:
         import torch
         import torch.distributed as distributed
 
+        # The group takes one exchange at a time, and hashes of two steps must not mix.
         alarms = self.received_alarms(wait=True)
         plain = [parameter for parameter in parameters if _reruns.is_plain(parameter)]
         if skipped := len(parameters) - len(plain):
             self.remarks[
                 f"{skipped} parameters are sharded, or no plain tensors: ranks do not compare them."
             ] = None
+        # A group of its own: collectives of the program and of the tool cannot get in each other's order.
         if self._group is None and not self._begin_group(len(plain)):
             self._next = 1 << 62
             return alarms
         values, names = [], []
         for parameter in plain:
             for kind, value in zip(_KINDS, (parameter.grad, parameter), strict=True):
+                # A rank that lacks a gradient sends a zero: hashes are compared by place.
                 is_there = value is not None and _reruns.is_plain(value)
                 values.append(_reruns.digest(value) if is_there else torch.zeros((), dtype=torch.int64))
                 names.append(f"{kind} {self._name_of(parameter)}")
         device = self._group_device()
+        # All ranks must compare at the same step, so each sends its wish and all take the largest.
         wanted_interval = torch.tensor([interval()], device=device)
         hashes = torch.cat([wanted_interval, torch.stack([value.to(device) for value in values])])
         received = [torch.empty_like(hashes) for _ in range(distributed.get_world_size())]
+        # Asynchronous: the training goes on while the hashes travel.
         work = distributed.all_gather(received, hashes, group=self._group, async_op=True)
         self._pending = work, received, names, step
         self._next = step + self._between
@@ -87,6 +92,7 @@ class Ranks:
     def _group_device(self) -> str:
         import torch.distributed as distributed
 
+        # NCCL has no collectives of tensors on the host.
         return "cuda" if distributed.get_backend(self._group) == "nccl" else "cpu"
 
     def received_alarms(self, wait: bool = False) -> list[Alarm]:
@@ -114,6 +120,7 @@ def compare_hashes(step: int, hashes: Sequence[Sequence[int]], names: Sequence[s
         if not rarer:
             continue
         odd: Sequence[int | None] = [rank for rank, rank_hash in enumerate(column) if rank_hash != common]
+        # With two ranks, or a tie, nobody can tell which rank is wrong.
         if votes <= len(column) - votes:  # no majority
             odd = [None]
         for rank in odd:

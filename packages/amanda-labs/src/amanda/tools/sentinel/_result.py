@@ -65,9 +65,11 @@ class NormHistory:
         """Return the deviations of a norm above the median, 0.0 for few norms so far; add the norm."""
         if norm == 0 or math.isnan(norm):
             return 0.0
+        # Norms change by factors, as losses do, so distances are between logarithms.
         value, logs = math.log(norm), self._logs
         distance = 0.0
         if len(logs) >= self.ENOUGH:
+            # Medians, since one spike must not widen the band for the next.
             middle = median(logs)
             spread = 1.4826 * median(abs(log - middle) for log in logs) if math.isfinite(middle) else 0.0
             distance = (value - middle) / max(spread, self.LEAST)
@@ -247,6 +249,7 @@ def raise_alarms(
             continue
         if norm.is_input:
             detail += ", an input of the op"
+        # One fault spreads to all later ops, so the first of a step is the one to name.
         if kind in alarms or "nan" in alarms:
             followed += 1
         else:
