@@ -18,8 +18,14 @@ from amanda.errors import ToolError
 from amanda.options import NonNegativeFloat, PositiveInt, PositiveShare, Range, Seed, Share, checked
 from amanda.tools.kit import RequiredNames
 from amanda.tools.sentinel import _reruns
-from amanda.tools.sentinel._ranks import Ranks
-from amanda.tools.sentinel._result import Alarm, SentinelError, SentinelResult, StepCounts, raise_alarms
+from amanda.tools.sentinel._result import (
+    Alarm,
+    Ranks,
+    SentinelError,
+    SentinelResult,
+    StepCounts,
+    raise_alarms,
+)
 from amanda.tools.sentinel._watch import StepWatcher
 
 _REQUIRED = RequiredNames(
