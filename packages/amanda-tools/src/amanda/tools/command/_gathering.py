@@ -85,6 +85,7 @@ class Gathering:
         self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
     def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
+        """Save a tool's result; return the path and the result, or its text where it cannot be merged."""
         with tooling.tool._amanda.lock:  # its routines may run on other threads
             result = getattr(tooling.tool, "result", None)
             if remark is not None and isinstance(result, Result):
@@ -137,6 +138,7 @@ class Gathering:
         return results
 
     def _checked_results(self, content: Any) -> Any:
+        """Return the content of a process's file; raise an error if it lacks something."""
         # A damaged file is named and left; it must not take the results of the others with it.
         if len(content["tools"]) != len(self._tools) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")
@@ -154,6 +156,7 @@ class Gathering:
         missing: Sequence[str],
         saw_op: bool,
     ) -> None:
+        """Print the results of one tool, merged where they can be, and save what is merged."""
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
@@ -235,6 +238,7 @@ class Teller:
         self._print(result if is_table else rich.text.Text(as_text(result, self._full)))
 
     def _print(self, content: Any, anyway: bool = False) -> None:
+        """Print text or a table; stop printing once nobody reads."""
         if not self._is_there or (self._quiet and not anyway):
             return
         try:
@@ -318,6 +322,7 @@ def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> di
 
 
 def _results_of_folder(folder: Path) -> dict[str, dict[str, Result]]:
+    """Return the results of processes in a folder, by tool, then by the label of the process."""
     results_by_tool: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
         if (named := _OF_PROCESS.fullmatch(path.name)) is not None:

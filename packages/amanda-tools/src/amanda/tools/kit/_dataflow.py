@@ -79,6 +79,7 @@ class Dataflow:
         return self._renumbered(tensor) if number is None else number
 
     def _renumbered(self, tensor: Any) -> int | None:
+        """Return a new number for a tensor, which forgets an older one; None for other values."""
         number = next(self._next)
         try:
             self._numbers[tensor] = number

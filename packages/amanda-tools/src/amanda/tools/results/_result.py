@@ -121,6 +121,7 @@ class Result(ABC):
         ]
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
+        """Return the texts of the last row: sums, and the word "total"."""
         sums = [
             column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
             for i, column in enumerate(self.columns)
