@@ -19,7 +19,7 @@ from amanda.files import replacing_all
 class Numbers(TensorOps):
     """Tensors that are integers."""
 
-    is_tensor = signature = shapes = version = kept = copied = staticmethod(lambda value: None)
+    is_tensor = signature = shapes = version = storable = copied = staticmethod(lambda value: None)
     isolated = staticmethod(nullcontext)
     write = staticmethod(lambda target, value, isolated: None)
     straight_through = staticmethod(lambda original, value: value)

@@ -133,11 +133,13 @@ def printable(text: str, line: bool = False) -> str:
     >>> printable("conv\\x1b[2J")
     'conv\\\\x1b[2J'
     """
+    # Nearly all texts: the search for categories below takes a while.
     if text.isascii() and text.isprintable():
         return text
     allowed = "" if line else "\n\t"
 
     def escape(character: str) -> str:
+        # Control characters, formats such as those that turn the direction of text, and lone surrogates.
         steers = character not in allowed and category(character) in ("Cc", "Cf", "Cs")
         return character.encode("unicode_escape").decode() if steers else character
 

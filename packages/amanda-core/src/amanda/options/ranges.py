@@ -27,6 +27,7 @@ class Range:
 
     def holds(self, number: float) -> bool:
         """Return True if a number is in the range."""
+        # Comparisons with nan are False, so bounds alone would let it pass in one form and not in another.
         if not isfinite(number) and self.finite:
             return False
         inside = self.least <= number <= self.most and self.above < number < self.below
@@ -50,6 +51,7 @@ class Range:
 
 def _text(bound: float) -> str:
     """Return a bound in words; powers of two beyond a million are written as such."""
+    # 2**63 - 1 is read at a glance, 9223372036854775807 is not.
     for number, end in ((bound, ""), (bound + 1, " - 1")):
         size = abs(int(number))
         if size == abs(number) and size > 1 << 20 and size & (size - 1) == 0:
@@ -66,6 +68,7 @@ class Length:
     """Number of items of a list, or of letters of a text: at least so many, and at most."""
 
     least: int = 0
+    # An iterator without an end is stopped here.
     most: int = 1_000_000
 
     def holds(self, count: int) -> bool:
