@@ -34,7 +34,7 @@ class PartitionError(AmandaError, ValueError):
 
 
 @dataclass(frozen=True)
-class Request:
+class CutRequest:
     """Options of a cut; `amanda.tools.partition.PartitionTool` describes them."""
 
     stages: int
@@ -58,7 +58,7 @@ class Request:
         return self.copies if self.copies is not None else 4 if work.has_backward else 1
 
 
-def cut(work: StepWork, request: Request) -> Stages:
+def cut(work: StepWork, request: CutRequest) -> Stages:
     """Return the stage of each forward op.  Raises PartitionError if no cut meets the request."""
     count = len(work.ops)
     if request.stages > count:
@@ -69,7 +69,7 @@ def cut(work: StepWork, request: Request) -> Stages:
     return min_cut(work, request) if request.method == "min_cut" else in_order(work, request)
 
 
-def in_order(work: StepWork, request: Request) -> Stages:
+def in_order(work: StepWork, request: CutRequest) -> Stages:
     """Cut the order of execution into stages so that the slowest stage or link is as fast as can be.
 
     Another order in which the ops can run is taken where that is faster by more than `tolerance`.
@@ -115,7 +115,7 @@ def _topological_orders(work: StepWork) -> list[list[int]]:
 class _OrderedOps:
     """Forward ops in some order, to be cut.  positions: of these ops in the order of execution."""
 
-    def __init__(self, work: StepWork, request: Request, positions: Stages) -> None:
+    def __init__(self, work: StepWork, request: CutRequest, positions: Stages) -> None:
         self._work, self._request, self._positions = work, request, positions
         costs, activations = work.total, work.activations
         self._cost_ends, self._activation_ends = (
@@ -200,7 +200,7 @@ def _stage_starts(start_of: NDArray[np.int64]) -> Iterator[int]:
         yield end
 
 
-def min_cut(work: StepWork, request: Request) -> Stages:
+def min_cut(work: StepWork, request: CutRequest) -> Stages:
     """Cut into two sides with few bytes between them, none slower than half by more than `tolerance`.
 
     Raises PartitionError where no such sides are found.  Source: Yang & Wong 1996, "Efficient network flow

@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 
 import amanda
 from amanda.tools.onnx_graph import add_note, save_onnx
-from amanda.tools.partition._cut import PartitionError, Request, Stages
+from amanda.tools.partition._cut import CutRequest, PartitionError, Stages
 from amanda.tools.partition._enclave import ProtectError
 from amanda.tools.partition._onnx_graph import FileFactsTool, FileGraph
 from amanda.tools.partition._result import Part, PartsResult
@@ -26,7 +26,7 @@ Analyse = Callable[[amanda.Tool], None]
 
 
 def write_stages(
-    request: Request, measured: StepWork | None, source: Path, folder: Path, analyse: Analyse,
+    request: CutRequest, measured: StepWork | None, source: Path, folder: Path, analyse: Analyse,
     about: Mapping[str, Any],
 ) -> PartsResult:  # fmt: skip
     """Write a file for each stage.  measured: costs of sessions that ran the model."""
@@ -51,7 +51,7 @@ def write_protected(
     analyse(tool)
     stage_of, kinds, remarks = assign_parts(tool, selection, text, source.parent)
     # The parts are decided by the selection: these options are those of a plan without a pipeline.
-    request = Request(len(kinds), "order", 1, "1f1b", None, None, 0.0, 0.0)
+    request = CutRequest(len(kinds), "order", 1, "1f1b", None, None, 0.0, 0.0)
     graph = tool.graph
     ends = list(graph.inputs), list(graph.outputs)
     result = PartsResult(tool.work(None), request, *ends, stage_of)
@@ -252,6 +252,7 @@ def _value_info(tool: FileFactsTool, name: str) -> ValueInfoProto:
 
 
 def _copy_field(model: ModelProto, name: str, value: Any) -> None:
+    """Set a field of a model to a value, or extend it if it is repeated."""
     if hasattr(value, "extend"):
         getattr(model, name).extend(value)
     else:

@@ -87,6 +87,7 @@ class Protection:
         self.stand_ins.adopt(context, self._send_parameter)
 
     def _send_parameter(self, path: str, value: Any, tensor_header: TensorHeader, content: RawBytes) -> None:
+        """Send a parameter to the process, and record what crossed."""
         record = self.traffic_record("hold", id(value), "parameter", path.rpartition(".")[0], "")
         message = {"kind": "hold", "path": path, "trained": value.requires_grad}
         _, _, size = self.link.call(message, [(tensor_header, content)])

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from amanda.errors import ArtefactError
 from amanda.options import Folder, checked
 from amanda.tools.partition._cut import (
+    CutRequest,
     PartitionError,
     Plan,
     PlannedOp,
-    Request,
     Slot,
     Stages,
     bubble_share,
@@ -86,7 +86,7 @@ class PartitionResult(PlottedResult):
 
     about_shared: ClassVar[str] = "Held by several stages, which have to add up its gradients"
 
-    def __init__(self, work: StepWork, request: Request) -> None:
+    def __init__(self, work: StepWork, request: CutRequest) -> None:
         self.work, self.request = work, request
 
     @cached_property
@@ -330,7 +330,7 @@ class PartsResult(PartitionResult):
     about_shared = "In the files of several parts"
 
     def __init__(
-        self, work: StepWork, request: Request, inputs: list[str], outputs: list[str],
+        self, work: StepWork, request: CutRequest, inputs: list[str], outputs: list[str],
         stage_of: Stages | None = None,
     ) -> None:  # fmt: skip
         super().__init__(work, request)

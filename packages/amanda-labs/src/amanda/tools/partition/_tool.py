@@ -26,7 +26,7 @@ from amanda.options import Name, PositiveInt, Range, Share, checked, deprecated
 from amanda.tools.flops import FlopsTool
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.partition import _pytorch_protection, _pytorch_stand_ins
-from amanda.tools.partition._cut import Request, Schedule
+from amanda.tools.partition._cut import CutRequest, Schedule
 from amanda.tools.partition._enclave import ProtectError
 from amanda.tools.partition._result import PartitionResult, PartsResult
 from amanda.tools.partition._step_work import StepWork, work_in_flops, work_in_seconds
@@ -167,7 +167,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         self._parts_result: PartsResult | None = None
         self._delegate: StagesTool | ProtectTool
         if protect is None:
-            self.request = Request(
+            self.request = CutRequest(
                 2 if stages is None else stages, method, microbatches, schedule, memory, copies, byte_cost,
                 tolerance,
             )  # fmt: skip
@@ -240,7 +240,7 @@ class StagesTool(amanda.Tool):
     other.
     """
 
-    def __init__(self, request: Request, cost: Literal["flops", "time"]) -> None:
+    def __init__(self, request: CutRequest, cost: Literal["flops", "time"]) -> None:
         super().__init__()
         _check_method(request)
         self._request = request
@@ -283,7 +283,7 @@ class StagesTool(amanda.Tool):
         self._steps.clear()
 
 
-def _check_method(request: Request) -> None:
+def _check_method(request: CutRequest) -> None:
     """Raise ToolError for options that method="min_cut" ignores."""
     if request.method == "min_cut" and (
         request.stages != 2 or request.memory is not None or request.byte_cost

@@ -254,6 +254,7 @@ def _num_ops(binding: PatternBinding) -> int:
 
 
 def _weak_reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference, or a function that returns a value which cannot be weakly referenced."""
     try:
         return weakref.ref(value)
     except TypeError:

@@ -211,6 +211,7 @@ class ConvolutionCandidate(WeightCandidate):
         return reason
 
     def _initial_weight(self, context: amanda.OpContext, site: Site, channels: int) -> Any:
+        """Return the op's weight with another window and other groups."""
         # From the trained weight, not at random: the candidate starts near the op that it replaces.
         weight = self.original_weight(context, site)
         dense = _regroup_weight(weight, channels // weight.shape[1], 1)

@@ -78,6 +78,7 @@ class Site:
         self.decision: Decision
 
     def _find_bias(self, context: amanda.OpContext) -> int | None:
+        """Return the position of the op's bias among its inputs; None without one."""
         inputs, product = context.get_inputs(), product_of(context)
         bias = None if product is None or product.weight is None else product.bias
         has_bias = bias is not None and bias < len(inputs) and context["dtype"](inputs[bias]) is not None

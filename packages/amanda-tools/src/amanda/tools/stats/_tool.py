@@ -53,6 +53,7 @@ class Measured:
 
 
 def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
+    """Return the columns of a table with these quantiles."""
     keys = [Column(key, show=partial(shortened, width=24)) for key in KEYS]
     number_names = ["mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles)]
     count = partial(Column, show="{:,}".format, number=True)
@@ -171,6 +172,7 @@ class StatsResult(Result):
 
 
 def _shown_numbers(entry: Measured) -> tuple[float | None, ...]:
+    """Return mean, standard deviation, extremes and norms; None for each without finite numbers."""
     statistics = entry.statistics
     if not statistics.count:
         return (None,) * 6
@@ -298,6 +300,7 @@ class StatsTool(TensorTool[_OpStreams]):
     def _accumulators(
         self, record: _OpStreams, tensors: Iterator[OpTensor]
     ) -> Iterator[tuple[Accumulator, Any]]:
+        """Yield each tensor with the accumulator of its stream, whose executions are counted."""
         for tensor in tensors:
             # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
