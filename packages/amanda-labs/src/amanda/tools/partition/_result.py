@@ -376,10 +376,7 @@ class StageChain:
 
     @checked(error=ArtefactError)
     def __init__(
-        self,
-        folder: Folder,
-        options: Any = None,
-        providers: Sequence[Any] = ("CPUExecutionProvider",),
+        self, folder: Folder, options: Any = None, providers: Sequence[Any] = ("CPUExecutionProvider",)
     ) -> None:
         from onnxruntime import InferenceSession
 

@@ -97,7 +97,7 @@ class ProtectedResult(Result):
         return [
             "Inputs, outputs and gradients of each selected op cross; values of parameters cross once, "
             "to the process. The program sees NaN in their place. This separates processes; it is no defence "
-            "against programs of the same user.",
+            "against programs of the same user."
         ]
 
 

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import Dataflow, DataflowNode
-from amanda.tools.rewrite._rules import (
-    Maybe,
-    Op,
-    Pattern,
-    PatternError,
-    Rule,
-)
+from amanda.tools.rewrite._rules import Maybe, Op, Pattern, PatternError, Rule
 
 Edge = tuple[int, int]
 """An input of an op: the op's id, and the position."""

@@ -7,14 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from amanda.tools.diff._alignment import (
-    NEAR,
-    dotted,
-    is_compute,
-    is_distinctive,
-    renaming,
-    same_ops,
-)
+from amanda.tools.diff._alignment import NEAR, dotted, is_compute, is_distinctive, renaming, same_ops
 from amanda.tools.diff._errors import (
     Pair,
     arrangements,

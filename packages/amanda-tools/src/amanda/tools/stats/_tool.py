@@ -129,10 +129,7 @@ class StatsResult(Result):
     def facts(self) -> Mapping[str, Any]:
         """Return the quantiles, and for each row the statistics that merging needs."""
         details = [
-            {
-                "statistics": entry.statistics.to_dict(),
-                "sketch": entry.sketch and entry.sketch.to_dict(),
-            }
+            {"statistics": entry.statistics.to_dict(), "sketch": entry.sketch and entry.sketch.to_dict()}
             for entry in self.measured
         ]
         return {"quantiles": list(self.quantiles), "kept": details}
@@ -252,10 +249,7 @@ class StatsTool(TensorTool[_OpStreams]):
         """Return the statistics so far; wait for the devices."""
         # Ops that are gone come first: they ran before most of those that live.
         records = list(self._records.values())
-        measured = [
-            *self._gone.values(),
-            *(entry for record in records for entry in record.read()),
-        ]
+        measured = [*self._gone.values(), *(entry for record in records for entry in record.read())]
         result = StatsResult(measured, self._quantiles)
         result.remarks = self.remarks
         return result
@@ -271,14 +265,7 @@ class StatsTool(TensorTool[_OpStreams]):
         """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
         for backward in self._backward_ids.pop(op_id, ()):
             for entry in self._records.pop((op_id, backward)).read():
-                key = (
-                    entry.phase,
-                    entry.type,
-                    entry.module,
-                    entry.source,
-                    entry.tensor,
-                    entry.dtype,
-                )
+                key = (entry.phase, entry.type, entry.module, entry.source, entry.tensor, entry.dtype)
                 self._gone[key] = self._gone[key].merged(entry) if key in self._gone else entry
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _OpStreams:
