@@ -128,8 +128,8 @@ def test_a_choice_of_no_name_is_an_error() -> None:
             Choice(["keep", "relu"], **options)
 
 
-@pytest.mark.parametrize(("wrong", "told"), WRONG)
-def test_bad_input_is_an_error(wrong: Any, told: str, tool: SearchTool) -> None:
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_bad_input_is_an_error(wrong: Any, message: str, tool: SearchTool) -> None:
     with pytest.raises((SearchError, FileError)) as caught:
         wrong(tool)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

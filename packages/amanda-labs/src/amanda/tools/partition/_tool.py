@@ -26,7 +26,7 @@ from amanda.options import Name, PositiveInt, Range, Share, checked, deprecated
 from amanda.tools.flops import FlopsTool
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.partition import _pytorch_protection, _pytorch_stand_ins
-from amanda.tools.partition._cut import Request, Schedule
+from amanda.tools.partition._cut import CutRequest, Schedule
 from amanda.tools.partition._enclave import ProtectError
 from amanda.tools.partition._result import PartitionResult, PartsResult
 from amanda.tools.partition._step_work import StepWork, work_in_flops, work_in_seconds
@@ -97,7 +97,7 @@ class ProtectedResult(Result):
         return [
             "Inputs, outputs and gradients of each selected op cross; values of parameters cross once, "
             "to the process. The program sees NaN in their place. This separates processes; it is no defence "
-            "against programs of the same user.",
+            "against programs of the same user."
         ]
 
 
@@ -167,12 +167,13 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         self._parts_result: PartsResult | None = None
         self._delegate: StagesTool | ProtectTool
         if protect is None:
-            self.request = Request(
+            self.request = CutRequest(
                 2 if stages is None else stages, method, microbatches, schedule, memory, copies, byte_cost,
                 tolerance,
             )  # fmt: skip
             self._delegate = StagesTool(self.request, cost)
         else:
+            # Every option of a cut, as protect takes none of them.
             options = {
                 "stages": stages, "cost": cost, "method": method, "microbatches": microbatches,
                 "schedule": schedule, "memory": memory, "copies": copies, "byte_cost": byte_cost,
@@ -239,10 +240,11 @@ class StagesTool(amanda.Tool):
     other.
     """
 
-    def __init__(self, request: Request, cost: Literal["flops", "time"]) -> None:
+    def __init__(self, request: CutRequest, cost: Literal["flops", "time"]) -> None:
         super().__init__()
         _check_method(request)
         self._request = request
+        # A cut reads shapes and producers, no arguments.
         self._trace, self._steps = TraceTool(attributes=False), Steps()
         self._measure: FlopsTool | ProfileTool = FlopsTool() if cost == "flops" else ProfileTool(memory=False)
         self.depends_on(self._trace, self._measure, self._steps)
@@ -265,6 +267,7 @@ class StagesTool(amanda.Tool):
         """Write a file for each stage of an ONNX file; see `PartitionTool.write_parts`."""
         from amanda.tools.partition._onnx_files import write_stages
 
+        # Sessions that ran in the scope know shapes that a file leaves open.
         measured = self._current_work() if self._trace.graph.ops else None
         if measured is None and not isinstance(self._measure, FlopsTool):
             raise ToolError(
@@ -280,7 +283,7 @@ class StagesTool(amanda.Tool):
         self._steps.clear()
 
 
-def _check_method(request: Request) -> None:
+def _check_method(request: CutRequest) -> None:
     """Raise ToolError for options that method="min_cut" ignores."""
     if request.method == "min_cut" and (
         request.stages != 2 or request.memory is not None or request.byte_cost
@@ -346,6 +349,7 @@ class ProtectTool(amanda.Tool):
                 f"PartitionTool.finalize was given a {type(model).__name__} that has none of the protected "
                 "parameters; give the model that ran in the scope"
             )
+        # Read before the end, which drops the counts.
         result = self.result
         self.end()
         result.model = model
@@ -363,10 +367,12 @@ class ProtectTool(amanda.Tool):
         if context["phase"] != "forward":
             return
         if self._protection is None and "protection" in context:
+            # Made at the first op, once torch is there.
             self._protection = context["protection"]()
         protection = self._protection
         if not self._selection(context):
             if protection is not None and "protection" in context:
+                # An op outside the selection would compute with NaN.
                 protection.stand_ins.check(context)
             return
         op_text = f"{context['type']} at {context.get_source() or context.get_op_type()}"
@@ -378,11 +384,13 @@ class ProtectTool(amanda.Tool):
         if _pytorch_stand_ins.shares_memory(context) and not protection.stand_ins.are_read_by(context):
             return  # a view of a tensor of the program is made in the program, where writes reach the tensor
         op = _pytorch_stand_ins.callable_of(context)
+        # Before the op runs: its parameters are not read in the program once more.
         protection.adopt(context)
         key, module = context.get_op_id(), context.get_scope()
         record = protection.traffic_record("forward", key, context["type"], module, context.get_source())
         logger.info("protect: %s in module %r runs in process %s", op_text, module, protection.pid)
         in_place, random = context["in_place"], _pytorch_stand_ins.is_random(context)
+        # An op in place on a stand-in writes in the process, and the program's tensor stays NaN.
         first = context.get_inputs()[0] if in_place else None
         target = None if first is None or protection.stand_ins.find(first) is None else first
         context.replace_op(

@@ -162,6 +162,7 @@ class RewriteTool(amanda.Tool):
         executions: OpExecutions,
         original: Callable[..., Any],
     ) -> Any:
+        """Return the output that the rule computes; NotImplemented to compute the original."""
         # The executions of the match, back from this one: the same ops may have run in another order.
         by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
         # Control flow may run the same ops in another order than when the match was found.
@@ -189,6 +190,7 @@ class RewriteTool(amanda.Tool):
     def _replace_in_graph(
         self, *inputs: Any, edges: Sequence[Edge], site: MatchSite, reads: Sequence[Any] = ()
     ) -> Any:
+        """Return the output that the rule computes from symbols."""
         values = dict(zip(edges, (*inputs, *reads), strict=True))
         result = _call_replacement(site, _graph_match(site, self._program.nodes, values))
         site.replaced += 1

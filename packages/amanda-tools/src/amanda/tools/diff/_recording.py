@@ -292,6 +292,7 @@ class RecordedRuns:
         }
 
     def _control(self, control: Control) -> Run:
+        """Record the control: a in float64, or a once more."""
         program = self._programs[0]
         if program is None:
             raise AmandaError(
@@ -384,6 +385,7 @@ class ProcessState:
                 self._save_torch(self._torch)
 
     def _save_torch(self, torch: Any) -> None:
+        """Copy random states, tensors of modules, gradients and states of optimizers."""
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         tensors, self._optimizers = {}, []

@@ -244,6 +244,7 @@ class InjectTool(amanda.Tool):
         return self._backward_of.setdefault(context.get_op_id(), backward_op) == backward_op
 
     def _selected_op(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
+        """Return the record of an op, a new one at its first analysis."""
         places = self._selected_ops.setdefault(context.get_op_id(), {})
         if op not in places:
             labels = (phase, kind, context.get_scope(), context.get_source())
@@ -397,6 +398,7 @@ class MemorySnapshot(amanda.Tool):
 
     @amanda.observer
     def _save_inputs(self, *inputs: Any) -> None:
+        """Save memory that is read for the first time and was not allocated by the program."""
         # Memory that an op of the program allocated is new at each run; what is read before is from outside.
         for key, save in _memories_of(inputs):
             if key not in self._restorers and key not in self._new_memory:

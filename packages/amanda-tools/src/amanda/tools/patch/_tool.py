@@ -105,7 +105,8 @@ class PatchTool(amanda.Tool):
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = {}
-        self._is_trained = any(map(requires_gradient, _tensors_in(self._value)))
+        value = self._value.saved if isinstance(self._value, PatchTool) else self._value
+        self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
         if self._is_trained and not differentiable:
             self._warn(
                 f"the value of {self._edit} requires a gradient and gets none: give differentiable=True"
@@ -163,6 +164,7 @@ class PatchTool(amanda.Tool):
             raise PatchError(self._nothing_selected())
 
     def _nothing_selected(self) -> str:
+        """Return the text of the error for options that selected nothing."""
         options = [str(self._points) if self._points.patterns is not None else "", str(self._selection)]
         selection = " and ".join(filter(None, options))
         paths = sorted({path[:end] for path in self._paths for end in _prefix_ends(path)} - {""})
@@ -179,6 +181,7 @@ class PatchTool(amanda.Tool):
         return self._points(path) and self._selection.has_path(path)
 
     def _analyze_op(self, context: amanda.OpContext) -> None:
+        """Insert the routines of an op that is a selected point, or has selected tensors."""
         paths = context.get_scopes()
         self._paths.update(dict.fromkeys(paths))
         is_selected = self._points(*paths) and self._selection.fits(context)
@@ -197,6 +200,7 @@ class PatchTool(amanda.Tool):
                     self._insert_routine(context, self.place(context), position, position)
 
     def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
+        """Insert the routine that saves or changes a tensor, with the record of its point."""
         name = f"{place}[{index}]" if index else place
         key = context.get_op_id(), index
         if key not in self._records:
@@ -223,6 +227,7 @@ class PatchTool(amanda.Tool):
             context.insert_before_op(routine, inputs=[position], **keywords)
 
     def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
+        """Save a copy of a value, if its execution is selected."""
         step = execution_number(record, run, recomputed)
         if not recomputed and (self._steps is None or step in self._steps):
             # Detached, so that a saved value does not keep the graph of the whole pass alive.
@@ -230,8 +235,11 @@ class PatchTool(amanda.Tool):
             self.saved.setdefault(record.point, []).append(copied(tensor))
 
     def _change_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+        """Return the changed value; None for an execution or a region that is not selected."""
         step = execution_number(record, run, recomputed)
-        if (self._steps is not None and step not in self._steps) or not self._is_active(record):
+        if (self._steps is not None and step not in self._steps) or (
+            self.only is not None and record.point not in self.only
+        ):
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
@@ -280,10 +288,8 @@ class PatchTool(amanda.Tool):
             f"at {op}; {advice}"
         )
 
-    def _is_active(self, record: Patched) -> bool:
-        return self.only is None or record.point in self.only
-
     def _apply_edit(self, value: Any, operand: Any) -> Any:
+        """Return the value with the operand set, added or multiplied."""
         if self._edit == "scale":
             # A plain number scales without a cast, which would round it to the element type first.
             return value * (tensors_of(value).cast(operand, value) if hasattr(operand, "shape") else operand)
@@ -309,6 +315,7 @@ class PatchTool(amanda.Tool):
         return value
 
     def _warn(self, text: str) -> None:
+        """Log a remark, and keep it for the result, once."""
         sentence = text[0].upper() + text[1:] + "."
         if sentence not in self._remarks:
             self._remarks[sentence] = None
@@ -317,11 +324,6 @@ class PatchTool(amanda.Tool):
 
 def _prefix_ends(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
-
-
-def _tensors_in(value: Any) -> list[Any]:
-    """Return the tensors in a value of an option."""
-    return leaves([value.saved if isinstance(value, PatchTool) else value], structures=True)
 
 
 def _unbind(method: Any) -> Any:
