@@ -121,6 +121,7 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
+        """Check a routine and register it; open scopes analyse their ops anew."""
         if not _takes_context(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(

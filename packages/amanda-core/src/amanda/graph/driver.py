@@ -139,6 +139,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     def _rewrite_guarded(
         self, graph: Any, owner: Any, analysis: GraphAnalysis, guarded: GuardedCopies[GraphCopy[RunnableT]]
     ) -> GraphCopy[RunnableT]:
+        """Build a copy and store it with the values that it depends on; drop the plans if that fails."""
         # Building a graph calls functions of the framework that an eager driver may intercept.
         with interceptor.Suspension(), self.rewriting():
             try:

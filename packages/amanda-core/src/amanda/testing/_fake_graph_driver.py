@@ -66,7 +66,7 @@ class RoutineCallNode(NamedTuple):
 
     slot: int
     reads: Sequence[str]
-    gives: Sequence[str]
+    result_names: Sequence[str]
 
 
 @dataclass(kw_only=True)
@@ -115,8 +115,10 @@ class GraphRewriter(Rewriter[GraphNode]):
     def keep(self, node: GraphNode, inputs: Side, outputs: Side) -> None:
         """Write the node."""
         flat = iter(inputs.refs)
-        given = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes]
-        self.rewriting.items.append(node._replace(inputs=tuple(given)))
+        node_inputs = [
+            next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes
+        ]
+        self.rewriting.items.append(node._replace(inputs=tuple(node_inputs)))
 
     def can_give(self, symbol: Any) -> bool:
         """Return True for what is no plain number."""
@@ -188,7 +190,7 @@ class RunnableCopy:
                     results = execution.call(
                         item.slot, [_graphs.filled(name, values_by_name) for name in item.reads]
                     )
-                    values_by_name.update(zip(item.gives, results, strict=True))
+                    values_by_name.update(zip(item.result_names, results, strict=True))
                 else:
                     values_by_name.update(_graphs.compute(item, values_by_name))
         return _graphs.filled(self.outputs, values_by_name)

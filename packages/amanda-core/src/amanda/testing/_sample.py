@@ -226,6 +226,7 @@ class Gaps:
 
 
 def _copied(test: types.FunctionType) -> types.FunctionType:
+    """Return a copy of a test, which may be marked without its original."""
     # A copy, since the mark must not reach other drivers' subclasses of the same suite.
     copy = types.FunctionType(
         test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__

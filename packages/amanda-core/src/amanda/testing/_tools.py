@@ -166,6 +166,7 @@ class Fresh(Unchanged):
         return [self._of(value) for value in values]
 
     def _of(self, value: Any) -> Any:
+        """Return a new value equal to the one of a routine, also in lists."""
         # A named tuple is not made of one iterable, so it goes to the sample's own function.
         if isinstance(value, list) or type(value) is tuple:
             return type(value)(self._of(element) for element in value)

@@ -241,6 +241,7 @@ class CachingTests:
 
 
 def _keep(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
+    """Store an object in the context that dies with the plan, and a reference to it."""
     # In the context, which lives exactly as long as the plan.
     value = context["kept"] = Referent()
     references.append(weakref.ref(value))

@@ -222,6 +222,7 @@ class ScopeTests:
 
 
 def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
+    """Check in a forked child that the scope is closed and that others can open; exit with a status."""
     gc.disable()  # what frameworks of earlier tests have left needs threads that a child lacks
     status = 1
     try:
@@ -338,7 +339,7 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._given: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+        self._tasks: queue.Queue[Callable[[], Any] | None] = queue.Queue()
         self._done: queue.Queue[BaseException | None] = queue.Queue()
 
     def __enter__(self) -> _Worker:
@@ -346,19 +347,19 @@ class _Worker(threading.Thread):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._given.put(None)
+        self._tasks.put(None)
         self.join()
 
     def call(self, function: Callable[[], Any]) -> None:
         """Call a function on the thread; what it raises is raised here."""
-        self._given.put(function)
+        self._tasks.put(function)
         error = self._done.get(timeout=60)
         if error is not None:
             raise error
 
     def run(self) -> None:
         """Work until there is no more."""
-        while (work := self._given.get()) is not None:
+        while (work := self._tasks.get()) is not None:
             try:
                 work()
                 self._done.put(None)

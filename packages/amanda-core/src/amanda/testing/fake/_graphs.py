@@ -68,6 +68,7 @@ class OpGraph:
         return self
 
     def _input(self, value: Any) -> Any:
+        """Return a symbol for a tensor argument; other arguments as they are."""
         if isinstance(value, list):
             return [self._input(item) for item in value]
         if not _is_given(value):
@@ -76,6 +77,7 @@ class OpGraph:
         return TracedValue(self, self.inputs[-1])
 
     def _name(self, value: Any) -> Any:
+        """Return the name of a symbol; store a tensor as a constant under a name."""
         if isinstance(value, TracedValue):
             return value.name
         if isinstance(value, tuple):

@@ -188,6 +188,7 @@ def _product(tensor: Tensor | None, factor: Tensor | Number) -> Tensor:
 
 
 def _matrix_product(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Return the product of two matrices, off the tape."""
     (n, k), (rows, m) = tensor.shape, factor.shape
     if k != rows:
         raise ValueError(f"shapes {tensor.shape} and {factor.shape} do not multiply")
