@@ -11,7 +11,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import amanda
-from amanda.drivers.mindspore._writes import declaration_of
+from amanda.drivers.mindspore._signatures import declaration_of
 from amanda.tools.nan import NanTool
 
 

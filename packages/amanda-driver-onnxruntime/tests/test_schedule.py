@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from onnx_models import node
 
+from amanda.drivers.onnxruntime._graph_runner import ScheduledStep, schedule
 from amanda.drivers.onnxruntime._items import ComputedNode, GraphItem, RoutineCall
-from amanda.drivers.onnxruntime._schedule import ScheduledStep, schedule
 
 
 def told(steps: list[ScheduledStep]) -> list[tuple[list[int], list[str], list[str], list[str]]]:

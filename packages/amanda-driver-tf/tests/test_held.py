@@ -12,7 +12,7 @@ import tensorflow as tf
 from acting import inserting
 
 import amanda
-from amanda.drivers.tensorflow.graph import _traced_routines
+from amanda.drivers.tensorflow.graph import _routines
 from amanda.testing import GraphDriverTests, GraphSample, Scaling
 
 tf1 = tf.compat.v1
@@ -153,13 +153,13 @@ def by_hand(times: int, scale: float) -> Any:
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The routines that are traced, in order."""
     made: list[Any] = []
-    create = _traced_routines.TracedRoutine.__init__
+    create = _routines.TracedRoutine.__init__
 
     def recording(self: Any, *args: Any) -> None:
         create(self, *args)
         made.append(args[0].actions[0])
 
-    monkeypatch.setattr(_traced_routines.TracedRoutine, "__init__", recording)
+    monkeypatch.setattr(_routines.TracedRoutine, "__init__", recording)
     return made
 
 

@@ -10,13 +10,13 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.drivers.tensorflow._operation import Operation
+from amanda.drivers.tensorflow._operation import TensorFlowOperation
 
 
 @pytest.fixture
-def operations() -> dict[str, Operation]:
+def operations() -> dict[str, TensorFlowOperation]:
     """Operations by mode: one of a function's graph, which is gone, and one of eager mode."""
-    found: dict[str, Operation] = {}
+    found: dict[str, TensorFlowOperation] = {}
     tool = amanda.Tool()
 
     def analyse(context: amanda.OpContext) -> None:
@@ -35,7 +35,7 @@ def test_an_operation_of_a_living_graph_has_the_attributes_of_tensorflow() -> No
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, [2])
         node = tf.nn.relu(x).op
-        operation = Operation("Relu", node.name, node)
+        operation = TensorFlowOperation("Relu", node.name, node)
         assert operation.inputs[0].name == x.name
         assert operation.node_def.op == "Relu"
         assert not hasattr(operation, "no_such_attribute")
@@ -45,7 +45,9 @@ def test_an_operation_of_a_living_graph_has_the_attributes_of_tensorflow() -> No
             assert made.graph_op is node
 
 
-def test_an_operation_without_a_graph_is_copied_and_pickled(operations: dict[str, Operation]) -> None:
+def test_an_operation_without_a_graph_is_copied_and_pickled(
+    operations: dict[str, TensorFlowOperation],
+) -> None:
     eager = operations["eager"]
     for made in (copy.copy(eager), copy.deepcopy(eager), pickle.loads(pickle.dumps(eager))):
         assert made == eager
@@ -58,7 +60,7 @@ def test_an_operation_without_a_graph_is_copied_and_pickled(operations: dict[str
 
 
 def test_an_operation_that_is_not_made_yet_lacks_its_attributes() -> None:
-    empty = Operation.__new__(Operation)
+    empty = TensorFlowOperation.__new__(TensorFlowOperation)
     with pytest.raises(AttributeError):
         _ = empty.type
     with pytest.raises(AttributeError):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionError, PartitionResult, PartitionTool
-from amanda.tools.partition._result import bubble_share, schedule_slots
+from amanda.tools.partition._cut import bubble_share, schedule_slots
 from amanda.tools.partition._step_work import StepWork
 from amanda.tools.trace import TraceTool
 from amanda.tools.view import to_page

@@ -12,11 +12,9 @@ import pytest
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
-from amanda.tools.command._config import read_config
-from amanda.tools.command._launch import command_of
-from amanda.tools.command._options import Unreadable, read
-from amanda.tools.command._run import _separated
-from amanda.tools.command._spec import combined, made, split_tools
+from amanda.tools.command._line import read_config
+from amanda.tools.command._run import _separated, command_of
+from amanda.tools.command._specs import Unreadable, combined, made, read, split_tools
 from amanda.tools.coverage import CoverageResult, OpCoverage
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool

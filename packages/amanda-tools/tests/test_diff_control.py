@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.diff import Command, Float64Tool, diff
-from amanda.tools.diff._diff import open_bundle
+from amanda.tools.diff._run import open_bundle
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.stats import StatsTool
 

@@ -190,7 +190,7 @@ class Offer(NamedTuple):
 # A table and not a query of an index: an error message must not need the network.
 OFFERS = {
     "tools": Offer(
-        ("coverage", "dump", "flops", "inject", "mapping", "nan", "patch", "profile", "sentinel",
+        ("coverage", "dump", "flops", "inject", "mapping", "nan", "patch", "profile",
          "standard_mapping", "stats", "trace"),
         ("diff", "instrument", "merge", "run", "view"),
         ("kit", "libraries", "models", "notebook", "onnx_graph", "results", "select", "steps", "trials"),
@@ -200,7 +200,7 @@ OFFERS = {
         ("sweep",),
         ("dynamic_prune", "effective_flops", "weights"),
     ),
-    "labs": Offer(("effective_path", "partition", "remat", "rewrite", "search")),
+    "labs": Offer(("effective_path", "partition", "remat", "rewrite", "search", "sentinel")),
 }  # fmt: skip
 """By the extra of amanda-core that brings them."""
 

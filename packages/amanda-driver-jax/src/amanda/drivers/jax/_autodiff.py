@@ -14,7 +14,7 @@ from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.util import weakref_cache_key_types
 
-from ._contexts import BACKWARD, LayerPrograms, cache_key_of, with_cache_key
+from ._contexts import BACKWARD, ToolStackPrograms, cache_key_of, with_cache_key
 from ._primitives import tap
 from ._traces import is_staged, is_tensor, primal
 from ._twins import Twins
@@ -52,8 +52,8 @@ class TappedExecution:
 
     def attach(self, trace: Trace) -> None:
         """Attach the trace of the execution."""
-        # JAX's caches hold this object in the taps; the trace, which holds the tools, is the layer's to hold.
-        self._trace = LayerPrograms.of(trace.stack).keep(self, trace)
+        # JAX's caches hold this object in the taps; the trace, which holds the tools, is the stack's to hold.
+        self._trace = ToolStackPrograms.of(trace.stack).keep(self, trace)
         _thread.attached = self
 
     def __enter__(self) -> "TappedExecution":

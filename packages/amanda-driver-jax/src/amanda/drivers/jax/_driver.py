@@ -23,14 +23,16 @@ from ._contexts import cache_key_of, set_cache_key, unset_cache_key, with_cache_
 from ._evaluation import (
     TRACED_APART,
     caller_of_bind,
+    calls_in_condition,
     evaluated_program,
     holds_routines,
     retraced,
+    run_loop,
+    run_mapped,
     was_traced_apart,
 )
 from ._host import insert_callback, raise_failures_of_programs
 from ._jit import VALUES_AND_TANGENTS, instrument_jit
-from ._loops import calls_in_condition, run_loop, run_mapped
 from ._modules import (
     CONVERSIONS,
     ModulePlaces,

@@ -1,4 +1,4 @@
-"""Programs of one function for the tools of a layer: one for each set of values that routines read.
+"""Programs of one function for the tools of a stack: one for each set of values that routines read.
 
 Arrays that routines read are inputs of a program, and are read at each call.
 """
@@ -156,7 +156,7 @@ def _is_same_array(const: Any, value: Any) -> bool:
 
 
 class TracedFunction:
-    """A function of the user for the tools of a layer, with a variant for each set of values that are read.
+    """A function of the user for the tools of a stack, with a variant for each set of values that are read.
 
     call: calls the function; JAX caches programs for the tools by it, not by the user's function.
     """

@@ -8,13 +8,12 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace
+from amanda.backend import Attributes, BackwardStep, EagerDriver, Operation, State, Trace
 from amanda.interceptor import Suspension
 from mindspore import Parameter
 from mindspore.graph import api
 
-from ._operation import ACCUMULATE_GRAD, backward_operation
-from ._tensors import MindSporeTensors, StraightThrough, tensors_of
+from ._tensors import MindSporeTensorOps, StraightThroughFunction, tensors_of
 
 _LEAF_PLACE = 1 << 32
 
@@ -57,7 +56,7 @@ class InputNodes:
         pass
 
 
-class Autograd(MindSporeTensors, EagerDriver):
+class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
     """The part of the driver that maps backward ops to forward ops, and adds hooks for their routines."""
 
     def __init__(self) -> None:
@@ -156,7 +155,7 @@ class Autograd(MindSporeTensors, EagerDriver):
         if activation is None or not self._marks:
             interceptor.reset_root()
             return run()
-        backward_pass = _BackwardPass(self, activation.state)
+        backward_pass = _HookedPass(self, activation.state)
         try:
             with Suspension():
                 backward_pass.add_hooks([tensor._grad_node for tensor in results])
@@ -169,10 +168,10 @@ class Autograd(MindSporeTensors, EagerDriver):
         return gradients
 
 
-class _BackwardPass:
+class _HookedPass:
     """A backward pass, with its hooks."""
 
-    def __init__(self, driver: Autograd, state: State) -> None:
+    def __init__(self, driver: MindSporeAutograd, state: State) -> None:
         self._driver = driver
         self._state = state
         self._remove: list[Callable[[], object]] = []
@@ -320,7 +319,7 @@ def _leaves_of(node: Any) -> Iterator[int]:
     for edge in node.next_functions:
         target = edge[0]
         # A routine's value stands between an op and the leaf that it replaces.
-        while target is not None and target.name() == StraightThrough.__name__:
+        while target is not None and target.name() == StraightThroughFunction.__name__:
             target = target.next_functions[0][0]
         if target is not None and target.is_leaf():
             yield target._unique_id()
@@ -330,3 +329,12 @@ def _changed_or_none(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | 
     if len(old) == len(new) and all(before is after for before, after in zip(old, new, strict=True)):
         return None
     return tuple(new)
+
+
+ACCUMULATE_GRAD = Operation("AccumulateGrad")
+"""The backward op that receives the gradient of a leaf."""
+
+
+def backward_operation(node: str) -> Operation:
+    """Return the backward op of a node, such as "ReLUBackward" for a node named "ReLU"."""
+    return Operation(node if node.endswith("Grad") else f"{node}Backward")

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _executor
 
-from ._autograd import Autograd, node_of
+from ._autograd import MindSporeAutograd, node_of
 from ._calls import (
     ApplyCall,
     AssignCall,
@@ -24,8 +24,7 @@ from ._calls import (
     OverloadCall,
 )
 from ._cells import cell_path, enclose_cells, patch_recomputation, report_compiled
-from ._executor import PrimitiveInterception
-from ._targets import Target, targets
+from ._targets import NativeTarget, PrimitiveInterception, targets
 from ._tensors import memory_of
 from ._views import MindSporeViews
 
@@ -38,7 +37,7 @@ _CALLS: dict[str, type[MindSporeCall]] = {
 APPLY = "Function.apply"
 
 
-class MindSporeDriver(Autograd):
+class MindSporeDriver(MindSporeAutograd):
     """MindSpore, PyNative mode."""
 
     api = 1
@@ -83,10 +82,10 @@ class MindSporeDriver(Autograd):
                 site.remove()
 
     @cached_property
-    def _sites(self) -> dict[Site, Target]:
+    def _sites(self) -> dict[Site, NativeTarget]:
         return {self._site(target): target for target in targets()}
 
-    def _site(self, target: Target) -> Site:
+    def _site(self, target: NativeTarget) -> Site:
         name = target.operator
         # Native code may call Python functions as a part of the operator; their ops are no ops of the
         # program.
@@ -146,7 +145,7 @@ class MindSporeDriver(Autograd):
         return cell_path(subjects)
 
 
-def _place_of(target: Target) -> tuple[Any, str]:
+def _place_of(target: NativeTarget) -> tuple[Any, str]:
     """Return holder and name of a target; for methods the Python class, since the native one is immutable."""
     return (Tensor, target.name) if target.holder is native.TensorPy else (target.holder, target.name)
 

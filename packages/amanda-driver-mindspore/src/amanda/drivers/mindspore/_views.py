@@ -57,7 +57,7 @@ class MindSporeViews(Views):
         holders: Sequence[Any] = (),
     ) -> Tie:  # fmt: skip
         """Tie a value to a view for as long as the program has the value, or a view of the value."""
-        return TensorTie(self, view, value, on_death, holders)
+        return StorageTie(self, view, value, on_death, holders)
 
     def laid_out(self, view: Any, value: Any) -> Any:
         """Copy a tensor."""
@@ -82,7 +82,7 @@ class MindSporeViews(Views):
         """Update the ties of a tensor that has new memory."""
         memory = self.memory(tensor)
         for tie in self._living_ties():
-            if isinstance(tie, TensorTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
+            if isinstance(tie, StorageTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
                 tie.ends = memory, tie.ends[1]
                 self._ties[former].remove(tie)
                 self._ties.setdefault(memory, []).append(tie)
@@ -119,7 +119,7 @@ class MemoryElements:
         return np.full(tuple(tensor.shape), bool(self._flags.any()))
 
 
-class TensorTie(Tie):
+class StorageTie(Tie):
     """A tensor that a routine returned, and the view that it replaces.
 
     holders: the program's tensors in the memory of the value, if the program does not have the value itself.

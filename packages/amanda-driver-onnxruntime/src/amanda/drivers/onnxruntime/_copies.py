@@ -15,8 +15,7 @@ from ._graph_runner import GraphRunner
 from ._model import Model
 from ._rewrite import ModelRewriting
 from ._sessions import SessionFactory
-from ._symbols import Symbol
-from ._values import as_array
+from ._values import OnnxSymbol, as_array
 
 _RANDOM_OPS = (
     "Bernoulli",
@@ -43,6 +42,7 @@ class ModelCopy:
                 rewriting.report(state, "its kernel holds it, and a copy's begins anew")
         constants = {**model.constants, **rewriting.constants}
         sparse = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
+        # A run may override a default, so no session may hold it as a constant.
         constant_names = {*constants, *sparse} - model.overridable
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
         fetched = set(self.outputs.values())
@@ -58,7 +58,9 @@ class ModelCopy:
             )
         except Exception as error:
             raise CannotInstrument("a session", f"ONNX Runtime refuses the copy: {error}") from error
-        self._inputs: dict[str, Symbol] = {name: symbol(name) for name in (*model.inputs, *model.overridable)}
+        self._inputs: dict[str, OnnxSymbol] = {
+            name: symbol(name) for name in (*model.inputs, *model.overridable)
+        }
         self._defaults = {name: constants[name] for name in model.overridable}
 
     def fits(self, names: Sequence[str], feed: Mapping[str, Any]) -> bool:

@@ -14,8 +14,7 @@ from amanda.errors import OptionError, ToolError
 from amanda.options import Name, NonNegativeInt, Where, checked
 from amanda.tools.mapping import MappingTool, Rerun, StandardMapping, rerun
 from amanda.tools.remat import _pytorch
-from amanda.tools.remat._heuristics import HEURISTICS, HeuristicName
-from amanda.tools.remat._storage import MemoryTotals, OpCounts
+from amanda.tools.remat._storage import HEURISTICS, HeuristicName, MemoryTotals, OpCounts
 from amanda.tools.remat._store import RematStore
 from amanda.tools.results import Column, Result, amount, shortened
 
@@ -61,6 +60,7 @@ class RematTool(amanda.Tool):
         self._counts: dict[int, OpCounts] = {}
         self._skipped_namespaces: set[amanda.Namespace] = set()
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
+        # Made at the first op, since torch may not be imported when the tool is.
         self._store: RematStore | None = None
         self._totals = MemoryTotals()
         self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", rerun]]))
@@ -94,8 +94,10 @@ class RematTool(amanda.Tool):
         if rerun_facts is None:
             self._skip_op(context)
             return
+        # Also None, for an op of which nobody knows what it writes: all inputs are taken for written.
         if rerun_facts.written != ():
             context.insert_before_op(self._before_write, inputs=rerun_facts.written)
+        # An op with side effects must not run twice.
         if not rerun_facts.pure or context["phase"] != "forward":
             return
         counts = self._counts.setdefault(
@@ -144,9 +146,11 @@ class RematTool(amanda.Tool):
         before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
         begin = perf_counter()
         try:
+            # Hooks around this op alone: other ops, and autograd's own, save as they always do.
             with store.saving_handles(operation):
                 result = compute(inputs)
         except BaseException:
+            # The op has failed half-way: what it made cannot be made again.
             operation.cut_history()
             raise
         seconds = perf_counter() - begin
@@ -158,6 +162,7 @@ class RematTool(amanda.Tool):
                 if len(self._sizes) >= _MAX_SIZES:  # numbers among the inputs may differ at each call
                     self._sizes.clear()
                 self._sizes[key] = operation.size
+            # What the op really made is known now, which may be more than was estimated.
             store.eviction.make_room(0, counts)
         return result
 

@@ -11,6 +11,7 @@ from typing import Any
 import amanda
 from amanda.backend import TensorMap
 
+# Bounds of a loop that never ends: makers that are kept, and ops that a search visits.
 _MAX_MAKERS, _MAX_STEPS, _MAX_VISITED = 100_000, 200, 1000
 
 
@@ -69,6 +70,7 @@ class Dataflow:
             number = self._renumbered(tensor)
             if number is not None:
                 self._makers[number] = node
+                # Numbers rise, so the maker that this one displaces is the oldest.
                 self._makers.pop(number - _MAX_MAKERS, None)
 
     def number(self, tensor: Any) -> int | None:
@@ -80,6 +82,7 @@ class Dataflow:
         number = next(self._next)
         try:
             self._numbers[tensor] = number
+        # A value that no weak reference can follow, such as a number of Python.
         except TypeError:
             return None
         return number

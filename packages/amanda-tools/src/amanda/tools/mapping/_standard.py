@@ -77,6 +77,20 @@ UNINITIALISED = frozenset(
 """Types of ops whose outputs are what was in memory before."""
 
 
+_SHARED = """
+    add sub rsub mul div floor_divide remainder pow neg abs matmul addmm linear eq ne lt le gt ge bitwise_not
+    bitwise_and bitwise_or reshape transpose permute getitem setitem cat clamp conv1d conv2d conv3d
+    conv_transpose2d max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm layer_norm group_norm embedding relu
+    sigmoid softmax log_softmax cross_entropy nll_loss dropout scaled_dot_product_attention rnn_tanh lstm gru
+    to item
+""".split()
+
+_TABLES = (_pytorch.WORDS, _tensorflow.WORDS, _onnxruntime.WORDS)
+
+VOCABULARY = frozenset((*_SHARED, *(word for table in _TABLES for word in table.values())))
+"""Words that mean the same in every framework; what is in no list keeps the framework's own name."""
+
+
 class StandardMapping(MappingTool):
     """Write the type, shapes, weight and layout of ops into contexts, alike in every framework (for authors).
 

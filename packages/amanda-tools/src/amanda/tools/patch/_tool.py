@@ -21,8 +21,7 @@ from amanda.tools.patch._frameworks import (
     point_rules,
     requires_gradient,
 )
-from amanda.tools.patch._region import PatchError, Region, is_value
-from amanda.tools.patch._result import Patched, PatchResult, PatchSweep
+from amanda.tools.patch._result import Patched, PatchError, PatchResult, PatchSweep, Region, is_value
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
 
@@ -99,6 +98,7 @@ class PatchTool(amanda.Tool):
         self._is_point = type is None
         self._points = (ModulePaths if self._is_point else Paths)("points", points)
         self._selection = Selection(type, module, exclude=exclude)
+        # Modules test the ends alone: `*` when points are not given.
         self._ends = tuple(path.rpartition(".")[2] for path in self._points.patterns or ("*",))
         self._differentiable = differentiable
         self._paths: dict[str, None] = {}
@@ -146,6 +146,7 @@ class PatchTool(amanda.Tool):
             arrays = [np.asarray(tensors_of(value).to_numpy(value), np.float64) for value in values]
             sums = [array.sum(tuple(axes), keepdims=True) for array in arrays]
             count = sum(array.size // total.size for array, total in zip(arrays, sums, strict=True))
+            # In float64, as a sum over many tokens loses bits in half precision.
             means[name] = tensors_of(values[0]).cast(sum(sums) / count, values[0])
         return means
 
@@ -158,6 +159,7 @@ class PatchTool(amanda.Tool):
         """Remove the points; raise PatchError if ops ran, and nothing was selected."""
         if self._is_point:
             POINTS[self._side].close(self._ends, self._edit != "save")
+        # An exception of the program goes on its way; a scope without ops says nothing about the selection.
         if not self._records and self._paths and sys.exc_info()[0] is None:
             raise PatchError(self._nothing_selected())
 
@@ -208,10 +210,12 @@ class PatchTool(amanda.Tool):
             )
         routine: Any = self._save_value if self._edit == "save" else self._change_value
         if self._differentiable:
+            # A function of its own: the mark would stay on the method, for all tools.
             routine = amanda.differentiable(_unbind(routine))
         elif self._edit == "save":
             routine = amanda.observer(_unbind(routine))
         keywords: dict[str, Any] = {"record": self._records[key]}
+        # Ops of graphs do not run again in a backward pass, so executions are counted without `run`.
         if not context.is_eager():
             keywords["run"] = None
         if self._is_point or self._side == "output":
@@ -222,6 +226,7 @@ class PatchTool(amanda.Tool):
     def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
         step = execution_number(record, run, recomputed)
         if not recomputed and (self._steps is None or step in self._steps):
+            # Detached, so that a saved value does not keep the graph of the whole pass alive.
             tensor = value if self._differentiable else tensors_of(value).detach(value)
             self.saved.setdefault(record.point, []).append(copied(tensor))
 
@@ -233,6 +238,7 @@ class PatchTool(amanda.Tool):
         shape = tensors.extents(value)
         mask = self.region.mask(shape, record.point)
         if mask is None:
+            # Counted once, though a checkpoint runs the op twice.
             record.skipped += not recomputed
             return None
         operand = self._operand_at(record.point, step)
@@ -240,6 +246,7 @@ class PatchTool(amanda.Tool):
         record.changed += not recomputed
         changed = self._apply_edit(value, operand)
         if self._edit == "set" or not self.region.is_all:
+            # For `set` also where all is selected: the operand broadcasts to the shape of the value.
             changed = tensors.where(tensors.beside(mask, value), changed, value)
         if self._differentiable and self._is_trained and not getattr(changed, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
@@ -279,6 +286,7 @@ class PatchTool(amanda.Tool):
 
     def _apply_edit(self, value: Any, operand: Any) -> Any:
         if self._edit == "scale":
+            # A plain number scales without a cast, which would round it to the element type first.
             return value * (tensors_of(value).cast(operand, value) if hasattr(operand, "shape") else operand)
         cast = tensors_of(value).cast(operand, value)
         return value + cast if self._edit == "add" else cast
@@ -349,6 +357,7 @@ def patch_sweep(
     along = "positions" if positions else "heads" if heads else None
     places: Sequence[int | None] = positions or heads or [None]
     tool = PatchTool(points, **options)
+    # No point changes while the baseline runs; the points are known afterwards.
     tool.only = frozenset()
     rows = []
     with amanda.apply(tool):
@@ -357,6 +366,7 @@ def patch_sweep(
         for name in names:
             for place in places:
                 positioned, headed = (place, None) if along == "positions" else (None, place)
+                # Read at each execution, so that nothing is analysed anew for each place.
                 tool.only, tool.region = frozenset([name]), Region.of(positioned, headed, num_heads, axis)
                 tool.clear()
                 rows.append((name, place, check_number(metric(), metric, PatchError)))

@@ -22,7 +22,7 @@ from tensorflow.python.framework import dtypes, errors
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import gradients_util
 
-from ..graph import GraphTensors, running
+from ..graph import GraphTensorOps, running
 from ._copies import RegisteredCopy, call_unoptimized
 
 
@@ -58,7 +58,7 @@ def _user_name(function: Any) -> str:
     return name.removeprefix("__inference_").removeprefix("__forward_").rpartition("_")[0] or name
 
 
-_TENSORS = GraphTensors()
+_TENSORS = GraphTensorOps()
 _INT64 = dtypes.int64.as_datatype_enum
 
 
@@ -127,6 +127,7 @@ class FunctionBoundary:
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
     ) -> Any:
         """Call a function as its copy, and record a forward call; without a copy, call the function."""
+        # Taken at once, so that no call within this one finds it.
         forward_record, self._thread.forward_record = self._thread.forward_record, None
         self._thread.last_record = None
         copy = self._copy(state, atomic, args, forward_record)

@@ -100,6 +100,7 @@ class LayerIndex:
     def below(self, layer: Any) -> LayersByName:
         """Return the layers in a layer."""
         if id(layer) not in self._below:
+            # The entry holds the layer, so that no other object gets its id.
             self._below[id(layer)] = layer, _index_layers(_nested_layers(layer))
         return self._below[id(layer)][1]
 
