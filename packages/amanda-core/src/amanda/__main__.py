@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name not in names_of_commands():
         command = installation(name, "commands")
+        # A command of ours that is absent needs its distribution, not a name that looks like it.
         hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
         return _fail("", f"no command {name!r}; {hint}", 2)
     try:
@@ -187,6 +188,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     rows = [[printable(cell, line=True) for cell in row] for row in rows]
+    # The last column is free: it may be a sentence.
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 

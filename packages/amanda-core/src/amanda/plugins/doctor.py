@@ -55,6 +55,7 @@ def _check_distributions() -> Iterator[Diagnosis]:
         stranger = distribution("amanda")
     except PackageNotFoundError:
         return
+    # Both lie in the folder `amanda`, so ours may have lost files to it.
     fix = "pip uninstall amanda, then pip install --force-reinstall amanda-core"
     yield Diagnosis(
         "wrong", f"amanda {stranger.version}", f"an unrelated package that takes our place: {fix}"

@@ -85,6 +85,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     return tool
 
 
+# The plugins of a process are loaded once; those that it makes itself register with the result.
 @cache
 def plugin_manager() -> pluggy.PluginManager:
     """The hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""

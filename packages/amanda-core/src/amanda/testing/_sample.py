@@ -41,6 +41,7 @@ class Sample(ABC):
     leaf_backward: ClassVar[str]
     outlive: ClassVar[Collection[str]] = ()
 
+    # Tests use one name for each op; a framework's own may differ.
     def name(self, op: str) -> str:
         """`__name__` of an op."""
         return self.names.get(op, op)

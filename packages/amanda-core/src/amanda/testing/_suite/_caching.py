@@ -64,6 +64,7 @@ class CachingTests:
         recorder = tool(lambda _: analysed.append("one"), sample.name("relu"))
         with amanda.apply(recorder):
             model(x)
+        # Another routine makes another set of analyses, so the first is asked again, too.
         also(recorder, lambda _: analysed.append("two"), sample.name("relu"))
         with amanda.apply(recorder):
             model(x)

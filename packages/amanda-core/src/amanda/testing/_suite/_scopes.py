@@ -108,6 +108,7 @@ class ScopeTests:
         async def main() -> None:
             await asyncio.gather(work(recorded["one"], 2), work(recorded["two"], 3), bystander())
 
+        # All three on one thread, where only the context of a task tells whose step it is.
         asyncio.run(main())
         assert [len(recorder.ids) for recorder in recorded.values()] == [2, 3]
 
@@ -258,6 +259,7 @@ class ThreadTests:
                 before.call(lambda: sample.relu(x))
                 assert relu.ids == []
                 assert [entry.what for entry in scope.report] == [f"thread {before.name}"]
+                # What is bound carries the scope to a thread that started before it.
                 bound = scope.bind(lambda: sample.relu(x))
                 before.call(bound)
                 assert len(relu.ids) == 1
@@ -289,6 +291,7 @@ class ThreadTests:
         # One thread each, so that every task meets a thread that has run another before.
         with ThreadPoolExecutor(1) as before, ThreadPool(1) as thread_pool:
             with amanda.apply(relu), ThreadPoolExecutor(1) as inside:
+                # A pool's threads serve the whole program; it is the place of `submit` that counts.
                 for pool in (before, inside):
                     pool.submit(sample.relu, x).result()
                 thread_pool.apply_async(sample.relu, (x,)).get()

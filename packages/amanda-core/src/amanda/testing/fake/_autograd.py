@@ -214,6 +214,7 @@ def enable_grad() -> Any:
 def record(name: str, inputs: Sequence[Any], outputs: Sequence[Tensor], formula: Formula) -> None:
     """Leave a node for outputs made from inputs, if any of these requires a gradient."""
     edges = [_edge(value) for value in inputs]
+    # Without an edge there is no leaf to reach, so no node is needed.
     if not _mode.enabled or not any(edges):
         return
     node = _node_type(name)(edges, formula, len(outputs), next_number())
