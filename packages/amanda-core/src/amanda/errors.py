@@ -120,6 +120,7 @@ class NotTraceableError(ArtefactError):
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest known one, or all of them."""
     names = sorted(candidates)
+    # A typing mistake needs one name; without a near one the user has to see them all.
     if near := get_close_matches(name, names, n=1):
         return f"did you mean {near[0]}?"
     return f"there are {', '.join(names)}" if names else "there are none"

@@ -121,6 +121,7 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
+        """Check a routine and register it; open scopes analyse their ops anew."""
         if not _takes_context(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(
@@ -135,6 +136,7 @@ class Tool:
         """Run the routines of `tools` before this tool's; they join this one where it is applied."""
         for tool in tools:
             if not isinstance(tool, Tool):
+                # The class instead of an instance is the most frequent mistake here.
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
                 raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is not a Tool{hint}")
         dependencies = self._amanda.dependencies
@@ -332,6 +334,7 @@ class Tool:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `keep` holds, by "module path/op/name", and what was loaded but not used."""
+        # With what no op has asked for yet: saving right after loading must lose nothing.
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 
     def waiting_state(self) -> list[str]:

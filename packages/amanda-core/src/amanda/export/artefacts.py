@@ -75,6 +75,7 @@ def _matches(name: str, path: Path) -> bool:
 
 
 def _readable_files() -> str:
+    """Say which files the installed drivers read, and how to install more."""
     entries = registry.entries(ARTEFACTS, fresh=False)
     forms = [f"{_file_form(entry)} ({entry.distribution})" for entry in entries]
     install_hint = f"drivers come by {how_to_install()}"

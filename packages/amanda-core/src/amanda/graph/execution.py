@@ -288,6 +288,7 @@ class Execution:
             raise error from error.__cause__
 
     def _call_openings(self) -> None:
+        """Call the routines that are to run once ahead of all ops."""
         for action, facts in self.table.openings if isinstance(self.table, RoutineTable) else ():
             if self._every or self.state.is_open(action.tool):
                 with explain_errors(facts, action.tool, str(action)), action.tool._amanda.lock:

@@ -90,6 +90,7 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
 
 
 def _checked(target: Any, error: type[AmandaError]) -> Any:
+    """Return a function that compares its arguments first; of a class, the class with such a constructor."""
     if isinstance(target, type):
         # By `getattr` and `setattr`, since type checkers refuse to read or set `__init__` of a class.
         constructor = getattr(target, "__init__")  # noqa: B009

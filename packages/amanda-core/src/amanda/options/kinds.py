@@ -64,6 +64,7 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of an annotation.  marks: metadata of the `Annotated` types around it."""
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(members[0], (*marks, *annotation.__metadata__))
@@ -105,6 +106,8 @@ _cached = lru_cache(maxsize=1024, typed=True)(lambda annotation: _kind(annotatio
 
 
 def _noun(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
+    """Return the kind of all values for which a condition holds, named by a noun."""
+
     def accept(value: Any) -> Any:
         if not holds(value):
             raise Mismatch
@@ -114,12 +117,14 @@ def _noun(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
 
 
 def _named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
+    """Return a kind with its words in singular and plural."""
     article = "an" if noun[0] in "aeiouAEIO" else "a"
     many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
 
 
 def _protocol(plain: type) -> Kind:
+    """Return the kind of objects that have a protocol's methods."""
     methods = [name for base in plain.__mro__[:-1] for name in vars(base) if name[0] != "_"]
 
     def holds(value: Any) -> bool:
@@ -129,6 +134,7 @@ def _protocol(plain: type) -> Kind:
 
 
 def _where(kind: Kind, where: Where) -> Kind:
+    """Return a kind with other words and, besides, another condition."""
     if where == Where(where.words):  # words alone
         return Kind(where.words, where.words, where.words, kind.accept)
 
@@ -146,6 +152,8 @@ def _callable(value: Any) -> bool:
 
 
 def _bool(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of True and False alone."""
+
     def accept(value: Any) -> bool:
         # 1 and 0 are no switches: who writes steps=True, or flag=1, has mixed up two options.
         if type(value) is not bool:
@@ -156,6 +164,8 @@ def _bool(marks: tuple[Any, ...]) -> Kind:
 
 
 def _none(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of None."""
+
     def accept(value: Any) -> None:
         if value is not None:
             raise Mismatch
@@ -164,6 +174,7 @@ def _none(marks: tuple[Any, ...]) -> Kind:
 
 
 def _int(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of whole numbers within the range among the marks, by default of 64 bits."""
     bounds = next((mark for mark in marks if isinstance(mark, Range)), WHOLE)
 
     def accept(value: Any) -> int:
@@ -184,6 +195,7 @@ def _int(marks: tuple[Any, ...]) -> Kind:
 
 
 def _float(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of numbers within the range among the marks; whole numbers stay whole."""
     bounds = next((mark for mark in marks if isinstance(mark, Range)), Range())
 
     def accept(value: Any) -> Any:
@@ -205,6 +217,7 @@ def _float(marks: tuple[Any, ...]) -> Kind:
 
 
 def _str(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of texts, as long as the marks say."""
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
 
     def accept(value: Any) -> str:
@@ -222,6 +235,7 @@ def _any(marks: tuple[Any, ...]) -> Kind:
 
 
 def _path(at: PathTarget | None) -> Kind:
+    """Return the kind of paths; at: what has to be there."""
     name = "path" if at is None else f"path of a {at.target.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
@@ -260,6 +274,7 @@ def _trouble_at(path: Path, target: str) -> str:
 
 
 def _literal(members: tuple[Any, ...]) -> Kind:
+    """Return the kind of some values; a mistyped text is told the nearest."""
     # With the class, since 1 == True == 1.0.
     by_value = {(member.__class__, member): member for member in members}
     texts = [
@@ -287,6 +302,8 @@ def _joined(words: Sequence[str], last: str = " or") -> str:
 
 
 def _union(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of values that any of the kinds accepts, tried in order."""
+
     def accept(value: Any) -> Any:
         details = []
         for kind in kinds:
@@ -308,6 +325,7 @@ def _union(kinds: Sequence[Kind]) -> Kind:
 
 
 def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of lists, sets or iterables whose items are of one kind."""
     item = kind_of(members[0]) if members else _ANY
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
     is_set, takes_all = plain in _SETS, plain in (Iterable, Collection)
@@ -340,6 +358,7 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
 
 
 def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
+    """Return the items as their kinds accept them; raise Mismatch with the position of a wrong one."""
     items = []
     for position, (kind, value) in enumerate(zip(kinds, values, strict=True)):
         try:
@@ -351,6 +370,7 @@ def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
 
 
 def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of tuples: of any length with items of one kind, or of fixed items."""
     if not members or members[-1] is Ellipsis:
         items = _list(Sequence, members[:1], marks)
         words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
@@ -370,6 +390,7 @@ def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
 
 
 def _mapping(members: tuple[Any, ...]) -> Kind:
+    """Return the kind of mappings with keys and values of two kinds."""
     kinds = [kind_of(member) for member in members] or [_ANY, _ANY]
 
     def accept(value: Any) -> Any:

@@ -387,6 +387,7 @@ def _with_names(inputs: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, 
 
 
 def _type_and_shape(value: Any) -> str:
+    """Name the type of a value with its shape or length, for messages."""
     if isinstance(value, (list, tuple)) and value:
         return f"{type(value).__name__} of {len(value)}"
     shape = getattr(value, "shape", None)

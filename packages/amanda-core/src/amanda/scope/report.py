@@ -54,6 +54,7 @@ class Report(list[Uninstrumented]):
         return [entry for entry in self if "op by op" in entry.reason]
 
     def _recount(self) -> None:
+        """Compute the counts and groups from the entries."""
         self._distinct = set(self)
         # A graph's entries are the same at each of its runs, and the graph must not live for its report.
         self._reported_sources: WeakSet[Any] = WeakSet()
