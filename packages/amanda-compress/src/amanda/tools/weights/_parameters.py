@@ -72,6 +72,7 @@ class StoredParameter:
         undo: receives a function that writes the present values back, before new ones are written.
         Raises ParameterError for a parameter that cannot be written.
         """
+        # `undo` needs the old values until all parameters are written.
         old = self.read()
         new = changed(old.copy())
         if undo is not None:
@@ -91,6 +92,7 @@ class ParameterStore:
 
         parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
         """
+        # An ordinal is never given twice, unlike `id`, which a later parameter may get.
         return interceptor.ordinal(parameter)
 
     def name(self, parameter: Any) -> str:
@@ -103,6 +105,7 @@ class ParameterStore:
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
         """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
+        # Without views nothing but identity shows that a value is a parameter: a copy counts as computed.
         return (self.identity(parameter), None) if parameter is weight else None
 
     def whole(self, parameter: Any) -> Any:
@@ -145,6 +148,7 @@ class ParameterStore:
 
         Raises ParameterError where there are none.
         """
+        # Cells of MindSpore list parameters by `get_parameters`; other models by `parameters`.
         names = ("get_parameters", "parameters")
         listed = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
         try:
@@ -178,8 +182,10 @@ class ParameterStore:
         undo: Undo = []
         try:
             yield undo
+        # KeyboardInterrupt too: a model that is half pruned is worse than none.
         except BaseException:
             for write_back in reversed(undo):
+                # The rest has to be restored even if one parameter refuses, as it refused before.
                 with suppress(ParameterError):  # of the one that cannot be written
                     write_back()
             raise
@@ -240,6 +246,7 @@ def _store(library: str) -> ParameterStore:
 def in_memory_order(form: StridedLayout) -> tuple[int, ...]:
     """Return the axes of a part in memory order, which is the same for all of its forms."""
     extents, strides, _ = form
+    # Axes of extent 1 have arbitrary strides, so that they go last.
     return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
 
 
@@ -295,11 +302,16 @@ class SharedState:
         identity: of the parameter; is_named: whether names of state have its path.
         part: the form that is read, None for all of it.  whole: its own form.
         """
+        # A transposed view of all elements is no part: its state lies under the path of the parameter itself.
         is_part = part is not None and prod(part.extents) < prod(whole.extents)
+        # Ops of a loop may read the parts in any order, so that the first reader of any part stands for all
+        # of them.
         reader = self._readers.setdefault(identity, context) if is_part else context
         holders = self._holders.setdefault(reader, [])
         if identity not in holders:
             holders.append(identity)
+        # A line that reads several unnamed parameters needs a number for each; the order of first reads is
+        # the same in another process.
         number = 0 if is_named else holders.index(identity)
         offset = f"@{part.offset}" if is_part and part is not None else ""
         return reader, offset + (f"#{number}" if number else "")

@@ -38,6 +38,7 @@ class MindSporeParameters(StridedStore):
         self, pieces: Sequence[tuple[Any, Any]], part: Part, whole: StridedLayout, fill: Any
     ) -> NDArray[Any]:
         """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
+        # Pieces are tensors where an op has read them, and arrays where they are state.
         arrays = [value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value) for value, _ in pieces]
         row = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
         for array, (_, layout) in zip(arrays, pieces, strict=True):
@@ -56,6 +57,7 @@ class MindSporeParameter(StoredParameter):
 
     def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
         """Write the values that `changed` returns for the present values of a part."""
+        # A parameter of MindSpore cannot be written in part: the whole one is assigned again.
         old = self.read()
         row = old.reshape(-1).copy()
         view = row.reshape(old.shape) if part is None else _strided(row, part)
@@ -67,5 +69,6 @@ class MindSporeParameter(StoredParameter):
 
 def _strided(row: NDArray[Any], layout: StridedLayout) -> NDArray[Any]:
     """Return a view of a row of numbers in a layout."""
+    # MindSpore counts strides in elements, NumPy in bytes.
     steps = [stride * row.itemsize for stride in layout.strides]
     return np.lib.stride_tricks.as_strided(row[layout.offset :], layout.extents, steps)

@@ -79,6 +79,7 @@ def groups_of(tracing: Tracing) -> list[ChannelGroup]:
             for i, (label, root) in enumerate(
                 zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
             ):
+                # A channel that no layer makes, as of an input image, cannot be removed.
                 if root in produced and root not in whole_roots:
                     places[root].setdefault((name, axis, label in output_labels), []).append(i)
     roots_by_axes: dict[Any, list[int]] = defaultdict(list)
