@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionError, PartitionResult, PartitionTool
-from amanda.tools.partition._result import bubble_share, schedule_slots
+from amanda.tools.partition._cut import bubble_share, schedule_slots
 from amanda.tools.partition._step_work import StepWork
 from amanda.tools.trace import TraceTool
 from amanda.tools.view import to_page
@@ -223,7 +223,7 @@ def test_clear_forgets() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 0}, "stages is 0; give a whole number from 1"),
+        ({"stages": 0}, "stages is 0; give an integer >= 1"),
         ({"cost": "bytes"}, "cost is 'bytes'; give 'flops' or 'time'"),
         ({"tolerance": "little"}, "tolerance is 'little'; give a number from 0 to 1"),
         ({"tolerance": 2.0}, "tolerance is 2.0; give a number from 0 to 1"),

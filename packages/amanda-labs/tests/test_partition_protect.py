@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
-from amanda.tools.partition._enclave import Enclave
-from amanda.tools.partition._ipc import ProcessLink, pack_tensor, receive, send, unpack_tensor
+from amanda.tools.partition._enclave import Enclave, ProcessLink, pack_tensor, receive, send, unpack_tensor
 from amanda.tools.partition._pytorch_stand_ins import ParameterStandIns, ProtectedOptimizers
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -393,7 +392,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(
 @pytest.mark.slow
 def test_process_serves_who_knows_the_key(protect: Callable[[str], Protecting], monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "amanda.tools.partition._ipc.Client",
+        "amanda.tools.partition._enclave.Client",
         lambda address, family, key: Client(address, family, b"other"),
     )
     with amanda.apply(protect("module=0")), pytest.raises(AuthenticationError):
@@ -420,7 +419,7 @@ def test_stages_and_protect_are_one_or_the_other() -> None:
         PartitionTool(stages=2, protect="module=a")  # type: ignore[call-overload]
     with pytest.raises(ToolError, match="memory is 9 and protect is 'module=a'"):
         PartitionTool(memory=9, protect="module=a")  # type: ignore[call-overload]
-    with pytest.raises(ToolError, match="protect is 5; give a text"):
+    with pytest.raises(ToolError, match="protect is 5; give a string"):
         PartitionTool(protect=5)  # type: ignore[call-overload]
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit._tensors_torch import TorchTensors
+from amanda.tools.kit._tensors_torch import TorchTensorLibrary
 from amanda.tools.results import Mergeable
 from amanda.tools.select import select
 from amanda.tools.stats import (
@@ -201,7 +201,9 @@ def test_other_numbers_of_bins_are_refused(bins: int) -> None:
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_what_a_device_computes_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchTensors, "blocks", lambda _, row: torch.split(row.double().reshape(-1), 1000))
+    monkeypatch.setattr(
+        TorchTensorLibrary, "blocks", lambda _, row: torch.split(row.double().reshape(-1), 1000)
+    )
     numbers = DISTRIBUTIONS[name](np.random.default_rng(0))
     odd = torch.tensor([math.nan, math.inf, -math.inf, math.nan])
     accumulator = accumulated([torch.from_numpy(numbers), odd])
@@ -478,7 +480,7 @@ def test_tensors_are_measured_together_as_one_by_one() -> None:
     ],
 )
 def test_borrowed_memory_is_that_of_the_tensor_which_keeps_its_size_to_itself(tensor: Tensor) -> None:
-    array = TorchTensors().borrowed(tensor)
+    array = TorchTensorLibrary().borrowed(tensor)
     assert array is not None
     assert array.__array_interface__["data"][0] == tensor.data_ptr()
     assert not array.flags.writeable
@@ -494,7 +496,7 @@ def test_borrowed_memory_is_that_of_the_tensor_which_keeps_its_size_to_itself(te
     ],
 )  # fmt: skip
 def test_memory_that_numpy_does_not_know_is_not_borrowed(tensor: Tensor) -> None:
-    assert TorchTensors().borrowed(tensor) is None
+    assert TorchTensorLibrary().borrowed(tensor) is None
 
 
 def test_memory_that_tensors_share_is_measured_whatever_the_order_of_its_axes() -> None:

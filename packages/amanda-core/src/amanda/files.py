@@ -45,12 +45,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     with naming(path):
+        # A link stays a link: the file that it leads to is replaced.
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         if target.exists() and not target.is_file():
             yield target
             return
+        # Beside the target, since a file is replaced as a whole within one file system alone.
         part = target.with_name(f".{target.name[:_LONGEST]}.{token_hex(4)}.part")
         try:
+            # Created by `open`, so that the umask decides its mode; `tempfile` makes files for the owner
+            # alone.
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             yield part
             if target.exists():
@@ -180,7 +184,7 @@ def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
         folders = (folder, *folder.absolute().parents)
         nearest = next((path for path in folders if os.path.lexists(path)), folder)
         if not nearest.is_dir():
-            raise FileError(f"{folder} cannot be written: {nearest} is no folder")
+            raise FileError(f"{folder} cannot be written: {nearest} is not a folder")
         _check_writable(nearest, folder)
 
 

@@ -13,21 +13,22 @@ from amanda.action import traceable
 from amanda.context import OpContext
 from amanda.scope.scope import Scope, apply
 from amanda.scope.state import cache_disabled
-from amanda.testing._gaps import Gaps
-from amanda.testing._graph_tools import (
+from amanda.testing._sample import Gaps
+from amanda.testing._tools import (
     ByName,
-    CallRecorder,
     Hidden,
     InClosure,
     InContainer,
     InGlobal,
     InObject,
     Listed,
+    OrderRecorder,
     Scaling,
     Switched,
 )
 from amanda.tool import Tool
 
+# Each holds the number where another kind of read finds it: attribute, container, object, cell, global, name.
 KINDS = [Scaling, InContainer, InObject, InClosure, InGlobal, ByName]
 
 
@@ -56,7 +57,7 @@ class GraphSample(ABC):
         return apply(*tools)
 
     def insert(self, context: OpContext, routine: Callable[..., Any]) -> None:
-        """Insert a routine that changes the op's values."""
+        """Insert a routine that changes an output or an input of the op."""
         context.insert_after_op(routine)
 
 
@@ -117,10 +118,11 @@ class GraphDriverTests(Gaps):
 
     @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
     def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
-        tool = CallRecorder(observing)
+        tool = OrderRecorder(observing)
         with sample.apply(tool):
             sample.check(1.0)
         assert any(name == sample.op for name, _, _ in tool.calls)
+        # Each op's calls come as a pair, with none of the same op in between.
         under_way: set[int] = set()
         for name, number, point in tool.calls:
             assert (number in under_way) == (point == "after"), f"{point} {name} in {tool.calls}"
@@ -164,6 +166,7 @@ class GraphDriverTests(Gaps):
         with sample.apply(tool), ThreadPoolExecutor(4) as pool:
             sample.check(2.0)
             copies = sample.copies()
+            # More runs than threads, so that some begin while others are under way.
             for done in [pool.submit(sample.check, 2.0) for _ in range(16)]:
                 done.result()
             assert sample.copies() == copies
@@ -198,6 +201,7 @@ class GraphDriverTests(Gaps):
                 sample.check(i / 4)
                 copies.append(sample.copies())
         assert copies[7] > copies[0]
+        # After eight values the place is volatile: the routine runs as Python, and no copy is made any more.
         assert copies[8:] == [copies[8]] * 4
         assert set(told(scope)) == {"what it reads changes often: held, so it runs as Python"}
 
@@ -217,6 +221,7 @@ class GraphDriverTests(Gaps):
             traced = len(tool.scales)
             for _ in range(2):
                 sample.check(2.0)
+        # Traced once: the routine's own append must not look like a change from outside.
         assert len(tool.scales) == traced
         assert [entry.what for entry in scope.report] == ["traceable routines of Listed"]
         assert told(scope)[0].startswith("they set scales; ")

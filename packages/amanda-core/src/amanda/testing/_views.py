@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from amanda.scope.scope import apply
-from amanda.testing._attached import attached
-from amanda.testing._gaps import Gaps
-from amanda.testing._sample import Op, Sample
-from amanda.testing._suite._tools import inserting, tool
+from amanda.testing._sample import Gaps, Op, Sample, attached
+from amanda.testing._tools import inserting, tool
 
 
 class ViewSample(Sample):
@@ -81,4 +79,5 @@ class ViewTests(Gaps):
             with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 1.0)):
                 for _ in range(3):
                     sample.write(sample.part(base), 1.0)
+        # One write outside, then three through the view of the first two elements.
         assert sample.numbers(base) == [5.0, 6.0, 4.0]

@@ -206,7 +206,7 @@ class DynamicPruneTool(amanda.Tool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """Return the share of each op that was pruned so far."""
+        """Return the mean pruned share of each op, over all executions so far."""
         return DynamicPruneResult(self._rows.values())
 
     def clear(self) -> None:

@@ -236,19 +236,19 @@ class _BranchMasks:
 
 
 class ActivationPruneTool(DynamicPruneTool):
-    """Skip residual branches at the least important positions of each input.
+    """Skip residual branches at the least important spatial positions of each input.
 
-    A branch adds nothing at a pruned position.  A mask unit chooses the positions from the input of the
-    branch's first convolution: a 3x3 convolution plus a linear function of the channels' means.  Inner
-    convolutions compute the positions that the next convolution needs.  In training the mask is sampled
-    (Gumbel, straight through).
+    A branch adds nothing at a pruned position.  A mask unit selects the positions from the input of the first
+    convolution: a 3x3 convolution plus a linear function of the channel means.  Inner convolutions keep the
+    positions that the next convolution reads.  In training the mask is sampled (Gumbel, straight through).
 
-    budget: target of `loss()`, a share of the branches' multiply-accumulates.  strength: factor of the loss.
-    temperature: of the sigmoid that gives the mask its gradient.  progress: share of the training that is
-    done, from 0, where each branch has the budget, to 1, where all branches together have it.
+    budget: share of the branches' multiply-accumulates that `loss()` aims at.  strength: factor of `loss()`.
+    temperature: of the mask's sigmoid, for its gradient.  seed: of mask units and training noise.
+    The attribute `progress` is the finished share of the training: at 0 the budget binds each branch, at 1
+    (the default) only all branches together.
 
-    In PyTorch, and in TensorFlow's eager mode, a branch is recognised when its last op runs, so that the
-    first pass of a model is dense; `prepare` may be that pass.
+    In PyTorch, and in TensorFlow's eager mode, a branch is recognised when its last op runs, so the first
+    pass of a model is dense; `prepare` may be that pass.
     Source: Verelst & Tuytelaars 2020, "Dynamic convolutions: exploiting spatial sparsity for faster
     inference".
     """

@@ -133,7 +133,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     @property
     def transforms_gradients(self) -> bool:
-        """True if gradients go through `transform`: by autograd in eager PyTorch, by `transform_gradient`."""
+        """True if the backward pass goes through `transform`; False if it is straight-through."""
         return self.transform_gradient is not None
 
     @property
@@ -152,7 +152,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Reasons why selected weights are unchanged, by type and module of the op."""
+        """Reasons why selected weights stay unchanged; the keys name type and module of the op."""
         return self.weights.reasons
 
     @property

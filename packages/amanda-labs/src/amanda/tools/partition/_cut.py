@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from amanda.errors import AmandaError
 from amanda.tools.libraries import networkx
 from amanda.tools.libraries import numpy as np
 from amanda.tools.partition._step_work import Floats, StepWork, TensorSpan
+from amanda.tools.results import read_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from amanda.tools.partition._pytorch_pipeline import Pipeline
 
 Stages: TypeAlias = "NDArray[np.int64]"
 """The stage of each forward op."""
@@ -258,3 +262,124 @@ def _minimum_cut_side(flow: networkx.DiGraph[Any], first_ops: set[int], second_o
     flow.add_edges_from((i, "second") for i in second_ops)
     _, (side, _) = networkx.minimum_cut(flow, "first", "second")
     return {node for node in side if isinstance(node, int)}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The time from `begin` to `end` in which a stage computes a micro-batch, forward or backward."""
+
+    stage: int
+    microbatch: int
+    backward: bool
+    begin: float
+    end: float
+
+
+def microbatch_order(
+    schedule: Schedule, stage: int, stages: int, microbatches: int
+) -> list[tuple[int, bool]]:
+    """Return the micro-batches of a stage in order, each with True for its backward pass.
+
+    Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (PipeDream), sec. 3.2 (1F1B).
+    """
+    in_flight = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+    warm_up = [(i, False) for i in range(in_flight)]
+    steady = [task for i in range(microbatches - in_flight) for task in ((i, True), (i + in_flight, False))]
+    return [*warm_up, *steady, *((i, True) for i in range(microbatches - in_flight, microbatches))]
+
+
+def schedule_slots(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], microbatches: int
+) -> list[Slot]:
+    """Return when each stage computes each micro-batch.
+
+    forward, backward: time of each stage for a whole batch, of which micro-batches take equal parts.
+    Sending a tensor to another stage takes no time.
+    """
+    count, end_times, slots = len(forward), dict[tuple[int, int, bool], float](), list[Slot]()
+    has_backward = any(backward)
+    pending = []  # the tasks of each stage, the next one last
+    for stage in range(count):
+        tasks = microbatch_order(schedule, stage, count, microbatches)
+        pending.append([task for task in reversed(tasks) if has_backward or not task[1]])
+    clocks = [0.0] * count
+    while any(pending):  # each round runs every stage as far as the tasks of its neighbours have ended
+        for stage, tasks in enumerate(pending):
+            while tasks:
+                microbatch, is_backward = tasks[-1]
+                before = stage + 1 if is_backward else stage - 1
+                ready = end_times.get((before, microbatch, is_backward)) if 0 <= before < count else 0.0
+                if ready is None:
+                    break
+                begin = max(clocks[stage], ready)
+                duration = (backward if is_backward else forward)[stage] / microbatches
+                clocks[stage] = end_times[stage, microbatch, is_backward] = begin + duration
+                slots.append(Slot(stage, microbatch, is_backward, begin, begin + duration))
+                tasks.pop()
+    return slots
+
+
+def bubble_share(slots: Sequence[Slot], stages: int) -> float:
+    """Return the share of all stages' time in which a stage waits; (p-1)/(m+p-1) where stages are equal."""
+    total_time = stages * max((slot.end for slot in slots), default=0.0)
+    busy_time = sum(slot.end - slot.begin for slot in slots)
+    return 1 - busy_time / total_time if total_time else 0.0
+
+
+class PlannedOp(NamedTuple):
+    """A forward op in the order of execution, and its stage."""
+
+    type: str
+    module: str
+    stage: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stage of each op of a model, from which `pipeline` builds the stages.
+
+    parameters: the stages that read each parameter or buffer, by its path.
+    `PartitionResult.plan` returns a plan, `PartitionResult.save("partition.json")` writes it with the result,
+    and `load` reads it from that file.
+    """
+
+    stages: int
+    schedule: Schedule
+    microbatches: int
+    ops: Sequence[PlannedOp]
+    parameters: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan in a file that `PartitionResult.save` wrote; raise PartitionError for another."""
+        return read_json(path, "file that partition saved, partition.json", cls._from_json, PartitionError)
+
+    @classmethod
+    def _from_json(cls, content: Any) -> Plan:
+        """Return the plan in the content of a file; raise ValueError for other content."""
+        schema = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        if schema != "amanda.partition" or "parameters" not in content:
+            raise ValueError(f"it holds {schema!r}")
+        ops = [
+            PlannedOp(str(op["type"]), str(op["module"]), int(op["stage"]))
+            for op in content["ops"]
+            if op["phase"] == "forward"
+        ]
+        parameters = {
+            str(name): [int(stage) for stage in stages] for name, stages in content["parameters"].items()
+        }
+        if content["schedule"] not in get_args(Schedule):
+            raise ValueError(f"its schedule is {content['schedule']!r}")
+        return cls(len(content["rows"]), content["schedule"], int(content["microbatches"]), ops, parameters)
+
+    def pipeline(
+        self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None
+    ) -> Pipeline:
+        """Return the model of PyTorch, cut into the stages of this plan.
+
+        mb_args, mb_kwargs: an example of the model's inputs, of the size of one micro-batch.
+        Raises PartitionError for another model than the traced one, or one that cannot be cut at these ops.
+        """
+        from amanda.tools.partition._pytorch_pipeline import Pipeline
+
+        return Pipeline(self, model, mb_args, dict(mb_kwargs or {}))

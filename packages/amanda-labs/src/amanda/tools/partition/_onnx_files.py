@@ -13,9 +13,9 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 import amanda
 from amanda.tools.onnx_graph import add_note, save_onnx
 from amanda.tools.partition._cut import PartitionError, Request, Stages
-from amanda.tools.partition._ipc import ProtectError
+from amanda.tools.partition._enclave import ProtectError
 from amanda.tools.partition._onnx_graph import FileFactsTool, FileGraph
-from amanda.tools.partition._parts import Part, PartsResult
+from amanda.tools.partition._result import Part, PartsResult
 from amanda.tools.partition._step_work import StepWork
 from amanda.tools.select import Selection
 

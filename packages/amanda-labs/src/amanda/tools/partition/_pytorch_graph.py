@@ -16,8 +16,7 @@ from typing import Any
 
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import torch_word
-from amanda.tools.partition._cut import PartitionError
-from amanda.tools.partition._result import Plan
+from amanda.tools.partition._cut import PartitionError, Plan
 
 
 class CutGraph:

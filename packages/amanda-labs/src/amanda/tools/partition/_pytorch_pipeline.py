@@ -14,9 +14,8 @@ from typing import Any
 import amanda
 from amanda.options import checked
 from amanda.tools.kit import RequiredNames
-from amanda.tools.partition._cut import PartitionError
+from amanda.tools.partition._cut import PartitionError, Plan
 from amanda.tools.partition._pytorch_graph import CutGraph
-from amanda.tools.partition._result import Plan
 
 _REQUIRED = RequiredNames(
     "amanda.tools.partition",

@@ -13,7 +13,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
-from amanda.tools.partition._ipc import (
+from amanda.tools.partition._enclave import (
     OpTraffic,
     ProcessLink,
     ProtectError,

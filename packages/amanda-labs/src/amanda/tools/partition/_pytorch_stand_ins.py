@@ -13,7 +13,7 @@ import amanda
 from amanda import interceptor
 from amanda.errors import ToolError
 from amanda.tools.kit import leaves
-from amanda.tools.partition._ipc import ProtectError, RawBytes, TensorHeader, pack_tensor
+from amanda.tools.partition._enclave import ProtectError, RawBytes, TensorHeader, pack_tensor
 
 _OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
 PLAIN_TYPES = (int, float, bool, str, type(None))

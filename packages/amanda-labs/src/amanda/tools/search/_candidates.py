@@ -32,7 +32,7 @@ _SHAPE_KEEPING_TYPES = {*ACTIVATIONS, "dropout", "layer_norm", "softmax"}
 Original = Callable[..., Any]
 
 
-class Candidate:
+class OpCandidate:
     """A way to compute an op.
 
     label: its name in architectures.  skips: True if the op's branch of a residual block is not computed.
@@ -56,7 +56,7 @@ class Candidate:
         return 1.0, 1.0
 
 
-class KeepCandidate(Candidate):
+class KeepCandidate(OpCandidate):
     """The op itself."""
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
@@ -69,7 +69,7 @@ class KeepCandidate(Candidate):
         return original(inputs[0].clone(), *inputs[1:]) if site.in_place else original(*inputs)
 
 
-class SkipCandidate(Candidate):
+class SkipCandidate(OpCandidate):
     """The op's input; for an addition that ends a residual block, the input of the block."""
 
     skips = True
@@ -111,7 +111,7 @@ class SkipCandidate(Candidate):
         return 0.0, 0.0
 
 
-class ActivationCandidate(Candidate):
+class ActivationCandidate(OpCandidate):
     """Another activation."""
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
@@ -123,7 +123,7 @@ class ActivationCandidate(Candidate):
         return site.library.activation(self.label)(inputs[0])
 
 
-class FunctionCandidate(Candidate):
+class FunctionCandidate(OpCandidate):
     """A function of the user, of all inputs of the op."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -135,7 +135,7 @@ class FunctionCandidate(Candidate):
         return self._function(*inputs)
 
 
-class WeightCandidate(Candidate):
+class WeightCandidate(OpCandidate):
     """Base for candidates that give the op another weight."""
 
     def weight(self, value: Any, site: Site) -> Any:
@@ -351,7 +351,7 @@ class Choice:
     @classmethod
     @checked(error=SearchError)
     def of(cls, text: Name) -> Choice:
-        """Return the choice of a text: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
+        """Return the choice that a string states: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
 
         Raises SearchError for another text.
         """
@@ -363,7 +363,7 @@ class Choice:
         return cls(candidates.split("|"), type or None, module or None, shared)
 
 
-def make_candidate(label_or_function: str | Callable[..., Any], where: str) -> Candidate:
+def make_candidate(label_or_function: str | Callable[..., Any], where: str) -> OpCandidate:
     """Return the candidate of a label or of a function.  where: the choice, for errors.
 
     Raises SearchError for an unknown label.

@@ -10,9 +10,9 @@ from amanda.options import shown
 from amanda.tools.search._candidates import (
     ACTIVATIONS,
     ActivationCandidate,
-    Candidate,
     ConvolutionCandidate,
     KeepCandidate,
+    OpCandidate,
     SearchError,
     SkipCandidate,
     WeightCandidate,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amanda.tools.search._site import Site
 
 
-def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
+def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, OpCandidate]]:
     """Return the sites whose op is replaced, with the candidates.
 
     Raises SearchError if ops of one module have different candidates.
@@ -44,7 +44,7 @@ def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
     ]
 
 
-def not_a_module(site: Site, candidate: Candidate, reason: str) -> SearchError:
+def not_a_module(site: Site, candidate: OpCandidate, reason: str) -> SearchError:
     """Return the error for a candidate that cannot become a module."""
     return SearchError(
         f"SearchTool.finalize: {candidate.label!r} of {site.name} at {site.source} is no module: {reason}; "
@@ -101,7 +101,7 @@ def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) 
         module.inplace = False
 
 
-def _replacement_module(site: Site, candidate: Candidate, module: Any) -> Any:
+def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
     """Return the module that computes a candidate."""
     from torch import nn
 

@@ -14,7 +14,7 @@ from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original, SearchError
-from amanda.tools.search._gradients import Gradients, GradientSum
+from amanda.tools.search._site import Gradients, GradientSum
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
@@ -41,7 +41,7 @@ def _erf(x: Any) -> Any:
     return np.vectorize(erf, otypes=[np.float32])(x)
 
 
-class Library:
+class SearchLibrary:
     """Functions of a framework that candidates call; this class computes on arrays of NumPy."""
 
     no_gradient_reason = ""
@@ -66,7 +66,7 @@ class Library:
         """Return an op's input in a form that can be the op's output."""
         return x
 
-    def for_op(self, context: amanda.OpContext) -> Library:
+    def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op; this library itself if they do not depend on the op."""
         return self
 
@@ -103,7 +103,7 @@ class Library:
         raise SearchError(f"SearchTool.finalize: no modules of {type(model).__name__} are known here")
 
 
-class JaxLibrary(Library):
+class JaxLibrary(SearchLibrary):
     """JAX, eager and under jit.
 
     attributes: of the convolution, for the library of an op.
@@ -118,7 +118,7 @@ class JaxLibrary(Library):
     def __init__(self, attributes: Mapping[str, Any] | None = None) -> None:
         self._attributes = attributes or {}
 
-    def for_op(self, context: amanda.OpContext) -> Library:
+    def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: the padding of a convolution may depend on shapes."""
         if not context["type"].startswith("conv"):
             return self
@@ -148,7 +148,7 @@ class JaxLibrary(Library):
     def gradient_sum(self, parameter: Any, op: str) -> Gradients:
         """Return a sum in references of JAX, to which programs add."""
         _JAX_REQUIRED.check()
-        from amanda.tools.search._gradients import JaxGradientSum
+        from amanda.tools.search._site import JaxGradientSum
 
         return JaxGradientSum(parameter, op)
 
@@ -172,7 +172,7 @@ class JaxLibrary(Library):
         return jax.lax.conv_general_dilated(*inputs, **{**arguments, "feature_group_count": groups})
 
 
-class TorchLibrary(Library):
+class TorchLibrary(SearchLibrary):
     """PyTorch.
 
     edges: padding by the module of the convolution, for the library of an op; None if the op itself pads.
@@ -181,7 +181,7 @@ class TorchLibrary(Library):
     def __init__(self, edges: ModulePadding | None = None) -> None:
         self._edges = edges
 
-    def for_op(self, context: amanda.OpContext) -> Library:
+    def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: a module pads the input of its convolution, unless with zeros."""
         edges = ModulePadding.of(context)
         return self if edges is None else TorchLibrary(edges)
@@ -234,7 +234,7 @@ class TorchLibrary(Library):
         return finalize_torch(model, sites)
 
 
-class TensorFlowLibrary(Library):
+class TensorFlowLibrary(SearchLibrary):
     """TensorFlow, eager and in functions."""
 
     def __init__(self, no_gradient_reason: str = "") -> None:
@@ -314,7 +314,7 @@ def library_rules() -> MappingTool:
         "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
     )
     rules: list[list[Any]] = [
-        ["*", partial(_put_library, Library())], ["pytorch", partial(_put_library, TorchLibrary())],
+        ["*", partial(_put_library, SearchLibrary())], ["pytorch", partial(_put_library, TorchLibrary())],
         ["tensorflow", partial(_put_library, TensorFlowLibrary(graph))],
         ["tensorflow/*/eager", partial(_put_library, TensorFlowLibrary())],
         ["jax", partial(_put_library, JaxLibrary())],
@@ -322,7 +322,7 @@ def library_rules() -> MappingTool:
     return MappingTool(rules)
 
 
-def _put_library(library: Library, context: amanda.OpContext) -> None:
+def _put_library(library: SearchLibrary, context: amanda.OpContext) -> None:
     context["search"] = library
 
 

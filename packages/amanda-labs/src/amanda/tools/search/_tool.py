@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import partial
+from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import amanda
 from amanda.files import write_file
@@ -16,21 +17,18 @@ from amanda.tools.kit import Dataflow, DataflowNode, leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.results import Column, Result, parsing, read_json, shortened, to_json
 from amanda.tools.search._candidates import Choice, Original, SearchError
-from amanda.tools.search._decisions import ArchitectureCosts, Decision, settle_architecture
-from amanda.tools.search._libraries import Library, library_rules
-from amanda.tools.search._site import InPlaceWriter, Site, find_residual_block
+from amanda.tools.search._libraries import SearchLibrary, library_rules
+from amanda.tools.search._site import Decision, InPlaceWriter, Site, find_residual_block
 from amanda.tools.select import as_remarks
-
-if TYPE_CHECKING:
-    from amanda.tools.search._site import Site
+from amanda.tools.sweep import OpCosts
 
 _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsqueeze", "getitem"}
 
 
 class SearchTool(amanda.Tool):
-    """Replaces ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
+    """Replace ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
 
-    choices: `Choice`s, or texts such as "conv2d@features=keep|conv5"; the first that selects an op counts.
+    choices: `Choice`s, or strings such as "conv2d@features=keep|conv5"; the first that selects an op counts.
     mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.
         2019), which an optimizer trains; `settle` then picks the candidates with the largest weights.
     architecture: a file that `save` wrote.  seed: of the initial mixture weights.
@@ -265,7 +263,7 @@ class SearchTool(amanda.Tool):
         if site is None:
             return
         site.op_ids.add(context.get_op_id())
-        library: Library = context["search"]
+        library: SearchLibrary = context["search"]
         if library.no_gradient_reason and site.parameters:
             self._untrained = library.no_gradient_reason
         context.insert_before_op(site.executions, inputs=[])
@@ -318,6 +316,72 @@ def _read_architecture(content: Any) -> dict[str, str]:
     if not isinstance(content, Mapping) or not all(isinstance(label, str) for label in content.values()):
         raise ValueError("it holds no object of labels by the names of ops")
     return dict(content)
+
+
+class ArchitectureCosts(OpCosts):
+    """Records the costs of each forward op, and computes those of architectures."""
+
+    def flops_of(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
+        """Return FLOPs of the forward pass; candidates scale the FLOPs of products, not of a bias."""
+        return self.flops(*self._shares_by_op(sites, architecture))
+
+    def size_of(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
+        """Return bytes of parameters; a parameter that several ops read counts once, by its largest share."""
+        return self.size(*self._shares_by_op(sites, architecture))
+
+    def _shares_by_op(
+        self, sites: Sequence[Site], architecture: Mapping[str, str]
+    ) -> tuple[dict[int, tuple[float, float]], set[int]]:
+        """Return the shares of products and weights by op id, and the ops that are skipped."""
+        if self.is_empty:
+            raise SearchError("SearchTool: the costs of ops are not known; call prepare(model, x) first")
+        shares: dict[int, tuple[float, float]] = {}
+        skipped: set[int] = set()
+        for site in sites:
+            candidate = site.candidates[architecture[site.decision.name]]
+            shares |= dict.fromkeys(site.op_ids, candidate.cost_shares(site))
+            if candidate.skips and site.branch:
+                skipped |= site.branch
+        return shares, skipped
+
+
+Measure = Callable[[Mapping[str, str]], float]
+
+
+def settle_architecture(
+    shares: Mapping[str, Mapping[str, float]],
+    architecture: Mapping[str, str],
+    limits: Mapping[Any, float],
+    measures: Mapping[str, Measure],
+) -> dict[str, str]:
+    """Return an architecture of the most probable candidates, with cheaper ones where limits need them.
+
+    shares: probabilities of candidates.  limits: by the names of measures; no change breaks an earlier limit.
+    Each change loses the least log probability for each unit of cost that it saves.  Raises SearchError if no
+    change saves any more.
+    """
+    settled = {
+        **architecture,
+        **{name: max(probabilities, key=probabilities.__getitem__) for name, probabilities in shares.items()},
+    }
+    earlier_limits: list[tuple[Measure, float]] = []
+    for cost, limit in limits.items():
+        measure = measures[cost]
+        while (cost_now := measure(settled)) > limit:
+            steps = []
+            for name, probabilities in shares.items():
+                for label, share in probabilities.items():
+                    cheaper = settled | {name: label}
+                    saved = cost_now - measure(cheaper)
+                    if saved > 0 and all(
+                        earlier_measure(cheaper) <= bound for earlier_measure, bound in earlier_limits
+                    ):
+                        steps.append((log(probabilities[settled[name]] / share) / saved, name, label))
+            if not steps:
+                raise SearchError(f"SearchTool.settle: {cost} are {cost_now:g} at least, above {limit:g}")
+            settled |= [min(steps)[1:]]
+        earlier_limits.append((measure, limit))
+    return settled
 
 
 class ChoicesResult(Result):

@@ -20,7 +20,7 @@ class RuleError(ToolError):
     """A mapping rule is not `[namespace, before]` or `[namespace, before, after]`."""
 
 
-class Rule(NamedTuple):
+class MappingRule(NamedTuple):
     """Rules for the contexts of a namespace, before and after the tools that depend on it."""
 
     namespace: Namespace
@@ -28,19 +28,18 @@ class Rule(NamedTuple):
     after: Rewrite | None = None
 
 
-Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of rules: [[namespace, before], ...]")]
+Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of [namespace, before, after]")]
 
 
 class MappingTool(Tool):
-    """Rewrite the contexts of ops for the tools that depend on this one (for authors of tools).
+    """Rewrite the `OpContext` of ops before the tools that depend on this tool read it (for tool authors).
 
-    rules: `[namespace, before]` or `[namespace, before, after]`.  A rule applies to an op whose
-    namespace it matches: "pytorch" and "tensorflow/2.21.0" by their leading tags, "*/*/graph" by place.
-    At each point where a dependent tool has an analysis routine, `before(context)` runs ahead of
-    all of them and `after(context)` once behind the last; `before`s in the order of the rules,
-    `after`s in reverse.  One of the two may be None.
+    rules: `[namespace, before]` or `[namespace, before, after]`; one function may be None.  A rule applies
+    to ops whose namespace starts with its tags: "pytorch", "tensorflow/2.21.0"; `*` stands for any tag:
+    "*/*/graph".  At each point where a dependent tool has an analysis routine, the `before(context)` of all
+    rules run first, in order, then the routines, then the `after(context)` in reverse order.
 
-    Raises RuleError, which says what is wrong with which rule.
+    Raises RuleError, which names the rule and the mistake.
 
     >>> def name(context):
     ...     context["op_name"] = context.get_op().__name__
@@ -52,6 +51,7 @@ class MappingTool(Tool):
     @checked(error=RuleError)
     def __init__(self, rules: Rules) -> None:
         self.rules = [_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
+        # Rules run at each of the points where a dependent tool may have an analysis routine.
         for backward in (False, True):
             for require_outputs in (False, True):
                 self.add_inst_for_op(self._apply_before, backward, require_outputs)
@@ -69,7 +69,7 @@ class MappingTool(Tool):
                 rule.after(context)
 
 
-def _read_rule(rule: Sequence[Any], place: str) -> Rule:
+def _read_rule(rule: Sequence[Any], place: str) -> MappingRule:
     expected = "a rule is [namespace, before] or [namespace, before, after]"
     if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
         raise RuleError(f"{place} is {rule!r}; {expected}")
@@ -90,7 +90,7 @@ def _read_rule(rule: Sequence[Any], place: str) -> Rule:
             raise RuleError(f"`{name}` of {place} is {function!r}; give a function of one context, or None")
     if not any(functions):
         raise RuleError(f"{place} has no function; {expected}")
-    return Rule(tags, *functions)
+    return MappingRule(tags, *functions)
 
 
 T = TypeVar("T")
@@ -157,6 +157,7 @@ RULES = InstalledEntries("amanda.mappings", "mapping rule", RuleError)
 
 def installed_rules() -> list[list[Any]]:
     """Return a rule for each entry, by name; its function is imported when it meets the first op."""
+    # Deferred, since importing a driver's rule imports its framework.
     return [[name, _DeferredRule(name)] for name in RULES.names()]
 
 
@@ -181,6 +182,7 @@ class _DeferredRule:
 
 def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points of a group by name: several where distributions have one name."""
+    # By sys.path, so that a distribution that is added while the program runs is found.
     return _entries_by_name(group, tuple(sys.path))
 
 
@@ -188,6 +190,7 @@ def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 def _entries_by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
     entries: dict[str, dict[str, EntryPoint]] = {}
     for entry in _installed_entry_points(path).select(group=group):
+        # A distribution may be found twice on sys.path, which makes no rival.
         entries.setdefault(entry.name, {})[entry.value] = entry
     return {name: tuple(point for _, point in sorted(same.items())) for name, same in entries.items()}
 

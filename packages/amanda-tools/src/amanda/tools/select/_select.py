@@ -49,6 +49,7 @@ class Patterns:
         fitting = [pattern for pattern in self.patterns if any(self._fits(name, pattern) for name in spelt)]
         for pattern in fitting:
             self.unused.pop(pattern, None)
+        # Bounded: a long run may have any number of names.
         if not fitting and len(self.rejected) < _MAX_REJECTED:
             self.rejected.update(spelt)
         return bool(fitting)
@@ -74,6 +75,7 @@ class Paths(Patterns):
         return name.replace("/", ".")
 
     def _fits(self, name: str, pattern: str) -> bool:
+        # fnmatchcase: names of modules differ by case, on every system.
         return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
@@ -183,6 +185,7 @@ class Selection:
         if self.has_types or self._phase:
             tool.depends_on(StandardMapping())
         tool.restrict(self)
+        # Forward analysis still runs, as that of backward ops may read its notes; its routines do not.
         if self._phase == "backward":
             tool.wrap_routines(_only_backward)
 
@@ -260,6 +263,7 @@ def select(
     selection = Selection(type, module, phase, exclude)
     window = Window(Steps() if steps is None else steps, start, end, frequency)
     selection.let(tool)
+    # A window that is always open would cost each routine a call.
     if (start, end, frequency) != (0, None, 1):
         window.let(tool)
     return tool

@@ -17,7 +17,7 @@ from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
 
 
 class Counted(Protocol):
-    """A record of an op that counts its executions."""
+    """A record of an op, with the number of its executions."""
 
     executions: int
 
@@ -28,6 +28,7 @@ def execution_number(record: Counted, run: dict[Any, Any] | None, recomputed: bo
     A recomputation has the number of its first execution, and is not counted.
     record: hashable.  run, recomputed: of the routine; None and False where nothing runs again.
     """
+    # A checkpoint runs the op again for the backward pass of the same execution.
     if recomputed and run is not None and record in run:
         number: int = run[record]
         return number
@@ -43,7 +44,7 @@ _OUTSIDE_LIMIT = 100
 
 
 @dataclass
-class _Candidate:
+class _StepCandidate:
     """An op whose executions may begin steps.
 
     inside: in the call of a module, or in a graph.  order: of the first execution.
@@ -55,12 +56,14 @@ class _Candidate:
     thread: int | None
     executions: int = 0
 
-    def leads(self, rival: _Candidate | None) -> bool:
+    def leads(self, rival: _StepCandidate | None) -> bool:
         """Return True if this op begins steps rather than the other one."""
         if rival is None or rival is self:
             return True
+        # A call of a module is a step rather than a line outside.
         if self.inside != rival.inside:
             return self.inside
+        # What repeats is a loop; what ran once may be preparation.
         if (self.executions > 1) != (rival.executions > 1):
             return self.executions > 1
         return self.order < rival.order
@@ -83,9 +86,9 @@ class Steps(amanda.Tool):
         self.number = 0
         self._listeners: list[Listener] = []
         self._explicit = False
-        self._candidates: dict[Hashable, _Candidate] = {}
+        self._candidates: dict[Hashable, _StepCandidate] = {}
         self._models: set[int] = set()
-        self._leader: _Candidate | None = None
+        self._leader: _StepCandidate | None = None
         self._between_runs = True
         self.add_inst_for_op(self._watch_candidate)
 
@@ -110,6 +113,7 @@ class Steps(amanda.Tool):
     def on_step(self, listener: Listener) -> None:
         """Call `listener(number)` at the beginning of each step, ahead of its routines, and now."""
         self._listeners.append(listener)
+        # At once, so that a window that is added in the midst of a run is right from its first op.
         listener(self.number)
 
     def _begin_step(self, number: int) -> None:
@@ -127,7 +131,7 @@ class Steps(amanda.Tool):
             eager = context.is_eager()
             inside = not isinstance(place, tuple)
             thread = get_ident() if eager else None
-            self._candidates[place] = _Candidate(inside, len(self._candidates), thread)
+            self._candidates[place] = _StepCandidate(inside, len(self._candidates), thread)
         context.insert_before_op(self._execute, inputs=[], place=place)
 
     def _place(self, context: amanda.OpContext) -> Hashable:
@@ -151,11 +155,13 @@ class Steps(amanda.Tool):
     def _execute(self, place: Hashable) -> None:
         candidate = self._candidates[place]
         self._between_runs = True
+        # Replicas and loaders on other threads run the same op for the same step.
         if candidate.thread not in (None, get_ident()):
             return
         candidate.executions += 1
         if candidate.leads(self._leader) and not self._explicit:
             self._leader = candidate
+            # The first execution finds the number at 0 already.
             if self.number != candidate.executions - 1:
                 self._begin_step(candidate.executions - 1)
 
@@ -207,6 +213,7 @@ class Window:
             return routine(*values, **kwargs) if window.open else skipped
 
         def gated_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
+            # The first routine of an execution decides for all, also for those of its backward pass.
             is_open = run.setdefault(window, window.open) if isinstance(run, dict) else window.open
             if takes_run:
                 kwargs["run"] = run

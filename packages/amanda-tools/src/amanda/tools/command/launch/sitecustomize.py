@@ -95,6 +95,7 @@ class Process:
     def _wait_no_longer(self) -> None:
         self._waits = False
         for holder, name, opening, original in self._openers:
+            # Something else may have replaced the function since, and keeps its own.
             if getattr(holder, name) is opening:
                 setattr(holder, name, original)
         if self in sys.meta_path:
@@ -226,6 +227,8 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
+# A process that cleared the variable runs without tools.
 if os.environ.get("AMANDA_TOOLS"):
     _begin()
+# Last: the program's own module may start threads, which belong to the scope.
 _chain()
