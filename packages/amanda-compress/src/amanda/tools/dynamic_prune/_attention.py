@@ -189,6 +189,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return self._strength * (share - self._share) ** 2
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Insert the pruning of an attention, of a residual connection behind, or of its normalisation."""
         kind = context["type"]
         if kind in _FUSED:
             self._fused.add(kind)
@@ -218,6 +219,7 @@ class AttentionPruneTool(DynamicPruneTool):
                 )
 
     def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> _Attention:
+        """Return the record of an attention, and note it at the node of its softmax."""
         scores, query_shape = node.shapes[0] or (), product.shapes[0] or ()
         heads = head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
         count = heads or (scores[1] if len(scores) == 4 else 1) or 1
@@ -248,6 +250,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
 
     def _analyse_residual(self, context: amanda.OpContext, node: DataflowNode, connection: Residual) -> None:
+        """Keep the state of dropped tokens at a residual connection whose branch follows an attention."""
         attention = self._flow.nearest([node.inputs[connection.branch]], "attention")
         products = [op for op in connection.ops if op.type in LAYERS]
         if attention is None or not products:

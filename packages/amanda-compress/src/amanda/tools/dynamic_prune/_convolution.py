@@ -88,6 +88,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         )
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Insert the predictor of a convolution, and its gate at the ops that read the output."""
         for position, number in enumerate(node.inputs):
             maker = self._flow.maker(number)
             if maker is not None and "layer" in maker.notes:
@@ -119,6 +120,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
 
     def _layer(self, context: amanda.OpContext) -> _GatedConvolution:
+        """Return the record of a convolution, with the parameters of its predictor."""
         x, kernel = context.get_inputs()[0], context.get_inputs()[context["weight_index"]]
         extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
         in_channels = context["shape"](x)[context["layout"].index("C")]
@@ -137,6 +139,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _predict(self, x: Any, layer: _GatedConvolution) -> None:
+        """Compute saliencies and gate of a convolution from its input."""
         squeezed = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
         # Predictors are in float32 under mixed precision.
         squeezed = as_type_of(squeezed, layer.weight)
@@ -160,6 +163,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _prune(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
+        """Return a value times the gate of its channels; the value itself before the convolution has run."""
         gate = self._states.of(layer).gate
         # The convolution has not run in this execution, as in a branch of the program that was skipped.
         if gate is None:
@@ -278,6 +282,7 @@ class ActivationPruneTool(DynamicPruneTool):
         return self._strength * budget_loss(macs_used, total, self._budget, self.progress)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Insert the masks of a convolution's input, and that of a branch where the op ends one."""
         if context["type"] in CONVOLUTIONS and context["layout"] in ("NCHW", "NHWC"):
             convolution = self._convolution(context)
             if convolution is not None:
@@ -291,6 +296,7 @@ class ActivationPruneTool(DynamicPruneTool):
             context.insert_before_op(self._mask_branch, inputs=[connection.branch], block=block)
 
     def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
+        """Return the record of a convolution; None for a transposed one."""
         shape, layout = context["shape"](context.get_inputs()[context["weight_index"]]), context["layout"]
         # By letters of the layout, as frameworks order the axes of kernels differently.
         extents = dict(zip(context["weight_layout"], shape, strict=True))
@@ -304,6 +310,8 @@ class ActivationPruneTool(DynamicPruneTool):
         ))  # fmt: skip
 
     def _block(self, context: amanda.OpContext, convolutions: Sequence[tuple[_Convolution, int]]) -> _Block:
+        """Return the record of a branch, with the parameters of its mask unit."""
+
         def make() -> _Block:
             channels, unit = convolutions[0][1], partial(self._trainable, context, context.get_inputs()[0])
             block = _Block(
@@ -323,6 +331,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _mask_input(self, x: Any, convolution: _Convolution, run: Run, recomputed: bool) -> Any:
+        """Predict masks at the first convolution of a branch; return the input that each one needs."""
         block = convolution.block
         if block is None:
             return None

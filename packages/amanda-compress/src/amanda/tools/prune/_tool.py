@@ -169,6 +169,7 @@ class PruneOptions:
             raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
 
     def _check_sparsegpt(self, is_n_m: bool) -> None:
+        """Raise PruneError for options that do not go with SparseGPT."""
         if not (self.pattern.is_elementwise or is_n_m):
             raise PruneError(f"importance sparsegpt drops elements or n:m, not {self.pattern.name}")
         if self.is_global or self.schedule.repeats or self.permute:
@@ -403,6 +404,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     def _gather_inputs(
         self, value: Any, form: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
     ) -> None:
+        """Add the inputs of an execution to the sums of the weight, if the step gathers."""
         # An op in a loop may read another weight at each execution, which the forward routine has noted.
         weight = run.get(self._key, form)
         if isinstance(weight, PrunedWeight) and self._mask_updater.is_gathering(weight):

@@ -300,6 +300,7 @@ class PerChannelObserver(Observer):
         self._channels: list[Observer] = []
 
     def _add(self, array: NDArray[Any]) -> None:
+        """Add the numbers of each channel to the channel's observer."""
         rows = np.moveaxis(array, self._axes, range(len(self._axes)))
         rows = rows.reshape(int(np.prod(rows.shape[: len(self._axes)])), -1)
         if not self._channels:

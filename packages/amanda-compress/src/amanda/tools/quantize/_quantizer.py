@@ -154,6 +154,7 @@ class Quantizer:
         return scale, zero_point
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
+        """Return the quantised value; a weight without a scale is calibrated by this value."""
         if not self.has_scale:
             if not self.is_weight:
                 extents = "x".join(map(str, x.shape)) or "scalar"
@@ -209,6 +210,7 @@ class DynamicQuantizer(Quantizer):
         """Do nothing: each value has its own scale."""
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
+        """Return the value, quantised by a scale of its own."""
         if not self.is_weight or self.options.weight_observer == "minmax":
             return self._fake_quantise(x, *self._qparams(*extremes(x, self.axes)))
         observer = self.options.make_observer(self.is_weight, self.axes)

@@ -111,6 +111,7 @@ class QuantizeOptions:
 
     @cached_property
     def _by_layer(self) -> list[Any]:
+        """Return each of the two options of bits, a mapping as pairs of globs and bits."""
         both = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
         return [
             [(Paths(name, glob), bits) for glob, bits in bits_option.items()]

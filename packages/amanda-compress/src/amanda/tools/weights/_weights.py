@@ -428,6 +428,7 @@ def _element_count(context: amanda.OpContext, holder: Any, value: Any) -> int | 
 
 
 def _weak_reference(holder: Any) -> Callable[[], Any]:
+    """Return a weak reference; a function that returns None for an object without weak references."""
     try:
         return weakref.ref(holder)
     except TypeError:

@@ -209,6 +209,7 @@ class KerasTracing(Tracing):
         return name.rpartition("/")[0]
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a forward op."""
         if context["phase"] != "forward":
             return
         context.insert_before_op(self._before)
@@ -231,6 +232,7 @@ class KerasTracing(Tracing):
         attributes: Mapping[str, Any],
         module: str,
     ) -> None:
+        """Follow an op by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
         # Weights enter the program there: its output is the weight for all ops that follow.

@@ -68,6 +68,7 @@ class OnnxModel(PrunableModel):
         self._run(True, example, named)
 
     def _run(self, optimized: bool, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Run a session of the model as it is now; raise PruneError for inputs of other names or number."""
         feed = dict(zip(self.inputs, example, strict=False)) | dict(named)
         if len(example) > len(self.inputs) or feed.keys() != set(self.inputs):
             raise PruneError(

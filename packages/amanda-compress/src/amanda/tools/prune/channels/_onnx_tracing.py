@@ -252,6 +252,7 @@ class OnnxTracing(Tracing):
         return self._layers.get(name, name)
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a node of the main graph."""
         key = self._model.key(context)
         if key not in self._model.nodes:  # of a body, where nothing can listen
             return
@@ -269,6 +270,7 @@ class OnnxTracing(Tracing):
 
     @amanda.observer
     def _before(self, *inputs: Any, key: str, names: Sequence[Any]) -> None:
+        """Store the arrays of a node's inputs, with the names that they have in the graph."""
         arrays = list(_of_each(inputs, lambda array: array if isinstance(array, np.ndarray) else None))
         # By key and not on a stack: a session may run independent nodes in another order than the file's.
         self._open_inputs[key] = [
@@ -289,6 +291,7 @@ class OnnxTracing(Tracing):
         node: str,
         compute: Callable[[Sequence[Any]], Any] | None,
     ) -> None:
+        """Follow a node by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop(key)
         arrays = (array for array in _of_each(outputs, lambda array: array) if isinstance(array, np.ndarray))
         results = [OnnxValue(name, array) for name, array in zip(output_names, arrays, strict=False)]

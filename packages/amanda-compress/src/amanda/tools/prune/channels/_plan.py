@@ -197,6 +197,7 @@ class ChannelBudget:
     def _keep_masks_at(
         self, sparsity: float, groups: Sequence[ChannelGroup], importances: Sequence[Any]
     ) -> list[Any]:
+        """Return the keep mask of each group at a share of the channels."""
         # The best channel of each group is never removed: a layer without channels cannot run.
         guarded = [
             np.where(np.arange(len(scores)) == scores.argmax(), np.inf, scores) for scores in importances

@@ -208,6 +208,7 @@ class ModuleTracing(Tracing):
         return RULES.get(type, unknown)
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a forward op."""
         if context["phase"] == "forward":
             facts = {
                 "type": context["type"], "op_id": context.get_op_id(), "names": context.get_input_names(),
@@ -220,6 +221,7 @@ class ModuleTracing(Tracing):
 
     @amanda.observer
     def _before(self, *inputs: Any, within: str) -> None:
+        """Store the inputs of an op, and the families of its tensors."""
         if within in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are no parameters.
             for average in inputs[3:5]:
@@ -240,6 +242,7 @@ class ModuleTracing(Tracing):
         source: str,
         compute: Callable[[Sequence[Any]], Any],
     ) -> None:
+        """Follow an op by its rule, and store the families of its outputs."""
         import torch
 
         # A stack: ops of a composite run between the two routines of the outer one.

@@ -83,6 +83,7 @@ class ModuleRemoval:
         self._before.clear()
 
     def _shorten(self, tensor: Any, axes: Mapping[int, Any]) -> None:
+        """Remove places along axes of a tensor, of its gradient, and of the optimizer's state."""
         import torch
 
         def shortened(whole: Any) -> Any:
@@ -138,6 +139,7 @@ class ModuleRemoval:
 
 
 def _check_state(optimizer: Any) -> None:
+    """Raise PruneError for an optimizer whose state of a parameter has another shape."""
     import torch
 
     for parameter, state in () if optimizer is None else optimizer.state.items():

@@ -91,6 +91,7 @@ def _axis_of(call: FollowedOp, weight: Any, axis: int) -> Families:
 def _outputs_of_layer(
     call: FollowedOp, outputs: Family | None, inputs: Family | None, axis: int, other_families: Families
 ) -> Sequence[Families]:
+    """Note the work of a layer, match its bias, and return the families of its output."""
     call.labels.produce(outputs)
     call.match_vector(outputs, call.value("bias"))
     output, weight = call.outputs[0], call.inputs[1]

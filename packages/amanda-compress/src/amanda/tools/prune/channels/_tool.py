@@ -266,6 +266,7 @@ class ChannelPruneTool(amanda.Tool):
         self.analyse_again()
 
     def _forward(self, context: amanda.OpContext) -> None:
+        """Insert the masks of a forward op's weights, or replace an op that computes over channels."""
         if self._plan is None or context["phase"] != "forward":
             return
         subject = self._plan.subject
