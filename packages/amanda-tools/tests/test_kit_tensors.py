@@ -141,7 +141,7 @@ def test_a_tool_looks_at_some_executions() -> None:
         x.split(1)
     assert [observed[-1] for observed in some.met if observed[0] == "relu"] == [0, 2]
     assert [observed[3] for observed in some.met if observed[0] == "split"] == [0, 1]
-    with pytest.raises(AmandaError, match="every is 0; give a whole number from 1 on"):
+    with pytest.raises(AmandaError, match="every is 0; give an integer >= 1"):
         Met("output", every=0)
 
 

@@ -349,7 +349,7 @@ class Budget:
         return self.spent + expected + self._reserve <= self.share * self.passed
 
     def interval(self, seconds: float) -> int:
-        """Return the number of steps after which work of so many seconds may be done again."""
+        """Return how many steps lie between repetitions of work that takes `seconds`."""
         if self.share is None or not self._plain:
             return 1
         return max(1, int(seconds / (0.5 * self.share * median(self._plain))) + 1)

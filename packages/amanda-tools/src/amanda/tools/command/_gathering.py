@@ -276,21 +276,21 @@ _OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.
     "--output",
     type=PATH,
     metavar="FILE",
-    help="Where to save it, in the form that the suffix names; a folder for those of a folder.",
+    help="File to write, in the format of its suffix; a folder if FILES is a folder.",
 )
-@click.option("--per-rank", is_flag=True, help="Keep the rows of each, under a column `rank`.")
+@click.option("--per-rank", is_flag=True, help="Keep the rows of each rank, with a column `rank`.")
 @click.option(
-    "--ranks", type=click.IntRange(min=1), metavar="N", help="How many there were, to tell which are missing."
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks, to report missing ones."
 )
 @limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def _command(
     files: Sequence[Path], output: Path | None, per_rank: bool, ranks: int | None, quiet: bool
 ) -> None:
-    """Put results of several ranks, processes or runs together.
+    """Merge the results of several ranks, processes or runs.
 
-    FILES are of one tool, as .json; or a folder of `amanda run -o`, where the files of each tool's processes
-    become TOOL.json.
+    FILES are .json results of one tool, or one folder of `amanda run -o`; in a folder, the results of each
+    tool are merged into TOOL.json.
     """
     for tool, result in _merge_files(files, ranks, per_rank).items():
         path = _path(files, output, tool)
@@ -303,7 +303,7 @@ def _command(
 
 
 def merge(arguments: Sequence[str]) -> int:
-    """Put results of several ranks, processes or runs together."""
+    """Merge the results of several ranks, processes or runs."""
     return exit_status(_command, "amanda merge", arguments)
 
 

@@ -73,7 +73,7 @@ def tool_option(help_text: str) -> Callable[[Any], Any]:
 
 def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--compiled`, passed as `compiled`."""
-    text = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
+    text = "How torch.compile callables run: op by op as eager code (default), or compiled with tools."
     kind = click.Choice(["eager", "instrument"])
     return click.option("--compiled", type=kind, default="eager", help=text)(command)
 
@@ -97,7 +97,7 @@ class _Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is no size such as 500MB or 4GB", param, ctx)
+            self.fail(f"{value!r} is not a size such as 500MB or 4GB", param, ctx)
         # Decimal prefixes, as disks and `amount` have them.
         return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
@@ -113,7 +113,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
     return click.option(
         "--limit", type=_Size(), metavar="SIZE",
-        help="Read files of up to this size, uncompressed, such as 4GB.",
+        help="Largest uncompressed size of a file to read, such as 4GB.",
     )(limited)  # fmt: skip
 
 

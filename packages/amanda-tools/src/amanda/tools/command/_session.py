@@ -137,7 +137,7 @@ class Session:
                     self._gathering.leave(ended=False)
                 except Exception as error:
                     if not self._has_failed:
-                        logger.warning("results so far are not saved: %s; the next time tries again", error)
+                        logger.warning("the results so far were not saved: %s; the next save retries", error)
                     self._has_failed = True
 
     def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:

@@ -36,7 +36,7 @@ _TRUTH = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
-_NOT_TEXT = "its values are no text: make the tool in Python"
+_NOT_TEXT = "text cannot express its values: make the tool in Python"
 
 
 class Unreadable(ValueError):

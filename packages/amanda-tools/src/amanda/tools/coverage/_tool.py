@@ -115,7 +115,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
 
 
 class CoverageTool(amanda.Tool):
-    """Count the ops that run, and those that hooks at leaf modules would see.
+    """Count the executed ops, and the ops that hooks on leaf modules would see.
 
     `result` has the counts, `clear` sets them to 0.  A leaf module has no modules in it.  Hooks see a forward
     op whole if it is the only op in a call of a leaf module: the pre-hook sees inputs, the hook outputs.

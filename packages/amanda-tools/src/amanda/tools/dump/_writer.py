@@ -199,7 +199,7 @@ class Writer:
                 (self.folder / INCOMPLETE).touch()  # an empty file needs no space
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("dump: %s; the program goes on, and the next writing tries again", error)
+            logger.warning("dump: %s; the program continues, and the next write retries", error)
         # Keeping more would fill the memory while the disk stays full.
         if self._bytes >= SHARD:
             shard = self._shard_name()

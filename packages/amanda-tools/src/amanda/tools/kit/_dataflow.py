@@ -89,7 +89,7 @@ class Dataflow:
         return number
 
     def maker(self, number: int | None) -> DataflowNode | None:
-        """Return the op that made a tensor, by the tensor's number."""
+        """Return the op that produced the tensor with this number; None if unknown."""
         return None if number is None else self._makers.get(number)
 
     def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:

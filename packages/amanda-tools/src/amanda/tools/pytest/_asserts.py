@@ -227,13 +227,13 @@ class Traced:
             return function(*args, **kwargs)
 
     def clear(self) -> None:
-        """Forget what ran."""
+        """Forget the traced ops."""
         self._tracer.clear()
         self._counts.executions.clear()
 
     @property
     def graph(self) -> Graph:
-        """The graph of what ran."""
+        """The graph of the traced ops."""
         return self._tracer.graph
 
     @property
