@@ -223,7 +223,7 @@ def test_clear_forgets() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 0}, "stages is 0; give a whole number from 1"),
+        ({"stages": 0}, "stages is 0; give an integer >= 1"),
         ({"cost": "bytes"}, "cost is 'bytes'; give 'flops' or 'time'"),
         ({"tolerance": "little"}, "tolerance is 'little'; give a number from 0 to 1"),
         ({"tolerance": 2.0}, "tolerance is 2.0; give a number from 0 to 1"),

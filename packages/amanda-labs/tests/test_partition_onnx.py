@@ -293,8 +293,8 @@ def test_command_writes_a_folder(
         (["model.onnx", "-t", "partition:stages=99"], 1, "stages=99, but model.onnx has 12 ops"),
         (["model.onnx", "-t", "partition:stagse=2"], 2, "did you mean stages?"),
         (["model.onnx", "-t", "partition:cost=time"], 1, "cost='time' is measured while a session runs"),
-        (["text.onnx", "-t", "partition"], 1, "text.onnx is no whole ONNX model"),
-        (["model.pt", "-t", "partition"], 1, "model.pt is no file that an installed driver reads"),
+        (["text.onnx", "-t", "partition"], 1, "text.onnx is not a complete ONNX model"),
+        (["model.pt", "-t", "partition"], 1, "model.pt is not a file that an installed driver reads"),
         (["model.onnx", "-t", "partition", "-t", "prune"], 1, "PartitionTool, PruneTool: a tool that writes"),
         (
             ["model.onnx", "-t", "partition:protect=module=nowhere"],

@@ -420,7 +420,7 @@ def test_stages_and_protect_are_one_or_the_other() -> None:
         PartitionTool(stages=2, protect="module=a")  # type: ignore[call-overload]
     with pytest.raises(ToolError, match="memory is 9 and protect is 'module=a'"):
         PartitionTool(memory=9, protect="module=a")  # type: ignore[call-overload]
-    with pytest.raises(ToolError, match="protect is 5; give a text"):
+    with pytest.raises(ToolError, match="protect is 5; give a string"):
         PartitionTool(protect=5)  # type: ignore[call-overload]
 
 

@@ -525,7 +525,7 @@ def test_clear_starts_anew() -> None:
 
 @pytest.mark.parametrize("options", [{"executions": 0}, {"limit": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ToolError, match="is 0; give a whole number from 1 on"):
+    with pytest.raises(ToolError, match="is 0; give an integer >= 1"):
         TraceTool(**options)  # type: ignore[arg-type]
 
 

@@ -46,7 +46,7 @@ _MAX_EXECUTIONS = 64
 
 
 class EffectivePathTool(amanda.Tool):
-    """Extracts the neurons, synapses and weights that explain each output of a model.
+    """Extract the neurons, synapses and weights that explain each output of a model.
 
     theta, mode: a neuron is explained by the fewest inputs whose contributions sum to the share theta of its
     value ("cumulative"), or by all inputs that contribute theta or more ("absolute").

@@ -108,22 +108,22 @@ ResultT = TypeVar("ResultT", PartitionResult, ProtectedResult)
 
 
 class PartitionTool(amanda.Tool, Generic[ResultT]):
-    """Cuts a model into pipeline stages for several devices, with even loads and few bytes between them.
+    """Plan pipeline stages of a model for several devices, with balanced loads and few bytes between stages.
 
-    stages: number of stages, 2 if None.  cost: of an op, its FLOPs, or the "time" that it took.
-    method: "order" cuts the order of execution so that the slowest stage is as fast as can be; "min_cut"
+    stages: number of stages, 2 if None.  cost: the cost of an op: its FLOPs, or its measured "time".
+    method: "order" cuts the order of execution to make the slowest stage as fast as possible; "min_cut"
     cuts into two sides with the fewest bytes between them.
-    microbatches, schedule: of the pipeline, for its bubble and for the activations in flight.
-    memory: bytes of each device, None for no limit.  copies: how often a device holds a parameter's bytes;
-    None for 4 in training (value, gradient, two moments of Adam) and 1 otherwise.
-    byte_cost: FLOPs, or seconds, to send a byte between stages; the slowest of all may then be a link.
-    tolerance: share by which the slowest stage may be slower so that fewer bytes cross; with "min_cut" the
-    share by which a side may differ from half.
-    protect: ops to run in another process, which alone holds their parameters, instead of stages:
-    "module=classifier|layer4.*", also with "type="; `result` is then a `ProtectedResult`.  This separates
-    processes; it is no defence against programs of the same user, which can read their memory.
-    `amanda.instrument` with an ONNX file and this tool writes a file for each stage, or for the protected ops
-    and those before and after them, and `partition.json`; `StageChain` runs these files, and `result` is then
+    microbatches, schedule: the pipeline, which determines its bubble and the memory of activations.
+    memory: bytes of each device, None for no limit.  copies: device memory of a parameter, as a multiple of
+    its bytes; None for 4 in training (value, gradient, two moments of Adam) and 1 otherwise.
+    byte_cost: FLOPs, or seconds, to send a byte between stages; a link can then be the slowest part.
+    tolerance: allowed slowdown of the slowest stage, as a share, to send fewer bytes; with "min_cut" the
+    allowed difference of a side from half.
+    protect: ops that another process runs, which alone holds their parameters; there are no stages then, and
+    `result` is a `ProtectedResult`.  Select them by "module=classifier|layer4.*" or "type=...".  This
+    separates processes; it is no defence against programs of the same user, which can read their memory.
+    `amanda.instrument` of an ONNX file with this tool writes `partition.json` and a file for each stage, or
+    for the ops before, in and after the protected part; `StageChain` runs these files, and `result` is then
     a `PartsResult`.
 
     `clear` forgets what was executed.  Raises OptionError for invalid options; `result` raises PartitionError
@@ -400,10 +400,10 @@ class ProtectTool(amanda.Tool):
 
 
 def _parse_selection(text: str) -> Selection:
-    """Return the selection that a text asks for.  Raises ToolError for another text."""
+    """Return the selection that a string states.  Raises ToolError for another string."""
     form = "module=NAME|NAME, type=NAME|NAME or exclude=NAME|NAME, or several, apart by a space"
     if not isinstance(text, str):
-        raise ToolError(f"protect is {text!r}; it is a text such as 'module=NAME|NAME' or 'type=NAME|NAME'")
+        raise ToolError(f"protect is {text!r}; it is a string such as 'module=NAME|NAME' or 'type=NAME|NAME'")
     patterns_by_name: dict[str, list[str]] = {}
     for part in text.split():
         name, _, patterns = part.partition("=")

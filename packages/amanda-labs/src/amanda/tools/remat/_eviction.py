@@ -138,7 +138,7 @@ class Eviction:
             raise BudgetError(message)
         # Warned once: later shortages only raise the number in the result.
         if not self.ledger.totals.short:
-            logger.warning("the budget of memory is exceeded by %s bytes: %s", f"{short:,}", message)
+            logger.warning("the memory budget is exceeded by %s bytes: %s", f"{short:,}", message)
         self.ledger.totals.short = max(self.ledger.totals.short, short)
 
     def _evict(self, storage: Storage) -> bool:

@@ -26,9 +26,9 @@ _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsq
 
 
 class SearchTool(amanda.Tool):
-    """Replaces ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
+    """Replace ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
 
-    choices: `Choice`s, or texts such as "conv2d@features=keep|conv5"; the first that selects an op counts.
+    choices: `Choice`s, or strings such as "conv2d@features=keep|conv5"; the first that selects an op counts.
     mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.
         2019), which an optimizer trains; `settle` then picks the candidates with the largest weights.
     architecture: a file that `save` wrote.  seed: of the initial mixture weights.

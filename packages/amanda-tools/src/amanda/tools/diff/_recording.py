@@ -296,7 +296,7 @@ class RecordedRuns:
         program = self._programs[0]
         if program is None:
             raise AmandaError(
-                f"control is {control!r}, and a is no program to run; give a dump as the control"
+                f"control is {control!r}, but a is not a program to run; give a dump as the control"
             )
         if control != "again":
             try:
@@ -326,7 +326,7 @@ class RecordedRuns:
         """
         program = self._programs[1]
         if program is None:
-            raise AmandaError("bisect runs b again, and b is no program to run")
+            raise AmandaError("bisect runs b again, but b is not a program to run")
         entry_a, entry_b = pair
         if self.a.is_derived(entry_a) or self.b.is_derived(entry_b):
             return None

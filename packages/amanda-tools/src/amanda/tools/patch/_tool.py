@@ -36,24 +36,23 @@ Value: TypeAlias = (
 
 
 class PatchTool(amanda.Tool):
-    """Save or change tensors at points of a model; `saved` holds saved values, `result` is a table.
+    """Save or change tensors at modules or ops; `saved` holds the saved values, `result` lists the points.
 
-    points: paths of modules whose own calls are the points: "model.layers.1", "model.layers.*", where `*`
-        stands within a part; "" is the model.  side: the "output" of the calls, or the "input", their
-        positional arguments.  index: number of the tensor, counted through nested tuples and dicts; None for
-        all.
-    type: words of StandardMapping or names of the framework.  The points are then the ops of these types, in
-        the modules of `points` and in their submodules.
-    module, exclude: globs of paths of modules: points, or ops, that are of a module or lie in it, and those
-        to leave out.  Without `points` and `type` the points are the calls of all modules in `module`.
-    set: the new value.  add: the summand.  scale: the factor.  At most one of the three; without any, values
-        are saved.  A value is a number, nan and inf too, a tensor that broadcasts, a list with a value for
-        each execution, a dict of these by point name, or a `PatchTool` that has saved values.
-    positions: along `axis`, the axis of tokens; negative ones count from the end.  heads: numbers of heads,
-        which are `num_heads` equal parts of the last axis.  None for all.
+    points: paths of modules whose calls are the points: "model.layers.1", "model.layers.*", where `*` matches
+        no dot; "" is the model.  side: the "output" of the calls, or the "input", their positional arguments.
+    index: position of the tensor after nested tuples and dicts are flattened; None for all.
+    type: op types, as StandardMapping or the framework names them.  The points are then the ops of these
+        types, in the modules of `points` and in their submodules.
+    module, exclude: globs of module paths; only points in `module` and not in `exclude` are used.  Without
+        `points` and `type` the points are the calls of all modules in `module`.
+    set: the new value.  add: a value to add.  scale: a factor.  Give at most one; without any, values are
+        saved.  A value is a number (or nan, inf), a tensor that broadcasts, a list with one value for each
+        execution, a dict from point names to these, or a `PatchTool` that has saved values.
+    positions: indices to change along `axis`, the token axis; negative indices count from the end.  heads:
+        indices of heads to change, of `num_heads` equal parts of the last axis.  None for all.
     steps: executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
-    differentiable: include changes and saved values in autodiff.  By default a gradient passes a changed
-        value unchanged.
+    differentiable: include changes and saved values in autodiff.  By default the gradient of a changed value
+        goes to the old value.
 
     Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
     """

@@ -229,7 +229,7 @@ RULES: Sequence[Sequence[Any]] = (
 
 
 class ProfileTool(amanda.Tool):
-    """Measure the time and memory of each op; `result` has the profile, `clear` begins a new one.
+    """Measure the time and memory of each op; `result` has the profile, `clear` resets it.
 
     wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
     then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.

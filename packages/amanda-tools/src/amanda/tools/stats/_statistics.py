@@ -146,7 +146,7 @@ class Bins:
 
     @property
     def total(self) -> int:
-        """Bins of both signs, and zero's."""
+        """Number of bins of both signs and of zero."""
         return 2 * self.side + 1
 
     @property
