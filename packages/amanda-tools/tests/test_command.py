@@ -108,7 +108,10 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
         ("flops:start=5,end=2", ["tool flops: end is 2, start 5"]),
         ("stats:every=0", ["tool stats", "every"]),
         ("flops:module='a", ["quotation mark"]),
-        ("mapping", ["tool mapping needs rules, and text cannot express its values: make the tool in Python"]),
+        (
+            "mapping",
+            ["tool mapping needs rules, and text cannot express its values: make the tool in Python"],
+        ),
         (":limit=3", ["':limit=3' names no tool; give TOOL or TOOL:option=value,..."]),
         ("standard_mapping:out=a.json", ["option out: the tool has no result"]),
         ("prune:xyzzy=1", ["there are begin, ", "module, norm, out, pattern"]),

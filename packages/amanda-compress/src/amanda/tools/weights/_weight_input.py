@@ -344,7 +344,7 @@ class FollowedSlices:
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._copies))
 
     def source(self, value: Any) -> ParameterSlice | None:
-        """Return where an input comes from: a view of a parameter, or what was made of one."""
+        """Return the slice of a parameter that an input views, copies or selects; else None."""
         tensors, store = _torch_tensors_and_store()
         if not tensors.is_strided(value):
             return None

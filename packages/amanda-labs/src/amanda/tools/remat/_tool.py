@@ -33,7 +33,7 @@ Budget: TypeAlias = Annotated[
 class RematTool(amanda.Tool):
     """Train within a memory budget: evict tensors that autograd saves, and recompute them when needed.
 
-    budget: bytes of the storages that recorded ops make, or a string like "2GiB", "512 MB"; None: no limit.
+    budget: bytes of the storages that recorded ops make, or a string, "2GiB" or "512 MB"; None: no bound.
     heuristic: name in `HEURISTICS` of the score by which storages are evicted.
     cost: of an op, its "time" or, for reproducible evictions, "count" (each op costs 1).
     strict: raise BudgetError if the budget cannot be held, instead of a warning.

@@ -370,7 +370,7 @@ class Choice:
     @classmethod
     @checked(error=SearchError)
     def of(cls, text: Name) -> Choice:
-        """Return the choice in a string: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
+        """Return the choice of a string: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
 
         Raises SearchError for another text.
         """

@@ -291,24 +291,25 @@ VOCABULARY = frozenset((*_SHARED, *(word for table in _TABLES for word in table.
 
 
 class StandardMapping(MappingTool):
-    """Write the type, shapes, weight and layout of ops into contexts, alike in every framework (for authors).
+    """Write op type, shapes, weight and layout into contexts, alike for all frameworks (for tool authors).
 
-    type: what the op computes: "add" for `a + b`, "conv2d", "linear", "matmul"; a name of the
-        framework's own where the vocabulary has no word.
+    Keys of the context, and their values:
+    type: what the op computes: "add" for `a + b`, "conv2d", "linear", "matmul"; the framework's own name
+        if docs/vocabulary.md has none.
     in_place: whether the op writes its result into its first input.
-    phase: "forward", "backward", "optimizer" for what an optimizer of PyTorch computes in its step, or
-        "construction" for what constructors and initializers of modules and layers compute.
+    phase: "forward", "backward", "optimizer" in the step of a PyTorch optimizer, or "construction" in
+        constructors and initializers of modules and layers.
     backward_type: what the backward op computes, e.g. "conv2d_backward"; None in the forward pass.
     weight_index: position of the weight among the inputs; None without one.
-    weight_grad_index: position, among the gradients that leave the backward op, of the gradient in
-        the weight's own shape; None in the forward pass and where this backward op makes none.
+    weight_grad_index: position of the weight's gradient among `get_grad_inputs()`; None in the forward pass
+        and if no gradient has the shape of the weight.
     layout: axes of the data input, e.g. "NCHW", "NHWC", "NCW"; None where they have no fixed meaning.
-    weight_layout: axes of the weight, e.g. "OIHW", "HWIO", "OI"; None likewise.
+    weight_layout: axes of the weight, e.g. "OIHW", "HWIO", "OI"; None where they have no fixed meaning.
     weight_groups: number of groups of a convolution; 1 of other ops.
-    shape: function from a tensor to a tuple of int, None for an unknown extent; None for no tensor.
-    dtype: function from a tensor to the name of its element type, e.g. "float32"; None likewise.
+    shape: function that returns the shape of a tensor, with None for an unknown extent; None for non-tensors.
+    dtype: function that returns a tensor's element type, e.g. "float32"; None for non-tensors.
 
-    rules: further mapping rules, which run after the standard ones.
+    rules: option: mapping rules, as of MappingTool, that run after the standard rules.
     """
 
     @checked

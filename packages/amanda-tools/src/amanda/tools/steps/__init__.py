@@ -23,7 +23,7 @@ __all__ = ["Steps", "Window", "WindowError", "execution_number"]
 
 
 class Counted(Protocol):
-    """A record of an op that counts its executions."""
+    """A record of an op, with the number of its executions."""
 
     executions: int
 

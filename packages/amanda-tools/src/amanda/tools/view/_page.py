@@ -358,16 +358,16 @@ def _asset(name: str) -> str:
     "--output",
     type=path_to_write(".html", ".htm"),
     metavar="PAGE",
-    help="The page to write; by default that of the first file's name with .view.html, where you are.",
+    help="Page to write; by default the first file's name with .view.html, in the working directory.",
 )
-@click.option("--title", help="Of the page; by default the files' names.")
+@click.option("--title", help="Title of the page; by default the file names.")
 @limit_option
 @click.option("--open", "shown", is_flag=True, help="Show the page in a browser.")
 def _command(files: Sequence[Path], output: Path | None, title: str | None, shown: bool) -> None:
     """Make one self-contained HTML page of saved results.
 
-    It has a tree of modules, the graph, tables, and differences between runs. FILES are what a result's
-    save() wrote as .json; they may be gzipped. Several share a page: what they say of one op is joined.
+    The page has a tree of modules, the graph, tables, and differences between runs. FILES are .json files of
+    a result's save(), also gzipped. Several files go on one page, which joins their data on each op.
     Chrome traces open in https://ui.perfetto.dev instead.
     """
     page = output or _beside(files[0])

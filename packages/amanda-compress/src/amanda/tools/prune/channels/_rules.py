@@ -130,7 +130,7 @@ def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = No
 
 
 def batch_norm(call: FollowedOp) -> Sequence[Families]:
-    """Match channels with the averages, weights and biases."""
+    """Match channels with weight, bias and running statistics."""
     channels = call.along(call.of(call.inputs[0]), 1)
     vectors = (call.value(name) for name in ("weight", "bias", "running_mean", "running_var"))
     call.match_vector(channels, *vectors)
