@@ -179,7 +179,7 @@ def test_faults_are_told_and_nothing_is_written(model: Path, tmp_path: Path) -> 
     content = model.read_bytes()
     for name, part in (("empty.onnx", b""), ("half.onnx", content[: len(content) // 2]), ("no.onnx", b"no")):
         (tmp_path / name).write_bytes(part)
-        with pytest.raises(ArtefactError, match=rf"{name} is no whole ONNX model"):
+        with pytest.raises(ArtefactError, match=rf"{name} is not a complete ONNX model"):
             amanda.instrument(tmp_path / name, Shifting(), out=tmp_path / "out.onnx")
     if (tmp_path / "model.data").exists():
         (tmp_path / "model.data").unlink()

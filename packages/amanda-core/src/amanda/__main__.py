@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name not in names_of_commands():
         command = installation(name, "commands")
+        # A command of ours that is absent needs its distribution, not a name that looks like it.
         hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
         return _fail("", f"no command {name!r}; {hint}", 2)
     try:
@@ -58,6 +59,7 @@ def console() -> None:
 
 
 def _command(name: str) -> Command:
+    """Return a command of the core or of another distribution; raise PluginError where two have its name."""
     if name in CORE_COMMANDS:
         return CORE_COMMANDS[name]
     entries = [entry for entry in registry.entries(COMMANDS, fresh=False) if entry.name == name]
@@ -68,9 +70,10 @@ def _command(name: str) -> Command:
 
 
 def _help() -> int:
+    """Print all commands, each with the first line of its docstring."""
     say(f"Usage: {_program()} COMMAND ...", "")
     say(*table([(name, _summary(name)) for name in sorted(names_of_commands())]))
-    say("", "`COMMAND --help` tells more, `--version` the version.")
+    say("", "`COMMAND --help` explains a command, `--version` prints the version.")
     return 0
 
 
@@ -119,7 +122,7 @@ def info(arguments: Sequence[str] = ()) -> int:
 
 
 def tools(arguments: Sequence[str] = ()) -> int:
-    """List the tools, each with the first line of what it says of itself."""
+    """List the tools, with a one-line description of each."""
     _require_no_arguments(arguments)
     # Loaded, since the first line of a tool's docstring is in its code.
     listed = list_tools(load=True)
@@ -130,7 +133,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
         )
     )
     if listed:
-        say("", "`info TOOL` tells a tool's options.")
+        say("", "`amanda info TOOL` lists a tool's options.")
     installed = {tool.name for tool in listed}
     # One tool of a distribution is enough to show that it is installed.
     absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
@@ -144,7 +147,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
 
 
 def doctor(arguments: Sequence[str] = ()) -> int:
-    """Look for what is wrong with the installation, and say the fix; the status is 1 if anything is.
+    """Check the installation and suggest fixes; the exit status is 1 if a check fails.
 
     It imports frameworks, drivers and tools.
     """
@@ -185,6 +188,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     rows = [[printable(cell, line=True) for cell in row] for row in rows]
+    # The last column is free: it may be a sentence.
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
@@ -195,6 +199,7 @@ def _require_no_arguments(arguments: Sequence[str]) -> None:
 
 
 def _print_tool(name: str) -> int:
+    """Print where a tool comes from, its docstring and its options."""
     kind = tool_class(name)
     say(f"{name}: {kind.__module__}.{kind.__qualname__}", "")
     say(*(f"  {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines()))
@@ -211,6 +216,7 @@ def _options(kind: type) -> list[tuple[str, str, str]]:
 
 
 def _first_line(name: str) -> str:
+    """Return the first line of a tool's docstring, or the error of a tool that cannot be loaded."""
     try:
         return next(iter((inspect.getdoc(tool_class(name)) or "").splitlines()), "")
     except PluginError as error:
@@ -224,6 +230,7 @@ def _interceptor() -> str:
 
 
 def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
+    """Return a line for each plugin with its state, or how to install some."""
     rows = [
         (plugin.name, f"{plugin.distribution} {plugin.version}", plugin.state, plugin.message)
         for plugin in plugins

@@ -121,6 +121,7 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
+        """Check a routine and register it; open scopes analyse their ops anew."""
         if not _takes_context(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(
@@ -135,8 +136,9 @@ class Tool:
         """Run the routines of `tools` before this tool's; they join this one where it is applied."""
         for tool in tools:
             if not isinstance(tool, Tool):
+                # The class instead of an instance is the most frequent mistake here.
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
-                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is no Tool{hint}")
+                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is not a Tool{hint}")
         dependencies = self._amanda.dependencies
         dependencies.extend(tools)
         try:
@@ -301,7 +303,7 @@ class Tool:
             raise ToolError(
                 f"{type(self).__name__} has no {key} among the {len(names)} values that it was given to "
                 f"load, such as {', '.join(near)}: they are of another model, or of other options; "
-                "load_state_dict(state, strict=False) makes what is missing anew"
+                "load_state_dict(state, strict=False) creates the missing values"
             )
 
     def _path(self, path: str, variable: Any) -> str:
@@ -332,6 +334,7 @@ class Tool:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `keep` holds, by "module path/op/name", and what was loaded but not used."""
+        # With what no op has asked for yet: saving right after loading must lose nothing.
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 
     def waiting_state(self) -> list[str]:

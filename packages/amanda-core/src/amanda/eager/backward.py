@@ -148,6 +148,7 @@ class BackwardStep:
         return [*filter(self._state.is_open, stack.backward_tools)]
 
     def _report_dropped(self, tools: Sequence[AnyTool]) -> None:
+        """Report that tools do not analyse the op, since the values that it read are gone."""
         names = ", ".join(type(tool).__name__ for tool in tools)
         if not self._state.cache:
             subject = f"the analysis of a backward op of {self._facts.op_type} without the cache"
@@ -258,6 +259,7 @@ class BackwardStep:
         return any(action.tool is tool for tool in self._open_tools)
 
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
+        """Run one routine if its tool is open; return the gradients, changed or as they are."""
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
         current_action = action if self._state.recall is None else action.in_recomputation()
         if current_action is None or not self._is_open(action):
@@ -273,6 +275,7 @@ class BackwardStep:
         return (*self._shapes, *(self._ops.shapes(gradients) for gradients in grads if gradients is not None))
 
     def _run_replacement(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
+        """Return the gradients of a replacement; where it gives fewer, those that autograd needs."""
         result = run_replacement(self._ops, action, grad_outputs, self._facts, self._trace.run)
         if result is NotImplemented:
             return grads

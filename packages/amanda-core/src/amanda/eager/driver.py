@@ -98,6 +98,7 @@ class EagerDriver(EagerOps, Driver):
         return self._execute_plan(plan, call, state, op_id)
 
     def _execute_first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
+        """Analyse an op and execute it; store its plan, and the entry by which native code finds it."""
         stack = state.stack
         assert stack is not None
         subjects = interceptor.subjects()
@@ -132,6 +133,7 @@ class EagerDriver(EagerOps, Driver):
         resumed: tuple[int, Any] = (-1, None),
         changed_inputs: list[Any] | None = None,
     ) -> Any:
+        """Run the routines of a plan and the op between them; return the op's result for the program."""
         # The facts of the first execution, without values: what errors and notes say of the op holds for all.
         facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
@@ -375,6 +377,7 @@ class EagerDriver(EagerOps, Driver):
         run: dict[str, Any],
         saved: Saved | None,
     ) -> Any:
+        """Run the replacement; run the op itself where there is none, or where it returned NotImplemented."""
         if replace is not None:
             result = run_replacement(self, replace, inputs, facts, run, call.targets, call.compute)
             if result is not NotImplemented:

@@ -152,6 +152,7 @@ def _program_of_routines(
     routines: Mapping[Action, Routine] = MappingProxyType({}),
     replaced_by: Action | None = None,
 ) -> interceptor.Program | None:
+    """Return a native program; None where its routines take more values than native code can hold."""
     reporter = _ErrorReporter((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
     steps = [
         tuple(_step(action, routines.get(action, action.func)) for action in actions)

@@ -198,6 +198,7 @@ class Views(ABC):
         return {memory for memory in map(self.memory, self.parts_of(value)) if memory is not None}
 
     def _link_output(self, view: Any, value: Any, inputs: dict[int, set[Hashable]], label: Label) -> Any:
+        """Tie a routine's value to the output that it replaced; return it, or a copy that can be tied."""
         if value is view:
             return value
         if isinstance(view, (list, tuple)):
@@ -261,6 +262,7 @@ class Views(ABC):
     def _add_tie(
         self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()
     ) -> None:
+        """Tie a value to a view, unless that closes a cycle; begin to watch ops that write."""
         start = self.memory(value)
         if self._reaches(self.memory(view), {start}):
             return  # a cycle of ties would copy a write forever

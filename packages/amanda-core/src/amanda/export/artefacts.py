@@ -56,7 +56,7 @@ def artefact_kind(path: Path) -> type[Artefact]:
         raise ArtefactError(f"{path} does not exist")
     entries = [entry for entry in registry.entries(ARTEFACTS) if _matches(entry.name, path)]
     if not entries:
-        raise ArtefactError(f"{path} is no file that an installed driver reads; {_readable_files()}")
+        raise ArtefactError(f"{path} is not a file that an installed driver reads; {_readable_files()}")
     if len(entries) > 1:
         raise PluginError(rivalry(entries))
     (entry,) = entries
@@ -75,6 +75,7 @@ def _matches(name: str, path: Path) -> bool:
 
 
 def _readable_files() -> str:
+    """Say which files the installed drivers read, and how to install more."""
     entries = registry.entries(ARTEFACTS, fresh=False)
     forms = [f"{_file_form(entry)} ({entry.distribution})" for entry in entries]
     install_hint = f"drivers come by {how_to_install()}"

@@ -101,6 +101,7 @@ class Inlining:
     def leave(self, subject: str, reason: str, where: str = "") -> None:
         """Record an uninstrumented part for the result.  where: the line of the program, if known."""
         entry = Uninstrumented(subject, reason, where)
+        # `instrument` of an artefact may be called more than once, for preparation and for the file.
         if entry not in self.left:
             self.left.append(entry)
 
@@ -167,6 +168,7 @@ class Inlining:
     def check(self, source: Path) -> None:
         """Raise an error where a routine was refused, or no routine was recorded."""
         if self._refused:
+            # All at once: a user marks several routines before the next attempt.
             raise NotTraceableError(_refusal_text(source, self._refused), self._refused)
         # A copy without any routine would look like a success.
         if not self._actions:

@@ -34,7 +34,7 @@ class CannotInstrument(Exception):
 
 
 @dataclass(eq=False)
-class GraphCopy(Generic[RunnableT]):
+class RewrittenCopy(Generic[RunnableT]):
     """The result of one rewrite, for a stack of tools.
 
     runnable: runs instead of the graph; None where nothing is inserted.
@@ -110,8 +110,8 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         state: State,
         key: Hashable = (),
         owner: Any = None,
-        forward: GraphCopy[RunnableT] | None = None,
-    ) -> GraphCopy[RunnableT]:
+        forward: RewrittenCopy[RunnableT] | None = None,
+    ) -> RewrittenCopy[RunnableT]:
         """Return a copy of a graph that is valid for the present values; build one where there is none.
 
         key, owner: see `prepare`.  forward: the copy of the forward graph, where this graph computes the
@@ -137,8 +137,13 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         return copy
 
     def _rewrite_guarded(
-        self, graph: Any, owner: Any, analysis: GraphAnalysis, guarded: GuardedCopies[GraphCopy[RunnableT]]
-    ) -> GraphCopy[RunnableT]:
+        self,
+        graph: Any,
+        owner: Any,
+        analysis: GraphAnalysis,
+        guarded: GuardedCopies[RewrittenCopy[RunnableT]],
+    ) -> RewrittenCopy[RunnableT]:
+        """Build a copy and store it with the values that it depends on; drop the plans if that fails."""
         # Building a graph calls functions of the framework that an eager driver may intercept.
         with interceptor.Suspension(), self.rewriting():
             try:
@@ -146,7 +151,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
             except CannotInstrument as error:
                 analysis.forget()
                 # Stored as well, so that the next call does not fail to rewrite the same graph once more.
-                copy = GraphCopy[RunnableT](analysis.stack, None, {}, (error.args,))
+                copy = RewrittenCopy[RunnableT](analysis.stack, None, {}, (error.args,))
                 guarded.add(copy, self.reads())
                 return copy
             except BaseException:
@@ -161,6 +166,6 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
                 except CannotInstrument as error:
                     rewriting.report(*error.args)
         reports = tuple(rewriting.reports)
-        copy = GraphCopy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
+        copy = RewrittenCopy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
         guarded.add(copy, rewriting.reads)
         return copy

@@ -211,6 +211,7 @@ class Reads:
         return ((holder, name) for holder in self._holders for name in self._names)
 
     def _follow_code(self, function: FunctionType) -> None:
+        """Record the globals, closure cells and defaults that a function's code reads."""
         names, stored = names_of(function.__code__)
         self._stored.update(dict.fromkeys(stored))
         for name in names:
@@ -224,6 +225,7 @@ class Reads:
             self.reach(default)
 
     def _follow_attribute(self, holder: Any, name: str) -> None:
+        """Follow an attribute of an object, unless routines set it themselves."""
         # A value that the routines set themselves changes at each call: it would forbid every copy.
         if name in self._stored or (name.startswith("__") and name.endswith("__")):
             return
@@ -265,6 +267,7 @@ def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _attribute(holder: Any, name: Any) -> Any:
+    """Return an attribute; `_MISSING` where there is none, or where reading it raises."""
     try:
         return getattr(holder, name, _MISSING)
     except Exception:  # raised by a descriptor
@@ -272,6 +275,7 @@ def _attribute(holder: Any, name: Any) -> Any:
 
 
 def _in_cell(cell: Any, _: str) -> Any:
+    """Return the contents of a closure's cell; `_MISSING` where it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # the cell is empty
@@ -285,6 +289,7 @@ def _contents(container: Any, _: None) -> tuple[Any, ...]:
 
 
 def _wrapped_values(value: Any) -> list[Any]:
+    """Return the functions and arguments that a method, property or partial function consists of."""
     if isinstance(value, property):
         return [value.fget]
     if isinstance(value, cached_property):

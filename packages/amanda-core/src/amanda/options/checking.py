@@ -44,9 +44,9 @@ class Option:
 
     @property
     def default_in_words(self) -> str:
-        """Return the default as Python writes it, of a path its text, or "needed"."""
+        """Return the repr of the default, the string of a path, or "required"."""
         if self.default is REQUIRED:
-            return "needed"
+            return "required"
         return str(self.default) if isinstance(self.default, PurePath) else repr(self.default)
 
     def __str__(self) -> str:
@@ -90,6 +90,7 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
 
 
 def _checked(target: Any, error: type[AmandaError]) -> Any:
+    """Return a function that compares its arguments first; of a class, the class with such a constructor."""
     if isinstance(target, type):
         # By `getattr` and `setattr`, since type checkers refuse to read or set `__init__` of a class.
         constructor = getattr(target, "__init__")  # noqa: B009

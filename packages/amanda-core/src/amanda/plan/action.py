@@ -350,9 +350,9 @@ def signature_error(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> RoutineError | None:
-    """Return the error for a routine whose signature cannot take its arguments; None if it can.
+    """Return an error if a routine's signature does not accept the arguments; else None.
 
-    inputs, names: values that the routine could have selected, and their names.
+    inputs, names: all values at the routine's point and their names, for the message.
     """
     # Only names are compared with the signature, so any value stands for these.
     injected = {name: None for name in ("run", "shapes") if getattr(action, f"takes_{name}")}
@@ -387,6 +387,7 @@ def _with_names(inputs: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, 
 
 
 def _type_and_shape(value: Any) -> str:
+    """Name the type of a value with its shape or length, for messages."""
     if isinstance(value, (list, tuple)) and value:
         return f"{type(value).__name__} of {len(value)}"
     shape = getattr(value, "shape", None)

@@ -71,6 +71,7 @@ class PendingPlan(Generic[PlanT]):
         return recorded
 
     def _add_actions(self, recorded: Sequence[Action]) -> None:
+        """Add actions to those of the stack's own tools."""
         if recorded:
             actions = self.plan.scope_actions if isinstance(self.plan, Plan) else self.plan
             actions.add(recorded)

@@ -319,6 +319,7 @@ class OpContext(dict[str, Any]):
         return inputs[position]
 
     def _require_values(self, values: list[Any] | None, value_kind: str) -> list[Any]:
+        """Return a copy of the values; raise AmandaError where they were dropped."""
         if values is None:
             raise AmandaError(
                 f"the {value_kind} of {self._facts.name} are gone: forward values are kept for the analysis "
@@ -334,6 +335,7 @@ class OpContext(dict[str, Any]):
         kwargs: Mapping[str, Any],
         reads: tuple[tuple[int, int], ...] = (),
     ) -> None:
+        """Check an action and record it, with its routine wrapped as the tool says."""
         if not callable(func):
             raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
         if self._point is None or self._tool is None:

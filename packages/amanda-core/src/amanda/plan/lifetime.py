@@ -112,6 +112,7 @@ class PlanLifetimes:
             self._drop_ops_of(dead_ordinal)
 
     def _drop_ops_of(self, ordinal: int) -> None:
+        """Drop the plans of all ops that were bound to an object."""
         for op_id in self.ops_of.pop(ordinal, ()):
             # A parameter that outlives short-lived modules would collect the ids of their ops for ever.
             for subject in self.subjects_of.pop(op_id, ()):

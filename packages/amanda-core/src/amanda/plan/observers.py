@@ -68,7 +68,7 @@ class ShapeTally(interceptor.Tally):
 
 
 # A protocol: drivers store more about a place than this room knows.
-class ObserverPlace(Protocol):
+class ActionPlace(Protocol):
     """An observer's action, with facts of its op."""
 
     action: Action
@@ -92,7 +92,7 @@ class Observed:
     __slots__ = ("_place", "_run_of", "kwargs", "values")
 
     def __init__(
-        self, values: Sequence[Any], kwargs: Mapping[str, Any], place: ObserverPlace, run_of: RunOf
+        self, values: Sequence[Any], kwargs: Mapping[str, Any], place: ActionPlace, run_of: RunOf
     ) -> None:
         self.values = values
         self.kwargs = kwargs

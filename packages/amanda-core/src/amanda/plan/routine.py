@@ -331,6 +331,7 @@ def _number_like(original: float, result: float) -> float:
 
 
 def _require_tensor(ops: TensorOps, original: Any, result: Any) -> Any:
+    """Return the result; raise RoutineError where it is no tensor and the original is."""
     if ops.is_tensor(original) and not ops.is_tensor(result):
         raise RoutineError(
             f"a routine returned {type(result).__name__} where a tensor was given; return a tensor of "
@@ -351,6 +352,7 @@ def _require_list(original: Sequence[Any], result: Any) -> Sequence[Any]:
 
 
 def _wrong_count(action: Action, count: int, expected: int) -> RoutineError:
+    """Return the error for a routine that returned more or fewer values than it was given."""
     values = "value" if expected == 1 else "values"
     return RoutineError(
         f"{action} returned {count} values; it was given {expected} {values} and may return None (no "

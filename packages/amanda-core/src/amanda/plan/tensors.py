@@ -161,6 +161,7 @@ class TensorMap(Generic[T]):
         return entry[1] if entry is not None and entry[0]() is not None else None
 
     def _forget(self, key: Hashable, reference: weakref.ref[Any]) -> None:
+        """Drop the entry of a dead tensor, unless a new tensor has its key."""
         entry = self._entries.get(key)
         # The key may have been given to a new tensor before the callback of the old one ran.
         if entry is not None and entry[0] is reference:

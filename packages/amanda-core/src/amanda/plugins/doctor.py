@@ -43,6 +43,7 @@ def findings() -> Iterator[Diagnosis]:
 
 
 def _check_distributions() -> Iterator[Diagnosis]:
+    """Compare what Amanda's distributions require with what is installed, and find a stranger's `amanda`."""
     ours = {dist.metadata["Name"]: dist for dist in distributions() if _is_ours(dist)}
     for name, dist in sorted(ours.items()):
         unfit = list(unfit_requirements(dist))
@@ -54,6 +55,7 @@ def _check_distributions() -> Iterator[Diagnosis]:
         stranger = distribution("amanda")
     except PackageNotFoundError:
         return
+    # Both lie in the folder `amanda`, so ours may have lost files to it.
     fix = "pip uninstall amanda, then pip install --force-reinstall amanda-core"
     yield Diagnosis(
         "wrong", f"amanda {stranger.version}", f"an unrelated package that takes our place: {fix}"
@@ -61,6 +63,7 @@ def _check_distributions() -> Iterator[Diagnosis]:
 
 
 def _unfit_message(name: str, unfit: Unfit) -> str:
+    """Say which requirement is not met, and what to install."""
     requirement = f"{unfit.name}{unfit.specifier}"
     return (
         f'it asks for {requirement}, and {unfit.installed} is installed: pip install "{requirement}", '
@@ -74,6 +77,7 @@ def _is_ours(dist: Distribution) -> bool:
 
 
 def _check_interceptor() -> Diagnosis:
+    """Say whether the interceptor is native, and why not."""
     from amanda.interceptor import NATIVE, REASON
 
     if NATIVE:
@@ -82,6 +86,7 @@ def _check_interceptor() -> Diagnosis:
 
 
 def _check_drivers() -> Iterator[Diagnosis]:
+    """Import every framework and driver, attach those that can be used, and say what keeps the others."""
     drivers = manager.list_drivers(load=True)
     for driver in drivers:
         finding = _plugin_finding(driver)
@@ -127,7 +132,7 @@ def _check_native_code(slow: dict[str, str]) -> Iterator[Diagnosis]:
     # A missing symbol costs time and nothing else, so it is a note.
     for framework, lacking in slow.items():
         if lacking:
-            message = f"Python calls routines, at a multiple of the time, since native code lacks {lacking}"
+            message = f"Python calls routines, which is several times slower: native code lacks {lacking}"
             yield Diagnosis("note", f"native code for {framework}", message)
     calls = statistics()
     python = ", ".join(f"{number:,} {reason}" for reason, number in calls["python"].items()) or "none"
@@ -144,6 +149,7 @@ def _plugin_finding(plugin: Plugin) -> Diagnosis:
 
 
 def _check_commands() -> Iterator[Diagnosis]:
+    """Load every command; say which fail, and which have one name."""
     named: dict[str, list[PluginEntry]] = {}
     for entry in registry.entries(COMMANDS):
         named.setdefault(entry.name, []).append(entry)
@@ -216,6 +222,7 @@ def fits(version: str, specifier: str) -> bool:
 
 
 def _satisfies(version: str, operator: str, required: str) -> bool:
+    """Return True if a version meets one comparison of a specifier."""
     if operator == "===":
         return version == required
     have, want = _release(version), _release(required)
@@ -255,6 +262,7 @@ def _applies(marker: str) -> bool:
 
 
 def _holds(name: str, operator: str, value: str) -> bool:
+    """Return True if a marker's comparison holds on this system; unknown names hold."""
     if name.endswith("_version"):
         return fits(_environment()[name], f"{operator}{value}") if name in _environment() else True
     # Unknown here, so the requirement counts: to ask too much is said, to ask too little would be silent.
@@ -266,6 +274,7 @@ def _holds(name: str, operator: str, value: str) -> bool:
 
 
 def _environment() -> dict[str, str]:
+    """Return the values of the environment markers of PEP 508."""
     return {
         "python_version": ".".join(map(str, sys.version_info[:2])),
         "python_full_version": platform.python_version(),

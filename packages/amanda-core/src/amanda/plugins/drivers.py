@@ -132,6 +132,7 @@ def _of_imported_frameworks(again: bool) -> list[_DriverCandidate]:
 def _candidates(
     entries: Sequence[PluginEntry], load: bool = False, again: bool = False
 ) -> list[_DriverCandidate]:
+    """Return the state of each entry; entries that claim one mode of a framework are duplicates."""
     candidates = [_candidate(entry, load, again) for entry in entries]
     rivals: dict[str, list[_DriverCandidate]] = {}
     for first, second in combinations(candidates, 2):
@@ -147,6 +148,7 @@ def _candidates(
 
 
 def _candidate(entry: PluginEntry, load: bool, again: bool) -> _DriverCandidate:
+    """Return the state of one entry, loaded if its framework has been imported, or if `load`."""
     framework = _framework(entry)
     try:
         if load and _is_installed(framework):
@@ -167,6 +169,7 @@ def _candidate(entry: PluginEntry, load: bool, again: bool) -> _DriverCandidate:
 
 
 def _loaded_candidate(entry: PluginEntry, again: bool) -> _DriverCandidate:
+    """Load a driver's class; return its state by the API that it was written for."""
     from amanda.scope.driver import DRIVER_API
 
     kind = entry.load(again)
@@ -191,6 +194,7 @@ def _framework(entry: PluginEntry) -> str:
 
 
 def _is_installed(framework: str) -> bool:
+    """Return True if a framework could be imported, without an import."""
     if is_imported(framework):
         return True
     try:

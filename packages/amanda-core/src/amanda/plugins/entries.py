@@ -139,6 +139,7 @@ class EntryRegistry:
         return [self._entries[key] for key in sorted(self._entries) if key[0] == group]
 
     def _read_entry_points(self) -> None:
+        """Read all groups anew; entries that were there before keep what came of loading them."""
         installed = entry_points()
         entries: dict[tuple[str, ...], PluginEntry] = {}
         owners: dict[int, tuple[str, str]] = {}  # a distribution reads its metadata anew for each question

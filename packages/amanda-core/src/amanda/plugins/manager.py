@@ -85,6 +85,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     return tool
 
 
+# The plugins of a process are loaded once; those that it makes itself register with the result.
 @cache
 def plugin_manager() -> pluggy.PluginManager:
     """The hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""
@@ -96,6 +97,7 @@ def plugin_manager() -> pluggy.PluginManager:
 
 
 def _tools(fresh: bool = True) -> dict[str, list[PluginEntry]]:
+    """Return the entries of tools by name."""
     tools: dict[str, list[PluginEntry]] = {}
     for entry in registry.entries(TOOLS, fresh):
         tools.setdefault(entry.name, []).append(entry)
@@ -103,6 +105,7 @@ def _tools(fresh: bool = True) -> dict[str, list[PluginEntry]]:
 
 
 def _tool(name: str, tools: Mapping[str, list[PluginEntry]]) -> PluginEntry:
+    """Return the only entry of a name; raise UnknownToolError or PluginError otherwise."""
     if name not in tools:
         if command := installation(name, "tools"):
             hint = f"it is not installed: {command}"
@@ -117,6 +120,7 @@ def _tool(name: str, tools: Mapping[str, list[PluginEntry]]) -> PluginEntry:
 
 
 def _plugin_state(entry: PluginEntry, same_name: list[PluginEntry], load: bool) -> Plugin:
+    """Return the state of a tool, loaded to find out if `load`."""
     if len(same_name) > 1:
         return entry.plugin("duplicate", rivalry(same_name))
     if not load and not entry.was_loaded:
@@ -134,6 +138,7 @@ def _options(kind: type[Tool]) -> str:
 
 
 def _register(manager: pluggy.PluginManager, entry: PluginEntry) -> None:
+    """Register a plugin's hooks; log a plugin that cannot be used."""
     try:
         plugin = entry.load()
         manager.register(plugin, name=str(entry))

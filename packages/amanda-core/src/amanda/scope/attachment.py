@@ -164,6 +164,7 @@ class Attachment:
             hooks.call("amanda_driver_attached", driver=driver)
 
     def _attach_loaded(self) -> None:
+        """Attach all drivers whose framework has been imported; note those that cannot be used."""
         kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
         self._faulty = [*self.installed.faulty_drivers()]
         self._broken_reasons = {plugin.name: plugin.message for plugin in self._faulty}
@@ -175,6 +176,7 @@ class Attachment:
             self._awaited.append(when_imported(framework, self._attach_loaded))
 
     def _detach_all(self) -> None:
+        """Leave frameworks, threads and the interceptor as they were found."""
         interceptor.watch_outside(None)
         # A kept exception holds frames, with the tensors in them.
         interceptor.forget_failures()

@@ -54,6 +54,7 @@ class Report(list[Uninstrumented]):
         return [entry for entry in self if "op by op" in entry.reason]
 
     def _recount(self) -> None:
+        """Compute the counts and groups from the entries."""
         self._distinct = set(self)
         # A graph's entries are the same at each of its runs, and the graph must not live for its report.
         self._reported_sources: WeakSet[Any] = WeakSet()
@@ -164,7 +165,7 @@ def slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
         f"{reason} ({number:,})" for reason, number in sorted(slow.items(), key=lambda item: -item[1])
     )
     return (
-        f"{total:,} of {total + native:,} calls with routines ran in Python, at a multiple of the time of "
+        f"{total:,} of {total + native:,} calls with routines ran in Python, several times slower than in "
         f"native code: {why}"
     )
 

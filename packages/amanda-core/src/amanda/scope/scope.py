@@ -63,6 +63,7 @@ class Scope(interceptor.Extent):
         def __enter__(self) -> Scope: ...
 
     def _begin(self) -> Scope:
+        """Open the scope and notify its tools; undo all of it where anything raises."""
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
@@ -91,6 +92,7 @@ class Scope(interceptor.Extent):
         tool.scope_entered()
 
     def _enter(self) -> None:
+        """Attach drivers and activate the tools in this context."""
         outer = State.current()
         # A tool acts once per op, at its outermost place.
         tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
@@ -232,6 +234,7 @@ class Scope(interceptor.Extent):
         return run_function
 
     def _fresh_scope(self) -> Scope:
+        """Return a scope with the same tools for one call, which adds to this scope's report."""
         # A scope for each call, since a function may call itself or run in several threads.
         scope = Scope(*self._tools, compiled=self.compiled)
         scope.report = self.report

@@ -50,20 +50,24 @@ class Threads:
         self._attributes.restore()
 
     def _replace(self, holder: Any, name: str, wrapper: Callable[..., Function], *arguments: Any) -> None:
+        """Replace a function by a stand-in, if this version of Python has the function."""
         # `start_new` is an obsolete alias, which a version of Python may lack.
         original = getattr(holder, name, None)
         if original is not None:
             self._attributes.set(holder, name, wraps(original)(wrapper(original, *arguments)))
 
     def _follow_futures(self, module: str) -> None:
+        """Run callbacks of futures in the scopes in which they were added."""
         self._replace(sys.modules[module].Future, "add_done_callback", _passing_scopes, 1, "fn")
 
     def _follow_executors(self, module: str) -> None:
+        """Run tasks and initializers of executors in the scopes in which they were submitted."""
         executor = sys.modules[module].ThreadPoolExecutor
         self._replace(executor, "__init__", _passing_scopes, 3, "initializer")
         self._replace(executor, "submit", _passing_scopes, 1)
 
     def _follow_pools(self, module: str) -> None:
+        """Run tasks, callbacks and iterables of pools in the scopes in which they were submitted."""
         pool = sys.modules[module].ThreadPool
         callbacks = (4, "callback", 5, "error_callback")
         self._replace(pool, "__init__", _passing_scopes, 2, "initializer")

@@ -80,6 +80,7 @@ class FakeTensors(TensorOps):
 
 
 def _each(value: Any, read: Callable[[Tensor], Any]) -> Any:
+    """Read something of a tensor, or of each tensor of a list; None for other values."""
     if isinstance(value, Tensor):
         return read(value)
     if isinstance(value, (list, tuple)):
@@ -104,7 +105,7 @@ class FakeCall(Call):
 
     def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._site = site
-        self._given = args, kwargs
+        self._arguments = args, kwargs
         self._signature = inspect.signature(site.original)
         bound = self._signature.bind(*args, **kwargs)
         self.op = site.op
@@ -119,7 +120,7 @@ class FakeCall(Call):
         """Run the operator."""
         # The program's own call, positions and keywords as they were.
         if inputs is self.inputs:
-            return self._site.invoke(*self._given)
+            return self._site.invoke(*self._arguments)
         arguments = OrderedDict(zip(self.names, inputs, strict=True))
         bound = inspect.BoundArguments(self._signature, arguments)
         return self._site.invoke(bound.args, bound.kwargs)
@@ -188,6 +189,7 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
 
 
 def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Callable[[], None]:
+    """Put the routines of the open tools around a node; return a function that takes them away."""
     leaf = isinstance(node, _autograd.AccumulateGrad)
     place = node.number - origin.start
     if isinstance(node, _autograd.AccumulateGrad):
@@ -215,6 +217,7 @@ def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Cal
 
 
 def _reached(nodes: list[Node], admits: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """Yield the nodes that edges lead to from these, each once, as far as a condition admits."""
     reached: set[Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -327,6 +330,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _code_of(function: Any, name: str) -> CodeType:
+    """Return the code of a function that is defined within another."""
     return next(
         constant
         for constant in function.__code__.co_consts

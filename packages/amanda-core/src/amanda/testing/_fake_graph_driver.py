@@ -38,7 +38,7 @@ class NamedSymbol:
 class TracedSymbol(NamedSymbol):
     """A value that a traceable routine computes with: what it does becomes nodes."""
 
-    def __init__(self, name: str, rewriter: GraphRewriter) -> None:
+    def __init__(self, name: str, rewriter: FakeRewriter) -> None:
         super().__init__(name)
         self.rewriter = rewriter
 
@@ -66,11 +66,11 @@ class RoutineCallNode(NamedTuple):
 
     slot: int
     reads: Sequence[str]
-    gives: Sequence[str]
+    result_names: Sequence[str]
 
 
 @dataclass(kw_only=True)
-class GraphRewriting(Rewriting):
+class FakeRewriting(Rewriting):
     """One rewrite of a graph: the nodes of the copy, its constants, and the names of its outputs."""
 
     items: list[GraphNode | RoutineCallNode] = field(default_factory=list)
@@ -78,12 +78,12 @@ class GraphRewriting(Rewriting):
     outputs: Any = ()
 
 
-class GraphRewriter(Rewriter[GraphNode]):
+class FakeRewriter(Rewriter[GraphNode]):
     """The rewrite of a graph."""
 
-    rewriting: GraphRewriting
+    rewriting: FakeRewriting
 
-    def __init__(self, graph: OpGraph, rewriting: GraphRewriting) -> None:
+    def __init__(self, graph: OpGraph, rewriting: FakeRewriting) -> None:
         super().__init__(rewriting)
         self.graph = graph
         # By the graph's number: two graphs of one function have ops of their own.
@@ -115,8 +115,10 @@ class GraphRewriter(Rewriter[GraphNode]):
     def keep(self, node: GraphNode, inputs: Side, outputs: Side) -> None:
         """Write the node."""
         flat = iter(inputs.refs)
-        given = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes]
-        self.rewriting.items.append(node._replace(inputs=tuple(given)))
+        node_inputs = [
+            next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes
+        ]
+        self.rewriting.items.append(node._replace(inputs=tuple(node_inputs)))
 
     def can_give(self, symbol: Any) -> bool:
         """Return True for what is no plain number."""
@@ -172,7 +174,7 @@ class GraphRewriter(Rewriter[GraphNode]):
 class RunnableCopy:
     """A rewritten graph, which runs instead of the user's."""
 
-    def __init__(self, graph: OpGraph, rewriting: GraphRewriting) -> None:
+    def __init__(self, graph: OpGraph, rewriting: FakeRewriting) -> None:
         # Not the graph: copies live as long as it does, and are held where it is referenced weakly.
         self.inputs = list(graph.inputs)
         self.constants = {**graph.constants, **rewriting.constants}
@@ -188,13 +190,13 @@ class RunnableCopy:
                     results = execution.call(
                         item.slot, [_graphs.filled(name, values_by_name) for name in item.reads]
                     )
-                    values_by_name.update(zip(item.gives, results, strict=True))
+                    values_by_name.update(zip(item.result_names, results, strict=True))
                 else:
                     values_by_name.update(_graphs.compute(item, values_by_name))
         return _graphs.filled(self.outputs, values_by_name)
 
 
-class FakeGraphDriver(GraphDriver[GraphRewriting, RunnableCopy]):
+class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
     """The fake framework's graphs: a copy runs where `Graph.run` is called."""
 
     api = 1
@@ -217,18 +219,18 @@ class FakeGraphDriver(GraphDriver[GraphRewriting, RunnableCopy]):
         # Set by `attributes`, which `detach` restores.
         self.attributes.set(OpGraph, "run", instrumented)
 
-    def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> GraphRewriting:
+    def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> FakeRewriting:
         """Rewrite a graph."""
         opaque = next((node for node in graph.nodes if node.op is _operators.opaque), None)
-        rewriting = GraphRewriting(analysis=analysis, namespace=self.namespace)
+        rewriting = FakeRewriting(analysis=analysis, namespace=self.namespace)
         if opaque is not None:
             rewriting.report("opaque", "it has no operators inside")
-        rewriter = GraphRewriter(graph, rewriting)
+        rewriter = FakeRewriter(graph, rewriting)
         rewriter.run()
         rewriting.outputs = _renamed(graph.outputs, rewriter.current)
         return rewriting
 
-    def runnable(self, graph: OpGraph, rewriting: GraphRewriting) -> RunnableCopy:
+    def runnable(self, graph: OpGraph, rewriting: FakeRewriting) -> RunnableCopy:
         """Make the copy."""
         return RunnableCopy(graph, rewriting)
 

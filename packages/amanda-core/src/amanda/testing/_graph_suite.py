@@ -57,7 +57,7 @@ class GraphSample(ABC):
         return apply(*tools)
 
     def insert(self, context: OpContext, routine: Callable[..., Any]) -> None:
-        """Insert a routine that changes the op's values."""
+        """Insert a routine that changes an output or an input of the op."""
         context.insert_after_op(routine)
 
 
@@ -114,7 +114,7 @@ class GraphDriverTests(Gaps):
                 sample.check(6.0)
             assert calls >= tools.count(Python)
             assert len(recorded) == 2 * calls
-            assert not told(scope)
+            assert not traceable_reasons(scope)
 
     @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
     def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
@@ -190,7 +190,7 @@ class GraphDriverTests(Gaps):
             assert sample.copies() == copies
             tool.hold(scales[5.0])
             sample.check(5.0)
-        assert not told(scope)
+        assert not traceable_reasons(scope)
 
     def test_what_changes_often_is_read_by_python(self, sample: GraphSample) -> None:
         tool = Scaling(sample, 0.0)
@@ -203,7 +203,7 @@ class GraphDriverTests(Gaps):
         assert copies[7] > copies[0]
         # After eight values the place is volatile: the routine runs as Python, and no copy is made any more.
         assert copies[8:] == [copies[8]] * 4
-        assert set(told(scope)) == {"what it reads changes often: held, so it runs as Python"}
+        assert set(traceable_reasons(scope)) == {"what it reads changes often: held, so it runs as Python"}
 
     def test_a_routine_that_changes_nothing_for_now_is_asked_again(self, sample: GraphSample) -> None:
         tool = Switched(sample, 1.0)
@@ -224,12 +224,12 @@ class GraphDriverTests(Gaps):
         # Traced once: the routine's own append must not look like a change from outside.
         assert len(tool.scales) == traced
         assert [entry.what for entry in scope.report] == ["traceable routines of Listed"]
-        assert told(scope)[0].startswith("they set scales; ")
+        assert traceable_reasons(scope)[0].startswith("they set scales; ")
 
     def test_a_tensor_that_no_name_leads_to_is_reported(self, sample: GraphSample) -> None:
         with sample.apply(Hidden(sample, sample.tensor(2.0))) as scope:
             sample.check(2.0)
-        (reason,) = told(scope)
+        (reason,) = traceable_reasons(scope)
         assert "no name in its code leads to" in reason
 
     def test_with_the_cache_off_every_run_reads(self, sample: GraphSample) -> None:
@@ -240,6 +240,6 @@ class GraphDriverTests(Gaps):
                 sample.check(scale)
 
 
-def told(scope: Scope) -> list[str]:
+def traceable_reasons(scope: Scope) -> list[str]:
     """Return what a scope's report says of traceable routines."""
     return [entry.reason for entry in scope.report if entry.what.startswith("traceable")]

@@ -41,6 +41,7 @@ class Sample(ABC):
     leaf_backward: ClassVar[str]
     outlive: ClassVar[Collection[str]] = ()
 
+    # Tests use one name for each op; a framework's own may differ.
     def name(self, op: str) -> str:
         """`__name__` of an op."""
         return self.names.get(op, op)
@@ -132,7 +133,7 @@ class Sample(ABC):
     @property
     @abstractmethod
     def pair(self) -> Op:
-        """pair(x): a namedtuple of two tensors, both with gradients."""
+        """pair(x): a namedtuple of two differentiable tensors."""
 
     @property
     @abstractmethod
@@ -226,6 +227,7 @@ class Gaps:
 
 
 def _copied(test: types.FunctionType) -> types.FunctionType:
+    """Return a copy of a test, which may be marked without its original."""
     # A copy, since the mark must not reach other drivers' subclasses of the same suite.
     copy = types.FunctionType(
         test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__

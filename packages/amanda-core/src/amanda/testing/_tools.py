@@ -117,6 +117,7 @@ def _unchanged(*_: Any) -> None:
     return None
 
 
+# Three tools for one oracle: whatever a program computes without tools, it computes with each of these.
 class Unchanged(Tool):
     """Routines at every point of every op, which give back the values that they are given.
 
@@ -124,6 +125,7 @@ class Unchanged(Tool):
     """
 
     def __init__(self) -> None:
+        # Counted, so that a test can say that the tool was there at all.
         self.analyses = self.backward_analyses = self.calls = 0
         self.add_inst_for_op(self._forward)
         self.add_inst_for_op(self._backward, backward=True)
@@ -163,9 +165,11 @@ class Fresh(Unchanged):
 
     def routine(self, *values: Any) -> Any:
         self.calls += 1
+        # New objects with equal bits: what tells them from the originals is a fault of a driver.
         return [self._of(value) for value in values]
 
     def _of(self, value: Any) -> Any:
+        """Return a new value equal to the one of a routine, also in lists."""
         # A named tuple is not made of one iterable, so it goes to the sample's own function.
         if isinstance(value, list) or type(value) is tuple:
             return type(value)(self._of(element) for element in value)
@@ -176,7 +180,7 @@ SCALE: Any = 1.0
 
 
 class Scaling(Tool):
-    """Scales what the sample's op gives by what it holds: a number, or a tensor."""
+    """Multiplies the output of the sample's op by a held value: a number or a tensor."""
 
     def __init__(self, sample: GraphSample, held: Any) -> None:
         self.sample = sample
@@ -280,7 +284,7 @@ class ByName(Scaling):
 
 
 class Hidden(Scaling):
-    """In an attribute whose name is computed."""
+    """Holds the value in an attribute with a computed name."""
 
     @traceable
     def scaled(self, value: Any) -> Any:

@@ -50,6 +50,8 @@ class DriverTests(
         if "point" in metafunc.fixturenames:
             metafunc.parametrize("point", range(2 if forward_only else 4))
         if "insertion" in metafunc.fixturenames:
+            # At collection, since a test for a pass that a framework lacks would be a gap of every such
+            # driver.
             actions = [action for action in ActionType if not (forward_only and action.is_backward)]
             metafunc.parametrize("insertion", [action.value for action in actions])
 
@@ -64,6 +66,7 @@ class DriverTests(
         # In a process of its own, since the interceptor is chosen when it is imported.
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         if request.config.inipath is not None:
+            # The settings of this run, among them the paths of what is tested.
             command += ["-c", str(request.config.inipath)]
         done = subprocess.run(
             [*command, f"{request.path}::{type(self).__name__}"],

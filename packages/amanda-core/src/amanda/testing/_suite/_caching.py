@@ -64,6 +64,7 @@ class CachingTests:
         recorder = tool(lambda _: analysed.append("one"), sample.name("relu"))
         with amanda.apply(recorder):
             model(x)
+        # Another routine makes another set of analyses, so the first is asked again, too.
         also(recorder, lambda _: analysed.append("two"), sample.name("relu"))
         with amanda.apply(recorder):
             model(x)
@@ -241,6 +242,7 @@ class CachingTests:
 
 
 def _keep(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
+    """Store an object in the context that dies with the plan, and a reference to it."""
     # In the context, which lives exactly as long as the plan.
     value = context["kept"] = Referent()
     references.append(weakref.ref(value))

@@ -316,6 +316,7 @@ class ContextTests:
         self, sample: Sample
     ) -> None:
         def forward(value: Any, run: dict[str, Any]) -> None:
+            # Numbers, since a tensor in the dict would keep the execution's memory until its backward pass.
             run["input"] = sample.numbers(value)
 
         recorded: list[Any] = []

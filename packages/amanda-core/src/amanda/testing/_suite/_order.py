@@ -295,6 +295,8 @@ def _alike(kind: type[amanda.Tool]) -> amanda.Tool:
 
 
 def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:
+    """Return a tool that logs its name before, and after, a backward op."""
+
     def before(context: OpContext) -> None:
         context.insert_before_backward_op(lambda *_: log.append(name))
 
@@ -307,6 +309,7 @@ def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:
 
 @contextmanager
 def _scope(tools: dict[str, amanda.Tool], names: str, cache: bool) -> Iterator[None]:
+    """Open scopes of the tools with these names, within each other at ">"."""
     with ExitStack() as scopes:
         for several in names.split(">"):
             scopes.enter_context(amanda.apply(*map(tools.__getitem__, several)))

@@ -130,6 +130,7 @@ class RoutineTests:
 
     @needs("backward")
     def test_a_replacement_is_given_what_computes_the_op(self, sample: Sample) -> None:
+        # The negation is a part of the replacement, so its gradient is, too.
         def negated(value: Any, original: Any) -> Any:
             return original(value * -1)
 

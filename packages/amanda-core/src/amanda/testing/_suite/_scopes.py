@@ -108,6 +108,7 @@ class ScopeTests:
         async def main() -> None:
             await asyncio.gather(work(recorded["one"], 2), work(recorded["two"], 3), bystander())
 
+        # All three on one thread, where only the context of a task tells whose step it is.
         asyncio.run(main())
         assert [len(recorder.ids) for recorder in recorded.values()] == [2, 3]
 
@@ -222,6 +223,7 @@ class ScopeTests:
 
 
 def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
+    """Check in a forked child that the scope is closed and that others can open; exit with a status."""
     gc.disable()  # what frameworks of earlier tests have left needs threads that a child lacks
     status = 1
     try:
@@ -239,7 +241,7 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
 
 
 class ThreadTests:
-    """Threads that a scope reaches."""
+    """Tests of the threads to which a scope applies."""
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
@@ -257,6 +259,7 @@ class ThreadTests:
                 before.call(lambda: sample.relu(x))
                 assert relu.ids == []
                 assert [entry.what for entry in scope.report] == [f"thread {before.name}"]
+                # What is bound carries the scope to a thread that started before it.
                 bound = scope.bind(lambda: sample.relu(x))
                 before.call(bound)
                 assert len(relu.ids) == 1
@@ -288,6 +291,7 @@ class ThreadTests:
         # One thread each, so that every task meets a thread that has run another before.
         with ThreadPoolExecutor(1) as before, ThreadPool(1) as thread_pool:
             with amanda.apply(relu), ThreadPoolExecutor(1) as inside:
+                # A pool's threads serve the whole program; it is the place of `submit` that counts.
                 for pool in (before, inside):
                     pool.submit(sample.relu, x).result()
                 thread_pool.apply_async(sample.relu, (x,)).get()
@@ -338,7 +342,7 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._given: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+        self._tasks: queue.Queue[Callable[[], Any] | None] = queue.Queue()
         self._done: queue.Queue[BaseException | None] = queue.Queue()
 
     def __enter__(self) -> _Worker:
@@ -346,19 +350,19 @@ class _Worker(threading.Thread):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._given.put(None)
+        self._tasks.put(None)
         self.join()
 
     def call(self, function: Callable[[], Any]) -> None:
         """Call a function on the thread; what it raises is raised here."""
-        self._given.put(function)
+        self._tasks.put(function)
         error = self._done.get(timeout=60)
         if error is not None:
             raise error
 
     def run(self) -> None:
         """Work until there is no more."""
-        while (work := self._given.get()) is not None:
+        while (work := self._tasks.get()) is not None:
             try:
                 work()
                 self._done.put(None)

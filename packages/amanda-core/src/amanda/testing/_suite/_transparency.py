@@ -155,6 +155,7 @@ class TransparencyTests:
 
 
 def _trained(sample: Sample) -> list[bytes]:
+    """Return the bits of a model's result and gradients."""
     model, x = sample.model(), sample.input()
     result = model(x)
     sample.backward(result)
@@ -167,12 +168,14 @@ def _divide_by_zero(*_: Any, **__: Any) -> Any:
 
 
 def _visible(value: Any) -> Any:
+    """Return what Python shows of an object: type, attributes, hooks."""
     values = getattr(value, "__dict__", {})
     hooks = {name: len(value) for name, value in values.items() if isinstance(value, dict)}
     return type(value), sorted(values), sorted(dir(value)), hooks
 
 
 def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
+    """Return the attributes of a framework's modules and classes."""
     root = sample.driver.framework
     attributes: dict[Any, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
@@ -190,6 +193,7 @@ def _home(kind: type) -> str:
 
 
 def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
+    """Return the attributes that are not as they were."""
     after = _framework(sample)
     # A framework's own counters and caches change while it runs.
     mutable = (int, float, bool, str, tuple, type(None), dict, list)
@@ -255,6 +259,7 @@ class FailureTests:
 
     @staticmethod
     def _check(sample: Sample, failing: amanda.Tool, name: str, at: str, ids: list[int]) -> None:
+        """Check that the error is the tool's own, with one note that names tool, place, op and line."""
         inner = sample.module(lambda x: sample.relu(x))
         outer = sample.module(lambda x: inner(x))
         outer.part = inner

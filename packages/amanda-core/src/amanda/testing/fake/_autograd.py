@@ -173,6 +173,7 @@ class AccumulateGrad(Node):
         self.leaf = leaf
 
     def _accumulate(self, grads: Gradients) -> Gradients:
+        """Add the gradient to the leaf's."""
         (grad,) = grads
         if grad is not None:
             self.leaf.grad = _added(self.leaf.grad, grad)
@@ -192,6 +193,7 @@ def is_grad_enabled() -> bool:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
+    """Switch whether operators leave nodes on this thread."""
     before, _mode.enabled = _mode.enabled, enabled
     try:
         yield
@@ -212,6 +214,7 @@ def enable_grad() -> Any:
 def record(name: str, inputs: Sequence[Any], outputs: Sequence[Tensor], formula: Formula) -> None:
     """Leave a node for outputs made from inputs, if any of these requires a gradient."""
     edges = [_edge(value) for value in inputs]
+    # Without an edge there is no leaf to reach, so no node is needed.
     if not _mode.enabled or not any(edges):
         return
     node = _node_type(name)(edges, formula, len(outputs), next_number())
@@ -220,6 +223,7 @@ def record(name: str, inputs: Sequence[Any], outputs: Sequence[Tensor], formula:
 
 
 def _edge(value: Any) -> tuple[Node, int] | None:
+    """Return the node and slot to which a tensor's gradient goes; None where it needs none."""
     if not isinstance(value, Tensor) or not value.requires_grad:
         return None
     if value.node is not None:
@@ -256,6 +260,7 @@ def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def _run(node: Node, grad_outputs: Gradients) -> Gradients:
+    """Run a node's formula between its hooks."""
     for pre_hook in list(node.pre_hooks):
         grad_outputs = pre_hook(grad_outputs) or grad_outputs
     grad_inputs = node.formula(grad_outputs)
@@ -265,6 +270,7 @@ def _run(node: Node, grad_outputs: Gradients) -> Gradients:
 
 
 def _consumers(roots: list[Node]) -> dict[Node, int]:
+    """Return how many gradients each node waits for."""
     counts = dict.fromkeys(roots, 0)
     waiting = list(roots)
     while waiting:

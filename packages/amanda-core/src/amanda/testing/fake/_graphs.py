@@ -68,6 +68,7 @@ class OpGraph:
         return self
 
     def _input(self, value: Any) -> Any:
+        """Return a symbol for a tensor argument; other arguments as they are."""
         if isinstance(value, list):
             return [self._input(item) for item in value]
         if not _is_given(value):
@@ -76,6 +77,7 @@ class OpGraph:
         return TracedValue(self, self.inputs[-1])
 
     def _name(self, value: Any) -> Any:
+        """Return the name of a symbol; store a tensor as a constant under a name."""
         if isinstance(value, TracedValue):
             return value.name
         if isinstance(value, tuple):
@@ -104,7 +106,7 @@ class TracedValue:
         return self.graph.add(_operators.mul, [self, other])
 
 
-class GraphFunction:
+class TracedFunction:
     """A function that runs as a graph; within the tracing of another it becomes part of that one's graph.
 
     scope: the attribute of a function that holds this one.
@@ -120,7 +122,7 @@ class GraphFunction:
         self.graphs: dict[Any, OpGraph] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, GraphFunction):
+        if isinstance(value, TracedFunction):
             # An attribute's name is the path that a context tells, as that of a layer.
             value.scope = name
         super().__setattr__(name, value)
@@ -137,6 +139,7 @@ class GraphFunction:
                 return self.function(*args)
             finally:
                 del graph._path[len(graph._path) - bool(self.scope) :]
+        # By dtype and rank, as frameworks retrace: another size of the same rank runs the same graph.
         key = tuple(map(_form, args))
         with self.lock:  # threads may call it for the first time at once
             if key not in self.graphs:
@@ -144,9 +147,9 @@ class GraphFunction:
         return self.graphs[key].run([item for item in _flat(args) if _is_given(item)])
 
 
-def operator(op: Callable[..., Any]) -> GraphFunction:
+def operator(op: Callable[..., Any]) -> TracedFunction:
     """An operator as a function: a call of it with tensors runs a graph of one node."""
-    return GraphFunction(
+    return TracedFunction(
         lambda *args: next(item.graph for item in _flat(args) if isinstance(item, TracedValue)).add(op, args)
     )
 

@@ -117,6 +117,7 @@ def split(input: Tensor) -> Halves:
     zeros = [half.detach() for half in halves]
 
     def backward(grads: Gradients) -> Gradients:
+        # A half that nothing reads has no gradient, and counts as zeros.
         parts = [grad or _product(zero, 0) for grad, zero in zip(grads, zeros, strict=True)]
         return (
             Tensor(parts[0].numbers + parts[1].numbers, (parts[0].shape[0] + parts[1].shape[0], *trailing)),
@@ -174,6 +175,7 @@ def item(input: Tensor) -> Any:
     return number
 
 
+# An operator that a driver cannot look into, so that reports can be tested.
 def opaque(input: Tensor) -> Tensor:
     """An operator that lies beyond instrumentation, as a compiled region would."""
     return input.detach()
@@ -188,6 +190,7 @@ def _product(tensor: Tensor | None, factor: Tensor | Number) -> Tensor:
 
 
 def _matrix_product(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Return the product of two matrices, off the tape."""
     (n, k), (rows, m) = tensor.shape, factor.shape
     if k != rows:
         raise ValueError(f"shapes {tensor.shape} and {factor.shape} do not multiply")

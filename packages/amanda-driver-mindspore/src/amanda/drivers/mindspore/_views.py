@@ -23,7 +23,7 @@ class TensorElements(NamedTuple):
 
     @classmethod
     def at(cls, tensor: Any, index: Any) -> "TensorElements":
-        """Return the elements at an index."""
+        """Return the elements of `tensor[index]`."""
         # A flag for each element, since an index may have slices, numbers, arrays and booleans.
         marks = np.zeros(tuple(tensor.shape), bool)
         marks[_numpy_index(index)] = True

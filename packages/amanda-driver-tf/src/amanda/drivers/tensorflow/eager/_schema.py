@@ -128,7 +128,7 @@ class Schema:
 
 
 def attribute_value(attribute: Any) -> Any:
-    """Return the value of an AttrValue as `execute` takes it: a text, a number, a type, a list of these."""
+    """Return an AttrValue in the form for `execute`: a string, number, dtype or shape, or a list of these."""
     kind = attribute.WhichOneof("value")
     if kind == "list":
         (field,) = [field for field, _ in attribute.list.ListFields()] or [None]

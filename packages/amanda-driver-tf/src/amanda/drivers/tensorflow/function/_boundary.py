@@ -15,7 +15,7 @@ import tensorflow as tf
 from amanda import interceptor
 from amanda.backend import Attributes, Execution, State
 from amanda.errors import RoutineError
-from amanda.graph import GraphCopy
+from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function, concrete_function
 from tensorflow.python.framework import dtypes, errors
@@ -69,7 +69,7 @@ class ForwardRecord:
     copy: the instrumented copy.  runs, stores: those of the execution.  atomic: the forward function, weakly.
     """
 
-    def __init__(self, copy: GraphCopy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
+    def __init__(self, copy: RewrittenCopy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
         # Without a stack, a backward pass after the scope reads the saved values, and calls no tool.
         self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
@@ -100,7 +100,7 @@ class FunctionBoundary:
     the function runs uninstrumented.
     """
 
-    def __init__(self, copy: Callable[..., GraphCopy[RegisteredCopy] | None]) -> None:
+    def __init__(self, copy: Callable[..., RewrittenCopy[RegisteredCopy] | None]) -> None:
         self._copy = copy
         self._thread = _ThreadCalls()
 

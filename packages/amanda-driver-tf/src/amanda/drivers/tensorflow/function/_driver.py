@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from amanda import interceptor
 from amanda.backend import CannotInstrument, GraphAnalysis, GraphDriver, State, digest
-from amanda.graph import GraphCopy
+from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 
 from .._layers import handles_of, layer_classes
@@ -125,7 +125,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
 
     def _find_copy(
         self, state: State, atomic: Any, args: Sequence[Any], forward_record: ForwardRecord | None
-    ) -> GraphCopy[RegisteredCopy] | None:
+    ) -> RewrittenCopy[RegisteredCopy] | None:
         """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
         if forward_record is not None:
             closed = _is_closed(state, forward_record)

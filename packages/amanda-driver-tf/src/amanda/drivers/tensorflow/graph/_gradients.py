@@ -216,7 +216,7 @@ def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
 
 
 def is_differentiable(tensor: Any) -> bool:
-    """Return True if a tensor may be a gradient."""
+    """Return True if a tensor has a dtype that gradients can have."""
     kind = tensor.dtype.base_dtype
     return bool(kind.is_floating or kind.is_complex or kind == tf.variant)
 
