@@ -248,7 +248,7 @@ def test_each_gradient_of_a_factor_costs_as_much_as_the_product(word: str) -> No
 
 
 def test_every_product_is_quantised_by_default_unless_it_has_several_weights() -> None:
-    from amanda.tools.quantize._options import TYPES
+    from amanda.tools.quantize._tool import TYPES
 
     assert set(PRODUCTS) - SEVERAL_WEIGHTS <= set(TYPES)
 

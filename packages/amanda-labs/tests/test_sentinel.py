@@ -21,9 +21,8 @@ from amanda.tools.inject import InjectTool
 from amanda.tools.results import load
 from amanda.tools.select import select
 from amanda.tools.sentinel import SentinelError, SentinelTool, _reruns
-from amanda.tools.sentinel._ranks import compare_hashes
 from amanda.tools.sentinel._reruns import compare_reruns as compare
-from amanda.tools.sentinel._result import NormHistory
+from amanda.tools.sentinel._result import NormHistory, compare_hashes
 from amanda.tools.sentinel._tool import Budget
 
 X = torch.rand(16, 8, generator=torch.Generator().manual_seed(1))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--amanda-update`."""
     parser.getgroup("amanda").addoption(
-        "--amanda-update", action="store_true", help="write the graph snapshots of amanda_trace anew"
+        "--amanda-update", action="store_true", help="rewrite the graph snapshots of amanda_trace"
     )
 
 

@@ -250,9 +250,9 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     with amanda.apply(dump):
         small()(X)
     folder = dump.result.folder
-    with pytest.raises(AmandaError, match="a is no program to run; give a dump as the control"):
+    with pytest.raises(AmandaError, match="a is not a program to run; give a dump as the control"):
         diff(folder, small(), X, control="again")
-    with pytest.raises(AmandaError, match="bisect runs b again, and b is no program"):
+    with pytest.raises(AmandaError, match="bisect runs b again, but b is not a program"):
         diff(with_eps(1e-2), Dump(folder), X, bisect=True)
     with pytest.raises(AmandaError, match="1 inputs were given, and neither a nor b is a function"):
         diff(folder, folder, X)

@@ -73,7 +73,7 @@ def _help() -> int:
     """Print all commands, each with the first line of its docstring."""
     say(f"Usage: {_program()} COMMAND ...", "")
     say(*table([(name, _summary(name)) for name in sorted(names_of_commands())]))
-    say("", "`COMMAND --help` tells more, `--version` the version.")
+    say("", "`COMMAND --help` explains a command, `--version` prints the version.")
     return 0
 
 
@@ -122,7 +122,7 @@ def info(arguments: Sequence[str] = ()) -> int:
 
 
 def tools(arguments: Sequence[str] = ()) -> int:
-    """List the tools, each with the first line of what it says of itself."""
+    """List the tools, with a one-line description of each."""
     _require_no_arguments(arguments)
     # Loaded, since the first line of a tool's docstring is in its code.
     listed = list_tools(load=True)
@@ -133,7 +133,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
         )
     )
     if listed:
-        say("", "`info TOOL` tells a tool's options.")
+        say("", "`amanda info TOOL` lists a tool's options.")
     installed = {tool.name for tool in listed}
     # One tool of a distribution is enough to show that it is installed.
     absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
@@ -147,7 +147,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
 
 
 def doctor(arguments: Sequence[str] = ()) -> int:
-    """Look for what is wrong with the installation, and say the fix; the status is 1 if anything is.
+    """Check the installation and suggest fixes; the exit status is 1 if a check fails.
 
     It imports frameworks, drivers and tools.
     """

@@ -41,7 +41,7 @@ class UnknownToolError(AmandaError, LookupError):
 
 
 class ToolError(AmandaError, TypeError):
-    """An object that was applied, registered or depended on is no tool, or cannot be part of one."""
+    """An object that was applied, registered or depended on is not a tool, or not a valid part of one."""
 
 
 class OptionError(ToolError, ValueError):
@@ -61,7 +61,7 @@ class ReplaceConflictError(ActionError):
 
 
 class RoutineError(AmandaError, TypeError):
-    """An instrumentation routine gave back what cannot take the place of what it was given."""
+    """An instrumentation routine does not accept its values, or returned an unfit replacement."""
 
 
 class MutationError(RoutineError):
@@ -84,7 +84,7 @@ class ScopeError(AmandaError, RuntimeError):
 
 
 class DriverError(AmandaError, RuntimeError):
-    """A driver cannot serve its framework as it found it."""
+    """A driver cannot instrument its framework as it is installed."""
 
 
 class ArtefactError(AmandaError, ValueError):
@@ -103,7 +103,7 @@ class FileError(AmandaError, OSError):
 
 
 class MissingFileError(FileError, FileNotFoundError):
-    """A file is not there, or the folder that it is to be written to."""
+    """A file does not exist, or the folder to write it to does not exist."""
 
 
 class NotTraceableError(ArtefactError):

@@ -186,7 +186,7 @@ def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
         folders = (folder, *folder.absolute().parents)
         nearest = next((path for path in folders if os.path.lexists(path)), folder)
         if not nearest.is_dir():
-            raise FileError(f"{folder} cannot be written: {nearest} is no folder")
+            raise FileError(f"{folder} cannot be written: {nearest} is not a folder")
         _check_writable(nearest, folder)
 
 

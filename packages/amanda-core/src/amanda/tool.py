@@ -138,7 +138,7 @@ class Tool:
             if not isinstance(tool, Tool):
                 # The class instead of an instance is the most frequent mistake here.
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
-                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is no Tool{hint}")
+                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is not a Tool{hint}")
         dependencies = self._amanda.dependencies
         dependencies.extend(tools)
         try:
@@ -303,7 +303,7 @@ class Tool:
             raise ToolError(
                 f"{type(self).__name__} has no {key} among the {len(names)} values that it was given to "
                 f"load, such as {', '.join(near)}: they are of another model, or of other options; "
-                "load_state_dict(state, strict=False) makes what is missing anew"
+                "load_state_dict(state, strict=False) creates the missing values"
             )
 
     def _path(self, path: str, variable: Any) -> str:

@@ -56,7 +56,7 @@ def artefact_kind(path: Path) -> type[Artefact]:
         raise ArtefactError(f"{path} does not exist")
     entries = [entry for entry in registry.entries(ARTEFACTS) if _matches(entry.name, path)]
     if not entries:
-        raise ArtefactError(f"{path} is no file that an installed driver reads; {_readable_files()}")
+        raise ArtefactError(f"{path} is not a file that an installed driver reads; {_readable_files()}")
     if len(entries) > 1:
         raise PluginError(rivalry(entries))
     (entry,) = entries

@@ -252,7 +252,7 @@ class Execution:
         return entries[index]
 
     def runs_action(self, action: Action) -> bool:
-        """Return True if a scope with the action's tool is open for this execution."""
+        """Return True if the action is not an opening, and a scope with its tool is open here."""
         return not action.opening and (self._every or self.state.is_open(action.tool))
 
     def begin(self) -> None:

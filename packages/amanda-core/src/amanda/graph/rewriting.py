@@ -46,7 +46,7 @@ class GraphAnalysis:
         self._facts: list[OpFacts] = []
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
-        """Analyse a forward op; return its plan.  outputs: symbols of the op's outputs."""
+        """Run the analysis routines of a forward op; return its plan.  outputs: its symbolic outputs."""
         key = self.stack.key(self.ops, facts.inputs or ())
         analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
         facts.outputs = list(outputs)

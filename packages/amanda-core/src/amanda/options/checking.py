@@ -44,9 +44,9 @@ class Option:
 
     @property
     def default_in_words(self) -> str:
-        """Return the default as Python writes it, of a path its text, or "needed"."""
+        """Return the repr of the default, the string of a path, or "required"."""
         if self.default is REQUIRED:
-            return "needed"
+            return "required"
         return str(self.default) if isinstance(self.default, PurePath) else repr(self.default)
 
     def __str__(self) -> str:

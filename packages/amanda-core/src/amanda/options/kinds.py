@@ -33,9 +33,9 @@ class Mismatch(Exception):
 class Kind:
     """The values that an annotation accepts.
 
-    words: with an article, as Python writes values ("a whole number from 1 on", "True or False").
-    text: without, as a command line writes values ("whole number from 1 on", "true or false").
-    many: of several ("whole numbers from 1 on").
+    words: with an article, as Python writes values ("an integer >= 1", "True or False").
+    text: without an article, as a command line writes values ("integer >= 1", "true or false").
+    many: in the plural ("integers >= 1").
     accept: returns the value, numpy's numbers as Python's own; raises Mismatch.
     """
 
@@ -187,7 +187,7 @@ def _int(marks: tuple[Any, ...]) -> Kind:
         bounds.least if bounds.least > WHOLE.least else -float("inf"),
         bounds.most if bounds.most < WHOLE.most else float("inf"),
     )
-    return _named("whole number", accept, str(stated))
+    return _named("integer", accept, str(stated))
 
 
 def _float(marks: tuple[Any, ...]) -> Kind:
@@ -223,7 +223,7 @@ def _str(marks: tuple[Any, ...]) -> Kind:
             raise Mismatch("" if value else "it is empty")
         return value
 
-    return Kind("a text", "text", "texts", accept)
+    return Kind("a string", "string", "strings", accept)
 
 
 def _any(marks: tuple[Any, ...]) -> Kind:
@@ -247,7 +247,7 @@ def _path(at: PathTarget | None) -> Kind:
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
         except UnicodeError:
-            raise Mismatch("it is no text that files may be called by") from None
+            raise Mismatch("it is not a valid file name") from None
         return value
 
     return Kind(f"the {name}" if at else "a path", name if at else "path", f"{name}s", accept)
@@ -258,7 +258,7 @@ def _trouble_at(path: Path, target: str) -> str:
     if target == "file":
         return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
     if target == "folder":
-        return "" if path.is_dir() else "it is no folder" if path.exists() else "there is no such folder"
+        return "" if path.is_dir() else "it is not a folder" if path.exists() else "there is no such folder"
     # File systems take 255 bytes a name; found here, before hours of work are to be written there.
     if any(len(os.fsencode(part)) > 255 for part in path.parts):
         return "a name in it is too long"
@@ -346,10 +346,10 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
             return value
         return set(accepted) if is_set else accepted
 
-    nonempty = " that is not empty" if length.least == 1 else ""
+    nonempty = "non-empty " if length.least == 1 else ""
     noun = "set" if is_set else "list"
     return Kind(
-        f"a {noun} of {item.many}{nonempty}", f"{noun} of {item.text}", f"{noun}s of {item.many}", accept
+        f"a {nonempty}{noun} of {item.many}", f"{noun} of {item.text}", f"{noun}s of {item.many}", accept
     )
 
 
@@ -400,7 +400,7 @@ def _mapping(members: tuple[Any, ...]) -> Kind:
                     raise Mismatch(f"its {name} is {shown(part)}") from None
         return value
 
-    words = f"a dict of {kinds[-1].many} by {kinds[0].many}" if members else "a dict"
+    words = f"a dict from {kinds[0].many} to {kinds[-1].many}" if members else "a dict"
     return Kind(words, words.removeprefix("a "), "dicts", accept)
 
 

@@ -350,9 +350,9 @@ def signature_error(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> RoutineError | None:
-    """Return the error for a routine whose signature cannot take its arguments; None if it can.
+    """Return an error if a routine's signature does not accept the arguments; else None.
 
-    inputs, names: values that the routine could have selected, and their names.
+    inputs, names: all values at the routine's point and their names, for the message.
     """
     # Only names are compared with the signature, so any value stands for these.
     injected = {name: None for name in ("run", "shapes") if getattr(action, f"takes_{name}")}

@@ -132,7 +132,7 @@ def _check_native_code(slow: dict[str, str]) -> Iterator[Diagnosis]:
     # A missing symbol costs time and nothing else, so it is a note.
     for framework, lacking in slow.items():
         if lacking:
-            message = f"Python calls routines, at a multiple of the time, since native code lacks {lacking}"
+            message = f"Python calls routines, which is several times slower: native code lacks {lacking}"
             yield Diagnosis("note", f"native code for {framework}", message)
     calls = statistics()
     python = ", ".join(f"{number:,} {reason}" for reason, number in calls["python"].items()) or "none"

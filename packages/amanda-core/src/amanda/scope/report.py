@@ -165,7 +165,7 @@ def slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
         f"{reason} ({number:,})" for reason, number in sorted(slow.items(), key=lambda item: -item[1])
     )
     return (
-        f"{total:,} of {total + native:,} calls with routines ran in Python, at a multiple of the time of "
+        f"{total:,} of {total + native:,} calls with routines ran in Python, several times slower than in "
         f"native code: {why}"
     )
 

@@ -205,12 +205,12 @@ def disabled() -> Iterator[None]:
 
 
 def cache_enabled() -> AbstractContextManager[None]:
-    """Keep plans: an op's analysis runs once."""
+    """Cache plans inside this context: an op's analysis runs once."""
     return _switched(cache=True)
 
 
 def cache_disabled() -> AbstractContextManager[None]:
-    """Keep no plans: an op's analysis runs at each execution."""
+    """Cache no plans inside this context: an op's analysis runs at each execution."""
     return _switched(cache=False)
 
 

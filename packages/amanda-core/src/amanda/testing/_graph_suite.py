@@ -57,7 +57,7 @@ class GraphSample(ABC):
         return apply(*tools)
 
     def insert(self, context: OpContext, routine: Callable[..., Any]) -> None:
-        """Insert a routine that changes the op's values."""
+        """Insert a routine that changes an output or an input of the op."""
         context.insert_after_op(routine)
 
 

@@ -133,7 +133,7 @@ class Sample(ABC):
     @property
     @abstractmethod
     def pair(self) -> Op:
-        """pair(x): a namedtuple of two tensors, both with gradients."""
+        """pair(x): a namedtuple of two differentiable tensors."""
 
     @property
     @abstractmethod

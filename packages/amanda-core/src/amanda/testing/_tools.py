@@ -180,7 +180,7 @@ SCALE: Any = 1.0
 
 
 class Scaling(Tool):
-    """Scales what the sample's op gives by what it holds: a number, or a tensor."""
+    """Multiplies the output of the sample's op by a held value: a number or a tensor."""
 
     def __init__(self, sample: GraphSample, held: Any) -> None:
         self.sample = sample
@@ -284,7 +284,7 @@ class ByName(Scaling):
 
 
 class Hidden(Scaling):
-    """In an attribute whose name is computed."""
+    """Holds the value in an attribute with a computed name."""
 
     @traceable
     def scaled(self, value: Any) -> Any:

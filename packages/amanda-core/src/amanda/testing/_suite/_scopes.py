@@ -241,7 +241,7 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
 
 
 class ThreadTests:
-    """Threads that a scope reaches."""
+    """Tests of the threads to which a scope applies."""
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))

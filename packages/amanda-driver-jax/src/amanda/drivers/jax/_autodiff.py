@@ -99,7 +99,7 @@ class TappedExecution:
 
     @property
     def handed(self) -> list[Any]:
-        """Return the symbols for the next tap that the backward pass comes to."""
+        """Return the symbols that the last tap of the backward pass left for the next one."""
         return _thread.handed.get(self, [])
 
     @handed.setter

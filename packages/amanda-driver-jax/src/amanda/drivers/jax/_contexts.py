@@ -42,6 +42,7 @@ class ToolStackPrograms:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._scopes: tuple[weakref.ref[Any], ...] = ()
+        # Not at exit: the executables end with the process, and JAX may be gone already.
         weakref.finalize(self, _clear_executables, self._users).atexit = False
 
     @staticmethod

@@ -75,6 +75,8 @@ class JaxDriver(Arrays, EagerDriver):
     has_symbols = True
 
     def __init__(self) -> None:
+        # By name, too: functions of JAX with rules, such as `jax.nn.relu`, share a primitive, and are ops of
+        # their own.
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
         self._places = ModulePlaces()
@@ -97,6 +99,8 @@ class JaxDriver(Arrays, EagerDriver):
         enclose_modules(self.attributes, self._places)
         record_scans(self.attributes)
         self.attributes.on_restore(unset_cache_key)
+        # The last originals are held for the next ops of a scope; after the scope they would only take
+        # memory.
         self.attributes.on_restore(ORIGINALS.clear)
         set_cache_key()
 

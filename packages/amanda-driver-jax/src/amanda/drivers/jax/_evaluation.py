@@ -18,6 +18,7 @@ from ._primitives import CALLBACKS
 from ._traces import TAP, collecting_notes, is_within_jit
 from ._twins import is_differentiable, run_twice, wants_backward
 
+# JAX does not tell a primitive who binds it, so the code of the calling frame is compared.
 _EVALUATION_CODE = core.eval_jaxpr.__code__
 _REMAT_CODE = ad_checkpoint.remat_p.bind.__code__
 _PREFIX = "amanda_"

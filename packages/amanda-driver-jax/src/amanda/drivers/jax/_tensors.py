@@ -71,6 +71,7 @@ class Arrays(UnwrittenTensors):
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Return which inputs are differentiated; None where none is."""
         needs = tuple(_map_tensors(value, needs_gradient) for value in inputs)
+        # The flags nest as lists of inputs do; their text shows if any of them is set.
         return needs if "True" in str(needs) else None
 
 

@@ -105,6 +105,7 @@ class Variant:
 
     def lift(self, place: Reading) -> Any:
         """Return the symbol of a new input of the program, for which a place is read at each call."""
+        # Outside of the trace, so that the constant is an array, which a call can pass, and no symbol.
         with core.set_current_trace(core.eval_trace):
             constant = jax.numpy.array(place.value)  # a copy, whose `id` stands for this place alone
         self._constants.append(constant)

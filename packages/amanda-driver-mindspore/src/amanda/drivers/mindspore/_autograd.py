@@ -15,6 +15,7 @@ from mindspore.graph import api
 
 from ._tensors import MindSporeTensorOps, StraightThroughFunction, tensors_of
 
+# Places of leaves begin beyond those of nodes, of which an execution has fewer.
 _LEAF_PLACE = 1 << 32
 
 

@@ -133,11 +133,13 @@ class _DeclaredCall(MindSporeCall):
 
     def _writes(self) -> Writes:
         declared_writes = writes_of(type(self._primitive), self.attributes)
+        # A written argument may be among the trailing defaults, which are no inputs.
         are_passed = len(self.inputs) > max(declared_writes.inputs, default=-1)
         return declared_writes if are_passed else _WRITES_NOTHING
 
     def _outputs_for_tools(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
         if self.targets:
+            # The kernel may leave these outputs unwritten; the written inputs have the values.
             return {i: inputs[self.targets[i]] for i in range(min(len(values), len(self.targets)))}
         if self._site.key in HAS_UNWRITTEN:
             return dict.fromkeys(unwritten_outputs(self._site.key, self.attributes()))
@@ -159,6 +161,7 @@ class KernelCall(_DeclaredCall):
         primitive, values = args
         kind: Any = type(primitive)
         signature = _signatures.kernel_signature(kind, len(values))
+        # Defaults at the end are no inputs: a call has the same inputs whether its caller wrote them or not.
         count = len(values) - signature.trailing_defaults(list(values))
         self._trailing_defaults = tuple(values[count:])
         return list(values[:count]), signature
@@ -286,6 +289,7 @@ class ApplyCall(MindSporeCall):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
         values = [*args[1:], *kwargs.values()]
+        # The first parameter of `forward` is the context, which is left out like a `self`.
         names = _signatures.parameters_of(args[0].forward)
         signature = _signatures.fill_names(names, len(values) - len(kwargs))
         return values, OperatorSignature((*signature.names, *kwargs), signature.defaults, len(values))

@@ -50,6 +50,7 @@ class MindSporeDriver(MindSporeAutograd):
         self.views = MindSporeViews()
         self._generic = PrimitiveInterception(self)
         self._recorded_later = False
+        # By address, since a view does not name the parameter that it shows.
         self._memories: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:

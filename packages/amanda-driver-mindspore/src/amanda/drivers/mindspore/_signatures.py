@@ -35,6 +35,7 @@ class OperatorSignature(NamedTuple):
         """Return the number of values at the end that are defaults."""
         count = 0
         for value, default in zip(reversed(values), reversed(self.defaults[: len(values)]), strict=False):
+            # Types are compared first: 1 equals True, and `!=` of a tensor gives a tensor.
             if default is NO_DEFAULT or type(value) is not type(default) or value != default:
                 break
             count += 1
@@ -42,6 +43,7 @@ class OperatorSignature(NamedTuple):
 
     def accepts(self, count: int, keywords: Any) -> bool:
         """Return True if a call may have `count` positional arguments and these keywords."""
+        # An argument such as `*shape` takes any number of positional values.
         most = count if self.gathered is not None else self.positional
         return count <= most and all(name in self.names[min(count, len(self.names)) :] for name in keywords)
 
@@ -58,6 +60,7 @@ def primitive_signature(primitive: Any, count: int) -> OperatorSignature:
     """Return the signature of a primitive that the executor runs by name."""
     kind: Any = type(primitive)
     parameters = parameters_of(kind.__call__)
+    # Primitives that are not generated take `*args`, so their names are in an attribute or in a declaration.
     if len(parameters) != count:
         attributes = getattr(primitive, "attrs", None) or {}
         names = attributes.get("input_names") or declaration_of(kind).names
@@ -135,6 +138,7 @@ def _split(text: str) -> list[str]:
 
 
 def _literal(text: str) -> Any:
+    """Return the value of a default in a signature's text; NO_DEFAULT for text that is no literal."""
     try:
         # Defaults are read from documentation, which may contain anything.
         return ast.literal_eval(text)
@@ -185,6 +189,7 @@ _ARGUMENT = re.compile(r"make_sig\(\s*['\"](\w+)['\"](.*?)(?=make_sig\(|\Z)", re
 @cache
 def declaration_of(primitive: Any) -> ArgumentDeclaration:
     """Return what a class of primitives declares, or the first of its bases that has a declaration."""
+    # A class may leave the declaration to its base class.
     for kind in primitive.__mro__:
         source = _classes(kind.__module__).get(kind.__name__, "")
         declaration = _DECLARATION.search(source)
@@ -230,6 +235,8 @@ def writes_of(primitive: type, attributes: Callable[[], Mapping[str, Any]]) -> W
     if name in _MAX_NORM:
         return Writes(_MAX_NORM[name]) if attributes().get("max_norm") is not None else Writes()
     written = declaration_of(primitive).written
+    # The outputs of a primitive that writes stand for the written inputs, but AdamNoUpdateParam returns an
+    # update.
     return Writes(written, () if name == "AdamNoUpdateParam" else written)
 
 

@@ -87,10 +87,12 @@ def targets() -> tuple[NativeTarget, ...]:
 def _kernels() -> Iterator[NativeTarget]:
     """Yield the generated functions and classes that call kernels."""
     for name, function in vars(native).items():
+        # Python calls these functions as globals of `gen_ops_prim`, so the fallback patches them there.
         if name.startswith("pyboost_"):
             yield NativeTarget(function, gen_ops_prim, name, "kernel", name.removeprefix("pyboost_"))
     for name, primitive in vars(pyboost_inner_prim).items():
         if name.endswith("_impl"):
+            # The object may be of a subclass; the generated class defines the call.
             holder = next(kind for kind in type(primitive).__mro__ if kind.__name__.endswith("Prim_"))
             call = vars(holder)["__call__"]
             yield NativeTarget(call.__func__, holder, "__call__", "kernel", name.removesuffix("_impl"))
@@ -148,6 +150,7 @@ def snake_case(name: str) -> str:
 
 def writes_first_input(operator: str) -> bool:
     """Return True if an operator writes into its first input."""
+    # "add_" writes in place, as in PyTorch; names with two underscores are special methods.
     trailing = operator.endswith("_") and not operator.endswith("__")
     return trailing or operator.startswith("inplace_") or operator == "setitem"
 

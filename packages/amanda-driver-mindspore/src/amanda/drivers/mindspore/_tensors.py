@@ -35,6 +35,7 @@ class GradientsOff:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
+        # MindSpore's switch does not nest, so its former value is put back.
         self._before = executor.enable_grad()
         executor.set_enable_grad(False)
 
@@ -89,6 +90,8 @@ class MindSporeTensorOps:
         """Copy a value into the user's tensor; if isolated, autodiff does not record the write."""
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
+        # Autodiff records the write of a differentiable routine, so that gradients reach the routine's
+        # inputs.
         if not isolated:
             copy_into(target, _same_shape(target, value))
             return
@@ -130,12 +133,14 @@ class MindSporeTensorOps:
             elif isinstance(value, (list, tuple)):
                 for tensor in tensors_of(value):
                     bits = bits << 1 | tensor._requires_grad
+        # A power of two has the leading 1 alone: no tensor needs a gradient.
         return None if bits & (bits - 1) == 0 else bits
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a result as a list of outputs, and a function that gives such a list the result's form."""
         if isinstance(outputs, (list, tuple)):
             kind = type(outputs)
+            # A namedtuple takes fields as separate arguments; its `_make` takes a list.
             make = getattr(kind, "_make", kind)
             return list(outputs), make
         if outputs is None:
@@ -178,6 +183,7 @@ def _nothing(values: list[Any]) -> None:
 
 
 def _signature(value: Any) -> Hashable:
+    """Return dtype and rank of a tensor, or of each tensor in a list; None for other values."""
     if isinstance(value, Tensor):
         return value.dtype, len(value.shape)
     if isinstance(value, (list, tuple)):
@@ -186,6 +192,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _shape(value: Any) -> Hashable:
+    """Return the shape of a tensor, or of each tensor in a list; None for other values."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, (list, tuple)):
@@ -194,10 +201,12 @@ def _shape(value: Any) -> Hashable:
 
 
 def _detach(value: Any) -> Any:
+    # A leaf has no graph to be cut off from, and has to stay the object that the program knows.
     return ops.stop_gradient(value) if value._requires_grad and not value._is_leaf else value
 
 
 def _same_shape(original: Any, value: Any) -> Any:
+    """Return `value`; raise RoutineError if its shape is not that of `original`."""
     if tuple(original.shape) != tuple(value.shape):
         raise RoutineError(
             f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was given; "
@@ -268,6 +277,7 @@ def register_when_imported() -> None:
 
 
 def _register_functions() -> None:
+    """Register parameters as tensors of MindSpore, and the functions."""
     import autoray
 
     # The class of parameters is made at run time, and says that it is of another module.

@@ -62,9 +62,11 @@ def _in_optimizer() -> bool:
 def _describe_op(context: OpContext) -> None:
     """Write the keys that describe an op."""
     name, inputs = context.get_op_type(), context.get_inputs()
+    # An operator in place has the word of the operator; `in_place` tells them apart.
     proper = name.removeprefix("inplace_")
     proper = proper.removesuffix("_") if not proper.endswith("__") else proper
     kind = word(proper)
+    # nn.Embedding gathers rows of its table; a gather from another tensor is an indexing.
     if proper == "gather" and inputs and isinstance(inputs[0], Parameter):
         kind = "embedding"
     weight = weight_index(kind, proper, inputs, context.get_variable)
@@ -90,6 +92,7 @@ def weight_index(
         return factors[0] if len(factors) == 1 else None
     if kind == "embedding":
         index: int | None = 0 if name == "gather" else 1
+    # Its second argument is the normalised shape.
     elif name == "layer_norm_ext":
         index = 2
     else:

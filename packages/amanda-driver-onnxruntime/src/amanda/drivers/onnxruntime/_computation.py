@@ -95,6 +95,7 @@ def _transpose(array: Any, perm: Any = None) -> Any:
 
 
 def _reshape(array: Any, shape: Any, allowzero: int = 0) -> Any:
+    """Reshape as ONNX does: 0 keeps the input's extent there, unless `allowzero` is set."""
     extents = [
         # An extent of 0 keeps the input's extent, unless `allowzero` is set.
         array.shape[i] if extent == 0 and not allowzero else int(extent)

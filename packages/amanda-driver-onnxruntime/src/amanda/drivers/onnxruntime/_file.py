@@ -123,7 +123,7 @@ class OnnxFile(Artefact):
             raise ArtefactError(f"{error.filename or path} cannot be read: {reason}") from error
         except Exception as error:  # the errors of protocol buffers differ between their versions
             reason = str(error).partition("\n")[0]
-            raise ArtefactError(f"{path} is no whole ONNX model: {reason}") from error
+            raise ArtefactError(f"{path} is not a complete ONNX model: {reason}") from error
         self._is_external = any(map(external_data_helper.uses_external_data, self._source.graph.initializer))
         self._model.infer_types(types_by_onnxruntime)
         self._instrumented: ModelProto | None = None
@@ -255,6 +255,7 @@ def _layout(array: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _digest(array: Any) -> bytes:
+    """Return bytes that are equal for arrays with equal values, of one dtype and shape."""
     values = np.ascontiguousarray(array)
     # Strings are objects, whose memory has addresses.
     if values.dtype.kind == "O":

@@ -67,6 +67,7 @@ class TypedInsertion(Insertion):
 
 
 def _is_same(value: Any, before: Any) -> bool:
+    """Return True if a value, and each element of a list, is the object that it was before."""
     if isinstance(value, (list, tuple)) and isinstance(before, (list, tuple)):
         return len(value) == len(before) and all(map(_is_same, value, before))
     # By identity: `==` of arrays would compare elements, and a routine that changes nothing returns what it

@@ -214,9 +214,9 @@ def initializer_of(name: str, array: Array) -> TensorProto:
 
 
 def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
-    """Return the value of a Constant node; None for other nodes, and for values that are no dense tensor.
+    """Return the value of a Constant node; None for other nodes, and for values that are not dense tensors.
 
-    folder: the folder with its external data.
+    folder: the folder with the external data of the model.
     """
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
         return None

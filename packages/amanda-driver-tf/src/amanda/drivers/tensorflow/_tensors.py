@@ -100,6 +100,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _shape(value: Any) -> Hashable:
+    """Return the shape of a tensor, or of each in a list; None for an unknown rank and other values."""
     if isinstance(value, (tf.Tensor, tf.Variable)):
         return None if value.shape.rank is None else tuple(value.shape.as_list())
     if isinstance(value, (list, tuple)):

@@ -19,7 +19,14 @@ from tensorflow.python.framework import function_def_to_graph, ops
 from tensorflow.python.saved_model import fingerprinting_utils, load, load_options, loader_impl
 
 from ._requirements import check
-from .graph import GraphFunction, GraphRewriting, GraphTensorOps, edited_definition, function_body, rewrite
+from .graph import (
+    GraphTensorOps,
+    RuntimeFunction,
+    TensorFlowRewriting,
+    edited_definition,
+    function_body,
+    rewrite,
+)
 
 _MODEL, _KERAS, _FINGERPRINT = "saved_model.pb", "keras_metadata.pb", "fingerprint.pb"
 ABOUT = Path("assets.extra", "amanda.json")
@@ -75,7 +82,7 @@ class SavedModelFolder(Artefact):
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
         # `context.is_static()` reads the last tag: ops of a file have no execution while tools look at them.
         tags = Namespace(f"tensorflow/{tf.__version__}/function/static")
-        rewriting = GraphRewriting(
+        rewriting = TensorFlowRewriting(
             analysis=inlining.analysis(GraphTensorOps()),
             namespace=tags,
             written=True,
@@ -175,6 +182,7 @@ def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
 
 
 def _content_without_name(definition: Any) -> bytes:
+    """Return a function's definition as bytes, equal for functions that differ in their names alone."""
     copy = type(definition)()
     copy.CopyFrom(definition)
     copy.signature.name = ""
@@ -201,7 +209,7 @@ class FunctionLibrary:
             # The import registers the functions with this graph, in which calls of them are looked up.
             tf.graph_util.import_graph_def(empty, name="")
 
-    def find(self, name: str) -> GraphFunction | None:
+    def find(self, name: str) -> RuntimeFunction | None:
         """Return a function with a copy of its definition, which may be edited; None for an unknown name."""
         if name not in self._definitions:
             return None
@@ -211,7 +219,7 @@ class FunctionLibrary:
         if name not in self._graphs:
             with self._holder.as_default():
                 self._graphs[name] = function_def_to_graph.function_def_to_graph(definition)
-        return GraphFunction(definition, self._graphs[name])
+        return RuntimeFunction(definition, self._graphs[name])
 
 
 class LoadedObjects:

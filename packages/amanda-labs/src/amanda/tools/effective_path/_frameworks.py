@@ -87,7 +87,6 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
 Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
 """Function that moves the elements of an array as an op moves the elements of its input."""
 
-_TRANSPOSE_ATTRIBUTES = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
 _NON_NUMERIC_DTYPES = ("resource", "variant", "string", "complex")
 _FUSED_TYPES = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
@@ -411,6 +410,7 @@ def _mapping_rule(
     moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type"),
     attributes: Callable[[amanda.OpContext], Mapping[str, Any]] = amanda.OpContext.get_attrs,
 ) -> Any:  # fmt: skip
+    """Return a mapping rule that writes the facts of an op by functions of its framework."""
     return partial(_write_moves, moves, word, attributes)
 
 

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from amanda.errors import AmandaError
 from amanda.files import replacing
 from amanda.options import checked
-from amanda.tools.effective_path._rules import (
-    Indices,
-    InputIndex,
-    Step,
-)
+from amanda.tools.effective_path._rules import Indices, InputIndex, Step
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import Column, PlottedResult, check_schema, parsing, read_npz, shortened
 

@@ -46,7 +46,7 @@ _MAX_EXECUTIONS = 64
 
 
 class EffectivePathTool(amanda.Tool):
-    """Extracts the neurons, synapses and weights that explain each output of a model.
+    """Extract the neurons, synapses and weights that explain each output of a model.
 
     theta, mode: a neuron is explained by the fewest inputs whose contributions sum to the share theta of its
     value ("cumulative"), or by all inputs that contribute theta or more ("absolute").
@@ -117,6 +117,7 @@ class EffectivePathTool(amanda.Tool):
 
     @amanda.observer
     def _record_inputs(self, *inputs: Any, op_values: OpValues, program_op: ProgramOp) -> None:
+        """Copy the inputs of an op; begin a new pass if the op has run in this one."""
         key = program_op.op.id, program_op.position
         if key in self._values:  # the op has run in this pass already, so a new pass has begun
             self.clear()
@@ -215,6 +216,7 @@ def _is_shape(tensor: Tensor) -> bool:
 
 
 def _as_integers(labels: Any) -> list[int] | None:
+    """Return labels as integers; None if one is no integer."""
     try:
         return [index(label) for label in labels]
     except TypeError:

@@ -57,6 +57,7 @@ PackedTensors = Sequence[tuple[TensorHeader, RawBytes]]
 
 def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: PackedTensors) -> int:
     """Send a message, wipe the memory that it was put together in, and return its bytes."""
+    # Length, header and raw bytes: to unpickle a message would let either side run code in the other.
     header_bytes = json.dumps({**header, "tensors": [tensor_header for tensor_header, _ in tensors]}).encode()
     size = 4 + len(header_bytes) + sum(tensor_header.size for tensor_header, _ in tensors)
     # One buffer for all, so that there is one place to wipe: a copy could stay readable in freed memory.
@@ -69,6 +70,7 @@ def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: P
     try:
         connection.send_bytes(message)
     finally:
+        # Also after an error.
         view[:] = 0
     return size
 
@@ -83,6 +85,7 @@ def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTen
         for fields in header.pop("tensors")
     ]
     declared = end + sum(tensor_header.size for tensor_header in tensor_headers)
+    # Short messages are padded.
     if max(declared, _MIN_MESSAGE_BYTES) != len(message):
         raise ProtectError(f"a message declares {declared:,} bytes and has {len(message):,}")
     tensors, content = [], np.frombuffer(message, np.uint8)
@@ -103,6 +106,7 @@ class ProcessLink:
         self._lock = RLock()
         # The key goes through standard input: arguments and environment are open to other programs.
         address, key = str(Path(folder.name) / "socket"), os.urandom(32)
+        # Isolated: environment variables and the working folder must not choose what the process imports.
         command = [sys.executable, "-I", "-c", _CHILD_CODE]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         process_settings = {**settings, "path": sys.path, "address": address, "key": key.hex()}
@@ -110,6 +114,7 @@ class ProcessLink:
         with self._process.stdin as pipe:
             pipe.write(json.dumps(process_settings) + "\n")
         try:
+            # The folder of the socket is needed for the connection alone.
             self._connection = self._connect(address, key)
         except BaseException:
             self._wait_or_kill(0.0)
@@ -142,6 +147,7 @@ class ProcessLink:
 
         Raises ProtectError with the error of the process, or if the process has died.
         """
+        # Autograd's threads call too, and an answer belongs to the message before it.
         with self._lock:
             try:
                 sent = send(self._connection, header, tensors)
@@ -151,6 +157,7 @@ class ProcessLink:
                     f"the protected process is gone (exit status {self._process.poll()}), and the parameters "
                     "that it held with it"
                 ) from error
+        # The process lives on: only this op has failed.
         if "error" in answer:
             raise ProtectError(answer["error"])
         return answer, results, sent + sum(tensor_header.size for tensor_header, _ in results)
@@ -197,6 +204,7 @@ def pack_tensor(tensor: Any) -> tuple[TensorHeader, RawBytes]:
 
     tensor = tensor.detach()
     order = tuple(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)))
+    # In memory order a dense tensor is contiguous, also with channels last, and comes back with its strides.
     flat = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorHeader(dtype, tuple(tensor.shape), order, flat.numel()), flat.numpy()
@@ -207,6 +215,7 @@ def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:
     import torch
 
     tensor = torch.empty_permuted(header.shape, header.order, dtype=getattr(torch, header.dtype))
+    # A copy: the buffer of the message goes away.
     tensor.permute(header.order).view(-1).view(torch.uint8).copy_(torch.from_numpy(content.copy()))
     return tensor
 
@@ -219,11 +228,13 @@ def serve(settings: Mapping[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])  # as many threads as the program, for the same bits
     listener = Listener(settings["address"], "AF_UNIX", authkey=bytes.fromhex(settings["key"]))
     try:
+        # One connection alone: nobody else gets in once the program has.
         connection: Any = listener.accept()
     except (AuthenticationError, EOFError, OSError):
         return
     finally:
         with suppress(FileNotFoundError):  # the program has removed the folder
+            # No second program can connect.
             listener.close()
     with connection:
         _serve_messages(connection, Enclave())
@@ -280,6 +291,7 @@ class Enclave:
         dropped, failed: executions and backward passes to forget.
         """
         torch = self._torch
+        # What the program can no longer differentiate is freed with the next message.
         for execution in dropped:
             self._executions.pop(execution, None)
         for failed_pass in failed:
@@ -288,12 +300,14 @@ class Enclave:
         if random:  # `ProtectedExecution.forward` sends the generator's state after the arguments
             torch.set_rng_state(arguments.pop())
         for argument, is_trained in zip(arguments, trained, strict=True):
+            # Arguments are leaves here: their gradients are what the program is sent.
             argument.requires_grad_(is_trained)
         with nullcontext() if records else torch.no_grad():
             values = [self._decode_input(encoded, arguments) for encoded in inputs]
             if in_place and "tensor" in inputs[0]:  # autograd forbids a write to a leaf that needs a gradient
                 values[0] = values[0].clone()
             result = _call_by_schema(torch, op, values)
+        # Named tuples, as of `max` with an axis, count as sequences.
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         non_tensors = [type(output).__name__ for output in outputs if not isinstance(output, torch.Tensor)]
         if non_tensors:
@@ -307,6 +321,7 @@ class Enclave:
             self._executions[number] = arguments, outputs, list(dict.fromkeys(paths))
         generator_state = [pack_tensor(torch.get_rng_state())] if random else []
         is_sequence = isinstance(result, (tuple, list))
+        # An op in place on a parameter gives it back: its values must not leave the process.
         returns_parameter = any(result is parameter for parameter in self._parameters.values())
         packed_outputs = [] if returns_parameter else [pack_tensor(output) for output in outputs]
         trained = [output.requires_grad for output in outputs]
@@ -332,9 +347,11 @@ class Enclave:
         self, tensors: PackedTensors, number: int, outputs: Sequence[int], backward_pass: int
     ) -> tuple[Any, Any]:
         """Return the gradients of an op's arguments; keep those of parameters until the pass ends."""
+        # By pass: a gradient becomes the parameter's only if the whole pass succeeds.
         pass_gradients = self._pass_gradients.setdefault(backward_pass, {})
         arguments, results, paths = self._executions[number]
         trained_arguments = [argument for argument in arguments if argument.requires_grad]
+        # A parameter may have been frozen since.
         trained_paths = [path for path in paths if self._parameters[path].requires_grad]
         parameters = [self._parameters[path] for path in trained_paths]
         gradients = self._torch.autograd.grad(
@@ -345,6 +362,7 @@ class Enclave:
         for path, gradient in zip(trained_paths, gradients[len(trained_arguments) :], strict=True):
             if gradient is not None:
                 earlier_gradient = pass_gradients.get(path)
+                # Not in place: autograd may share the tensor between two inputs.
                 pass_gradients[path] = gradient if earlier_gradient is None else earlier_gradient + gradient
         has_gradient = [gradient is not None for gradient in gradients[: len(trained_arguments)]]
         packed_gradients = [
@@ -362,6 +380,7 @@ class Enclave:
         pass_gradients = self._pass_gradients.pop(backward_pass, {})
         for path, replaces_gradient in replaces.items():
             parameter, gradient = self._parameters[path], pass_gradients[path]
+            # `zero_grad` of the program is not seen here, but the program's stand-in tells it.
             if replaces_gradient or parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -375,6 +394,7 @@ class Enclave:
         options = [
             {key: _list_to_tuple(value) for key, value in group["options"].items()} for group in groups
         ]
+        # Made at the first step, with state of its own, as in the program.
         if optimizer not in self._optimizers:
             parameters = [[self._parameters[path] for path in group["paths"]] for group in groups]
             pairs = zip(parameters, options, strict=True)
@@ -388,9 +408,11 @@ class Enclave:
         ):
             if len(group["params"]) != len(message["paths"]):
                 raise ProtectError("an optimizer was given more protected parameters after its first step")
+            # A schedule may have changed the learning rate since the last step.
             group.update(group_options)
             for path, has_gradient in zip(message["paths"], message["gradients"], strict=True):
                 if not has_gradient:
+                    # The optimizer passes over a parameter without a gradient.
                     self._parameters[path].grad = None
         protected_optimizer.step()
         return {}, ()
@@ -404,6 +426,7 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
     """
     owner, _, name = op.rpartition(".")
     function = getattr(torch if owner == "torch" else attrgetter(owner.removeprefix("torch."))(torch), name)
+    # Functions such as `sum` take some arguments by keyword alone, which schemas tell.
     packet = getattr(torch.ops.aten, name.strip("_"), None)
     overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     schemas = [

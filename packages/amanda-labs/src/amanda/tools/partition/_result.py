@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from amanda.errors import ArtefactError
 from amanda.options import Folder, checked
 from amanda.tools.partition._cut import (
+    CutRequest,
     PartitionError,
     Plan,
     PlannedOp,
-    Request,
     Slot,
     Stages,
     bubble_share,
@@ -86,7 +86,7 @@ class PartitionResult(PlottedResult):
 
     about_shared: ClassVar[str] = "Held by several stages, which have to add up its gradients"
 
-    def __init__(self, work: StepWork, request: Request) -> None:
+    def __init__(self, work: StepWork, request: CutRequest) -> None:
         self.work, self.request = work, request
 
     @cached_property
@@ -113,6 +113,7 @@ class PartitionResult(PlottedResult):
             for index, reader_positions in work.parameters.items()
             if in_stage[list(reader_positions)].any()
         ]
+        # A parameter that several ops of the stage read is held once.
         parameters = sum(work.parameter_bytes[index] for index in parameter_indices)
         activations = int(work.activations[in_stage].sum())
         memory = self.request.copies_of(work) * parameters + self.request.in_flight(number) * activations
@@ -133,6 +134,7 @@ class PartitionResult(PlottedResult):
         for span in self.work.spans:
             source = int(stage_of[span.produced_at])
             for target in sorted({int(stage_of[i]) for i in span.read_at} - {source}):
+                # A span has a producer, which the type cannot say.
                 op = graph.ops[span.tensor.producer or 0]
                 yield Crossing(span.tensor, source, target, op.type, op.module)
 
@@ -141,6 +143,7 @@ class PartitionResult(PlottedResult):
         """Return the stages that read each parameter or buffer, by its path."""
         stages_by_name: dict[str, Sequence[int]] = {}
         for index, reader_positions in self.work.parameters.items() if self.stage_of is not None else ():
+            # Graphs of some frameworks have tensors without names.
             name = self.work.graph.tensors[index].name or f"tensor {index}"
             stages_by_name[name] = sorted({int(self.stage_of[i]) for i in reader_positions})  # type: ignore[index]
         return stages_by_name
@@ -241,6 +244,7 @@ class PartitionResult(PlottedResult):
         for is_ahead, word in ((True, "forward"), (False, "backward")):
             crossings = []
             for crossing in self.crossings:
+                # A tensor that skips a stage crosses every cut between the two.
                 before, after = sorted((crossing.source, crossing.target))
                 if before < number <= after and (crossing.source < crossing.target) == is_ahead:
                     crossings.append(crossing)
@@ -326,12 +330,13 @@ class PartsResult(PartitionResult):
     about_shared = "In the files of several parts"
 
     def __init__(
-        self, work: StepWork, request: Request, inputs: list[str], outputs: list[str],
+        self, work: StepWork, request: CutRequest, inputs: list[str], outputs: list[str],
         stage_of: Stages | None = None,
     ) -> None:  # fmt: skip
         super().__init__(work, request)
         self.inputs, self.outputs = inputs, outputs
         self.parts: list[Part] = []
+        # Set over the cached property: protected parts are no result of a cut.
         if stage_of is not None:
             self.stage_of = stage_of
 
@@ -371,10 +376,7 @@ class StageChain:
 
     @checked(error=ArtefactError)
     def __init__(
-        self,
-        folder: Folder,
-        options: Any = None,
-        providers: Sequence[Any] = ("CPUExecutionProvider",),
+        self, folder: Folder, options: Any = None, providers: Sequence[Any] = ("CPUExecutionProvider",)
     ) -> None:
         from onnxruntime import InferenceSession
 
@@ -402,11 +404,13 @@ class StageChain:
             {value.name for value in session.get_overridable_initializers()} for session in self.sessions
         ]
         for number, session in enumerate(self.sessions):
+            # An input with a default may be fed as well.
             names_read = reads[number] | reads_default[number]
             names = [value.name for value in session.get_outputs()]
             outputs = session.run(names, {name: values[name] for name in names_read & values.keys()})
             values |= zip(names, outputs, strict=True)
             later = set(requested).union(*reads[number + 1 :], *reads_default[number + 1 :])
+            # Activations of earlier parts are freed as early as in one session.
             values = {name: value for name, value in values.items() if name in later}
         return [values[name] for name in requested]
 
@@ -415,6 +419,7 @@ def _read_plan(plan: Any) -> tuple[list[str], list[str]]:
     """Return the names of the files and of the outputs; raise ValueError for a file in another folder."""
     files, outputs = [str(entry["file"]) for entry in plan["files"]], [str(name) for name in plan["outputs"]]
     for name in files:
+        # A plan from elsewhere must not open files outside of its folder.
         if Path(name).name != name:
             raise ValueError(f"it names {name!r}, which is no file of its folder")
     return files, outputs

@@ -26,7 +26,7 @@ from amanda.options import Name, PositiveInt, Range, Share, checked, deprecated
 from amanda.tools.flops import FlopsTool
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.partition import _pytorch_protection, _pytorch_stand_ins
-from amanda.tools.partition._cut import Request, Schedule
+from amanda.tools.partition._cut import CutRequest, Schedule
 from amanda.tools.partition._enclave import ProtectError
 from amanda.tools.partition._result import PartitionResult, PartsResult
 from amanda.tools.partition._step_work import StepWork, work_in_flops, work_in_seconds
@@ -97,7 +97,7 @@ class ProtectedResult(Result):
         return [
             "Inputs, outputs and gradients of each selected op cross; values of parameters cross once, "
             "to the process. The program sees NaN in their place. This separates processes; it is no defence "
-            "against programs of the same user.",
+            "against programs of the same user."
         ]
 
 
@@ -108,22 +108,22 @@ ResultT = TypeVar("ResultT", PartitionResult, ProtectedResult)
 
 
 class PartitionTool(amanda.Tool, Generic[ResultT]):
-    """Cuts a model into pipeline stages for several devices, with even loads and few bytes between them.
+    """Plan pipeline stages of a model for several devices, with balanced loads and few bytes between stages.
 
-    stages: number of stages, 2 if None.  cost: of an op, its FLOPs, or the "time" that it took.
-    method: "order" cuts the order of execution so that the slowest stage is as fast as can be; "min_cut"
+    stages: number of stages, 2 if None.  cost: the cost of an op: its FLOPs, or its measured "time".
+    method: "order" cuts the order of execution to make the slowest stage as fast as possible; "min_cut"
     cuts into two sides with the fewest bytes between them.
-    microbatches, schedule: of the pipeline, for its bubble and for the activations in flight.
-    memory: bytes of each device, None for no limit.  copies: how often a device holds a parameter's bytes;
-    None for 4 in training (value, gradient, two moments of Adam) and 1 otherwise.
-    byte_cost: FLOPs, or seconds, to send a byte between stages; the slowest of all may then be a link.
-    tolerance: share by which the slowest stage may be slower so that fewer bytes cross; with "min_cut" the
-    share by which a side may differ from half.
-    protect: ops to run in another process, which alone holds their parameters, instead of stages:
-    "module=classifier|layer4.*", also with "type="; `result` is then a `ProtectedResult`.  This separates
-    processes; it is no defence against programs of the same user, which can read their memory.
-    `amanda.instrument` with an ONNX file and this tool writes a file for each stage, or for the protected ops
-    and those before and after them, and `partition.json`; `StageChain` runs these files, and `result` is then
+    microbatches, schedule: the pipeline, which determines its bubble and the memory of activations.
+    memory: bytes of each device, None for no limit.  copies: device memory of a parameter, as a multiple of
+    its bytes; None for 4 in training (value, gradient, two moments of Adam) and 1 otherwise.
+    byte_cost: FLOPs, or seconds, to send a byte between stages; a link can then be the slowest part.
+    tolerance: allowed slowdown of the slowest stage, as a share, to send fewer bytes; with "min_cut" the
+    allowed difference of a side from half.
+    protect: ops that another process runs, which alone holds their parameters; there are no stages then, and
+    `result` is a `ProtectedResult`.  Select them by "module=classifier|layer4.*" or "type=...".  This
+    separates processes; it is no defence against programs of the same user, which can read their memory.
+    `amanda.instrument` of an ONNX file with this tool writes `partition.json` and a file for each stage, or
+    for the ops before, in and after the protected part; `StageChain` runs these files, and `result` is then
     a `PartsResult`.
 
     `clear` forgets what was executed.  Raises OptionError for invalid options; `result` raises PartitionError
@@ -167,12 +167,13 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
         self._parts_result: PartsResult | None = None
         self._delegate: StagesTool | ProtectTool
         if protect is None:
-            self.request = Request(
+            self.request = CutRequest(
                 2 if stages is None else stages, method, microbatches, schedule, memory, copies, byte_cost,
                 tolerance,
             )  # fmt: skip
             self._delegate = StagesTool(self.request, cost)
         else:
+            # Every option of a cut, as protect takes none of them.
             options = {
                 "stages": stages, "cost": cost, "method": method, "microbatches": microbatches,
                 "schedule": schedule, "memory": memory, "copies": copies, "byte_cost": byte_cost,
@@ -239,10 +240,11 @@ class StagesTool(amanda.Tool):
     other.
     """
 
-    def __init__(self, request: Request, cost: Literal["flops", "time"]) -> None:
+    def __init__(self, request: CutRequest, cost: Literal["flops", "time"]) -> None:
         super().__init__()
         _check_method(request)
         self._request = request
+        # A cut reads shapes and producers, no arguments.
         self._trace, self._steps = TraceTool(attributes=False), Steps()
         self._measure: FlopsTool | ProfileTool = FlopsTool() if cost == "flops" else ProfileTool(memory=False)
         self.depends_on(self._trace, self._measure, self._steps)
@@ -265,6 +267,7 @@ class StagesTool(amanda.Tool):
         """Write a file for each stage of an ONNX file; see `PartitionTool.write_parts`."""
         from amanda.tools.partition._onnx_files import write_stages
 
+        # Sessions that ran in the scope know shapes that a file leaves open.
         measured = self._current_work() if self._trace.graph.ops else None
         if measured is None and not isinstance(self._measure, FlopsTool):
             raise ToolError(
@@ -280,7 +283,7 @@ class StagesTool(amanda.Tool):
         self._steps.clear()
 
 
-def _check_method(request: Request) -> None:
+def _check_method(request: CutRequest) -> None:
     """Raise ToolError for options that method="min_cut" ignores."""
     if request.method == "min_cut" and (
         request.stages != 2 or request.memory is not None or request.byte_cost
@@ -346,6 +349,7 @@ class ProtectTool(amanda.Tool):
                 f"PartitionTool.finalize was given a {type(model).__name__} that has none of the protected "
                 "parameters; give the model that ran in the scope"
             )
+        # Read before the end, which drops the counts.
         result = self.result
         self.end()
         result.model = model
@@ -363,10 +367,12 @@ class ProtectTool(amanda.Tool):
         if context["phase"] != "forward":
             return
         if self._protection is None and "protection" in context:
+            # Made at the first op, once torch is there.
             self._protection = context["protection"]()
         protection = self._protection
         if not self._selection(context):
             if protection is not None and "protection" in context:
+                # An op outside the selection would compute with NaN.
                 protection.stand_ins.check(context)
             return
         op_text = f"{context['type']} at {context.get_source() or context.get_op_type()}"
@@ -378,11 +384,13 @@ class ProtectTool(amanda.Tool):
         if _pytorch_stand_ins.shares_memory(context) and not protection.stand_ins.are_read_by(context):
             return  # a view of a tensor of the program is made in the program, where writes reach the tensor
         op = _pytorch_stand_ins.callable_of(context)
+        # Before the op runs: its parameters are not read in the program once more.
         protection.adopt(context)
         key, module = context.get_op_id(), context.get_scope()
         record = protection.traffic_record("forward", key, context["type"], module, context.get_source())
         logger.info("protect: %s in module %r runs in process %s", op_text, module, protection.pid)
         in_place, random = context["in_place"], _pytorch_stand_ins.is_random(context)
+        # An op in place on a stand-in writes in the process, and the program's tensor stays NaN.
         first = context.get_inputs()[0] if in_place else None
         target = None if first is None or protection.stand_ins.find(first) is None else first
         context.replace_op(
@@ -392,10 +400,10 @@ class ProtectTool(amanda.Tool):
 
 
 def _parse_selection(text: str) -> Selection:
-    """Return the selection that a text asks for.  Raises ToolError for another text."""
+    """Return the selection that a string states.  Raises ToolError for another string."""
     form = "module=NAME|NAME, type=NAME|NAME or exclude=NAME|NAME, or several, apart by a space"
     if not isinstance(text, str):
-        raise ToolError(f"protect is {text!r}; it is a text such as 'module=NAME|NAME' or 'type=NAME|NAME'")
+        raise ToolError(f"protect is {text!r}; it is a string such as 'module=NAME|NAME' or 'type=NAME|NAME'")
     patterns_by_name: dict[str, list[str]] = {}
     for part in text.split():
         name, _, patterns = part.partition("=")

@@ -138,7 +138,7 @@ class Eviction:
             raise BudgetError(message)
         # Warned once: later shortages only raise the number in the result.
         if not self.ledger.totals.short:
-            logger.warning("the budget of memory is exceeded by %s bytes: %s", f"{short:,}", message)
+            logger.warning("the memory budget is exceeded by %s bytes: %s", f"{short:,}", message)
         self.ledger.totals.short = max(self.ledger.totals.short, short)
 
     def _evict(self, storage: Storage) -> bool:
@@ -204,6 +204,7 @@ class Eviction:
         return sorted(ancestors, key=lambda operation: operation.number)
 
     def _is_recoverable(self, storage: Storage, recomputable: set[ReplayableOp]) -> bool:
+        """Return True for a storage that is alive, or that ops in the set can make again."""
         maker = storage.maker
         if maker is None:
             return storage.live_memory is not None
@@ -285,6 +286,7 @@ class StorageRecomputation:
         self.ledger.clock += operation.cost
 
     def _restore_storage(self, storage: Storage, tensors: Sequence[Any], counts: OpCounts) -> None:
+        """Give a storage the memory that a repeated run has made; raise RematError for another size."""
         framework_storage = tensors[0].untyped_storage() if tensors else None
         size = None if framework_storage is None else framework_storage.nbytes()
         if size != storage.size:

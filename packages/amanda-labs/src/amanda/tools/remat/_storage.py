@@ -17,7 +17,7 @@ class RematError(AmandaError, RuntimeError):
 
 
 class BudgetError(AmandaError, MemoryError):
-    """The budget cannot be held, and the tool is strict."""
+    """The tool has `strict=True`, and the memory budget is too small."""
 
 
 @dataclass(eq=False, slots=True)

@@ -23,7 +23,7 @@ logger = logging.getLogger("amanda")
 _MAX_SIZES = 10_000  # sizes kept at most
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
-_BUDGET_FORM = 'a number of bytes, or a text such as "2GiB" or "512 MB"'
+_BUDGET_FORM = 'a number of bytes, or a string such as "2GiB" or "512 MB"'
 Budget: TypeAlias = Annotated[
     NonNegativeInt | Name,
     Where(_BUDGET_FORM, lambda budget: isinstance(budget, int) or _AMOUNT.fullmatch(budget)),
@@ -31,9 +31,9 @@ Budget: TypeAlias = Annotated[
 
 
 class RematTool(amanda.Tool):
-    """Trains within a memory budget: evicts tensors that autograd saves, and recomputes them when needed.
+    """Train within a memory budget: evict tensors that autograd saves, and recompute them when needed.
 
-    budget: bytes of the storages that recorded ops make, or a text such as "2GiB", "512 MB"; None: no bound.
+    budget: bytes of the storages that recorded ops make, or a string, "2GiB" or "512 MB"; None: no bound.
     heuristic: name in `HEURISTICS` of the score by which storages are evicted.
     cost: of an op, its "time" or, for reproducible evictions, "count" (each op costs 1).
     strict: raise BudgetError if the budget cannot be held, instead of a warning.
@@ -118,7 +118,7 @@ class RematTool(amanda.Tool):
             self._skipped_namespaces.add(context.namespace)
             advice = "; mark what is computed again with jax.checkpoint" * context.namespace.matches("jax")
             logger.warning(
-                "remat is for PyTorch's eager mode; ops of %s run as they are%s", context.namespace, advice
+                "remat is for PyTorch's eager mode; ops of %s run unchanged%s", context.namespace, advice
             )
 
     def _before_write(self, *values: Any) -> None:
@@ -183,7 +183,7 @@ def _budget_bytes(budget: int | str | None) -> int | None:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if budget is None or isinstance(budget, int):
         return budget
-    raise OptionError(f'budget is {budget!r}; give a number of bytes, or a text such as "2GiB" or "512 MB"')
+    raise OptionError(f'budget is {budget!r}; give a number of bytes, or a string such as "2GiB" or "512 MB"')
 
 
 class RematResult(Result):

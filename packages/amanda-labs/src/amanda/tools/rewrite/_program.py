@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import Dataflow, DataflowNode
-from amanda.tools.rewrite._rules import (
-    Maybe,
-    Op,
-    Pattern,
-    PatternError,
-    Rule,
-)
+from amanda.tools.rewrite._rules import Maybe, Op, Pattern, PatternError, Rule
 
 Edge = tuple[int, int]
 """An input of an op: the op's id, and the position."""
@@ -254,6 +248,7 @@ def _num_ops(binding: PatternBinding) -> int:
 
 
 def _weak_reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference, or a function that returns a value which cannot be weakly referenced."""
     try:
         return weakref.ref(value)
     except TypeError:

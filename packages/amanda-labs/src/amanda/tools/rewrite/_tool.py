@@ -37,18 +37,18 @@ from amanda.tools.rewrite._rules import (
 logger = logging.getLogger("amanda")
 
 FIRST_EXECUTION = "the match was not known yet"
-OTHER_CONTROL_FLOW = "control flow: its ops came otherwise"
-INPUTS_WRITTEN = "what its ops were given was written in between"
-COMPILED_GRAPH = 'in graphs of compiled="instrument" single ops are replaced, and no matches of several'
+OTHER_CONTROL_FLOW = "control flow: its ops ran in another way"
+INPUTS_WRITTEN = "an input of its ops was written in between"
+COMPILED_GRAPH = 'graphs of compiled="instrument" can only replace matches of a single op'
 CONDITION_FAILED = "the rule's condition does not hold"
 
 
 class RewriteTool(amanda.Tool):
-    """Replaces subgraphs of a model, such as a convolution with its batch norm, by other computations.
+    """Replace subgraphs of a model, such as a convolution with its batch norm, by other computations.
 
-    rules: a `Rule`, a name of a built-in rule ("fold_batch_norm"), or several.  Of overlapping matches the
-    first to begin is replaced, then the longest, then the match of the first rule.  `result` has the matches,
-    with the number of replacements or the reason why there are none; `clear` forgets them.
+    rules: a `Rule`, the name of a built-in rule ("fold_batch_norm"), or a list of these.  Of overlapping
+    matches, the one that begins first is replaced; of these the longest; of these the one of the first rule.
+    `result` lists the matches, with the number of replacements or the reason for none; `clear` empties it.
     """
 
     # All ops of a file, and so all matches, are known before the first op changes.
@@ -162,6 +162,7 @@ class RewriteTool(amanda.Tool):
         executions: OpExecutions,
         original: Callable[..., Any],
     ) -> Any:
+        """Return the output that the rule computes; NotImplemented to compute the original."""
         # The executions of the match, back from this one: the same ops may have run in another order.
         by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
         # Control flow may run the same ops in another order than when the match was found.
@@ -189,6 +190,7 @@ class RewriteTool(amanda.Tool):
     def _replace_in_graph(
         self, *inputs: Any, edges: Sequence[Edge], site: MatchSite, reads: Sequence[Any] = ()
     ) -> Any:
+        """Return the output that the rule computes from symbols."""
         values = dict(zip(edges, (*inputs, *reads), strict=True))
         result = _call_replacement(site, _graph_match(site, self._program.nodes, values))
         site.replaced += 1
@@ -209,8 +211,8 @@ class RewriteTool(amanda.Tool):
         if site is not None and execution.is_used:
             if execution.reader in HOOKS:
                 logger.warning(
-                    "%s was called on what %s at %s makes after its match was replaced: no gradient arrives "
-                    "there in this execution; rewrite replaces the match no more",
+                    "%s was called on an output of %s at %s after its match was replaced: the output gets no "
+                    "gradient in this execution; rewrite will no longer replace the match",
                     execution.reader, execution.node.type, execution.node.source,
                 )  # fmt: skip
             self._stop_replacing(site, execution)

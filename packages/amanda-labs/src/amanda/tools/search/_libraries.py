@@ -120,8 +120,10 @@ class JaxLibrary(SearchLibrary):
 
     def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: the padding of a convolution may depend on shapes."""
+        # No other op depends on shapes.
         if not context["type"].startswith("conv"):
             return self
+        # The padding is computed for these: the plan must not serve other shapes.
         context.get_input_shapes()
         return JaxLibrary(context.get_attrs())
 
@@ -137,6 +139,7 @@ class JaxLibrary(SearchLibrary):
         import jax
 
         function: Callable[..., Any] = getattr(jax.nn, word)
+        # Other frameworks compute the exact one by default.
         return partial(function, approximate=False) if word == "gelu" else function
 
     def softmax(self, x: Any) -> Any:
@@ -159,6 +162,7 @@ class JaxLibrary(SearchLibrary):
     def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse padding that would be negative."""
         pads = context.get_attrs()["padding"]
+        # A negative padding would crop the input, which lax allows and no layer has.
         smallest = min(min(pair) for pair in _jax_padding(context.get_attrs(), change))
         return "" if smallest >= 0 else f"its padding is {pads}: a smaller window would give more"
 
@@ -206,11 +210,13 @@ class TorchLibrary(SearchLibrary):
     def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse calls that leave padding or groups out, and padding that would be negative."""
         inputs = context.get_inputs()
+        # Positions of stride, padding, dilation and groups are those of the whole schema.
         if len(inputs) < 7:
             return "it is called without groups; call the convolution as a module"
         edges = ModulePadding.of(context)
         if edges is not None:
             return edges.convolution_obstacle(context["shape"](inputs[0]), inputs[5], change)
+        # "same" follows the window by itself; "valid" gives a smaller output for a larger window.
         if isinstance(inputs[4], str):
             return "" if inputs[4] == "same" else "its padding is 'valid'"
         pads = padding_for_window(inputs[4], inputs[5], change)
@@ -263,6 +269,7 @@ class TensorFlowLibrary(SearchLibrary):
         """Return an equal tensor; in a function its backward pass adds the gradient to the sum."""
         import tensorflow
 
+        # In eager mode a tape reaches the parameter itself.
         if not self.no_gradient_reason:
             return value
 
@@ -290,6 +297,7 @@ class TensorFlowLibrary(SearchLibrary):
 
         if groups == 1:
             return original(*inputs)
+        # Inputs are split along their channels, and the weight along the outputs, its last axis.
         axis = site.channels
         parts = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
         return tf.concat([original(*part) for part in parts], axis)
@@ -334,6 +342,7 @@ _TORCH_REQUIRED = RequiredNames(
 def padding_for_window(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
     """Return the padding of each axis.  change: of the sizes of the window."""
     pads = list(padding) if isinstance(padding, (list, tuple)) else [padding]
+    # One number stands for all axes.
     pads *= len(change) // len(pads)
     return [pad + growth for pad, growth in zip(pads, _padding_growth(dilation, change), strict=True)]
 
@@ -361,6 +370,7 @@ class ModulePadding:
         _TORCH_REQUIRED.check()
         from torch import nn
 
+        # The innermost module that is being called, whose `forward` has padded the input before the op.
         modules = [module for module in interceptor.subjects() if isinstance(module, nn.Module)]
         module: Any = modules[-1] if modules else None
         forwards = [conv_class._conv_forward for conv_class in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
@@ -369,6 +379,7 @@ class ModulePadding:
         return cls(module.padding_mode, tuple(module._reversed_padding_repeated_twice))
 
     def _pads_for_window(self, dilation: Any, change: Sequence[int]) -> list[int]:
+        # torch.nn.functional.pad begins with the last axis, and takes both sides of each.
         growth = [size for size in reversed(_padding_growth(dilation, change)) for _ in range(2)]
         return [pad + size for pad, size in zip(self.pads, growth, strict=True)]
 
@@ -378,6 +389,7 @@ class ModulePadding:
         if min(pads) < 0:
             return f"its padding is {list(self.pads)}: a smaller window would give more"
         limits = [
+            # Reflection does not repeat the element at the edge, so it has one less to give.
             size - before - after - (self.mode == "reflect")
             for size, before, after in zip(reversed(shape), self.pads[::2], self.pads[1::2], strict=False)
             for _ in range(2)
@@ -391,7 +403,9 @@ class ModulePadding:
         """Return a padded input with the padding for another window."""
         from torch.nn.functional import pad
 
+        # The module's own padding is right already.
         if not any(change):
             return x
+        # Negative padding removes what the module has added; a larger padding then reflects the input itself.
         inner = pad(x, [-size for size in self.pads])
         return pad(inner, self._pads_for_window(dilation, change), mode=self.mode)

@@ -49,6 +49,7 @@ class Site:
         self.in_place: bool = context["in_place"]
         self.shortcut: int | None = None if residual is None else residual[0]
         self.branch = frozenset[int]() if residual is None else residual[1]
+        # The state is created on the device and in the library of the op's first input.
         self._like = context.get_inputs()[0]
         self._xp = tensors_of(self._like)
         self._states: dict[str, Any] = {}
@@ -61,6 +62,7 @@ class Site:
         self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
         self.bias = self._find_bias(context)
         self.op_ids: set[int] = set()
+        # Of interest when the op is skipped: they would write into its input.
         self.writers: dict[int, InPlaceWriter] = {}
         self.executions = amanda.Tally()
         self.rejected: dict[str, str] = {}
@@ -76,6 +78,7 @@ class Site:
         self.decision: Decision
 
     def _find_bias(self, context: amanda.OpContext) -> int | None:
+        """Return the position of the op's bias among its inputs; None without one."""
         inputs, product = context.get_inputs(), product_of(context)
         bias = None if product is None or product.weight is None else product.bias
         has_bias = bias is not None and bias < len(inputs) and context["dtype"](inputs[bias]) is not None
@@ -97,6 +100,7 @@ class Site:
         def state(value: Any) -> Any:
             return self._xp.state(value, self._like, trained)
 
+        # The tool keeps it under the op's place, so that state dicts and later models find it.
         self._states[name] = self._keep(name, lambda: state(make()), load=state, renew=self._xp.update)
         if trained:
             self._gradients[name] = self.library.gradient_sum(self._states[name], self.name)
@@ -112,6 +116,7 @@ class Site:
     def read(self, name: str, like: Any, library: SearchLibrary | None = None) -> Any:
         """Return state in the element type of a tensor.  library: None for the site's library."""
         library = library or self.library
+        # Read within the op, so that autodiff sees the parameter.
         value = self._xp.read(self._states[name])
         if name in self._gradients:
             value = library.with_gradient_sum(value, self._gradients[name], like)
@@ -125,6 +130,7 @@ class Site:
         """Return the op with the functions of another mode of its framework, and the same state."""
         if library is self.library:
             return self
+        # Shallow: state, decision and counters are shared.
         clone = copy(self)
         clone.library = library
         return clone
@@ -147,9 +153,11 @@ class Site:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
         if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
+            # `skip` gives back the input itself.
             is_input = not self.in_place and any(output is value for value in inputs)
             # Autodiff, and ops in place after this one, expect an output that is no input.
             return self.library.as_output(output) if is_input else output
+        # All candidates run: their outputs are weighted by differentiable shares.
         outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
         shares = self.decision.mixture_shares(next(iter(outputs.values())), self.library)
         return sum(shares[label] * output for label, output in outputs.items())
@@ -169,7 +177,9 @@ def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozen
     for shortcut in (0, 1):
         start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
         visited, ops = _ancestors(flow, branch, start)
+        # Equal shapes: a broadcast addition is no shortcut that could take the block's place.
         if start in visited and ops and node.shapes[0] == node.shapes[1]:
+            # Ops that the shortcut needs as well are computed in any case.
             return shortcut, frozenset(ops - _ancestors(flow, start)[1])
     return None
 
@@ -179,6 +189,7 @@ def _ancestors(
 ) -> tuple[set[int | None], set[int]]:
     """Return the tensors from which a tensor is computed, back to `until`, and the ids of the ops."""
     waiting, visited, ops = [number], set[int | None](), set[int]()
+    # Bounded: every addition of a large model would otherwise walk back to its input.
     while waiting and len(visited) < _MAX_TENSORS:
         number_read = waiting.pop()
         producer = None if number_read in visited or number_read == until else flow.maker(number_read)
@@ -234,8 +245,10 @@ class Decision:
         """Create the mixture weights, as state of the first op."""
         if not self._mixture_labels:
             self._mixture_labels = self.labels
+            # By name: the start does not depend on the order in which ops are met.
             numbers = np.random.default_rng([seed, crc32(self.name.encode())])
             start = _SPREAD * numbers.standard_normal(len(self.labels))
+            # State belongs to an op; a shared decision keeps it at its first one.
             self.sites[0].keep_state("alpha", lambda: start, True)
 
     @property
@@ -247,6 +260,7 @@ class Decision:
         """Return softmax of the mixture weights, in the element type of a tensor, by label."""
         alpha = self.sites[0].read("alpha", like, library)
         if self._mixture_labels != self.labels:  # -inf gives a label that was dropped the share 0
+            # The weights stay as they are: an optimizer holds them.
             mask = np.array(
                 [0.0 if label in self.labels else -np.inf for label in self._mixture_labels], np.float32
             )
@@ -275,6 +289,7 @@ class GradientSum:
 
     def __init__(self) -> None:
         self._sum: Any = None
+        # TensorFlow calls back from threads of its executor.
         self._lock = Lock()
 
     def add(self, gradient: Any) -> None:
@@ -297,6 +312,7 @@ class JaxGradientSum:
 
     def __init__(self, parameter: Any, op: str) -> None:
         self._lock, self._op = Lock(), op
+        # Mutable arrays of JAX: jitted programs add to them as a side effect that is not optimised away.
         reference = tensors_of(parameter).reference
         self._total = reference(np.zeros(parameter.shape, parameter.dtype))
         self._count = reference(np.int32(0))
@@ -334,6 +350,7 @@ def _collecting_function() -> Callable[..., Any]:
 
     def backward(op: str, references: tuple[Any, Any], gradient: Any) -> Any:
         _add_to_references(*references, gradient)
+        # References have no gradient; `like` makes JAX differentiate this function.
         return gradient, None, None, None
 
     collect.defvjp(forward, backward)
@@ -369,6 +386,7 @@ def _add_to_references(total: Any, count: Any, gradient: Any) -> None:
 
     gradient = _row_sum_function()(gradient)
     trace: Any = core.trace_ctx.trace
+    # vmap nests, and the reference belongs to a trace outside of all of them.
     while isinstance(trace, batching.BatchTrace):
         trace = trace.parent_trace
     with core.set_current_trace(trace):
@@ -387,6 +405,7 @@ def _row_sum_function() -> Callable[..., Any]:
 
     @summed.def_vmap  # type: ignore[untyped-decorator]
     def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
+        # One parameter serves all rows of the batch, so its gradient is their sum.
         return summed(gradient.sum(0)), False
 
     return cast("Callable[..., Any]", summed)

@@ -26,9 +26,9 @@ _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsq
 
 
 class SearchTool(amanda.Tool):
-    """Replaces ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
+    """Replace ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
 
-    choices: `Choice`s, or texts such as "conv2d@features=keep|conv5"; the first that selects an op counts.
+    choices: `Choice`s, or strings such as "conv2d@features=keep|conv5"; the first that selects an op counts.
     mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.
         2019), which an optimizer trains; `settle` then picks the candidates with the largest weights.
     architecture: a file that `save` wrote.  seed: of the initial mixture weights.
@@ -54,7 +54,9 @@ class SearchTool(amanda.Tool):
         listed = [choices] if isinstance(choices, (str, Choice)) else choices
         self.choices = [choice if isinstance(choice, Choice) else Choice.of(choice) for choice in listed]
         self.mixture, self._seed = mixture, seed
+        # Remembered: `settle` turns the mixture off, and the weights are still to be read.
         self._has_alphas = mixture
+        # Names count equal ops of one module; each framework's mode counts from the start.
         self._namers: dict[str, amanda.Tool] = {}
         self._flow = Dataflow()
         self._nodes: dict[int, DataflowNode] = {}
@@ -63,11 +65,13 @@ class SearchTool(amanda.Tool):
         self._refused: set[str] = set()
         self._unfit: dict[str, Mapping[str, str]] = {}
         self._untrained = ""
+        # Labels that were assigned before their ops were met.
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
         if architecture is not None:
             self.load(Path(architecture))
         self.depends_on(StandardMapping(), library_rules())
+        # The plan depends on what is read: a convolution's candidates may depend on shapes.
         self.add_inst_for_op(self._instrument_op, guard="read")
         self.add_inst_for_op(self._record_outputs, require_outputs=True)
 
@@ -97,6 +101,7 @@ class SearchTool(amanda.Tool):
         for name, label in labels.items():
             if name in self._decisions:
                 self._decisions[name].label = label
+        # Eager plans read the decision at each execution.
         self._retrace_programs()
 
     def alphas(self) -> Iterator[Any]:
@@ -118,6 +123,7 @@ class SearchTool(amanda.Tool):
         owners = [(site, name) for site in self._sites.values() for name in site.parameters]
         gradients = []
         for parameter in parameters:
+            # By identity: parameters compare element by element.
             owner = next((pair for pair in owners if pair[0].state(pair[1]) is parameter), None)
             if owner is None:
                 raise SearchError(
@@ -141,6 +147,7 @@ class SearchTool(amanda.Tool):
         probabilities = {name: decision.probabilities() for name, decision in self._decisions.items()}
         shares = {name: weights for name, weights in probabilities.items() if weights}
         architecture = settle_architecture(shares, self.architecture, limits or {}, measures)
+        # First, as the assignment below traces programs again.
         self.mixture = False
         self.architecture = architecture
         return self.architecture
@@ -231,6 +238,7 @@ class SearchTool(amanda.Tool):
         decisions = self._decisions
         for name, label in architecture.items() if decisions else ():
             if name not in decisions:
+                # Some name in any case: the user sees how names are written.
                 near = get_close_matches(name, decisions, n=3, cutoff=0) or list(decisions)[:3]
                 raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
             decisions[name].check(label)
@@ -257,6 +265,7 @@ class SearchTool(amanda.Tool):
             return
         namer = self._namers.setdefault(str(context.namespace), amanda.Tool())
         name = namer.place(context)
+        # Refused ops are not tried again at each analysis.
         if name not in self._sites and name not in self._refused:
             self._add_site(context, name, choice, node)
         site = self._sites.get(name)
@@ -266,6 +275,7 @@ class SearchTool(amanda.Tool):
         library: SearchLibrary = context["search"]
         if library.no_gradient_reason and site.parameters:
             self._untrained = library.no_gradient_reason
+        # A tally counts natively.
         context.insert_before_op(site.executions, inputs=[])
         context.replace_op(self._compute_site, site=site.within(library.for_op(context)))
 
@@ -295,6 +305,7 @@ class SearchTool(amanda.Tool):
     def _record_write(self, context: amanda.OpContext, node: DataflowNode) -> None:
         """Record an op in place at the op with a choice to whose output it writes, also through views."""
         producer = self._flow.maker(node.data)
+        # A write through a view reaches the tensor that it is a view of.
         while producer is not None and producer.type in _VIEWS:
             producer = self._flow.maker(producer.data)
         for site in self._sites.values():
@@ -339,6 +350,7 @@ class ArchitectureCosts(OpCosts):
         skipped: set[int] = set()
         for site in sites:
             candidate = site.candidates[architecture[site.decision.name]]
+            # An op that was analysed in several programs has several ids.
             shares |= dict.fromkeys(site.op_ids, candidate.cost_shares(site))
             if candidate.skips and site.branch:
                 skipped |= site.branch
@@ -360,6 +372,7 @@ def settle_architecture(
     Each change loses the least log probability for each unit of cost that it saves.  Raises SearchError if no
     change saves any more.
     """
+    # The most probable candidates first; only as far as limits ask for it are they given up.
     settled = {
         **architecture,
         **{name: max(probabilities, key=probabilities.__getitem__) for name, probabilities in shares.items()},
@@ -376,6 +389,8 @@ def settle_architecture(
                     if saved > 0 and all(
                         earlier_measure(cheaper) <= bound for earlier_measure, bound in earlier_limits
                     ):
+                        # Greedy: the cheapest loss for each unit of cost, as all combinations are too many to
+                        # try.
                         steps.append((log(probabilities[settled[name]] / share) / saved, name, label))
             if not steps:
                 raise SearchError(f"SearchTool.settle: {cost} are {cost_now:g} at least, above {limit:g}")

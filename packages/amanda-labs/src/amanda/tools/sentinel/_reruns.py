@@ -37,8 +37,10 @@ def reason_not_to_rerun(context: amanda.OpContext) -> str:
         return "in place, or into out="
     if not rerun.pure:
         return "not a native op of PyTorch"
+    # Attention is tagged as random for its dropout, which is checked at each execution.
     if rerun.random and context["type"] != "scaled_dot_product_attention":
         return "random"
+    # Its bits are what lay in memory, and differ without a fault.
     if context["type"] in UNINITIALISED:
         return "uninitialised"
     packet = getattr(torch.ops.aten, context.get_op_type(), None)
@@ -53,6 +55,7 @@ def reason_not_to_rerun_node(node: Any, device: str) -> str:
     """Return the reason not to run a backward node again; "" if it can run again."""
     import torch
 
+    # A user's backward may count calls or write; native nodes have a sequence number.
     if isinstance(node, torch.autograd.function.BackwardCFunction) or not hasattr(node, "_sequence_nr"):
         return "not a native op of PyTorch"
     if node.__name__.startswith("CopySlices"):
@@ -73,9 +76,11 @@ def rerun_op(compute: Callable[..., Any], kind: str, inputs: Sequence[Any], reco
         arguments[3:5] = [None if average is None else average.clone() for average in arguments[3:5]]
     hooks = torch.autograd.graph.saved_tensors_hooks
     with undisturbed(), ExitStack() as stack:
+        # Some kernels take another path where nothing is recorded, with other bits.
         if records:
             stack.enter_context(torch.enable_grad())
             native: Any = torch._C
+            # Hooks of the program, as of a checkpoint, must not see what this run saves.
             if native._autograd._saved_tensors_hooks_is_enabled():
                 stack.enter_context(hooks(lambda tensor: tensor, lambda tensor: tensor))
         return [output.detach() for output in tensors([compute(arguments)])]
@@ -86,6 +91,7 @@ def compare_reruns(first: Sequence[Any], rerun: Callable[[], list[Any]]) -> tupl
 
     If two runs differ, more follow: if all runs but one agree, that run is corrupt; else the op varies.
     """
+    # Two equal runs settle it, which is nearly always; only a difference costs more.
     second = rerun()
     if have_equal_bits(first, second):
         return "same", ""
@@ -114,6 +120,7 @@ def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable
     """
     import torch
 
+    # No public name leads to the node under way.
     node = torch._C._current_autograd_node()
     if node is None or not callable(node):
         return None
@@ -124,6 +131,7 @@ def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable
         if len(outputs) != len(outgoing):
             return outputs
         pairs = zip(outputs, outgoing, strict=True)
+        # Autograd does the same to what a node returns, after the node.
         return [output.sum_to_size(reference.shape).to(reference.dtype) for output, reference in pairs]
 
     return again
@@ -163,6 +171,7 @@ def norm_of(x: Any) -> Any:
     """Return the Euclidean norm of a tensor of floating numbers, in float32 or wider, as a tensor."""
     import torch
 
+    # Squares of float16 overflow beyond 256.
     narrow = x.element_size() < 4
     return torch.linalg.vector_norm(x.detach(), dtype=torch.float32 if narrow else None).double().real
 
@@ -172,6 +181,7 @@ def bits(x: Any) -> Any:
     import torch
 
     x = x.detach().resolve_conj().resolve_neg()
+    # Integers are compared: NaN differs from itself, and -0.0 equals 0.0.
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.reshape(-1).contiguous().view(getattr(torch, _INTEGERS[x.element_size()]))
 
@@ -189,9 +199,11 @@ def digest(x: Any) -> Any:
         size = row.numel() * row.element_size()
         return torch.tensor(zlib.crc32((ctypes.c_char * size).from_address(row.data_ptr())))
     total = torch.zeros((), dtype=torch.int64, device=row.device)
+    # In blocks, since int64 copies take up to eight times the memory of the tensor.
     for start in range(0, row.numel(), _BLOCK):
         block = row[start : start + _BLOCK].long()
         weights = torch.arange(start, start + len(block), device=row.device).mul_(2).add_(1)
+        # Odd factors have inverses modulo 2**64, so no change of one element cancels.
         total += (block * weights).sum()
     return total
 

@@ -18,8 +18,14 @@ from amanda.errors import ToolError
 from amanda.options import NonNegativeFloat, PositiveInt, PositiveShare, Range, Seed, Share, checked
 from amanda.tools.kit import RequiredNames
 from amanda.tools.sentinel import _reruns
-from amanda.tools.sentinel._ranks import Ranks
-from amanda.tools.sentinel._result import Alarm, SentinelError, SentinelResult, StepCounts, raise_alarms
+from amanda.tools.sentinel._result import (
+    Alarm,
+    Ranks,
+    SentinelError,
+    SentinelResult,
+    StepCounts,
+    raise_alarms,
+)
 from amanda.tools.sentinel._watch import StepWatcher
 
 _REQUIRED = RequiredNames(
@@ -60,6 +66,7 @@ class SentinelTool(amanda.Tool):
 
     is_copied_when_used = False
 
+    # In steps that are not watched nothing is attached, so they cost next to nothing.
     intercepts = False
 
     @checked
@@ -95,6 +102,7 @@ class SentinelTool(amanda.Tool):
         self._ranks = Ranks(self._name_of)
         self._alarms: list[Alarm] = []
         self._logged_places: set[tuple[str, ...]] = set()
+        # Weakly, since an optimizer holds the parameters of its model.
         self._optimizers: set[ref[Any]] = set()
         self._dropped = 0
         self._watches_all_next: bool | None = None
@@ -134,6 +142,7 @@ class SentinelTool(amanda.Tool):
     def scope_entered(self) -> None:
         """Begin a step, and hook the steps of optimizers, once torch is imported."""
         self._thread = get_ident()
+        # The tool must not be what imports a framework.
         self._call_off = when_imported("torch.optim.optimizer", self._hook_optimizers)
         self._begin_step()
 
@@ -154,6 +163,7 @@ class SentinelTool(amanda.Tool):
         self._handles.clear()
         self._judge_step()
         self._raise_or_keep(self._ranks.received_alarms(wait=True), stop=False)
+        # NaN may have begun in a step that was not watched, but parameters keep it.
         if not any(alarm.kind == "nan" for alarm in self._alarms):
             self._raise_or_keep(self._alarm_for_parameters(), stop=False)
         if not self._counts.steps:
@@ -166,6 +176,7 @@ class SentinelTool(amanda.Tool):
         optimizers = [optimizer for weak in self._optimizers if (optimizer := weak()) is not None]
         every = [x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]]
         floating = [x for x in every if _reruns.is_plain(x) and (x.is_floating_point() or x.is_complex())]
+        # The tool's own arithmetic is no op of the program.
         with amanda.disabled():
             norms = _reruns.to_host([_reruns.norm_of(x) for x in floating])
         non_finite = [x for x, norm in zip(floating, norms, strict=True) if not math.isfinite(norm)]
@@ -259,6 +270,7 @@ class SentinelTool(amanda.Tool):
 
     def _alarm(self, alarm: Alarm) -> None:
         """Log the first alarm of an op, and keep alarms up to the limit."""
+        # A broken unit raises an alarm in every step; the log has each place once.
         key = alarm.kind, alarm.phase, alarm.type, alarm.module, alarm.source
         if key not in self._logged_places:
             logger.warning("sentinel: %s", alarm)
@@ -294,6 +306,7 @@ class Budget:
     def __init__(self, share: float | None) -> None:
         self.share = share
         self.passed = self.spent = 0.0
+        # The last steps alone: their time changes with batches and machines.
         self._plain: deque[float] = deque(maxlen=31)
         self._costs: deque[float] = deque(maxlen=7)
         self._reserve = 0.0
@@ -313,6 +326,7 @@ class Budget:
             self._plain.append(seconds - inside)
             return
         beyond = seconds - median(self._plain) if self._plain else inside
+        # A step that was held up by something else would spend the budget of hours.
         cost = max(inside, min(beyond, _STALL * inside))
         self.spent += cost
         self._costs.append(cost)
@@ -327,13 +341,15 @@ class Budget:
         """Return True if the next step may be watched."""
         if self.share is None:
             return True
+        # Without a few plain steps nobody knows what a watched one costs more.
         if len(self._plain) < _ENOUGH:
             return False
+        # The first watched step is expected to take its allowance.
         expected = median(self._costs) if self._costs else self.allowance
         return self.spent + expected + self._reserve <= self.share * self.passed
 
     def interval(self, seconds: float) -> int:
-        """Return the number of steps after which work of so many seconds may be done again."""
+        """Return how many steps lie between repetitions of work that takes `seconds`."""
         if self.share is None or not self._plain:
             return 1
         return max(1, int(seconds / (0.5 * self.share * median(self._plain))) + 1)

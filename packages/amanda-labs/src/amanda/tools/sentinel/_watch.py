@@ -79,8 +79,10 @@ class StepWatcher(amanda.Tool):
         """Insert the routines that check a forward op, and note the paths of its parameters."""
         if context.get_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
             context.insert_after_op(self._note_overflow, outputs=[], flag=context.get_inputs()[1])
+        # In-place updates cannot run again, and the next forward pass reads their results.
         if context["phase"] in ("optimizer", "construction"):
             return
+        # New ops are analysed over several steps, each within its allowance.
         if self.seconds > self.allowance:
             self._on_exhausted()
         parameter_names = {}
@@ -116,6 +118,7 @@ class StepWatcher(amanda.Tool):
     def _is_sampled(self, op: WatchedOp) -> bool:
         """Return True for a share of the executions: evenly spaced in a step, from a random start."""
         op.executions += 1
+        # Evenly spaced ops cover a step better than ones that are drawn each by itself.
         before, self._drawn = self._drawn, self._drawn + self.share
         if int(self._drawn) > int(before):
             return True
@@ -147,6 +150,7 @@ class StepWatcher(amanda.Tool):
     @_counts_time
     def _check_inputs(self, op: WatchedOp, inputs: Sequence[Any], names: dict[int, str], dtype: Any) -> None:
         for position, value in enumerate(inputs):
+            # Other inputs are outputs of ops, whose norms are taken there.
             if _is_floating(value, dtype) and value.is_leaf:
                 self._record_norm(op, names.get(position, f"input {position}"), value, is_input=True)
         self._open_inputs[get_ident(), id(op)] = inputs, _reruns.tensors(inputs)
@@ -159,10 +163,12 @@ class StepWatcher(amanda.Tool):
         """Record norms of the outputs, and run the op again if that is possible."""
         tensors, has_new_memory = _reruns.tensors(outputs), False
         for i, output in enumerate(tensors):
+            # A view has no numbers of its own.
             if not _reruns.is_view_of(output, input_tensors):
                 has_new_memory = True
                 if _is_floating(output, dtype):
                     self._record_norm(op, f"output {i}", output)
+        # Its dropout is an argument, so it is known at each execution alone.
         drops = op.type == "scaled_dot_product_attention" and len(inputs) > 4 and inputs[4]
         is_plain = all(map(_reruns.is_plain, [*input_tensors, *tensors]))
         if not (op.left or drops) and has_new_memory and input_tensors and is_plain:
@@ -209,6 +215,7 @@ class StepWatcher(amanda.Tool):
             op.left = VARIES
             return
         op.recomputed += 1
+        # Of the first output, in hexadecimal, to be compared by eye between two runs.
         op.hash = f"{int(_reruns.digest(outputs[0])) % (1 << 64):08x} in step {self.step}"
         if verdict == "corruption":
             op.corrupt += 1

@@ -85,6 +85,7 @@ class Gathering:
         self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
     def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
+        """Save a tool's result; return the path and the result, or its text where it cannot be merged."""
         with tooling.tool._amanda.lock:  # its routines may run on other threads
             result = getattr(tooling.tool, "result", None)
             if remark is not None and isinstance(result, Result):
@@ -137,6 +138,7 @@ class Gathering:
         return results
 
     def _checked_results(self, content: Any) -> Any:
+        """Return the content of a process's file; raise an error if it lacks something."""
         # A damaged file is named and left; it must not take the results of the others with it.
         if len(content["tools"]) != len(self._tools) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")
@@ -154,6 +156,7 @@ class Gathering:
         missing: Sequence[str],
         saw_op: bool,
     ) -> None:
+        """Print the results of one tool, merged where they can be, and save what is merged."""
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
@@ -235,6 +238,7 @@ class Teller:
         self._print(result if is_table else rich.text.Text(as_text(result, self._full)))
 
     def _print(self, content: Any, anyway: bool = False) -> None:
+        """Print text or a table; stop printing once nobody reads."""
         if not self._is_there or (self._quiet and not anyway):
             return
         try:
@@ -272,21 +276,21 @@ _OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.
     "--output",
     type=PATH,
     metavar="FILE",
-    help="Where to save it, in the form that the suffix names; a folder for those of a folder.",
+    help="File to write, in the format of its suffix; a folder if FILES is a folder.",
 )
-@click.option("--per-rank", is_flag=True, help="Keep the rows of each, under a column `rank`.")
+@click.option("--per-rank", is_flag=True, help="Keep the rows of each rank, with a column `rank`.")
 @click.option(
-    "--ranks", type=click.IntRange(min=1), metavar="N", help="How many there were, to tell which are missing."
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks, to report missing ones."
 )
 @limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def _command(
     files: Sequence[Path], output: Path | None, per_rank: bool, ranks: int | None, quiet: bool
 ) -> None:
-    """Put results of several ranks, processes or runs together.
+    """Merge the results of several ranks, processes or runs.
 
-    FILES are of one tool, as .json; or a folder of `amanda run -o`, where the files of each tool's processes
-    become TOOL.json.
+    FILES are .json results of one tool, or one folder of `amanda run -o`; in a folder, the results of each
+    tool are merged into TOOL.json.
     """
     for tool, result in _merge_files(files, ranks, per_rank).items():
         path = _path(files, output, tool)
@@ -299,7 +303,7 @@ def _command(
 
 
 def merge(arguments: Sequence[str]) -> int:
-    """Put results of several ranks, processes or runs together."""
+    """Merge the results of several ranks, processes or runs."""
     return exit_status(_command, "amanda merge", arguments)
 
 
@@ -318,6 +322,7 @@ def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> di
 
 
 def _results_of_folder(folder: Path) -> dict[str, dict[str, Result]]:
+    """Return the results of processes in a folder, by tool, then by the label of the process."""
     results_by_tool: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
         if (named := _OF_PROCESS.fullmatch(path.name)) is not None:

@@ -57,8 +57,8 @@ def _command(
 ) -> int:
     """Write a copy of a model's file with tools in it, which runs without Amanda.
 
-    MODEL is an ONNX file, the folder of a SavedModel, or a file of torch.export; OUT is of the same kind.
-    It is written at once or not at all, and only if all routines are tensor code.
+    MODEL is an ONNX file, the folder of a SavedModel, or a file of torch.export; OUT has the same format.
+    OUT is written completely or not at all, and only if all routines of the tools are tensor code.
 
     \b
     amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx

@@ -73,7 +73,7 @@ def tool_option(help_text: str) -> Callable[[Any], Any]:
 
 def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--compiled`, passed as `compiled`."""
-    text = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
+    text = "How torch.compile callables run: op by op as eager code (default), or compiled with tools."
     kind = click.Choice(["eager", "instrument"])
     return click.option("--compiled", type=kind, default="eager", help=text)(command)
 
@@ -97,7 +97,7 @@ class _Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is no size such as 500MB or 4GB", param, ctx)
+            self.fail(f"{value!r} is not a size such as 500MB or 4GB", param, ctx)
         # Decimal prefixes, as disks and `amount` have them.
         return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
@@ -113,7 +113,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
     return click.option(
         "--limit", type=_Size(), metavar="SIZE",
-        help="Read files of up to this size, uncompressed, such as 4GB.",
+        help="Largest uncompressed size of a file to read, such as 4GB.",
     )(limited)  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def function_of(named: str) -> Callable[[], Any]:
         raise SpecError(f"{where} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
     if path.suffix == ".py" and not path.is_file():
         raise SpecError(f"there is no file {where}")
-    module = _loaded(path) if path.suffix == ".py" else _imported(where)
+    module = _load_file(path) if path.suffix == ".py" else _import_module(where)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if isfunction(value)]
@@ -168,7 +168,8 @@ def function_of(named: str) -> Callable[[], Any]:
     return evaluate
 
 
-def _loaded(path: Path) -> ModuleType:
+def _load_file(path: Path) -> ModuleType:
+    """Import a file as a module, under the name of the file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -181,7 +182,8 @@ def _loaded(path: Path) -> ModuleType:
     return module
 
 
-def _imported(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
+    """Import a module by name; raise SpecError if there is none."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -225,6 +227,7 @@ def read_config(path: Path) -> Config:
 
 
 def _read_table(path: Path) -> Any:
+    """Return the content of a TOML or YAML file."""
     try:
         with parsing(path, "configuration"):
             text = read_text(path).decode()

@@ -209,6 +209,7 @@ class Rank:
 
 
 def _is_alive(path: Path) -> bool:
+    """Return True while a process holds the lock of a file."""
     # Locks of lockf are for writing, for which the file has to be open for writing.
     with path.open("r+") as file:
         try:

@@ -32,13 +32,13 @@ from amanda.tools.models import is_model
     "--every",
     type=OptionType(Annotated[float, Range(above=0, most=1e9)]),  # longer than a thread can wait
     metavar="SECONDS",
-    help="Save results as they are so far, too, for processes that are killed.",
+    help="Also save results at this interval, in case the program is killed.",
 )
 @compiled_option
 @click.option(
     "--construction",
     is_flag=True,
-    help="Apply tools to what makes models too: constructors and initializers.",
+    help="Also apply tools inside constructors and initializers of models.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
 @click.option("--full", is_flag=True, help="Print every row and column of results.")
@@ -67,10 +67,10 @@ def _command(
     amanda run flops timm:resnet50 --input-shape 8,3,224,224
 
     Models are hf:TYPE or hf:CONFIG.json (of transformers), timm:NAME, torch:MODULE:FUNCTION, keras:NAME and
-    FILE.onnx, with random weights and inputs; `amanda run flops hf:bert --help` lists their options.
+    FILE.onnx, with random weights and inputs; `amanda run flops hf:bert --help` lists options of models.
 
-    `amanda tools` lists the tools, `amanda info TOOL` their options. Of every tool: type, module, phase
-    (of the ops it acts on), start, end, frequency (of steps), out (a file for its result).
+    `amanda tools` lists the tools, `amanda info TOOL` their options. Every tool also takes type, module and
+    phase (which ops), start, end and frequency (which steps), and out (a file for its result).
     """
     settings = configured(config, tools, such_as="amanda run flops PROGRAM, -t flops")
     if not program:

@@ -121,6 +121,7 @@ class Session:
             Teller().say(f"the results of process {self._pid} are lost: {type(error).__name__}: {error}")
 
     def _tell_or_leave(self, gathering: Gathering) -> None:
+        """Print the results in the root and in the last rank; write them into a file elsewhere."""
         if self._rank is not None:
             self._rank.end(lambda: gathering.leave(self._saw_op), lambda: gathering.tell(saw_op=False))
         elif self._pid == self._handed.root:
@@ -136,7 +137,7 @@ class Session:
                     self._gathering.leave(ended=False)
                 except Exception as error:
                     if not self._has_failed:
-                        logger.warning("results so far are not saved: %s; the next time tries again", error)
+                        logger.warning("the results so far were not saved: %s; the next save retries", error)
                     self._has_failed = True
 
     def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:
@@ -206,6 +207,8 @@ def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
 
 
 def _leaving(original: Callable[..., Any], leave: Callable[[bool], Callable[[], None]]) -> Callable[..., Any]:
+    """Return a function in place of one of the exec family, which calls `leave` first."""
+
     @functools.wraps(original)
     def execute(path: Any, argv: Any, *env: Any) -> Any:
         take_back = leave(_stays(path, *env)) if _can_be_run(path) else None
@@ -278,6 +281,7 @@ class Saving(threading.Thread):
             self._run()
 
     def _run(self) -> None:
+        """Save at intervals, and for a main thread that answers no signal."""
         while not self._ended.is_set():
             ready, _, _ = select.select([self._reading], [], [], self._every)
             arrived = os.read(self._reading, 64) if ready else b""
@@ -348,14 +352,11 @@ def strip(error: BaseException | None) -> None:
         if interrupt or not any(note.startswith("[amanda]") for note in notes):
             link.__traceback__ = _without_our_frames(link.__traceback__, interrupt)
         # Causes, contexts and members of exception groups are printed as well.
-        waiting += [
-            link.__cause__,
-            link.__context__,
-            *getattr(link, "exceptions", ()),
-        ]
+        waiting += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
 
 
 def _without_our_frames(trace: TracebackType | None, all_of_ours: bool) -> TracebackType | None:
+    """Return a traceback without the frames of Amanda that lead to an op, or without all of them."""
     remaining: list[TracebackType] = []
     ours: list[TracebackType] = []
     while trace is not None:

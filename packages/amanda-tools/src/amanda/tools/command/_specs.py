@@ -36,7 +36,7 @@ _TRUTH = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
-_NOT_TEXT = "its values are no text: make the tool in Python"
+_NOT_TEXT = "text cannot express its values: make the tool in Python"
 
 
 class Unreadable(ValueError):
@@ -85,6 +85,7 @@ def read(value: Given, annotation: Any) -> Any:
 
 
 def _convert(value: Given, annotation: Any) -> Any:
+    """Return a value in the plain type of an annotation, before its range is checked."""
     plain = _plain(annotation)
     origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
@@ -120,6 +121,7 @@ def _read_first(value: Given, members: Sequence[Any], annotation: Any) -> Any:
 
 
 def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
+    """Return the member of a Literal that a value is, or that its text is."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     for member in members:
@@ -131,6 +133,7 @@ def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
 
 
 def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
+    """Return a collection of the values in "a+b" or in a list."""
     inner = _element_type(members)
     texts: list[Any] = []
     for text in [value] if isinstance(value, str) or not isinstance(value, Sequence) else value:
@@ -196,6 +199,7 @@ def _element_type(members: Sequence[Any]) -> Any:
 
 
 def _is_readable(annotation: Any) -> bool:
+    """Return True if text can be converted to the type of an annotation."""
     plain = _plain(annotation)
     origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
@@ -323,13 +327,14 @@ class ToolSpec:
         if not isinstance(tool, amanda.Tool):
             kind = type(tool).__name__
             raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
-        _check_suffix(self.name, tool, selectors.get("out"))
+        _check_out(self.name, tool, selectors.get("out"))
         selection.let(tool)
         if window is not None:
             window.let(tool)
         return Tooling(self.name, tool, selectors.get("out"), selectors.get("phase"))
 
     def _read(self, name: str, value: Given, options: Mapping[str, CommandOption]) -> Any:
+        """Return the value of an option; raise SpecError, which names tool and option."""
         option = options.get(name) or SELECTORS.get(name)
         if option is None:
             raise SpecError(f"tool {self.name} has no option {name!r}; {_known_options(name, options)}")
@@ -398,7 +403,8 @@ def _class(name: str) -> Any:
         raise SpecError(f"tool {name} cannot be imported: {error}") from error
 
 
-def _check_suffix(name: str, tool: amanda.Tool, out: Path | None) -> None:
+def _check_out(name: str, tool: amanda.Tool, out: Path | None) -> None:
+    """Raise SpecError if a tool's result cannot be written into the file of the option `out`."""
     if out is None:
         return
     if not out.is_absolute() and _working_directory() is None:

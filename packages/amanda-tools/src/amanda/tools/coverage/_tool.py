@@ -115,7 +115,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
 
 
 class CoverageTool(amanda.Tool):
-    """Count the ops that run, and those that hooks at leaf modules would see.
+    """Count the executed ops, and the ops that hooks on leaf modules would see.
 
     `result` has the counts, `clear` sets them to 0.  A leaf module has no modules in it.  Hooks see a forward
     op whole if it is the only op in a call of a leaf module: the pre-hook sees inputs, the hook outputs.
@@ -151,6 +151,7 @@ class CoverageTool(amanda.Tool):
             place.calls = place.whole = place.entered = place.left = 0
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
+        """Count executions of a forward op, in the call of its module where there are modules."""
         modules: ModuleFinder | None = context.get("modules")
         context["model"] = modules.outermost_class(sys._getframe()) if modules else ""
         place = self._op_coverage(context, context.get_op_id(), "forward", context["type"])
@@ -160,6 +161,7 @@ class CoverageTool(amanda.Tool):
             context.insert_before_op(self._count_call, inputs=[], place=place)
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
+        """Count executions of a backward op, in the call of its forward op."""
         place = self._op_coverage(
             context, context.get_backward_op_id() or 0, "backward", context["backward_type"]
         )
@@ -199,6 +201,7 @@ class CoverageTool(amanda.Tool):
 
     @amanda.observer
     def _count_in_module_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
+        """Count an execution, and add the op to the call of its forward op."""
         place.calls += 1
         call: ModuleCall | None = run.get("call")
         # After `clear` the forward half of the call is gone, and half a call would count wrongly.

@@ -273,8 +273,7 @@ class RunComparison:
             pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
             if not pairs:
                 continue
-            # Else one framework's module may end in an activation, which is a layer of its own in the other:
-            # of all ends the closest two are meant.
+            # Else one module may have an activation at its end and the other not: the closest ends are meant.
             types = {run.ops[entry.op].type for run, entry in zip(self._runs, pairs[-1], strict=True)}
             if len(types) == 1 and _is_as_large(pairs[-1]):
                 pairs = pairs[-1:]
@@ -317,6 +316,7 @@ class RunComparison:
     def _comparison(
         self, pair: Pair, difference: Distance, limit: float, read: Sequence[Read] = ()
     ) -> Comparison:
+        """Return the comparison of an op by one pair of its tensors."""
         op, other_op = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
         inputs = [agree for role, _, agree in read if role == "input"]
         weights = [relative for role, relative, _ in read if role == "weight"]

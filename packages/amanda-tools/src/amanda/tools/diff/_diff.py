@@ -204,29 +204,29 @@ def _check_module(run: Run, name: str) -> None:
 @click.option("--a", "line_a", metavar="COMMAND", help='A program to run as A: "train.py --epochs 1".')
 @click.option("--b", "line_b", metavar="COMMAND", help="A program to run as B.")
 @click.option("--python-b", metavar="PYTHON", help="The interpreter that runs the program of --b.")
-@click.option("--open", "bundle", metavar="FILE", help="A bundle of --save, whose runs are A and B.")
+@click.option("--open", "bundle", metavar="FILE", help="A bundle that --save FILE.zip wrote, with A and B.")
 @click.option(
     "--control",
     metavar="RUN",
-    help="Run that sets the expected errors: again or float64 repeats A, auto tries float64 and then "
-    "again; or a dump; or none.  The default with --a is auto.",
+    help="Run that measures expected errors: again (A once more), float64 (A in float64), auto (float64, "
+    "else again), a dump, or none.  The default with --a is auto.",
 )
 @click.option(
     "--bisect/--no-bisect",
     default=None,
-    help="Run B again with A's value at the first op that diverges.  The default with --b.",
+    help="Rerun B with A's output at the first op that diverges.  The default with --b.",
 )
 @click.option(
     "--rtol",
     type=OptionType(NonNegativeFloat),
-    help="Relative error up to which tensors agree; by default from the control or the element type.",
+    help="Relative error up to which tensors agree; by default from --control or the dtype.",
 )
 @click.option(
     "--map",
     "mapped",
     multiple=True,
     metavar="M=N",
-    help="A module of A and its name in B, or a JSON file of an object of these; may be repeated.",
+    help="Compare module M of A with N of B; or a JSON file of {M: N, ...}; may be repeated.",
 )
 @click.option(
     "--by",
@@ -241,7 +241,7 @@ def _check_module(run: Run, name: str) -> None:
 )
 @save_option(".html", ".json", ".csv", ".txt", ".zip")
 @limit_option
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing; read the exit status.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only return the exit status.")
 def _command(
     a: str | None,
     b: str | None,
@@ -260,9 +260,9 @@ def _command(
 ) -> int:
     """Find the first op at which two runs diverge.
 
-    A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, functions of no arguments that
-    are run now; --a and --b are programs.  The status is 0 if they agree, 1 if they diverge, 2 if they cannot
-    be compared.
+    A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, a function without arguments to
+    run; --a and --b are programs.  The exit status is 0 if the runs agree, 1 if they diverge, 2 if they
+    cannot be compared.
 
     \b
     amanda diff before/ after/

@@ -82,6 +82,7 @@ def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Dist
 
 
 def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
+    """Return how far float64 or complex128 numbers are from others of the same shape."""
     # NaN and Inf agree where both have them at the same places; the distance is of the other numbers.
     finite = np.isfinite(a) & np.isfinite(b)
     if not finite.all():

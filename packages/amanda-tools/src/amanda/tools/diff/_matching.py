@@ -7,14 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from amanda.tools.diff._alignment import (
-    NEAR,
-    dotted,
-    is_compute,
-    is_distinctive,
-    renaming,
-    same_ops,
-)
+from amanda.tools.diff._alignment import NEAR, dotted, is_compute, is_distinctive, renaming, same_ops
 from amanda.tools.diff._errors import (
     Pair,
     arrangements,
@@ -69,7 +62,10 @@ class ExecutionMatcher:
         whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
         fits = all(map(self._is_comparable, whole))
         # Executed as often, or a loop of another length that begins alike: executions pair up in order.
-        if fits and (counts[0] == counts[1] or (min(counts) > 1 and self._begins_alike(whole))):
+        if fits and (
+            counts[0] == counts[1]
+            or (min(counts) > 1 and all(self._is_near(match.pairs) for match in whole[:2]))
+        ):
             self.unmatched += abs(counts[0] - counts[1])
             return [match for match in whole if match.pairs]
         # Outputs of other shapes from inputs of the same shapes are a difference, not another op.
@@ -144,6 +140,7 @@ class ExecutionMatcher:
     def _match_executions(
         self, execution_a: tuple[Execution, list[Entry]], execution_b: tuple[Execution, list[Entry]]
     ) -> OpMatch:
+        """Return the match of two executions, tensor by tensor."""
         return OpMatch(
             list(pair_entries(execution_a[1], execution_b[1])), ([execution_a[0]], [execution_b[0]])
         )
@@ -160,6 +157,7 @@ class ExecutionMatcher:
         return all(map(self._has_same_shape, read)) if read else default
 
     def _has_same_shape(self, pair: Pair) -> bool:
+        """Return True for tensors of one shape, or of shapes that some arrangement makes equal."""
         if pair[0].shape == pair[1].shape:
             return True
         ops = [run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True)]
@@ -167,9 +165,6 @@ class ExecutionMatcher:
         # Arrangements are decided by shape: a broadcast zero stands in, and no file is read.
         stand_in = np.broadcast_to(np.zeros(()), pair[1].shape)
         return any(True for _ in arrangements(stand_in, layouts[1], pair[0].shape, layouts[0]))
-
-    def _begins_alike(self, whole: Sequence[OpMatch]) -> bool:
-        return all(self._is_near(match.pairs) for match in whole[:2])
 
     def _match_pieces(
         self,
@@ -211,6 +206,7 @@ class ExecutionMatcher:
         return bool(telling) and all(self._distance(pair) <= NEAR for pair in telling)
 
     def _distance(self, pair: Pair) -> float:
+        """Return the relative error of two tensors: by numbers if one was assembled, else by summaries."""
         if pair[0].shape != pair[1].shape:
             return math.inf
         if not any(self._derived(pair)):
@@ -233,6 +229,7 @@ def _is_piece(executions: Sequence[Sequence[Entry]], other_executions: Sequence[
 def _join_outputs(
     run: Run, entries: Sequence[Entry], other_run: Run, executions: Sequence[Sequence[Entry]]
 ) -> list[Pair]:
+    """Pair each tensor of one execution with the tensor that several executions give together."""
     # By id: equal entries of two executions are two tensors.
     partners = [{id(entry): part for entry, part in pair_entries(entries, outputs)} for outputs in executions]
     pairs: list[Pair] = []
@@ -272,6 +269,7 @@ class OpMatches:
                 self.alone[side].extend(indices)
 
     def _match_phase(self, phase: str) -> None:
+        """Match the ops of a phase: first those that are surely equal, then pieces, then doubtful pairs."""
         if phase == "optimizer":
             # The order of parameters in an optimizer says nothing, so what an op updates decides before its
             # name.
@@ -333,12 +331,14 @@ class OpMatches:
                         break
 
     def _add_matches(self, matches: Sequence[OpMatch]) -> None:
+        """Add matches, and mark their ops as paired."""
         self.matches.extend(matches)
         for match in matches:
             for side in (0, 1):
                 self._paired[side].update(op for op, _ in match.executions[side])
 
     def _unpaired(self, phase: str) -> Sides:
+        """Return the ops of a phase that have no counterpart yet, of both runs."""
         ops_a, ops_b = (
             [i for i in run.indices(phase) if i not in paired]
             for run, paired in zip(self._runs, self._paired, strict=True)

@@ -292,10 +292,11 @@ class RecordedRuns:
         }
 
     def _control(self, control: Control) -> Run:
+        """Record the control: a in float64, or a once more."""
         program = self._programs[0]
         if program is None:
             raise AmandaError(
-                f"control is {control!r}, and a is no program to run; give a dump as the control"
+                f"control is {control!r}, but a is not a program to run; give a dump as the control"
             )
         if control != "again":
             try:
@@ -325,7 +326,7 @@ class RecordedRuns:
         """
         program = self._programs[1]
         if program is None:
-            raise AmandaError("bisect runs b again, and b is no program to run")
+            raise AmandaError("bisect runs b again, but b is not a program to run")
         entry_a, entry_b = pair
         if self.a.is_derived(entry_a) or self.b.is_derived(entry_b):
             return None
@@ -384,6 +385,7 @@ class ProcessState:
                 self._save_torch(self._torch)
 
     def _save_torch(self, torch: Any) -> None:
+        """Copy random states, tensors of modules, gradients and states of optimizers."""
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         tensors, self._optimizers = {}, []

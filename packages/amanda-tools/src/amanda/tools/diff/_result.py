@@ -211,6 +211,7 @@ class DiffResult(Result):
         return next((comparison for comparison in self.comparisons if comparison.relative), None)
 
     def _first(self, *phases: str) -> Comparison | None:
+        """Return the first comparison of some phases, or of all, that diverges."""
         candidates = (
             comparison for comparison in self.comparisons if not phases or comparison.phase in phases
         )
@@ -264,6 +265,7 @@ class DiffResult(Result):
         return notes
 
     def _counts(self) -> str:
+        """Return a sentence on how many comparisons are the same, close and different."""
         counts = {"same": 0, "close": 0, "different": 0}
         for comparison in self.comparisons:
             counts[comparison.verdict] += 1
@@ -349,6 +351,7 @@ def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> st
 
 
 def _point(comparison: Any, x: float, is_ringed: bool) -> str:
+    """Return the point of a comparison, its tolerance, and the ring of a first divergence."""
     y, colour = _y(comparison.relative), _COLOURS[comparison.phase]
     place = f"{comparison.type} {comparison.module} {comparison.source}"
     label = escape(f"{place}: {comparison.relative:.3g}, {comparison.verdict}")

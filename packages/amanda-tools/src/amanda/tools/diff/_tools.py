@@ -55,6 +55,7 @@ class Float64Tool(amanda.Tool):
 
 
 def _enter_modes(narrow: set[str]) -> Any:
+    """Enter modes that run ops in float64, and return the stack that leaves them."""
     _REQUIRED.check()
     import torch
     from torch.overrides import TorchFunctionMode
@@ -75,6 +76,7 @@ def _enter_modes(narrow: set[str]) -> Any:
                 return self._run_wide(func, args, kwargs or {})
 
         def _run_wide(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """Run a kernel in float64; in float32 if it draws random numbers or has no kernel in float64."""
             tensors = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
             if _copies_or_views(func) or not any(x.is_floating_point() for x in tensors):
                 return func(*args, **kwargs)
@@ -101,6 +103,7 @@ def _enter_modes(narrow: set[str]) -> Any:
             return outputs
 
         def _run_mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """Run an op in place in the element type of the tensor that it writes."""
             arguments = {argument.name: argument for argument in func._schema.arguments}
             named = {**dict(zip(arguments, args, strict=False)), **kwargs}
             written = {
@@ -169,6 +172,7 @@ class OpaqueTool(amanda.Tool):
         self.add_inst_for_op(self._take_out)
 
     def _take_out(self, context: amanda.OpContext) -> None:
+        """Replace an op by a call of its eager version, if it comes after the first ones."""
         if context.get_op_id() not in self._op_ids:
             self._op_ids.add(context.get_op_id())
             if len(self._op_ids) > self._first:
@@ -264,6 +268,7 @@ class ReplacedTool(amanda.Tool):
             context.insert_after_backward_op(self._replace_outputs, dtype=context["dtype"])
 
     def _is_target(self, context: amanda.OpContext, phase: str, kind: str) -> bool:
+        """Return True for the op whose place is that of the replaced op."""
         key = context.get_op_id(), context.get_backward_op_id()
         # A program meets its ops in the same order again, so equal ops are told apart by their number.
         if key not in self._places:
@@ -273,6 +278,7 @@ class ReplacedTool(amanda.Tool):
         return self._places[key] == self._place
 
     def _replace_outputs(self, *values: Any, dtype: Any) -> list[Any] | None:
+        """Return the saved values of this execution; None, with the reason noted, where they do not fit."""
         entries = self._values.get(self._executed, [])
         self._executed += 1
         outputs = list(op_tensors(values, dtype))

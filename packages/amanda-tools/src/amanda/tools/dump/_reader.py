@@ -242,6 +242,7 @@ class Dump:
         self._opened: OrderedDict[str, Arrays] = OrderedDict()
 
     def _check_entries(self, path: Path) -> None:
+        """Raise AmandaError for an entry of an op that is not there, or of a file outside the folder."""
         for entry in self.entries:
             if not 0 <= entry.op < len(self.ops):
                 raise AmandaError(f"{path} has an entry of op {entry.op}, and {len(self.ops)} ops")
@@ -280,6 +281,7 @@ class Dump:
             ) from error
 
     def _arrays(self, name: str) -> Arrays:
+        """Return the arrays of a file, which stay in memory for the next entries."""
         if name not in self._opened:
             self._opened[name] = read_arrays(self.folder / name)
         # The files read last stay open to a reader that goes through entries in order.

@@ -169,6 +169,7 @@ class Writer:
             self.flush()
 
     def _add_tensor(self, entry: RawEntry, array: NDArray[Any]) -> RawEntry:
+        """Keep a tensor for the next file; return the entry with the names of file and tensor."""
         op = self.ops[entry.op]
         name = f"{len(self._raw_entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
         # Keys become names of members of an archive, where a slash would be a folder.
@@ -198,7 +199,7 @@ class Writer:
                 (self.folder / INCOMPLETE).touch()  # an empty file needs no space
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("dump: %s; the program goes on, and the next writing tries again", error)
+            logger.warning("dump: %s; the program continues, and the next write retries", error)
         # Keeping more would fill the memory while the disk stays full.
         if self._bytes >= SHARD:
             shard = self._shard_name()
@@ -207,6 +208,7 @@ class Writer:
         self._next_write = monotonic() + _SECONDS
 
     def _write(self) -> None:
+        """Write the tensors that wait, then the index, and set the time of the next writing."""
         start = monotonic()
         self._claim_folder()
         # Tensors first: the index must never name a file that is not there.

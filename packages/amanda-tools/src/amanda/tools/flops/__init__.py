@@ -14,14 +14,7 @@ from amanda.plugins import import_from
 from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes
 from amanda.tools.flops._tool import FlopsTool
 
-__all__ = [
-    "Cost",
-    "FlopsResult",
-    "FlopsTool",
-    "Formula",
-    "OpCost",
-    "Shapes",
-]
+__all__ = ["Cost", "FlopsResult", "FlopsTool", "Formula", "OpCost", "Shapes"]
 
 
 def __getattr__(name: str) -> Any:

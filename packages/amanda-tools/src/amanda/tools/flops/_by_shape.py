@@ -151,6 +151,7 @@ class ShapeCounts(amanda.ShapeTally):
             yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
 
     def _places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
+        """Yield a place for each set of shapes that was counted."""
         scope, source = self._context.get_scope(), self._context.get_source()
         for shapes, calls in counted.items():
             cost = self.cost(shapes)

@@ -188,6 +188,7 @@ def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
 
 
 def _extents(value: Any, shape: Callable[[Any], Any]) -> Any:
+    """Return the shape of a value; UNKNOWN for a tensor without known rank, None for no tensor."""
     extents = shape(value)
     if extents is None and hasattr(type(value), "shape"):
         # A handle has no elements of its own, so its size counts nothing; other tensors without rank are
@@ -265,6 +266,7 @@ class FlopsResult(PlacesResult[OpCost]):
         return self._sum(what, phase)
 
     def _sum(self, quantity: str, phase: str | None = None) -> int:
+        """Return the sum of a quantity over all calls, of one phase or of all."""
         places = [place for place in self.places if phase in (None, place.phase)]
         if quantity == "calls":
             return sum(place.calls for place in places)
@@ -331,6 +333,7 @@ class FlopsResult(PlacesResult[OpCost]):
         return sentences
 
     def _warn_of_gaps(self) -> None:
+        """Log once what the totals leave out."""
         if not self._is_warned:
             # Once for each result: totals are read in loops.
             self._is_warned = True
@@ -356,6 +359,7 @@ def _listing(types: Mapping[str, int]) -> str:
 
 
 def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
+    """Return calls, MACs, FLOPs, parameters, bytes and FLOPs per byte of a row."""
     counted = [place for place in places if place.flops is not None]
     macs = sum((place.macs or 0) * place.calls for place in counted) if counted else None
     flops = sum((place.flops or 0) * place.calls for place in counted) if counted else None

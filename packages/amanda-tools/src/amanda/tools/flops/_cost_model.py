@@ -102,6 +102,7 @@ def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _storage(tensor: Any) -> int | None:
+    """Return the address of a tensor's memory; None for a tensor without a single one."""
     import torch
 
     try:

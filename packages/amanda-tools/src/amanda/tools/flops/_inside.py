@@ -96,6 +96,7 @@ def costs_inside(
 
 
 def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> InnerCosts:
+    """Run an op and its backward pass on tensors without data; return the costs of what they call."""
     _REQUIRED.check()
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -157,6 +158,7 @@ def _hidden_from_program() -> Iterator[None]:
 
 
 def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: InnerCosts) -> None:
+    """Run the backward pass, and add the cost of each node under the node's name."""
     import torch
 
     def begin(grads: Any) -> None:
@@ -292,6 +294,7 @@ def _is_dispatched(name: str) -> bool:
 
 
 def _nodes(block: Any) -> Iterator[Any]:
+    """Yield the nodes of a block and of the blocks within."""
     for node in block.nodes():
         yield node
         for inner in node.blocks():
@@ -299,6 +302,7 @@ def _nodes(block: Any) -> Iterator[Any]:
 
 
 def _is_repeatable(node: Any) -> bool:
+    """Return True for a node of TorchScript that can run without data, and without a trace in the program."""
     import torch
 
     kind = node.kind()

@@ -125,18 +125,21 @@ class FlopsTool(amanda.Tool):
         self._uncounted.setdefault((_place_key(uncounted), id(action.kwargs.get("shapes"))), uncounted)
 
     def _note_unknown_inputs(self, context: amanda.OpContext) -> None:
+        """Record the shapes of inputs at each execution, if analysis does not know them."""
         # Analyses nest as calls do: if the number has grown when the op ends, ops within it were counted.
         context["computing"] = self._computing_ops
         if not are_known(shape_of(value, context["shape"]) for value in context.get_inputs()):
             context.insert_before_op(self._record_input_shapes, shape=context["extents"])
 
     def _note_unknown_gradients(self, context: amanda.OpContext) -> None:
+        """Record the shapes of incoming gradients at each execution, if analysis does not know them."""
         context["computing"] = self._computing_ops
         if context.get("cost") is _COST_AT_EXECUTION:
             key = context.get_backward_op_id()
             context.insert_before_backward_op(self._record_gradient_shapes, shape=context["extents"], key=key)
 
     def _analyze_forward(self, context: amanda.OpContext) -> None:
+        """Compute the cost of an op, and insert the routine that counts its executions."""
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
@@ -213,6 +216,7 @@ class FlopsTool(amanda.Tool):
     def _count_by_shapes(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> None:
+        """Count the executions of an op by their shapes."""
         sides = [context.get_inputs(), outputs]
         op = ShapeCounts(context, sides, self._place_at_shapes, self._costs, self._settle_counts)
         context["by_shape"] = op
@@ -245,6 +249,7 @@ class FlopsTool(amanda.Tool):
         return self._places.setdefault((_place_key(place), shapes), place)
 
     def _analyze_backward(self, context: amanda.OpContext) -> None:
+        """Compute the cost of a backward op, and insert the routine that counts its executions."""
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
         # The forward op did not run: a framework drops ops of which the gradient alone is used.
@@ -330,6 +335,7 @@ class FlopsTool(amanda.Tool):
         self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, context: amanda.OpContext,
         run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
+        """Count an execution whose shapes are known only now."""
         pairs = zip(run.pop("shapes", shapes.inputs), shapes.inputs, strict=True)
         inputs = [analysed if executed is None else executed for executed, analysed in pairs]
         written = [shape_of(value, context["extents"]) for value in outputs]
@@ -356,6 +362,7 @@ class FlopsTool(amanda.Tool):
     def _count_gradient_shapes(
         self, *grads: Any, place: OpCost, context: amanda.OpContext, key: int, run: dict[str, Any]
     ) -> None:
+        """Count an execution of a backward op whose shapes are known only now."""
         leaving = [shape_of(grad, context["extents"]) for grad in grads]
         names, op = run.get("op", ((), None))
         entering = run.pop(f"entering {key}", ())

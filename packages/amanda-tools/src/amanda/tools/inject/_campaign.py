@@ -272,6 +272,7 @@ class _HangWatch(amanda.Tool):
         self._deadline = float("inf") if self._timeout is None else time.monotonic() + self._timeout
 
     def _check_limits(self) -> None:
+        """Count an op; raise HangError beyond the limit of ops or of time."""
         self.executions += 1
         if self.executions > self.limit:
             self.reason = f"it executed more than {int(self.limit):,} ops"
@@ -378,6 +379,7 @@ class Campaign:
         return sites[int(np.searchsorted(ends, random.integers(ends[-1]), side="right"))]
 
     def _run_trial(self, program: Program, number: int, golden: Any, sites: list[Site]) -> Trial:
+        """Run the program with the faults of one trial, and return its outcome."""
         self._tool.try_at(number, self._draw_site(number, sites))
         outcome, error = self._classify_run(program, golden)
         injections = self._tool.result.injections

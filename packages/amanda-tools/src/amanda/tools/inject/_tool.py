@@ -47,39 +47,38 @@ Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", 
 
 
 class InjectTool(amanda.Tool):
-    """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` drops them.
+    """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` empties it.
 
-    fault: "bit_flip", "stuck_at_0" and "stuck_at_1" of `flips` bits in each element, 1 by default;
-        "multi_bit" flips adjacent bits, 2 by default; "value", "zero" and "nan"; "gaussian" (standard
-        deviation `scale`), "uniform" (within `scale` of the old value) and "relative" (times 1 + gaussian)
-        noise; "wrong_row", the elements at another index of `axis`, by default -2.
-    target: "outputs"; "inputs" but parameters; "weights", the parameters as the op reads them, while the
-        parameters themselves stay unchanged; "grad_outputs" that enter a backward op, "grad_inputs" that
-        leave it; "weight_grads", the gradient of the weight among these.
-    type, module, exclude: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of
-        module paths ("layer1"): see `amanda.tools.select.Selection`.  A backward op is selected by its own
-        word ("linear_backward"); the word of a forward op selects the first of that op's backward ops, which
-        the gradient enters, or for "weight_grads" the one that makes the weight's gradient.
-    index: position of the tensor among the targets; None for all of them together.
-    probability: of a fault in an element, at each execution.  count: number of faults at each execution,
-        by default 1.  Give one of them.
-    bits, field: the bits that may be hit: positions, 0 the least significant; or "sign", "exponent",
-        "mantissa".
-    axis: faults are in slices: all elements with one index of this axis, with the same bits.  `count` and
-        `probability` are then of slices.  None for single elements.
+    fault: "bit_flip", "stuck_at_0", "stuck_at_1" change `flips` bits of an element, by default 1; "multi_bit"
+        flips adjacent bits, by default 2; "value", "zero", "nan" write `value`, 0, NaN; "gaussian" adds noise
+        of standard deviation `scale`; "uniform" adds noise of at most `scale`; "relative" multiplies by
+        1 + gaussian; "wrong_row" copies elements from another index of `axis`, by default -2.
+    target: "outputs"; "inputs" that are not parameters; "weights", parameters as the op reads them (the
+        stored parameters stay unchanged); "grad_outputs", which enter a backward op; "grad_inputs", which
+        leave it; "weight_grads", the gradient of the weight.
+    type, module, exclude: globs of op types ("conv2d", "conv*"), as StandardMapping or the framework names
+        them, and of module paths ("layer1"): see `amanda.tools.select.Selection`.  A backward op has a type
+        of its own ("linear_backward"); the type of a forward op selects its first backward op, or for
+        "weight_grads" the one that computes the weight's gradient.
+    index: position of the tensor among the op's inputs, outputs or gradients; None for all targets.
+    probability: chance of a fault in an element, at each execution.  count: faults at each execution, by
+        default 1.  Give at most one of the two.
+    bits: positions of the bits that may change, 0 the least significant; None for all.  field: part of the
+        number in which they lie: "sign", "exponent", "mantissa" or "any".
+    axis: a fault changes the same bits in a whole slice, all elements with one index of this axis; `count`
+        and `probability` count slices.  None: a fault changes one element.
     seed: faults depend on the seed, the op's id and the number of the execution alone; the framework's random
         generators are not touched.
     permanent: inject the same faults at every execution of an op.
-    start, end, frequency: executions of each op with faults, counted from 0: every `frequency`th from `start`
-        on, before `end`.
-    limit: number of changed elements in the result.
+    start, end, frequency: faults hit the executions in `range(start, end, frequency)` of each op.
+    limit: maximum number of changed elements that `result` lists.
 
-    Shapes of hardware's faults: Tyagi et al. 2026 (arXiv 2605.04213), where stuck-at faults in the gates of a
-    GPU gave NaN or Inf in 1.01 % of corruptions, single flips in under 40 % of those with flipped bits, and
-    addresses with a period; Fernandes dos Santos et al. 2022 (arXiv 2211.13094) on why single flips are
-    too naive.  The caller chooses bits and period: no distribution is built in.
+    On fault models: in Tyagi et al. 2026 (arXiv 2605.04213), stuck-at faults in the gates of a GPU gave NaN
+    or Inf in 1.01 % of corruptions, one flipped bit in under 40 % of the corruptions with flipped bits, and
+    periodic addresses.  Fernandes dos Santos et al. 2022 (arXiv 2211.13094) show why single flips are too
+    simple.  Choose bits and period yourself: no distribution is built in.
 
-    Raises InjectError for options that do not go together.
+    Raises InjectError for contradictory options.
     """
 
     @checked(error=InjectError)
@@ -245,6 +244,7 @@ class InjectTool(amanda.Tool):
         return self._backward_of.setdefault(context.get_op_id(), backward_op) == backward_op
 
     def _selected_op(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
+        """Return the record of an op, a new one at its first analysis."""
         places = self._selected_ops.setdefault(context.get_op_id(), {})
         if op not in places:
             labels = (phase, kind, context.get_scope(), context.get_source())
@@ -398,6 +398,7 @@ class MemorySnapshot(amanda.Tool):
 
     @amanda.observer
     def _save_inputs(self, *inputs: Any) -> None:
+        """Save memory that is read for the first time and was not allocated by the program."""
         # Memory that an op of the program allocated is new at each run; what is read before is from outside.
         for key, save in _memories_of(inputs):
             if key not in self._restorers and key not in self._new_memory:

@@ -79,6 +79,7 @@ class Dataflow:
         return self._renumbered(tensor) if number is None else number
 
     def _renumbered(self, tensor: Any) -> int | None:
+        """Return a new number for a tensor, which forgets an older one; None for other values."""
         number = next(self._next)
         try:
             self._numbers[tensor] = number
@@ -88,7 +89,7 @@ class Dataflow:
         return number
 
     def maker(self, number: int | None) -> DataflowNode | None:
-        """Return the op that made a tensor, by the tensor's number."""
+        """Return the op that produced the tensor with this number; None if unknown."""
         return None if number is None else self._makers.get(number)
 
     def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:

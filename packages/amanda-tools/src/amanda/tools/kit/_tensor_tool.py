@@ -165,10 +165,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @checked
     def __init__(
-        self,
-        roles: Collection[Role],
-        every: PositiveInt = 1,
-        executions: PositiveInt | None = None,
+        self, roles: Collection[Role], every: PositiveInt = 1, executions: PositiveInt | None = None
     ) -> None:
         super().__init__()
         self._roles: frozenset[str] = frozenset(roles)
@@ -209,6 +206,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             record.executions_by_role.clear()
 
     def _insert_observers(self, context: amanda.OpContext) -> None:
+        """Insert observers of the inputs and outputs that the tool has asked for."""
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         options: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
         see = self._observe_slice if _SLICE in context else self._observe_execution
@@ -224,6 +222,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             context.insert_after_op(see, role="output", **options)
 
     def _insert_backward_observer(self, context: amanda.OpContext) -> None:
+        """Insert the observer of the gradients that leave a backward op."""
         kind = context["backward_type"]
         # Its gradients are those of the op before it, which are observed there.
         if kind != "accumulate_grad":
@@ -234,6 +233,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             )  # fmt: skip
 
     def _follow_slices(self, context: amanda.OpContext) -> None:
+        """Have each execution note which weight of an array of weights it reads."""
         weight = context["weight_index"]
         holder = None if weight is None else context.get_variable(weight)
         if getattr(holder, "parts", tuple)():
@@ -274,6 +274,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @amanda.gathered(_observe_execution)
     def _observe_executions(self, executions: Executions) -> None:
+        """Observe the executions of a batch that are due, all at once."""
         observers = executions.prepared(_graph_observers)
         # Counted before the values are asked for: a batch where none is due costs no tensors.
         numbers = [self._count_execution(observer.record, observer.role) for observer in observers]

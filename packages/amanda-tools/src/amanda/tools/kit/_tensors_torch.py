@@ -235,7 +235,7 @@ class TorchTensorLibrary(Tensors):
         return written
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
-        """Return a key of a dense tensor's storage, and a function that saves all of it."""
+        """Return a key of a dense tensor's storage, and a function that copies it; else None."""
         import torch
 
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:

@@ -1,5 +1,15 @@
 """Context mapping: what a driver says of an op, in words that every framework shares."""
 
+from amanda.tools.mapping._mapping import (
+    UNINITIALISED,
+    VOCABULARY,
+    InstalledEntries,
+    MappingRule,
+    MappingTool,
+    RuleError,
+    StandardMapping,
+    weight_gradient,
+)
 from amanda.tools.mapping._products import (
     CONVOLUTIONS,
     MATRIX_PRODUCTS,
@@ -15,8 +25,6 @@ from amanda.tools.mapping._pytorch import Rerun, rerun, undisturbed
 from amanda.tools.mapping._pytorch import dtype as torch_dtype
 from amanda.tools.mapping._pytorch import shape as torch_shape
 from amanda.tools.mapping._pytorch import word as torch_word
-from amanda.tools.mapping._rules import InstalledEntries, MappingRule, MappingTool, RuleError
-from amanda.tools.mapping._standard import UNINITIALISED, VOCABULARY, StandardMapping, weight_gradient
 from amanda.tools.mapping._tensorflow import PASSES as TENSORFLOW_PASSES
 from amanda.tools.mapping._tensorflow import READS as TENSORFLOW_READS
 from amanda.tools.mapping._tensors import backend_of, distributed, is_partial, itemsize, local, share, whole

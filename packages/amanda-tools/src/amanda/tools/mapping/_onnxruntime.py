@@ -109,6 +109,7 @@ def dtype(value: Any) -> str | None:
 
 
 def _kind(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
+    """Return the vocabulary's word for a node; its own type where there is none."""
     if name in SPATIAL:
         axes = _spatial_axes(inputs)
         return name if axes is None else f"{SPATIAL[name]}{axes}d"

@@ -175,6 +175,7 @@ def _is_fake(kind: Any) -> bool:
 
 
 def _describe_op(context: OpContext) -> None:
+    """Write the keys of an op that hold in its forward and backward pass."""
     name = context.get_op_type()
     inputs = context.get_inputs()
     in_place = name.endswith("_") and not name.endswith("__")
@@ -251,6 +252,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
 
 
 def _describe_backward_op(context: OpContext) -> None:
+    """Write the keys of a backward op; None in their place for a forward op."""
     if context.is_forward():
         context["backward_type"] = context["weight_grad_index"] = None
         return
@@ -315,6 +317,7 @@ _WEIGHT_GRAD_AT = {
 
 
 def _weight_grad_index(context: OpContext, node: str) -> int | None:
+    """Return which gradient of a node is the weight's, in the weight's shape; None without one."""
     weight = context["weight_index"]
     stem, order = _stem_and_order(node)
     if weight is None or order != 1 or context.get_backward_order() != 1:
@@ -323,6 +326,7 @@ def _weight_grad_index(context: OpContext, node: str) -> int | None:
 
 
 def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
+    """Return the position of a gradient in the shape of the weight, by op and node; None without one."""
     if kind in _WEIGHT_GRAD_AT:
         return _WEIGHT_GRAD_AT[kind].get(name)
     if kind in MATRIX_PRODUCTS:

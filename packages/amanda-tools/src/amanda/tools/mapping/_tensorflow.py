@@ -116,6 +116,7 @@ def _makes_a_model(context: OpContext) -> bool:
 
 
 def _describe_op(context: OpContext) -> None:
+    """Write the keys of an op that hold in its forward and backward pass."""
     name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
     kind = WORDS.get(name, name)
     # Gather is an embedding only if it reads a table that is trained.
@@ -191,6 +192,7 @@ def _extents_of_transposed(sizes: Any) -> Sequence[int | None] | None:
 
 
 def _describe_backward_op(context: OpContext) -> None:
+    """Write the keys of a backward op; None in their place for a forward op."""
     if context.is_forward():
         context["backward_type"] = context["weight_grad_index"] = None
         return
@@ -216,6 +218,7 @@ def backward_type(name: str, kind: str) -> str:
 
 
 def _weight_grad_index(context: OpContext, name: str) -> int | None:
+    """Return which gradient of an operation is the weight's; None without one."""
     kind, weight = context["type"], context["weight_index"]
     if weight is None:
         return None

@@ -169,6 +169,7 @@ def _transformers_inputs(model: Any, config: Any) -> Iterator[Input]:
 
 
 def _tokens(name: str, config: Any) -> Input:
+    """Return an input of token numbers, as long as the model takes."""
     most = [
         getattr(config, field, None)
         for field in ("max_position_embeddings", "n_positions", "max_target_positions")

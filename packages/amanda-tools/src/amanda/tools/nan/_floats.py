@@ -249,6 +249,7 @@ _NUMBERS = frozenset({int, float, bool, type(None), slice})
 
 
 def _version(value: Any) -> int | None:
+    """Return PyTorch's count of writes into a tensor; None of tensors that have none."""
     if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
         return None
     try:
@@ -273,6 +274,7 @@ def _is_written(tensor: ref[Any], version: int) -> bool:
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the leaves of nested lists."""
     for value in values:
         if isinstance(value, list):
             yield from _flatten(value)
@@ -337,6 +339,7 @@ def saved_tensors_of_node() -> list[Any] | None:
 
 
 def _is_called_by_scaler() -> bool:
+    """Return True if a GradScaler calls the op under way."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _SCALER:

@@ -118,9 +118,9 @@ class NanTool(amanda.Tool):
             tuple[int, _CheckedOp], RecordedInputs
         ] = {}  # by thread and op, while the op runs
         self.depends_on(StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
-        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._instrument_forward)
         if backward:
-            self.add_inst_for_op(self._backward, backward=True)
+            self.add_inst_for_op(self._instrument_backward, backward=True)
 
     @property
     def result(self) -> NanResult:
@@ -148,7 +148,8 @@ class NanTool(amanda.Tool):
         self._flags_of_forward: dict[int, int] = {}
         self._scaled = ScaledBackward()
 
-    def _forward(self, context: amanda.OpContext) -> None:
+    def _instrument_forward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a forward op, and those that follow the scale of a loss."""
         if context["type"] in UNINITIALISED:
             return
         role = context.get("loss_scale")
@@ -176,7 +177,8 @@ class NanTool(amanda.Tool):
             context.insert_before_op(self._begin_in_graph, op=op, begins=True)
             context.insert_after_op(self._end_in_graph, op=op)
 
-    def _backward(self, context: amanda.OpContext) -> None:
+    def _instrument_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a backward op."""
         kind, dtype, is_eager = context["backward_type"], context["dtype"], context.is_eager()
         if kind == "accumulate_grad":
             return
@@ -215,6 +217,7 @@ class NanTool(amanda.Tool):
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
     def _check_executions(self, executions: Executions) -> None:
+        """Check a batch of executions at once; one by one if any of them is not finite."""
         pairs = executions.prepared(_ExecutionPairs)
         # Sums of squares may overflow, which only means that elements are looked at.
         with np.errstate(all="ignore"):
@@ -232,6 +235,7 @@ class NanTool(amanda.Tool):
             executions[i].run[op] = op.recorder.record(executions[i].values)
 
     def _check_each(self, executions: Executions) -> None:
+        """Check the executions of a batch one by one."""
         begun: dict[_CheckedOp, Observed] = {}
         for execution in executions:
             op: _CheckedOp = execution.kwargs["op"]
@@ -248,6 +252,7 @@ class NanTool(amanda.Tool):
                 self._check_outputs(execution.values, inputs, op)
 
     def _check_outputs(self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp) -> None:
+        """Add a finding if an execution gave NaN or Inf that it did not read."""
         execution, self._executions = self._executions, self._executions + 1
         if recorded is not None:
             op.recorder.note_writes(recorded)
@@ -300,6 +305,7 @@ class NanTool(amanda.Tool):
         self._packed[named] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
+        """Keep a finding up to the limit, or defer it; raise NotFiniteError if the tool stops."""
         if self._scaled.defer(finding):
             return
         if isinstance(finding, Entered):
@@ -337,6 +343,7 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _end_scaled(self, run: dict[str, Any]) -> None:
+        """Keep or drop the findings of a scaled backward pass, which is over."""
         is_skipped = bool(run.pop("found_inf"))
         for finding in self._scaled.end(is_skipped):
             self._add_finding(finding)

@@ -84,6 +84,7 @@ def _write_pytorch_point(context: amanda.OpContext) -> None:
 
 
 def _write_tensorflow_point(context: amanda.OpContext) -> None:
+    """Write the point that an Identity is, by its name or by the point under way."""
     context["reaches_values"] = context.is_eager()
     if context.get_op_type() == "Identity":
         match = _NAME.search(getattr(context.get_op(), "name", None) or "")
@@ -249,6 +250,7 @@ _libraries: list[Any] = []
 
 
 def _wrapper_classes(kind: type) -> list[type]:
+    """Return the subclasses of a class that only wrap a module, at any depth."""
     # By the names of classes, found below Module: the libraries that define them are not imported here.
     heirs: list[type] = type.__subclasses__(kind)
     below = [cls for heir in heirs for cls in (heir, *_wrapper_classes(heir))]

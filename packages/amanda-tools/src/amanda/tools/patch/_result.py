@@ -86,6 +86,7 @@ class Region(NamedTuple):
 
 
 def _axis_mask(axis: int, size: int, indices: Sequence[int], rank: int) -> NDArray[np.bool_]:
+    """Return a mask with True at indices of one axis, which broadcasts along the others."""
     row = np.zeros(size, bool)
     row[list(indices)] = True
     extents = [1] * rank

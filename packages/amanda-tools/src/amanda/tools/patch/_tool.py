@@ -36,24 +36,23 @@ Value: TypeAlias = (
 
 
 class PatchTool(amanda.Tool):
-    """Save or change tensors at points of a model; `saved` holds saved values, `result` is a table.
+    """Save or change tensors at modules or ops; `saved` holds the saved values, `result` lists the points.
 
-    points: paths of modules whose own calls are the points: "model.layers.1", "model.layers.*", where `*`
-        stands within a part; "" is the model.  side: the "output" of the calls, or the "input", their
-        positional arguments.  index: number of the tensor, counted through nested tuples and dicts; None for
-        all.
-    type: words of StandardMapping or names of the framework.  The points are then the ops of these types, in
-        the modules of `points` and in their submodules.
-    module, exclude: globs of paths of modules: points, or ops, that are of a module or lie in it, and those
-        to leave out.  Without `points` and `type` the points are the calls of all modules in `module`.
-    set: the new value.  add: the summand.  scale: the factor.  At most one of the three; without any, values
-        are saved.  A value is a number, nan and inf too, a tensor that broadcasts, a list with a value for
-        each execution, a dict of these by point name, or a `PatchTool` that has saved values.
-    positions: along `axis`, the axis of tokens; negative ones count from the end.  heads: numbers of heads,
-        which are `num_heads` equal parts of the last axis.  None for all.
+    points: paths of modules whose calls are the points: "model.layers.1", "model.layers.*", where `*` matches
+        no dot; "" is the model.  side: the "output" of the calls, or the "input", their positional arguments.
+    index: position of the tensor after nested tuples and dicts are flattened; None for all.
+    type: op types, as StandardMapping or the framework names them.  The points are then the ops of these
+        types, in the modules of `points` and in their submodules.
+    module, exclude: globs of module paths; only points in `module` and not in `exclude` are used.  Without
+        `points` and `type` the points are the calls of all modules in `module`.
+    set: the new value.  add: a value to add.  scale: a factor.  Give at most one; without any, values are
+        saved.  A value is a number (or nan, inf), a tensor that broadcasts, a list with one value for each
+        execution, a dict from point names to these, or a `PatchTool` that has saved values.
+    positions: indices to change along `axis`, the token axis; negative indices count from the end.  heads:
+        indices of heads to change, of `num_heads` equal parts of the last axis.  None for all.
     steps: executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
-    differentiable: include changes and saved values in autodiff.  By default a gradient passes a changed
-        value unchanged.
+    differentiable: include changes and saved values in autodiff.  By default the gradient of a changed value
+        goes to the old value.
 
     Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
     """
@@ -106,7 +105,8 @@ class PatchTool(amanda.Tool):
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = {}
-        self._is_trained = any(map(requires_gradient, _tensors_in(self._value)))
+        value = self._value.saved if isinstance(self._value, PatchTool) else self._value
+        self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
         if self._is_trained and not differentiable:
             self._warn(
                 f"the value of {self._edit} requires a gradient and gets none: give differentiable=True"
@@ -164,6 +164,7 @@ class PatchTool(amanda.Tool):
             raise PatchError(self._nothing_selected())
 
     def _nothing_selected(self) -> str:
+        """Return the text of the error for options that selected nothing."""
         options = [str(self._points) if self._points.patterns is not None else "", str(self._selection)]
         selection = " and ".join(filter(None, options))
         paths = sorted({path[:end] for path in self._paths for end in _prefix_ends(path)} - {""})
@@ -180,6 +181,7 @@ class PatchTool(amanda.Tool):
         return self._points(path) and self._selection.has_path(path)
 
     def _analyze_op(self, context: amanda.OpContext) -> None:
+        """Insert the routines of an op that is a selected point, or has selected tensors."""
         paths = context.get_scopes()
         self._paths.update(dict.fromkeys(paths))
         is_selected = self._points(*paths) and self._selection.fits(context)
@@ -198,6 +200,7 @@ class PatchTool(amanda.Tool):
                     self._insert_routine(context, self.place(context), position, position)
 
     def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
+        """Insert the routine that saves or changes a tensor, with the record of its point."""
         name = f"{place}[{index}]" if index else place
         key = context.get_op_id(), index
         if key not in self._records:
@@ -224,6 +227,7 @@ class PatchTool(amanda.Tool):
             context.insert_before_op(routine, inputs=[position], **keywords)
 
     def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
+        """Save a copy of a value, if its execution is selected."""
         step = execution_number(record, run, recomputed)
         if not recomputed and (self._steps is None or step in self._steps):
             # Detached, so that a saved value does not keep the graph of the whole pass alive.
@@ -231,8 +235,11 @@ class PatchTool(amanda.Tool):
             self.saved.setdefault(record.point, []).append(copied(tensor))
 
     def _change_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+        """Return the changed value; None for an execution or a region that is not selected."""
         step = execution_number(record, run, recomputed)
-        if (self._steps is not None and step not in self._steps) or not self._is_active(record):
+        if (self._steps is not None and step not in self._steps) or (
+            self.only is not None and record.point not in self.only
+        ):
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
@@ -281,10 +288,8 @@ class PatchTool(amanda.Tool):
             f"at {op}; {advice}"
         )
 
-    def _is_active(self, record: Patched) -> bool:
-        return self.only is None or record.point in self.only
-
     def _apply_edit(self, value: Any, operand: Any) -> Any:
+        """Return the value with the operand set, added or multiplied."""
         if self._edit == "scale":
             # A plain number scales without a cast, which would round it to the element type first.
             return value * (tensors_of(value).cast(operand, value) if hasattr(operand, "shape") else operand)
@@ -310,6 +315,7 @@ class PatchTool(amanda.Tool):
         return value
 
     def _warn(self, text: str) -> None:
+        """Log a remark, and keep it for the result, once."""
         sentence = text[0].upper() + text[1:] + "."
         if sentence not in self._remarks:
             self._remarks[sentence] = None
@@ -318,11 +324,6 @@ class PatchTool(amanda.Tool):
 
 def _prefix_ends(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
-
-
-def _tensors_in(value: Any) -> list[Any]:
-    """Return the tensors in a value of an option."""
-    return leaves([value.saved if isinstance(value, PatchTool) else value], structures=True)
 
 
 def _unbind(method: Any) -> Any:

@@ -55,6 +55,7 @@ class DeviceClock:
         self._pending.clear()
 
     def _read_oldest(self) -> None:
+        """Add the time between the oldest two events to their op."""
         profile, begin_event, end_event = self._pending.popleft()
         # Milliseconds of an event become nanoseconds.
         profile.device = (profile.device or 0) + round(1e6 * begin_event.elapsed_time(end_event))

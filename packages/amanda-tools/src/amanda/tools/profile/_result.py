@@ -348,6 +348,7 @@ def _names_in_file(place: OpProfile) -> dict[str, str]:
 
 
 def _op_from_dict(content: Mapping[str, Any]) -> OpProfile:
+    """Return the profile of an op in a file."""
     names = {key: content[key] for key in (*KEYS, "name")}
     numbers = {field: content[name] for field, name in _NUMBERS.items() if name in content}
     ids = {"id": int(content["id"], 16), "op_id": int(content["of"], 16)}

@@ -213,6 +213,7 @@ _COMPILED = (
 
 
 def _jax_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of JAX: one that is traced under jit has no time of its own."""
     import jax
 
     values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
@@ -228,7 +229,7 @@ RULES: Sequence[Sequence[Any]] = (
 
 
 class ProfileTool(amanda.Tool):
-    """Measure the time and memory of each op; `result` has the profile, `clear` begins a new one.
+    """Measure the time and memory of each op; `result` has the profile, `clear` resets it.
 
     wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
     then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.
@@ -346,6 +347,7 @@ class ProfileTool(amanda.Tool):
 
     @amanda.observer
     def _record_inputs(self, *values: Any, storages: Any, sequence: Any, recomputed: bool) -> None:
+        """Record the memory of an op's inputs, and the number of autograd's next node."""
         if sequence is not None:
             # By thread: autograd numbers the nodes of each thread apart.
             self._sequences[get_ident()] = sequence()
@@ -364,6 +366,7 @@ class ProfileTool(amanda.Tool):
 
     @amanda.observer
     def _add_output_bytes(self, *values: Any, place: OpProfile, nbytes: Any, recomputed: bool) -> None:
+        """Add the bytes of an op's outputs to what it has allocated."""
         if recomputed:
             place = self._recorder.recomputation(place)
         if self._recorder.recording:

@@ -165,6 +165,7 @@ def listing(graph: Graph, backward: bool = True) -> str:
 
 
 def _op_line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
+    """Return the line of an op: its type, what it reads, what it makes, and its module."""
     outputs = ", ".join(str(tensor) for tensor in graph.outputs(op)) or "nothing"
     last = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
     inputs = ", ".join(
@@ -181,6 +182,7 @@ def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int
 
 
 def _tensor_text(graph: Graph, tensor: Tensor, reader: int, numbers: dict[int, int]) -> str:
+    """Return a name for a tensor: its own, or the op that made it and how far back that is."""
     # Distances, not numbers, lest one new op change every later line.
     if tensor.producer is None or tensor.producer not in numbers:
         return tensor.name or f"{tensor.kind} {tensor}"
@@ -225,13 +227,13 @@ class Traced:
             return function(*args, **kwargs)
 
     def clear(self) -> None:
-        """Forget what ran."""
+        """Forget the traced ops."""
         self._tracer.clear()
         self._counts.executions.clear()
 
     @property
     def graph(self) -> Graph:
-        """The graph of what ran."""
+        """The graph of the traced ops."""
         return self._tracer.graph
 
     @property

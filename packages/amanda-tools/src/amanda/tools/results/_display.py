@@ -136,6 +136,7 @@ def cells_of(columns: Sequence[Column], group: Rows) -> list[str]:
 
 
 def _cell_text(column: Column, values: Sequence[Any]) -> str:
+    """Return the text of one cell of a row that stands for some rows."""
     present = [value for value in values if value is not None]
     if not present:
         return ""

@@ -195,6 +195,7 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
 
 
 def _merge_results(results: Mapping[str, Result]) -> Result:
+    """Return results as one, by their class, by their columns, or side by side."""
     first, *more = results.values()
     if not more:
         return copy(first)
@@ -249,6 +250,7 @@ _Cell = tuple[Any, int]
 
 
 def _merge_by_columns(results: Mapping[str, Result]) -> Table:
+    """Return a table whose rows agree in all columns that do not merge."""
     first = next(iter(results.values()))
     columns = first.columns
     keys = [i for i, column in enumerate(columns) if not column.merge]
@@ -274,6 +276,7 @@ def _facts(columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], of: str) 
 
 
 def _weighted_rows(result: Result) -> list[list[_Cell]]:
+    """Return rows whose values have the number of values that they are the mean of."""
     counts = result.facts().get(_VALUES, {}) if isinstance(result, Table) else {}
     return [
         [
@@ -285,6 +288,7 @@ def _weighted_rows(result: Result) -> list[list[_Cell]]:
 
 
 def _merge_cells(column: Column, cells: Sequence[_Cell]) -> _Cell:
+    """Return the cells of one column as one."""
     values, count = [value for value, _ in cells if value is not None], sum(count for _, count in cells)
     if not column.merge or not values:
         return cells[0]
@@ -378,6 +382,7 @@ def gather(
 
 
 def _merge_texts(result: Result, texts: dict[str, str], per_rank: bool) -> Result:
+    """Return the results of ranks, given as JSON, as one."""
     missing = [f"{name} gave {text}" for name, text in texts.items() if not text.startswith("{")]
     if missing:
         raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(missing)}")

@@ -121,6 +121,7 @@ class Result(ABC):
         ]
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
+        """Return the texts of the last row: sums, and the word "total"."""
         sums = [
             column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
             for i, column in enumerate(self.columns)
@@ -278,7 +279,7 @@ class KeyedResult(Result):
         unknown = [key for key in keys if key not in self.keys]
         if unknown or not keys:
             unknown_key = unknown[0] if unknown else "nothing"
-            raise AmandaError(f"rows of {self.name} are told by {', '.join(self.keys)}, not by {unknown_key}")
+            raise AmandaError(f"rows of {self.name} have the keys {', '.join(self.keys)}, not {unknown_key}")
         # Shallow: places are shared, keys and columns are the copy's own.
         result = copy(self)
         result.tell_by(keys, self._subject)
@@ -323,7 +324,7 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
         return cls._from_places(places, content.get("by", cls.keys))
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the keys of rows, and each place."""
+        """Return what files contain besides rows: the keys, and all places."""
         return {"by": self._by, "places": [_field_values(place) for place in self.places]}
 
     @classmethod

@@ -47,6 +47,7 @@ class NumpyMoments:
         return True
 
     def _add(self, block: Array) -> None:
+        """Add the statistics of a block, and its counts of bins."""
         # One sum decides for nearly all blocks; only a block with NaN, Inf or an overflowing sum is filtered.
         finite = block if np.isfinite(block.sum()) else block[np.isfinite(block)]
         self._sums = self._sums.merged(_block_statistics(block, finite))
@@ -155,6 +156,7 @@ class Accumulator:
             self._on_host.add(row[start : start + Tensors.cached_block].astype(np.float64))
 
     def _add_block(self, block: Any) -> None:
+        """Compute the statistics of a block on its device, and its counts of bins."""
         finite = do("isfinite", block)
         place = str(getattr(block, "device", "cpu"))
         self._add_vector(_block_vector(block, finite), place)
@@ -162,6 +164,7 @@ class Accumulator:
             self._add_counts(_count_bins(block, finite, self._bins), place)
 
     def _add_vector(self, vector: Any, place: str) -> None:
+        """Add the statistics of a block to those of its device, and merge them now and then."""
         vectors = self._vectors.setdefault(place, [])
         vectors.append(vector)
         if len(vectors) >= MAX_VECTORS:

@@ -146,7 +146,7 @@ class Bins:
 
     @property
     def total(self) -> int:
-        """Bins of both signs, and zero's."""
+        """Number of bins of both signs and of zero."""
         return 2 * self.side + 1
 
     @property
@@ -232,6 +232,7 @@ class Sketch:
         raise IndexError(rank)
 
     def _bin_middle(self, index: int, least: float, most: float) -> float:
+        """Return the middle of a bin; the known extreme for a bin without an end."""
         near, far = self.bins.edges(index)
         if math.isinf(far):
             return most if far > 0 else least

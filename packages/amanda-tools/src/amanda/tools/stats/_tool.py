@@ -53,6 +53,7 @@ class Measured:
 
 
 def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
+    """Return the columns of a table with these quantiles."""
     keys = [Column(key, show=partial(shortened, width=24)) for key in KEYS]
     number_names = ["mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles)]
     count = partial(Column, show="{:,}".format, number=True)
@@ -128,10 +129,7 @@ class StatsResult(Result):
     def facts(self) -> Mapping[str, Any]:
         """Return the quantiles, and for each row the statistics that merging needs."""
         details = [
-            {
-                "statistics": entry.statistics.to_dict(),
-                "sketch": entry.sketch and entry.sketch.to_dict(),
-            }
+            {"statistics": entry.statistics.to_dict(), "sketch": entry.sketch and entry.sketch.to_dict()}
             for entry in self.measured
         ]
         return {"quantiles": list(self.quantiles), "kept": details}
@@ -171,6 +169,7 @@ class StatsResult(Result):
 
 
 def _shown_numbers(entry: Measured) -> tuple[float | None, ...]:
+    """Return mean, standard deviation, extremes and norms; None for each without finite numbers."""
     statistics = entry.statistics
     if not statistics.count:
         return (None,) * 6
@@ -250,10 +249,7 @@ class StatsTool(TensorTool[_OpStreams]):
         """Return the statistics so far; wait for the devices."""
         # Ops that are gone come first: they ran before most of those that live.
         records = list(self._records.values())
-        measured = [
-            *self._gone.values(),
-            *(entry for record in records for entry in record.read()),
-        ]
+        measured = [*self._gone.values(), *(entry for record in records for entry in record.read())]
         result = StatsResult(measured, self._quantiles)
         result.remarks = self.remarks
         return result
@@ -269,14 +265,7 @@ class StatsTool(TensorTool[_OpStreams]):
         """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
         for backward in self._backward_ids.pop(op_id, ()):
             for entry in self._records.pop((op_id, backward)).read():
-                key = (
-                    entry.phase,
-                    entry.type,
-                    entry.module,
-                    entry.source,
-                    entry.tensor,
-                    entry.dtype,
-                )
+                key = (entry.phase, entry.type, entry.module, entry.source, entry.tensor, entry.dtype)
                 self._gone[key] = self._gone[key].merged(entry) if key in self._gone else entry
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _OpStreams:
@@ -298,6 +287,7 @@ class StatsTool(TensorTool[_OpStreams]):
     def _accumulators(
         self, record: _OpStreams, tensors: Iterator[OpTensor]
     ) -> Iterator[tuple[Accumulator, Any]]:
+        """Yield each tensor with the accumulator of its stream, whose executions are counted."""
         for tensor in tensors:
             # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"

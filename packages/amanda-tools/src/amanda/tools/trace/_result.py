@@ -45,6 +45,7 @@ class TraceResult(Result):
         ]  # fmt: skip
 
     def _tensor_texts(self, positions: Sequence[Position]) -> str:
+        """Return the types and shapes of tensors, those of a list in brackets."""
         return " ".join(
             f"({self._tensor_texts(position)})"
             if isinstance(position, tuple)
@@ -230,6 +231,7 @@ def _explorer_node(graph: Graph, op: Op) -> dict[str, Any]:
 
 
 def _explorer_edge(graph: Graph, tensor: Tensor, position: int) -> dict[str, str]:
+    """Return the edge by which a tensor enters a node."""
     source, output = f"tensor{tensor.index}", 0
     if tensor.producer is not None:
         source = f"op{tensor.producer}"
@@ -252,6 +254,7 @@ def _explorer_outputs(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def _key_values(values: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return attributes of a node as Model Explorer reads them."""
     return [
         {"key": key, "value": value if isinstance(value, str) else json.dumps(value)}
         for key, value in values.items()

@@ -146,6 +146,7 @@ class LiveTensors:
             live.index, live.serial = index, self.serial
 
     def _reference(self, tensor: Any, key: int) -> Callable[[], Any]:
+        """Return a weak reference whose end drops the index; a strong one if no weak one is possible."""
         try:
             # The id is free for another tensor as soon as this one is gone.
             return weakref.ref(tensor, lambda _: self._live.pop(key, None))

@@ -1,4 +1,4 @@
-"""A page: saved results, read and checked; their tables and graph, in the template of this package."""
+"""`amanda view`: saved results, read and checked; their tables and graph, in the template of this package."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import sys
+import webbrowser
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import click
+
 from amanda.errors import AmandaError
+from amanda.files import write_file
 from amanda.options import checked
+from amanda.tools.command import exit_status, limit_option, path_to_write
 from amanda.tools.results import Result, number_of, parsing, read_json
 
 # Versions of the schemas of which more is read than the table.
@@ -54,6 +60,7 @@ def read(result: str | Path | Result) -> Source:
 
 
 def _source(name: str, content: Any) -> Source:
+    """Return the content of a file with its schema, checked."""
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
         raise AmandaError(
@@ -66,7 +73,7 @@ def _source(name: str, content: Any) -> Source:
     if not isinstance(schema, str) or not schema.startswith("amanda."):
         raise AmandaError(f"{name} has the schema {schema!r}; expected one that begins with 'amanda.'")
     if not isinstance(version, int):
-        raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected a whole number")
+        raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected an integer")
     if version > _NEWEST.get(schema, version):
         raise AmandaError(
             f"{name} is {schema} {version}, newer than {_NEWEST[schema]}, which this amanda-tools reads: "
@@ -150,6 +157,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
 
 
 def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
+    """Return the ops of each row, one alone where rows and ops go in pairs."""
     ops_of_rows = [ops.about(row) for row in rows]
     words = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
     if any(isinstance(row.get(word), str) for row in rows for word in words):
@@ -166,6 +174,7 @@ def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[
 
 
 def _columns(source: Source) -> list[dict[str, Any]]:
+    """Return the columns of a table: those that the file describes, then those of its first row."""
     rows, columns = source.list_of("rows"), source.content.get("columns")
     objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
     columns_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
@@ -340,3 +349,38 @@ def _script() -> str:
 
 def _asset(name: str) -> str:
     return (files("amanda.tools.view") / "page" / name).read_text(encoding="utf-8")
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=path_to_write(".html", ".htm"),
+    metavar="PAGE",
+    help="Page to write; by default the first file's name with .view.html, in the working directory.",
+)
+@click.option("--title", help="Title of the page; by default the file names.")
+@limit_option
+@click.option("--open", "shown", is_flag=True, help="Show the page in a browser.")
+def _command(files: Sequence[Path], output: Path | None, title: str | None, shown: bool) -> None:
+    """Make one self-contained HTML page of saved results.
+
+    The page has a tree of modules, the graph, tables, and differences between runs. FILES are .json files of
+    a result's save(), also gzipped. Several files go on one page, which joins their data on each op.
+    Chrome traces open in https://ui.perfetto.dev instead.
+    """
+    page = output or _beside(files[0])
+    write_file(page, to_page(*files, title=title))
+    sys.stdout.write(f"{page}\n")
+    if shown:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make one self-contained HTML page of saved results."""
+    return exit_status(_command, "amanda view", arguments)
+
+
+def _beside(file: Path) -> Path:
+    return Path(f"{file.name.removesuffix('.gz').removesuffix('.json')}.view.html")

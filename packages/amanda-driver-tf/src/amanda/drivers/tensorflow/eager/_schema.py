@@ -13,6 +13,7 @@ from .._operation import TensorFlowOperation
 FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall", "RemoteCall"})
 """Ops that call a function; FunctionDriver instruments them."""
 
+# TensorFlow's registry has no mark for ops that write; see `Schema.written`.
 _WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
 """Prefixes of the names of ops that write into variables."""
 
@@ -127,7 +128,7 @@ class Schema:
 
 
 def attribute_value(attribute: Any) -> Any:
-    """Return the value of an AttrValue as `execute` takes it: a text, a number, a type, a list of these."""
+    """Return an AttrValue in the form for `execute`: a string, number, dtype or shape, or a list of these."""
     kind = attribute.WhichOneof("value")
     if kind == "list":
         (field,) = [field for field, _ in attribute.list.ListFields()] or [None]

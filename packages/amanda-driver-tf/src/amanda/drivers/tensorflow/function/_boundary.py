@@ -70,6 +70,7 @@ class ForwardRecord:
     """
 
     def __init__(self, copy: RewrittenCopy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
+        # Without a stack, a backward pass after the scope reads the saved values, and calls no tool.
         self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
         self.runs = execution.runs

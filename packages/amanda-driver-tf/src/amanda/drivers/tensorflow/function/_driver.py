@@ -19,9 +19,9 @@ from .._tensors import allow_tapes_in_routines
 from ..graph import (
     DEFAULT_BUDGET,
     RUNS_IN_XLA_ALONE,
-    GraphRewriting,
     GraphTensorOps,
     TensorFlowReads,
+    TensorFlowRewriting,
     forget_gradient_function,
     function_body,
     function_of,
@@ -40,7 +40,7 @@ FunctionCall = tuple[Any, Sequence[Any], ForwardRecord | None]
 """A function, its arguments, and the record of the forward call whose gradients it computes, or None."""
 
 
-class FunctionDriver(GraphDriver[GraphRewriting, RegisteredCopy]):
+class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     """Instruments TensorFlow's functions: runs a copy of each function, with the routines in it.
 
     observer_bytes: memory limit for the values that observers get in one call.
@@ -76,7 +76,7 @@ class FunctionDriver(GraphDriver[GraphRewriting, RegisteredCopy]):
         with context.eager_mode(), record.stop_recording():
             yield
 
-    def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> GraphRewriting:
+    def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> TensorFlowRewriting:
         """Rewrite a function and those that it calls."""
         atomic, args, forward_record = graph
         function = function_of(atomic)
@@ -84,7 +84,9 @@ class FunctionDriver(GraphDriver[GraphRewriting, RegisteredCopy]):
         compiled = must_compile(function.definition)
         if compiled and not runs_without_xla(function, args.__getitem__):
             raise CannotInstrument(f"the ops of {name}", RUNS_IN_XLA_ALONE)
-        rewriting = GraphRewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
+        rewriting = TensorFlowRewriting(
+            analysis=analysis, namespace=self.namespace, budget=self.observer_bytes
+        )
         rewriting.runs_without_xla = compiled
         # A backward function may run after the scope; then it is rewritten for the saved values alone,
         # without plans for its ops.
@@ -114,7 +116,7 @@ class FunctionDriver(GraphDriver[GraphRewriting, RegisteredCopy]):
         analysis.finish(function.graph)
         return rewriting
 
-    def runnable(self, graph: FunctionCall, rewriting: GraphRewriting) -> RegisteredCopy:
+    def runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):

@@ -1,11 +1,11 @@
 """The engine of sessions and functions: analysis of operations, and edits of copies of their nodes.
 
-A mode creates a `GraphRewriting`, and a `Body` of the operations that run. `rewrite` brings the operations to
-the tools, and returns the edited nodes as a `RewrittenBody`; the functions that these call are in
-`GraphRewriting.library`.
+A mode creates a `TensorFlowRewriting`, and a `Body` of the operations that run. `rewrite` brings the
+operations to the tools, and returns the edited nodes as a `RewrittenBody`; the functions that these call are
+in `TensorFlowRewriting.library`.
 """
 
-from ._body import DEFAULT_BUDGET, Body, GraphRewriting, RewrittenBody
+from ._body import DEFAULT_BUDGET, Body, RewrittenBody, TensorFlowRewriting
 from ._control_flow import loop_entries
 from ._definitions import NUMBER, edited_definition, numbered_copy
 from ._facts import facts_of, grouped_outputs
@@ -13,7 +13,7 @@ from ._forward_map import forget_gradient_function, record_gradients
 from ._function_body import function_body
 from ._functions import (
     RUNS_IN_XLA_ALONE,
-    GraphFunction,
+    RuntimeFunction,
     function_named,
     function_of,
     must_compile,
@@ -33,14 +33,14 @@ __all__ = [
     "RUNS_IN_XLA_ALONE",
     "Body",
     "Edge",
-    "GraphFunction",
-    "GraphRewriting",
     "GraphSyntax",
     "GraphTensorOps",
     "Location",
     "Locations",
     "RewrittenBody",
+    "RuntimeFunction",
     "TensorFlowReads",
+    "TensorFlowRewriting",
     "constant",
     "control_trigger",
     "edited_definition",

@@ -142,7 +142,7 @@ class AutodiffPlace:
 
 
 @dataclass(kw_only=True)
-class GraphRewriting(backend.Rewriting):
+class TensorFlowRewriting(backend.Rewriting):
     """The rewrite of a graph with the functions that it calls.
 
     budget: limit in bytes for the values that one call of observers gets.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 from amanda.backend import digest
 
-from ._body import Body, GraphRewriting, RewrittenBody, op_id
+from ._body import Body, RewrittenBody, TensorFlowRewriting, op_id
 from ._definitions import add_loop_number, edited_definition, numbered_copy
 from ._function_body import function_body
 from ._functions import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
@@ -36,7 +36,7 @@ class EditedCall(NamedTuple):
     backward: bool
 
 
-Rewrite = Callable[[Body, GraphRewriting], RewrittenBody]
+Rewrite = Callable[[Body, TensorFlowRewriting], RewrittenBody]
 
 
 def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) -> EditedCall | None:

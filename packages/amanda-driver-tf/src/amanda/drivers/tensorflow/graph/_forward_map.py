@@ -243,6 +243,7 @@ _differentiated = _DifferentiatedOps()
 
 @contextmanager
 def _record_gradient_ops_of(op: Any) -> Iterator[None]:
+    """Return a context in which created operations are recorded as gradients of an operation."""
     _differentiated.ops.append(op)
     try:
         yield
@@ -264,6 +265,7 @@ def record_gradients(attributes: Attributes) -> None:
 def forget_gradient_function() -> None:
     """Make tapes call the present `_gradient_function`, unless the program has deleted it."""
     if hasattr(backprop, "_gradient_function"):
+        # Native code calls the function that was registered last, whatever the module's attribute is.
         pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import ops, tensor_util
 
-from ._body import Body, GraphRewriting
+from ._body import Body, TensorFlowRewriting
 from ._definitions import LOOPS, NUMBER, captured_by
 from ._facts import eager_computation
 from ._forward_map import ForwardMap
-from ._functions import GraphFunction, executed_nodes, function_named
+from ._functions import RuntimeFunction, executed_nodes, function_named
 from ._locations import Locations
 from ._nodes import FunctionSyntax
 from ._values import variable_of
@@ -24,9 +24,9 @@ CaptureLookup = Callable[[Any], Any]
 
 
 def function_body(
-    function: GraphFunction,
+    function: RuntimeFunction,
     identity: int,
-    rewriting: GraphRewriting,
+    rewriting: TensorFlowRewriting,
     read_argument: Callable[[int], Any],
     argument_variable: Callable[[int], Any] | None = None,
     *,

@@ -17,7 +17,7 @@ from tensorflow.python.ops import handle_data_util
 from ._nodes import op_def
 
 
-class GraphFunction:
+class RuntimeFunction:
     """A function that a graph calls: its definition, and a FuncGraph whose operations are its nodes.
 
     names: by the name of an operation of the graph, its name in the definition.
@@ -58,13 +58,13 @@ class _FunctionGraphs:
 _graphs = _FunctionGraphs()
 
 
-def function_of(atomic: Any) -> GraphFunction:
+def function_of(atomic: Any) -> RuntimeFunction:
     """Return a function of the runtime, from TensorFlow's handle of it."""
     definition = atomic.definition
-    return GraphFunction(definition, _graphs.graph_of(atomic, definition))
+    return RuntimeFunction(definition, _graphs.graph_of(atomic, definition))
 
 
-def function_named(name: str, graph: Any) -> GraphFunction | None:
+def function_named(name: str, graph: Any) -> RuntimeFunction | None:
     """Return the function that a node of a graph calls by this name; None where it is out of reach."""
     handle = graph._functions.get(name)
     if handle is not None and hasattr(handle, "_cached_graph"):
@@ -77,7 +77,7 @@ def function_named(name: str, graph: Any) -> GraphFunction | None:
         return None
     # The new graph must not become a child of the graph that the caller is building.
     with ops.Graph().as_default():
-        return GraphFunction(definition, function_def_to_graph.function_def_to_graph(definition))
+        return RuntimeFunction(definition, function_def_to_graph.function_def_to_graph(definition))
 
 
 def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
@@ -149,6 +149,7 @@ def with_callees(functions: Iterable[Any], find: Any) -> list[Any]:
 
 
 def _has_generator(node: Any) -> bool:
+    """Return True for a random op with a seed, whose kernel holds the state of a generator."""
     definition = op_def_registry.get(node.op)
     # Stateless random ops get their state as an input.
     if definition is None or not definition.is_stateful or "seed2" not in node.attr:
@@ -157,6 +158,7 @@ def _has_generator(node: Any) -> bool:
 
 
 def _callee_names(function: Any) -> Iterator[str]:
+    """Yield the names of the functions that a function's nodes call."""
     for node in function.node_def:
         for value in node.attr.values():
             if value.func.name:
@@ -180,7 +182,7 @@ def must_compile(holder: Any) -> bool:
     return MUST_COMPILE in holder.attr and bool(holder.attr[MUST_COMPILE].b)
 
 
-def runs_without_xla(function: GraphFunction, read_argument: Callable[[int], Any]) -> bool:
+def runs_without_xla(function: RuntimeFunction, read_argument: Callable[[int], Any]) -> bool:
     """Return True if TensorFlow can run a function without XLA.
 
     read_argument: returns the value of an argument, by position; zeros are used for a symbol.
@@ -195,7 +197,7 @@ def runs_without_xla(function: GraphFunction, read_argument: Callable[[int], Any
     return _results[function.graph]
 
 
-def _try_without_xla(function: GraphFunction, values: list[Any], extent: int) -> bool:
+def _try_without_xla(function: RuntimeFunction, values: list[Any], extent: int) -> bool:
     """Run a function without XLA on arguments, and drop the results; return False if it fails."""
     definitions: dict[str, Any] = {}
     name = _add_trial_definition(function, definitions)
@@ -219,7 +221,7 @@ def _try_without_xla(function: GraphFunction, values: list[Any], extent: int) ->
     return True
 
 
-def _add_trial_definition(function: GraphFunction, definitions: dict[str, Any]) -> str:
+def _add_trial_definition(function: RuntimeFunction, definitions: dict[str, Any]) -> str:
     """Add a function and those that it calls without attributes for XLA; return its new name."""
     if function.name in definitions:
         return str(definitions[function.name].signature.name)

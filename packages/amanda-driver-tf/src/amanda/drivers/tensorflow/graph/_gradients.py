@@ -166,6 +166,7 @@ class GradientEdges:
         return not readers or any(reader not in group for reader in readers)
 
     def _match_score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
+        """Score how well a gradient fits an input, by the gradient's readers and by its operands."""
         readers = [self._forward.get(consumer) for consumer in self._consumers.get(tensor_key(gradient), ())]
         is_only_output = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
         # The op that computed an input reads its gradient: that is worth more than any other hint.
@@ -215,7 +216,7 @@ def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
 
 
 def is_differentiable(tensor: Any) -> bool:
-    """Return True if a tensor may be a gradient."""
+    """Return True if a tensor has a dtype that gradients can have."""
     kind = tensor.dtype.base_dtype
     return bool(kind.is_floating or kind.is_complex or kind == tf.variant)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from ._body import Body, GraphRewriting
+from ._body import Body, TensorFlowRewriting
 from ._nodes import INT64, control_trigger, new_node, opaque_identity
 from ._slots import RESOURCE, LentHandle, PackedObservers, RoutineNode, py_func
 from ._values import dtype_enum, estimated_nbytes
@@ -43,7 +43,7 @@ class Insertions:
     dependencies: control dependencies between the nodes.
     """
 
-    def __init__(self, body: Body, rewriting: GraphRewriting) -> None:
+    def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
         self.body = body
         self.rewriting = rewriting
         self.nodes: list[Any] = []

@@ -151,6 +151,7 @@ class Locations:
         frames = op.traceback
         if frames is None:  # of a graph that was loaded
             return self._layers.by_variable_names
+        # An operation of a layer was created below Keras' code that calls layers.
         is_in_layer = any(frame.filename.endswith(_LAYER_FILES) for frame in frames)
         return self._layers.in_process if is_in_layer else {}
 
@@ -164,6 +165,7 @@ class Locations:
         return candidates[0] if candidates else None
 
     def _variables_read_in(self, scope: str) -> set[Any]:
+        """Return the keys of the variables that the graph reads within a name scope."""
         return {
             _handle_key(holder)
             for directory, holder in self._reads

@@ -11,7 +11,7 @@ from amanda.plan import Actions, Plan
 
 from .._operation import TensorFlowOperation
 from ._autodiff import Pullbacks, RecalledTensor
-from ._body import Body, GraphRewriting, RewrittenBody, op_id
+from ._body import Body, RewrittenBody, TensorFlowRewriting, op_id
 from ._calls import rewrite_calls
 from ._control_flow import CONTROL_FLOW_OPS, behind_control_flow, insert_at_control_flow
 from ._facts import facts_of, grouped_outputs, inputs_of, outputs_of
@@ -25,7 +25,7 @@ _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 """Ops that store a tensor of a loop's round or of a branch for the gradients of all its readers."""
 
 
-def rewrite(body: Body, rewriting: GraphRewriting) -> RewrittenBody:
+def rewrite(body: Body, rewriting: TensorFlowRewriting) -> RewrittenBody:
     """Analyse each operation of a body, and edit its nodes and the functions that they call."""
     rewriting.several_devices = rewriting.several_devices or on_several_devices(body.ops)
     return BodyRewriter(body, rewriting).rewrite()
@@ -42,7 +42,7 @@ class BodyRewriter(RoutineRewriter):
     call_numbers: by the name of an operation whose functions were edited, the ref of its number, if any.
     """
 
-    def __init__(self, body: Body, rewriting: GraphRewriting) -> None:
+    def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
         super().__init__(body, rewriting)
         self.edges: dict[tuple[str, int], str] = {}
         self.gradient_reads: dict[tuple[str, Edge], str] = {}

@@ -13,7 +13,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops
 
-from ._body import AutodiffPlace, Body, GraphRewriting
+from ._body import AutodiffPlace, Body, TensorFlowRewriting
 from ._insertions import Insertions, may_end_loop
 from ._nodes import constant, new_node
 from ._slots import RoutineNode
@@ -35,9 +35,9 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     """
 
     insertion = RoutineNode
-    rewriting: GraphRewriting
+    rewriting: TensorFlowRewriting
 
-    def __init__(self, body: Body, rewriting: GraphRewriting) -> None:
+    def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
         super().__init__(rewriting)
         self.body = body
         self.insertions = Insertions(body, rewriting)
@@ -259,7 +259,7 @@ class TracedRoutine:
     constants: eager tensors that the routines read, which are the function's last arguments.
     """
 
-    def __init__(self, place: RoutineNode, tensors: Sequence[Any], rewriting: GraphRewriting) -> None:
+    def __init__(self, place: RoutineNode, tensors: Sequence[Any], rewriting: TensorFlowRewriting) -> None:
         graph = func_graph.FuncGraph("amanda_routine")
         with graph.as_default():
             placeholders = [
@@ -286,7 +286,8 @@ class TracedRoutine:
         self.types = [dtype_enum(tensor) for tensor in graph.inputs]
 
     @staticmethod
-    def _outputs(place: RoutineNode, inputs: list[Any], rewriting: GraphRewriting) -> list[Any]:
+    def _outputs(place: RoutineNode, inputs: list[Any], rewriting: TensorFlowRewriting) -> list[Any]:
+        """Run a node's routines on symbols; return their results in the dtypes of the graph."""
         if place.replaces:
             flat = place.run_replacement(place.actions[0], _TENSORS, inputs, {})
         else:

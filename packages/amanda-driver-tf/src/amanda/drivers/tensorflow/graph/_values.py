@@ -22,7 +22,7 @@ class GraphTensorOps(EagerTensorOps, TensorOps):
         return isinstance(value, tf.Tensor)
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype and rank of each tensor, also in lists."""
+        """Return dtype and rank of each tensor, including tensors in lists."""
         return tuple([_signature(value) for value in inputs])
 
     def straight_through(self, original: Any, value: Any) -> Any:

@@ -210,6 +210,7 @@ class Callables:
             return call(stand_in, *args, **kwargs)
 
     def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:
+        """Return a callable with the names of a route's nodes; each callable has one for its last route."""
         routed = self._routed.get(session_callable)
         # A callable has fixed options, so each route needs one of its own.
         if routed is None or routed[0] is not route:

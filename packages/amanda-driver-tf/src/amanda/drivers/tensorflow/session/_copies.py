@@ -19,10 +19,10 @@ from tensorflow.python.framework import errors_impl
 from ..graph import (
     Body,
     Edge,
-    GraphRewriting,
     GraphSyntax,
     Locations,
     RewrittenBody,
+    TensorFlowRewriting,
     function_named,
     ops_with_generators,
     placeholder,
@@ -45,7 +45,7 @@ class SessionRun(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class SessionRewriting(GraphRewriting):
+class SessionRewriting(TensorFlowRewriting):
     """The rewrite of the operations that a request runs.
 
     vanilla_nodes: the nodes as the user's graph has them, by name.  rewritten: the edited nodes.
@@ -119,7 +119,7 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
 
 
 def _run_body(
-    session: Any, ops: Sequence[Any], request: RunRequest, rewriting: GraphRewriting
+    session: Any, ops: Sequence[Any], request: RunRequest, rewriting: TensorFlowRewriting
 ) -> tuple[Body, ForwardOps]:
     """Return the operations of a run as a body, and the forward operations of its gradients."""
     graph = session.graph
@@ -149,7 +149,9 @@ def _run_body(
     return body, forward
 
 
-def _keep_generators(graph: Any, parts: Partition, rewriting: GraphRewriting, frames: Frames) -> list[Any]:
+def _keep_generators(
+    graph: Any, parts: Partition, rewriting: TensorFlowRewriting, frames: Frames
+) -> list[Any]:
     """Return the copied nodes; a random op of the copy draws from the original op, or the report names it."""
     stand_ins = {}
     restarted = [f"{name} of a function" for name in ops_with_generators(rewriting.library)]

@@ -93,6 +93,7 @@ class Process:
         self._openers.append((holder, name, opening, original))
 
     def _wait_no_longer(self) -> None:
+        """Put back what was replaced to notice the first framework, thread or task."""
         self._waits = False
         for holder, name, opening, original in self._openers:
             # Something else may have replaced the function since, and keeps its own.
@@ -179,6 +180,7 @@ class Process:
                 _say(*self._handed["nothing"])
 
     def _end_of_interpreter(self) -> None:
+        """See to the results as the interpreter ends, and let an interrupt end it as one."""
         self.end()
         if getattr(sys, "last_type", None) is KeyboardInterrupt:
             # Python dies of SIGINT after one that nothing caught, if it ran no text since: tell it again.

@@ -1,14 +1,78 @@
-"""Compression of 2:4 weights of PyTorch for GPUs that multiply them faster."""
+"""Result of PruneTool, and the compression of 2:4 weights for GPUs that multiply these faster."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune._weight import PrunedWeight
-from amanda.tools.weights import parameter_store
+from amanda.tools.results import Column
+from amanda.tools.weights import WeightResult, parameter_store
+
+if TYPE_CHECKING:
+    from amanda.tools.prune._tool import PruneTool
+
+
+class PruneResult(WeightResult):
+    """The pruned weights, and the share of each that is dropped.
+
+    zeros: number of dropped elements of pruned weights.  importance: the option of PruneTool.
+    dense: weights that `finalize(model, semi_structured=True)` left dense, by path, and the reasons.
+    """
+
+    name: ClassVar[str] = "prune"
+    title = "Pruned weights"
+    state: ClassVar[tuple[str, str]] = ("masks", "/mask")
+    columns: ClassVar[Sequence[Column]] = (
+        *WeightResult.columns, Column("zeros", show="{:,}".format, total=True),
+        Column("sparsity", show="{:.4f}".format, number=True, unit="share"), Column("pattern"),
+    )  # fmt: skip
+
+    def __init__(self, tool: PruneTool) -> None:
+        self._pattern, self.importance = tool.pattern, tool.importance
+        super().__init__(tool)
+        self.dense: dict[str, str] = {}
+        self.zeros: int = sum(weight.zeros for weight in tool.weights)
+
+    def row(self, weight: Any) -> tuple[Any, ...]:
+        """Return the values of the columns for a weight."""
+        zeros = weight.zeros
+        return *super().row(weight), zeros, zeros / max(weight.size, 1), self._pattern
+
+    @property
+    def sparsity(self) -> float:
+        """The dropped share of the elements of pruned weights."""
+        return self.zeros / max(self.elements, 1)
+
+    @property
+    def share(self) -> float:
+        """The dropped share of all selected elements, those of skipped weights included."""
+        return self.zeros / max(self.elements + self.elements_left, 1)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return totals, and the skipped weights with the reasons."""
+        return {
+            **super().facts(),
+            "zeros": self.zeros,
+            "sparsity": self.sparsity,
+            "share": self.share,
+            "importance": self.importance,
+        }
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on totals, and on weights that were skipped."""
+        notes = [f"{self.counted}, sparsity {self.sparsity:.4f}."]
+        if self.elements_left:
+            notes.insert(
+                0,
+                f"{self.share:.4f} of the {self.elements + self.elements_left:,} elements that were selected "
+                f"are zero: {self.elements_left:,} are left as they are.",
+            )
+        notes += [f"{path} stays dense: {why}." for path, why in self.dense.items()]
+        return notes + self.notes_on_skipped()
+
 
 _TYPES = ("float16", "bfloat16")  # CUTLASS stores float32 as 1:2, not 2:4
 _DEVICE, _CAPABILITY = "cuda", (8, 0)

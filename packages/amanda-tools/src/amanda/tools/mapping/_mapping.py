@@ -1,9 +1,9 @@
-"""MappingTool: functions that rewrite contexts, and the rules that distributions register."""
+"""MappingTool, rules that distributions register, and StandardMapping, whose words portable tools read."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -12,6 +12,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 from amanda import Namespace, OpContext, Tool
 from amanda.errors import AmandaError, ToolError
 from amanda.options import Where, checked
+from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.mapping._products import write_weight_axes
 
 Rewrite = Callable[[OpContext], None]
 
@@ -28,19 +30,18 @@ class MappingRule(NamedTuple):
     after: Rewrite | None = None
 
 
-Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of rules: [[namespace, before], ...]")]
+Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of [namespace, before, after]")]
 
 
 class MappingTool(Tool):
-    """Rewrite the contexts of ops for the tools that depend on this one (for authors of tools).
+    """Rewrite the `OpContext` of ops before the tools that depend on this tool read it (for tool authors).
 
-    rules: `[namespace, before]` or `[namespace, before, after]`.  A rule applies to an op whose
-    namespace it matches: "pytorch" and "tensorflow/2.21.0" by their leading tags, "*/*/graph" by place.
-    At each point where a dependent tool has an analysis routine, `before(context)` runs ahead of
-    all of them and `after(context)` once behind the last; `before`s in the order of the rules,
-    `after`s in reverse.  One of the two may be None.
+    rules: `[namespace, before]` or `[namespace, before, after]`; one function may be None.  A rule applies
+    to ops whose namespace starts with its tags: "pytorch", "tensorflow/2.21.0"; `*` stands for any tag:
+    "*/*/graph".  At each point where a dependent tool has an analysis routine, the `before(context)` of all
+    rules run first, in order, then the routines, then the `after(context)` in reverse order.
 
-    Raises RuleError, which says what is wrong with which rule.
+    Raises RuleError, which names the rule and the mistake.
 
     >>> def name(context):
     ...     context["op_name"] = context.get_op().__name__
@@ -71,6 +72,7 @@ class MappingTool(Tool):
 
 
 def _read_rule(rule: Sequence[Any], place: str) -> MappingRule:
+    """Return a rule as users write it; raise RuleError, which says what is wrong."""
     expected = "a rule is [namespace, before] or [namespace, before, after]"
     if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
         raise RuleError(f"{place} is {rule!r}; {expected}")
@@ -173,6 +175,7 @@ class _DeferredRule:
 
     @cached_property
     def _function(self) -> Callable[[OpContext], None]:
+        """Return the function of the entry, which is imported now."""
         rule: Callable[[OpContext], None] = RULES.load(self.name)
         if not callable(rule):
             raise RuleError(
@@ -189,6 +192,7 @@ def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 @cache
 def _entries_by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by name, as of one state of sys.path."""
     entries: dict[str, dict[str, EntryPoint]] = {}
     for entry in _installed_entry_points(path).select(group=group):
         # A distribution may be found twice on sys.path, which makes no rival.
@@ -206,3 +210,129 @@ def forget_installed() -> None:
     """Scan the distributions again at the next use."""
     _installed_entry_points.cache_clear()
     _entries_by_name.cache_clear()
+
+
+def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
+    """Return a function that is True for the position and value of the weight's gradient in a pass.
+
+    For the routines of a backward op, which the analysis of one pass inserts for all: another may make no
+    gradient of the weight, or, where the weight is broadcast, one of another shape.  A weight that is
+    computed anew for each call is told by its rank.  Call it in a callback without `require_outputs`: in one
+    with it `weight_grad_index` is that of the present pass alone.
+    """
+    index, shape = context["weight_grad_index"], context["shape"]
+    if index is None:
+        return _never
+    extents, is_variable = _weight_extents(context)
+
+    def is_weights(position: int, gradient: Any) -> bool:
+        gradient_extents = None if position != index or gradient is None else shape(gradient)
+        return gradient_extents is not None and (
+            extents is None or _extents_agree(gradient_extents, extents, is_variable)
+        )
+
+    return is_weights
+
+
+def drop_absent_weight_gradient(context: OpContext) -> None:
+    """Set `weight_grad_index` to None if this pass made no gradient in the weight's shape."""
+    index, grads = context.get("weight_grad_index"), context.get_grad_inputs()
+    if index is None or grads is None:
+        return
+    gradient = grads[index] if index < len(grads) else None
+    gradient_extents, (extents, _) = context["shape"](gradient), _weight_extents(context)
+    if gradient is None or not (
+        gradient_extents is None or extents is None or _extents_agree(gradient_extents, extents, True)
+    ):
+        context["weight_grad_index"] = None
+
+
+def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
+    """Return the weight's extents, None where unknown, and True for a variable, which keeps its extents."""
+    weight = context["weight_index"]
+    if weight is None:
+        return None, False
+    try:
+        extents = context["shape"](context.get_inputs()[weight])
+        return extents, context.get_variable(weight) is not None
+    except AmandaError:
+        return None, False
+
+
+def _never(position: int, gradient: Any) -> bool:
+    return False
+
+
+def _extents_agree(first: Sequence[int | None], second: Sequence[int | None], whole: bool) -> bool:
+    if len(first) != len(second):
+        return False
+    return not whole or all(None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True))
+
+
+UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize",
+     "Empty", "ParallelConcatStart"}
+)  # fmt: skip
+"""Types of ops whose outputs are what was in memory before."""
+
+
+_SHARED = """
+    add sub rsub mul div floor_divide remainder pow neg abs matmul addmm linear eq ne lt le gt ge bitwise_not
+    bitwise_and bitwise_or reshape transpose permute getitem setitem cat clamp conv1d conv2d conv3d
+    conv_transpose2d max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm layer_norm group_norm embedding relu
+    sigmoid softmax log_softmax cross_entropy nll_loss dropout scaled_dot_product_attention rnn_tanh lstm gru
+    to item
+""".split()
+
+_TABLES = (_pytorch.WORDS, _tensorflow.WORDS, _onnxruntime.WORDS)
+
+VOCABULARY = frozenset((*_SHARED, *(word for table in _TABLES for word in table.values())))
+"""Words that mean the same in every framework; what is in no list keeps the framework's own name."""
+
+
+class StandardMapping(MappingTool):
+    """Write op type, shapes, weight and layout into contexts, alike for all frameworks (for tool authors).
+
+    Keys of the context, and their values:
+    type: what the op computes: "add" for `a + b`, "conv2d", "linear", "matmul"; the framework's own name
+        if docs/vocabulary.md has none.
+    in_place: whether the op writes its result into its first input.
+    phase: "forward", "backward", "optimizer" in the step of a PyTorch optimizer, or "construction" in
+        constructors and initializers of modules and layers.
+    backward_type: what the backward op computes, e.g. "conv2d_backward"; None in the forward pass.
+    weight_index: position of the weight among the inputs; None without one.
+    weight_grad_index: position of the weight's gradient among `get_grad_inputs()`; None in the forward pass
+        and if no gradient has the shape of the weight.
+    layout: axes of the data input, e.g. "NCHW", "NHWC", "NCW"; None where they have no fixed meaning.
+    weight_layout: axes of the weight, e.g. "OIHW", "HWIO", "OI"; None where they have no fixed meaning.
+    weight_groups: number of groups of a convolution; 1 of other ops.
+    shape: function that returns the shape of a tensor, with None for an unknown extent; None for non-tensors.
+    dtype: function that returns a tensor's element type, e.g. "float32"; None for non-tensors.
+
+    rules: option: mapping rules, as of MappingTool, that run after the standard rules.
+    """
+
+    @checked
+    def __init__(self, rules: Rules = ()) -> None:
+        # A framework's half is a module of its own: a function `standard(context)` that writes
+        # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and
+        # `weight_layout` where the table of `_weight_axes` has that.
+        framework_rules = [
+            ["pytorch", _pytorch.standard],
+            ["tensorflow", _tensorflow.standard],
+            ["onnxruntime", _onnxruntime.standard],
+        ]
+        super().__init__(
+            [
+                *framework_rules,
+                *installed_rules(),
+                ["*", write_weight_axes],
+                ["*", drop_absent_weight_gradient],
+                *rules,
+            ]
+        )
+        self._is_plain = not rules
+
+    def stands_for(self) -> Hashable:
+        """Return a key that lets one StandardMapping without further rules serve all tools of a scope."""
+        return StandardMapping if type(self) is StandardMapping and self._is_plain else None
