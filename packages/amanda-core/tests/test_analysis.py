@@ -102,8 +102,8 @@ def marked() -> list[Any]:
     tool = Tool()
     watcher = amanda.observer(Callable())
     return [
-        (tool.method, True, True), (tool.plain, False, False), (watcher, True, True), (Callable(), False, True),
-        (amanda.observer(lambda x: x), True, False), (lambda x, run: x, False, True), (max, False, False),
+        (tool.method, True, True), (tool.plain, False, False), (watcher, True, True),
+        (Callable(), False, True), (amanda.observer(lambda x: x), True, False), (lambda x, run: x, False, True), (max, False, False),
     ]  # fmt: skip
 
 
