@@ -156,7 +156,7 @@ def _is_same_array(const: Any, value: Any) -> bool:
     return const.shape == value.shape and const.ctypes.data == value.ctypes.data
 
 
-class TracedFunction:
+class FunctionVariants:
     """A function of the user for the tools of a stack, with a variant for each set of values that are read.
 
     call: calls the function; JAX caches programs for the tools by it, not by the user's function.
