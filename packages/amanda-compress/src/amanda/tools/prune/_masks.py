@@ -113,9 +113,11 @@ def block_mask(
 def element_keep_masks(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return keep masks of weights of any shapes: the smallest elements of all weights are dropped."""
     tensors = tensors_of(magnitudes[0])
-    # One row of all weights makes "global" and "local" the same function of one or several weights.
-    row = tensors.flat(magnitudes)
-    return _split_in_shapes(tensors.keep_mask_of_highest(row, round(sparsity * len(row))), magnitudes)
+    # One flat array of all weights makes "global" and "local" the same function of one or several weights.
+    elements = tensors.flat(magnitudes)
+    return _split_in_shapes(
+        tensors.keep_mask_of_highest(elements, round(sparsity * len(elements))), magnitudes
+    )
 
 
 def n_m_keep_mask(magnitudes: Array, n: int, m: int) -> Array:
@@ -264,25 +266,25 @@ def regrown_keep_masks(
     Source: Mocanu et al. 2018 (SET); Evci et al. 2020 (RigL), algorithm 1.
     """
     tensors = tensors_of(magnitudes[0])
-    row, scores = tensors.flat(magnitudes), tensors.flat(growth)
-    total = len(row)
+    elements, scores = tensors.flat(magnitudes), tensors.flat(growth)
+    total = len(elements)
     keep_count = total - round(sparsity * total)
     # Where the sparsity falls, fewer elements are kept so far than are to stay.
-    stay = min(keep_count - round(fraction * keep_count), int((row > -inf).sum()))
-    staying = tensors.keep_mask_of_highest(row, total - stay)
+    stay_count = min(keep_count - round(fraction * keep_count), int((elements > -inf).sum()))
+    stay_mask = tensors.keep_mask_of_highest(elements, total - stay_count)
     # Growth is not negative, so that -1 keeps elements that stay from being chosen a second time.
-    candidates = do("where", staying, -do("ones_like", scores), scores)
-    grown = tensors.keep_mask_of_highest(candidates, total - (keep_count - stay))
-    return _split_in_shapes(staying | grown, magnitudes)
+    candidates = do("where", stay_mask, -do("ones_like", scores), scores)
+    grow_mask = tensors.keep_mask_of_highest(candidates, total - (keep_count - stay_count))
+    return _split_in_shapes(stay_mask | grow_mask, magnitudes)
 
 
-def _split_in_shapes(row: Array, arrays: Sequence[Array]) -> list[Array]:
-    """Return the parts of a row that holds the elements of several arrays, each in its array's shape."""
-    parts, first = [], 0
+def _split_in_shapes(elements: Array, arrays: Sequence[Array]) -> list[Array]:
+    """Return the parts of a flat array of the elements of several arrays, each in its array's shape."""
+    parts, start = [], 0
     for array in arrays:
-        end = first + prod(shape(array))
-        parts.append(do("reshape", row[first:end], shape(array)))
-        first = end
+        end = start + prod(shape(array))
+        parts.append(do("reshape", elements[start:end], shape(array)))
+        start = end
     return parts
 
 
@@ -310,17 +312,17 @@ def input_permutation(
         return order
     group = order // m
     # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
-    without = np.empty(k)  # magnitude that the group of channel i keeps without channel i
-    joining = np.empty((k, k))  # magnitude that this group gains by channel j
+    rest_magnitudes = np.empty(k)  # magnitude that the group of channel i keeps without channel i
+    join_gains = np.empty((k, k))  # magnitude that this group gains by channel j
     changed = np.arange(k // m)
     for _ in range(rounds):
         for changed_group in changed:
             for i in order[changed_group * m : (changed_group + 1) * m]:
                 group_mates = [j for j in order[changed_group * m : (changed_group + 1) * m] if j != i]
                 largest = np.sort(channels[group_mates], 0)[-n:]
-                without[i] = largest.sum()
-                joining[i] = np.maximum(channels - largest[0], 0).sum(1)
-        replacement = without[:, None] + joining - (without + np.diag(joining))[:, None]
+                rest_magnitudes[i] = largest.sum()
+                join_gains[i] = np.maximum(channels - largest[0], 0).sum(1)
+        replacement = rest_magnitudes[:, None] + join_gains - (rest_magnitudes + np.diag(join_gains))[:, None]
         gains = replacement + replacement.T
         # Each pair once, and no pair within a group, whose order changes nothing.
         gains[group[:, None] >= group[None, :]] = 0
@@ -331,11 +333,14 @@ def input_permutation(
 
 
 def _swap_best(
-    gains: _Floats, order: NDArray[np.intp], group: NDArray[np.intp], least: float
+    gains: _Floats, order: NDArray[np.intp], group: NDArray[np.intp], threshold: float
 ) -> NDArray[np.intp]:
-    """Swap pairs of channels in the order of their gains, no group twice; return the changed groups."""
+    """Swap pairs of channels in the order of their gains above a threshold, no group twice.
+
+    `order` and `group` are changed in place.  Returns the changed groups; an empty array without a swap.
+    """
     positions = np.argsort(order)
-    first_channels, second_channels = np.nonzero(gains > least)
+    first_channels, second_channels = np.nonzero(gains > threshold)
     changed_groups: set[int] = set()
     # Stable, so that equal gains give the same order on each machine.
     for best in np.argsort(-gains[first_channels, second_channels], kind="stable"):

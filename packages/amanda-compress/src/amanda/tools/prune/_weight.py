@@ -74,7 +74,7 @@ class PrunedWeight(Weight):
             self["offset"] = 0
 
     def zero_regrown(self, present: Callable[[], Any]) -> None:
-        """Make elements that have just come back 0: subtract their present values from now on."""
+        """Make elements that have just come back 0, if any: subtract their present values from now on."""
         if self._regrown is None:
             return
         start = self.plain(present())
@@ -123,7 +123,10 @@ class PrunedWeight(Weight):
             self.gradient = _add_to(self.gradient, self.ordered(gradient))
 
     def gather_product(self, gradient: Any) -> None:
-        """Add the weight times a gradient to the data of the step, and to the movement."""
+        """Add the weight times a gradient to the data of the step, and to the movement, if it is finite.
+
+        Does nothing in a step that does not gather.
+        """
         if self.value is None:
             return
         product = self.value * self.plain(gradient)
@@ -138,7 +141,7 @@ class PrunedWeight(Weight):
         self.inputs = _add_to(self.inputs, inputs)
 
     def check_inputs(self) -> None:
-        """Raise PruneError for NaN and infinity in the gathered sums of inputs."""
+        """Raise PruneError for NaN and infinity in the gathered sums of inputs; nothing without sums."""
         if self.inputs is not None and not is_finite(self.inputs):
             raise PruneError(
                 f"NaN or Inf in the inputs of the {self.type} of {self.name}, or in the sums of their squares"
@@ -168,8 +171,8 @@ def is_finite(array: Array) -> bool:
 
 
 def _add_to(total: Array | None, array: Array) -> Array:
-    """Return the sum; without a total a copy of the array, which a framework may overwrite."""
-    # Frameworks reuse the memory of gradients for the next step.
+    """Return the sum; without a total a copy of the array."""
+    # A copy, since frameworks reuse the memory of gradients for the next step.
     return array * 1 if total is None else total + array
 
 
@@ -286,7 +289,7 @@ class MaskUpdater:
         return weight.is_older_than(self._next_update)
 
     def gather_for_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Gather data for the final mask of a weight in a file, which `prepare` alone makes.
+        """Gather data for the final mask of a weight in a file, unless it has one; `prepare` sets the mask.
 
         Raises PruneError for an importance that is computed while a model runs.
         """
@@ -387,12 +390,12 @@ class MaskUpdater:
             weight.check_inputs()
         if options.importance == "sparsegpt":
             for weight in weights:
-                self._compensate(weight, sparsity, update)
+                self._prune_by_sparsegpt(weight, sparsity, update)
             return
         importances = [self._importances(weight, update) for weight in weights]
         # The first masks have nothing to exchange.
         if options.exchanges and all(weight.is_ready for weight in weights):
-            growth = [self._growth(weight, update) for weight in weights]
+            growth = [self._growth_scores(weight, update) for weight in weights]
             fraction = self._schedule.exchanged_share(update, options.fraction)
             keep_masks = regrown_keep_masks(importances, growth, sparsity, fraction)
         else:
@@ -404,14 +407,17 @@ class MaskUpdater:
             weight.set_mask(keep_mask, update)
 
     def _importances(self, weight: PrunedWeight, update: int) -> Array:
-        """Return the importance of a weight's elements, the lowest of which are dropped."""
+        """Return the importance of a weight's elements, the lowest of which are dropped.
+
+        Before the first mask of a weight its permutation is chosen too, if it has one.
+        """
         options = self._options
         importances = scores(weight, options.importance, options.seed, update)
         if options.pattern.n_m and weight.permutation is not None and not weight.is_ready:
             importances = weight.choose_permutation(importances, *options.pattern.n_m)
         return importances if options.ranks_dropped else weight.without_dropped(importances)
 
-    def _compensate(self, weight: PrunedWeight, sparsity: float, update: int) -> None:
+    def _prune_by_sparsegpt(self, weight: PrunedWeight, sparsity: float, update: int) -> None:
         """Prune a weight by SparseGPT: set its mask, and as offset the change of its kept elements."""
         value = weight.ordered(weight.value)
         if not is_finite(value):
@@ -421,8 +427,8 @@ class MaskUpdater:
         weight["offset"] = weight.restored((value - weight.like(new_value, value)) * keep_mask)
         weight.set_mask(keep_mask, update)
 
-    def _growth(self, weight: PrunedWeight, update: int) -> Array:
-        """Return scores by which dropped elements come back."""
+    def _growth_scores(self, weight: PrunedWeight, update: int) -> Array:
+        """Return scores by which dropped elements come back: magnitudes of gradients, or random numbers."""
         if self._options.regrow == "gradient":
             return abs(weight.gradient)
         return random_scores(weight, [self._options.seed, weight.number, update])

@@ -127,9 +127,11 @@ class Quantizer:
         return distributed(clipped, gradient, placed=True)
 
     def _split(self, x: Any) -> Any:
+        """Return a value as (groups, size); unchanged without groups."""
         return x if self.groups is None else self.groups.split(x)
 
     def _observe(self, x: Any) -> None:
+        """Add a value to the calibration, and begin one if none runs."""
         if self.observer is None:
             self.observer = self.options.make_observer(self.is_weight, self.axes)
         self.observer.observe(x)
@@ -197,6 +199,7 @@ class Quantizer:
         return choose_qparams(least, most, self.grid, self.options.rounding)
 
     def _fake_quantise(self, x: Any, scale: Any, zero_point: Any) -> Any:
+        """Return the quantised value, with a gradient if the method trains; store `qparams`."""
         # Only training needs a gradient, for which some kernels write a mask.
         compute = straight_through if self.options.trains else fake_quantize
         self.qparams = scale, zero_point, self.grid, self.axes, self.options.rounding
@@ -235,10 +238,11 @@ class QatQuantizer(Quantizer):
         # Of each value: the weight changes with each step of the optimizer.
         least, most = extremes(x, self.axes)
         if self.has_scale and not self.is_weight:
-            least, most = self._averaged("least", least), self._averaged("most", most)
+            least, most = self._moving_average("least", least), self._moving_average("most", most)
         return self._fake_quantise(x, *self._start_from(least, most))
 
-    def _averaged(self, part: str, new: Any) -> Any:
+    def _moving_average(self, part: str, new: Any) -> Any:
+        """Return the moving average of a bound, of which the state has the last one."""
         old = tensors_of(new).cast(self._read(part), new)
         # In this form as in torch.ao's MovingAverageMinMaxObserver, so that ranges are bit-equal.
         return old + (new - old) * np.float32(self.options.averaging)
@@ -257,6 +261,7 @@ class LsqQuantizer(Quantizer):
             self._shift_to(int(self.array("low")))
 
     def _shift_to(self, low: int) -> None:
+        """Move the grid, so that it begins at `low` and has as many integers as before."""
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def _observe(self, x: Any) -> None:
@@ -292,10 +297,11 @@ class LsqQuantizer(Quantizer):
             return lsq_gradients(gradient, x, scale, grid, offset, axes, factor)
 
         def collect(*gradients: Any) -> None:
+            """Add the gradients of the trained state to those that `QuantizeTool.gradients` returns."""
             for part, gradient in zip(self.trained, gradients, strict=True):
                 # An op that runs twice in a forward pass has two gradients for one scale.
-                earlier = self.collected.get(part)
-                self.collected[part] = gradient if earlier is None else earlier + gradient
+                total = self.collected.get(part)
+                self.collected[part] = gradient if total is None else total + gradient
 
         return self.xp.with_gradient(forward, backward, [x, *map(self._read, self.trained)], collect)
 

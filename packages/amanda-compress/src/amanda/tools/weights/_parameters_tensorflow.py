@@ -113,9 +113,8 @@ class TFVariable(StoredParameter):
         else:
             session, initializer = self._session(), self._parameter.initializer
 
-            def assign(
-                value: Array,
-            ) -> None:  # as Variable.load does, which wants its graph to be the default
+            # As Variable.load does, which needs the graph of the variable as the default one.
+            def assign(value: Array) -> None:
                 session.run(initializer, {initializer.inputs[1]: value})
 
         if undo is not None:
@@ -139,7 +138,10 @@ class TFVariable(StoredParameter):
 
 
 def _form_in_graph(weight: Any) -> Any:
-    """Return the form that the operations between a variable and its symbol come to."""
+    """Return the form in which the ops after a variable give a symbol.
+
+    None for the variable as it is; NotImplemented where no form is found.
+    """
     import tensorflow as tf
 
     # Backwards from what the op reads to the variable, through ops that move elements without a change.
@@ -156,13 +158,13 @@ def _form_in_graph(weight: Any) -> Any:
     numbered = np.arange(start.num_elements()).reshape(start)
     # Numbered elements pass through the same steps as the variable, in their order of execution.
     reshaped = numbered
-    for kind, form in reversed(steps):
-        reshaped = reshaped.reshape(form) if kind == "Reshape" else reshaped.transpose(form)
+    for kind, argument in reversed(steps):
+        reshaped = reshaped.reshape(argument) if kind == "Reshape" else reshaped.transpose(argument)
     return _find_form(numbered, reshaped)
 
 
 def _form_of_value(holder: Any, weight: Any) -> Any:
-    """Return the form that turns the present value of a variable into that of a weight."""
+    """Return the form that turns the present value of a variable into that of a weight, as `_find_form`."""
     import tensorflow as tf
 
     # Mixed precision casts variables at each read, so that values are compared in the type of the read.
@@ -176,7 +178,7 @@ def _read_variable(holder: Any) -> Any:
 
 
 def _find_form(value: Array, target: Array) -> Any:
-    """Return the form in which a value is what is wanted; None for the value as it is."""
+    """Return the form in which a value equals a target; None for the value as it is, else NotImplemented."""
     if value.shape == target.shape and _are_equal(value, target):
         return None
     # In eager mode nothing but the values tells through which transpose and reshape an op reads.
@@ -201,8 +203,8 @@ def _from_form(value: Array, part: Part) -> Array:
     if part is None:
         return value
     axes, _, extents = part
-    turned: Array = value.reshape([extents[axis] for axis in axes]).transpose(np.argsort(axes))
-    return turned
+    restored: Array = value.reshape([extents[axis] for axis in axes]).transpose(np.argsort(axes))
+    return restored
 
 
 def _handle(variable: Any) -> Any:

@@ -139,7 +139,7 @@ class Weight(WeightView):
 
     @property
     def name(self) -> str:
-        """Return where it is, for people: its path, or the module or line of the op that reads it."""
+        """Name for people: its path, or the module or line of the op that reads it."""
         return self.path or self.module or self.source
 
     @property
@@ -270,7 +270,7 @@ class Weight(WeightView):
         return {name: self._arrays[name] for name in names if name in self._arrays}
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
-        """Yield itself."""
+        """Yield the weight itself, with a function that gives the value."""
         yield self, lambda: value
 
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
@@ -284,7 +284,7 @@ class Weight(WeightView):
         return self.transformed(tool, value)
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
-        """Yield itself."""
+        """Yield the weight itself, with the whole gradient."""
         yield self, gradient
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
