@@ -171,20 +171,20 @@ class CachedStates:
                 f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have {before} of them now: "
                 'groups of tokens are for caches that only grow; let the axis be "token"'
             )
-        first, last = (self._complete(count) for count in (before, tokens))
-        self.shape, self.quantised_tokens, self.itemsize = tuple(states.shape), last, states.element_size()
+        begin, end = (self._complete(count) for count in (before, tokens))
+        self.shape, self.quantised_tokens, self.itemsize = tuple(states.shape), end, states.element_size()
         self.longest = max(self.longest, tokens)
-        if first == last:
+        if begin == end:
             return states
         # Written in place without autograd, which then sees torch.cat alone: a straight-through gradient.
         with torch.no_grad():
-            leaving = states[..., first:last, :]
-            rounded = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
+            leaving_states = states[..., begin:end, :]
+            rounded = quantized_states(leaving_states, tool.bits, tool.group_size, self.axis)
             # Before `copy_`, which overwrites it.
-            exact = leaving.double()
+            exact = leaving_states.double()
             self._signal += exact.square().sum()
             self._noise += (rounded - exact).square().sum()
-            leaving.copy_(rounded)
+            leaving_states.copy_(rounded)
         return states
 
     def _complete(self, tokens: int) -> int:

@@ -81,6 +81,7 @@ class KerasModel(PrunableModel):
                 yield weight.path, why
 
     def _weights(self) -> dict[str, Any]:
+        """Return the floating-point weights of the model as it is now, by path."""
         return {weight.path: weight for weight in self.now.weights if "float" in str(weight.dtype)}
 
     def tensors(self) -> Mapping[str, Any]:
@@ -103,6 +104,7 @@ class KerasModel(PrunableModel):
             masks[path, shape] = masks.get((path, shape), np.True_) & axis_mask
 
         def mask(value: Any) -> Any:
+            """Return the mask of a weight; None for another value, and for a whole weight."""
             weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _KerasWeight) else None
             # TensorFlow multiplies tensors of one type alone.
             return None if weight_mask is None else weight_mask.astype(value.dtype)
@@ -162,6 +164,8 @@ class KerasRemoval:
 
 @dataclass(frozen=True)
 class _KerasWeight:
+    """A weight as an op reads it, by which its mask is found."""
+
     path: str
     shape: tuple[int | None, ...]
     dtype: Any
@@ -210,7 +214,11 @@ def size_is_unknown(layer: Any) -> str:
     # By name, so that this module can be imported without Keras.
     kinds = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
     kind = type(layer)
-    if isinstance(layer, kinds) and (size := _size(layer)) is not None and size[0] not in layer.get_config():
+    if (
+        isinstance(layer, kinds)
+        and (size := _config_size(layer)) is not None
+        and size[0] not in layer.get_config()
+    ):
         return f"the config of {kind.__name__} has no {size[0]!r} to be made smaller"
     if not isinstance(layer, kinds):
         return f"the config of {kind.__name__} says no number of channels that can be made smaller"
@@ -232,21 +240,22 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
         for step in plan.tracing.steps if step.type == "reshape"
     }  # fmt: skip
 
-    def rebuilt(layer: Any, within: str = "") -> Any:
-        path = f"{within}{layer.name}"
+    def rebuild_layer(layer: Any, prefix: str = "") -> Any:
+        """Return a new layer with the sizes that the plan keeps; prefix: of the path, for a nested model."""
+        path = f"{prefix}{layer.name}"
         if isinstance(layer, keras.Model):
-            inner = partial(rebuilt, within=f"{path}.")
-            return keras.models.clone_model(layer, clone_function=inner)
+            rebuild_inner = partial(rebuild_layer, prefix=f"{path}.")
+            return keras.models.clone_model(layer, clone_function=rebuild_inner)
         config = layer.get_config()
-        size = _size(layer)
+        size = _config_size(layer)
         if size is not None:
             key, name, axis = size
             keep_mask = keep_masks.get(name, {}).get(axis)
             if keep_mask is not None:
-                before, config[key] = config[key], int(keep_mask.sum())
+                old_size, config[key] = config[key], int(keep_mask.sum())
                 # Whole groups went, so that their number shrinks in the same share.
                 if name in plan.tracing.notes.whole_groups:
-                    config["groups"] = config["groups"] * config[key] // before
+                    config["groups"] = config["groups"] * config[key] // old_size
         elif isinstance(layer, keras.layers.GroupNormalization):
             for weight in layer.weights[:1]:
                 keep_mask = keep_masks.get(weight.path, {}).get(0)
@@ -255,12 +264,12 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
         elif isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
                 # -1 follows the elements by itself.
-                new if old != -1 else old
-                for old, new in zip(config["target_shape"], shapes[path][1:], strict=True)
+                new_size if old_size != -1 else old_size
+                for old_size, new_size in zip(config["target_shape"], shapes[path][1:], strict=True)
             ]
         return type(layer).from_config(config)
 
-    smaller = keras.models.clone_model(model.now, clone_function=rebuilt)
+    smaller = keras.models.clone_model(model.now, clone_function=rebuild_layer)
     # A clone of a sequential model without an Input layer has no weights yet.
     if not smaller.built:
         smaller.build(model.now.input_shape)
@@ -280,8 +289,11 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     return smaller
 
 
-def _size(layer: Any) -> tuple[str, str, int] | None:
-    """Return the entry of a config, the path of the weight whose axis it is, and that axis."""
+def _config_size(layer: Any) -> tuple[str, str, int] | None:
+    """Return the entry of a config, the path of the weight whose axis it is, and that axis.
+
+    None for a layer whose number of channels follows from its input.
+    """
     import keras
 
     size = next(

@@ -62,20 +62,27 @@ class KerasValue:
 def channels_first(rule: Rule) -> Rule:
     """Return a rule for data whose channels are last, and weights of which in and out are."""
 
-    def turned(call: FollowedOp) -> Sequence[Families]:
+    def follow(call: FollowedOp) -> Sequence[Families]:
+        """Follow an op by the rule in PyTorch's order of axes; keep all whole for another order."""
         if call.value("data_format") not in ("NHWC", "NDHWC"):
             return unknown(call)
         # Rules are written once, for PyTorch's order of axes: the tensors turn, and the families turn back.
         rank = call.inputs[0].ndim
-        front, outwards = (0, rank - 1, *range(1, rank - 1)), (rank - 1, rank - 2, *range(rank - 2))
+        channels_second, outputs_first = (
+            (0, rank - 1, *range(1, rank - 1)),
+            (rank - 1, rank - 2, *range(rank - 2)),
+        )
         value, weight, *other_inputs = call.inputs
         inner = replace(
-            call, inputs=[value.turned(front), weight.turned(outwards), *other_inputs],
-            outputs=[call.outputs[0].turned(front)],
+            call, inputs=[value.turned(channels_second), weight.turned(outputs_first), *other_inputs],
+            outputs=[call.outputs[0].turned(channels_second)],
         )  # fmt: skip
-        return [tuple(family.transpose(np.argsort(front)) for family in families) for families in rule(inner)]
+        return [
+            tuple(family.transpose(np.argsort(channels_second)) for family in families)
+            for families in rule(inner)
+        ]
 
-    return turned
+    return follow
 
 
 def depthwise(call: FollowedOp) -> Sequence[Families]:
@@ -168,9 +175,9 @@ def rule_of(
         if name == "dim":
             # Axes are tensors in TensorFlow.
             inputs[i] = inputs[i].tensor.numpy().tolist()
-    for theirs, ours in renamed.items():
-        names.append(ours)
-        inputs.append(_text(attributes[theirs]))
+    for attribute, name in renamed.items():
+        names.append(name)
+        inputs.append(_text(attributes[attribute]))
     if type in ("Conv2D", "Conv3D"):
         names.append("groups")
         inputs.append(inputs[0].shape[-1] // inputs[1].shape[-2])
@@ -178,6 +185,7 @@ def rule_of(
 
 
 def _text(value: Any) -> Any:
+    """Return bytes as text, as TensorFlow has it in attributes; other values unchanged."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -212,18 +220,19 @@ class KerasTracing(Tracing):
         """Insert the routines before and after a forward op."""
         if context["phase"] != "forward":
             return
-        context.insert_before_op(self._before)
+        context.insert_before_op(self._store_inputs)
         context.insert_after_op(
-            self._after, type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
+            self._follow_op, type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
             attributes=dict(context.get_attrs()), module=context.get_scope(),
         )  # fmt: skip
 
     @amanda.observer
-    def _before(self, *inputs: Any) -> None:
-        self._open_inputs.append([self._valued(value) for value in inputs])
+    def _store_inputs(self, *inputs: Any) -> None:
+        """Store the inputs of an op, with their channels."""
+        self._open_inputs.append([self._with_channels(value) for value in inputs])
 
     @amanda.observer
-    def _after(
+    def _follow_op(
         self,
         *outputs: Any,
         type: str,
@@ -242,10 +251,10 @@ class KerasTracing(Tracing):
                 self._names[output_tensors[0]] = name
                 self._families_of[output_tensors[0]] = self._of_weight(name, output_tensors[0])
             return
-        results = [self._valued(value) for value in output_tensors]
+        results = [self._with_channels(value) for value in output_tensors]
         read = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
-        moved = partial(_moved, type, attributes, values)
+        moved = partial(_move_labels, type, attributes, values)
         # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
         word = type if rule is reduced else "add" if type == "BiasAdd" else word
         call = FollowedOp(
@@ -272,9 +281,10 @@ class KerasTracing(Tracing):
         families = self.channels.get(name)
         return self.fresh(name, tuple(value.shape)) if families is None else families
 
-    def _valued(self, tensor: Any) -> Any:
+    def _with_channels(self, tensor: Any) -> Any:
+        """Return a tensor with its channels, a list of these for a list."""
         if isinstance(tensor, (list, tuple)):
-            return [self._valued(item) for item in tensor]
+            return [self._with_channels(item) for item in tensor]
         shape = tuple(getattr(tensor, "shape", ()))
         return KerasValue(tensor, shape, self._families_of.get(tensor) or (), self._names.get(tensor))
 
@@ -287,7 +297,9 @@ def _name(value: Any) -> str | None:
     return value.name if isinstance(value, KerasValue) else None
 
 
-def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family) -> list[Family]:
+def _move_labels(
+    type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family
+) -> list[Family]:
     """Return what an op makes of labels in the place of its tensor: an array for each output."""
     import tensorflow as tf
 

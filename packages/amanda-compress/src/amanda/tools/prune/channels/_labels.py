@@ -48,10 +48,10 @@ class ChannelSets:
         roots = self._parents[labels]
         # Arrays of labels climb together, one gather for each level of the trees.
         while True:
-            above = self._parents[roots]
-            if (above == roots).all():
+            parents = self._parents[roots]
+            if (parents == roots).all():
                 return roots
-            roots = above
+            roots = parents
 
     def unite(self, labels: Family, other_labels: Family) -> None:
         """Make one set of the labels at the same places, after broadcasting."""
@@ -66,9 +66,10 @@ class ChannelSets:
             self._parents[max(first, second)] = min(first, second)
 
     def _root(self, label: int) -> int:
-        while (above := int(self._parents[label])) != label:
-            self._parents[label] = self._parents[above]
-            label = above
+        """Return the root of a label, and shorten the way to it."""
+        while (parent := int(self._parents[label])) != label:
+            self._parents[label] = self._parents[parent]
+            label = parent
         return label
 
     def leave(self, labels: Iterable[Family] | Family, reason: str) -> None:
@@ -190,8 +191,8 @@ class ChannelSets:
         That is the longest one, if what ops do has not decided.
         """
         # Until nothing changes: what one block decides may decide others that share its labels.
-        before = -1
-        while before != (before := len(np.unique(self.roots(np.arange(len(self._parents)))))):
+        set_count = -1
+        while set_count != (set_count := len(np.unique(self.roots(np.arange(len(self._parents)))))):
             for block in self.blocks:
                 axes = [axis for axis in varying(block) if self._is_carrier(block, axis)]
                 if not axes:
@@ -221,6 +222,7 @@ def shaped(labels: Family | None, axis: int, rank: int) -> Families:
 
 
 def _lacks(part: Part, axis: int) -> bool:
+    """Return True if a tensor has several places along an axis, and no channels."""
     families, shape = part
     return shape[axis] > 1 and not any(family.shape[axis] > 1 for family in families)
 
@@ -309,7 +311,10 @@ class FollowedOp:
         return self.of(value), tuple(value.shape)
 
     def along(self, families: Families, axis: int) -> Family | None:
-        """Return the labels along one axis alone, after keeping all other axes whole; None without any."""
+        """Return the labels along one axis alone, after keeping all other axes whole; None without any.
+
+        Families that do not vary along the axis stay whole.
+        """
         channels: Family | None = None
         for family in families:
             if family.shape[axis] == 1:

@@ -22,7 +22,7 @@ from amanda.tools.select import Paths, unmatched
 class Member:
     """The part that an axis of a parameter or buffer has in a group.
 
-    indices: (channels of the group, places along the axis).  is_made: whether these are a layer's outputs.
+    indices: (channels of the group, places along the axis).  is_made: True if these are a layer's outputs.
     """
 
     name: str
@@ -260,7 +260,7 @@ class RemovalPlan:
     """A choice of channels to remove of a model.
 
     groups, keep_masks: the groups, and masks of their kept channels.  whole_layers: weights whose outputs
-    are left whole, and the reasons.  alive: for each label whether its channel is kept.  work: share of
+    are left whole, and the reasons.  alive: mask of the labels whose channels are kept.  work: share of
     multiplications that remain.  latency: share of the time of a call, where that was measured.
     """
 
@@ -342,7 +342,8 @@ def make_plan(
         return plan, _try_until_it_runs(plan, choice, example, named)
     low, high, labels = 0.0, 1.0, tracing.notes.labels
 
-    def fitted(sparsity: float) -> Any:
+    def try_sparsity(sparsity: float) -> Any:
+        """Choose channels anew for a share of them; return the smaller model's result."""
         tracing.notes.labels = deepcopy(labels)  # what one share does not suit may be removed of another
         return _try_until_it_runs(
             plan, replace(choice, budget=choice.budget.of_channels(sparsity)), example, named
@@ -350,12 +351,12 @@ def make_plan(
 
     for _ in range(_TIMED_HALVINGS):
         middle = (low + high) / 2
-        fitted(middle)
+        try_sparsity(middle)
         if _share_of_time(plan, example, named) > 1 - choice.budget.sparsity:
             low = middle
         else:
             high = middle
-    result = fitted(high)
+    result = try_sparsity(high)
     plan.latency = _share_of_time(plan, example, named)
     return plan, result
 
@@ -363,7 +364,10 @@ def make_plan(
 def _try_until_it_runs(
     plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
 ) -> Any:
-    """Choose channels, and leave whole what the model cannot do without; return what the smaller one does."""
+    """Choose channels, and leave whole what the model needs; return the smaller model's result.
+
+    Raises PruneError where nothing further can be left whole.
+    """
     tracing = plan.tracing
     while True:
         plan.choose(choice)
@@ -404,10 +408,10 @@ def _seconds(subject: PrunableModel, example: Sequence[Any], named: Mapping[str,
     """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
     seconds = []
     for _ in range(_CALLS):
-        begun = perf_counter()
+        start = perf_counter()
         with amanda.disabled():
             subject.time(*example, **named)
-        seconds.append(perf_counter() - begun)
+        seconds.append(perf_counter() - start)
     return min(seconds)
 
 
@@ -417,29 +421,25 @@ def _leave_whole(tracing: Tracing, step: TracedOp, error: str) -> bool:
     Where that is nothing new, leave those of its module, or of the next one around it that has others.
     Returns False if there are none.
     """
-    labels, before = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
+    labels, left_count = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
     why = error.splitlines()[0] if error else "its result would have other channels"
     reason = f"{step.place} at {step.source} does not suit fewer of them ({why})"
-    alike = [
-        step_alike
-        for step_alike in tracing.steps
-        if (step_alike.type, step_alike.source) == (step.type, step.source)
+    similar_steps = [
+        other for other in tracing.steps if (other.type, other.source) == (step.type, step.source)
     ]
     path = step.module
     while True:
-        for step_alike in alike:
+        for other_step in similar_steps:
             labels.leave(
-                [family for families, _ in (*step_alike.inputs, *step_alike.outputs) for family in families],
+                [family for families, _ in (*other_step.inputs, *other_step.outputs) for family in families],
                 reason,
             )
         labels.settle()
-        if len(labels.whole_roots()) > before:
+        if len(labels.whole_roots()) > left_count:
             return True
-        if len(alike) == len(tracing.steps):
+        if len(similar_steps) == len(tracing.steps):
             return False
-        alike = [
-            step_alike
-            for step_alike in tracing.steps
-            if f"{step_alike.module}.".startswith(f"{path}." if path else "")
+        similar_steps = [
+            other for other in tracing.steps if f"{other.module}.".startswith(f"{path}." if path else "")
         ]
         path = path.rpartition(".")[0]

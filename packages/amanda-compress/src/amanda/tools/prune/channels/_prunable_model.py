@@ -46,7 +46,7 @@ class Removal(Protocol):
 class PrunableModel(ABC):
     """A model whose channels are followed and removed.
 
-    model: as the user has given it.  has_gradients: whether weights may have gradients.
+    model: as the user has given it.  has_gradients: True if weights may have gradients.
     selected, over_kept: routines that simulate an op over the channels that are kept.
     """
 
@@ -166,10 +166,13 @@ class Tracing(amanda.Tool):
 
     @abstractmethod
     def _analyse(self, context: amanda.OpContext) -> None:
-        """Follow an op."""
+        """Insert the routines that follow an op."""
 
     def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
-        """Return new labels for the places along each axis of a weight."""
+        """Return new labels for the places along each axis of a weight.
+
+        name: the key in `channels`; None to leave these as they are.
+        """
         labels = self.notes.labels
         # Labels for each axis apart: windows of convolutions get some too, which their rules leave.
         families = tuple(
@@ -186,18 +189,18 @@ class Tracing(amanda.Tool):
         rule: Rule,
         module: str,
         source: str,
-        read: Sequence[Part],
+        input_parts: Sequence[Part],
         output_families: Sequence[Families],
     ) -> None:
         """Note an op that a rule has followed."""
-        parts = [
+        output_parts = [
             (families, tuple(output.shape))
             for output, families in zip(call.outputs, output_families, strict=True)
         ]
         # Only these are replayed in the trial: they may select channels by numbers, as code that counts heads
         # does.
         moved = call.moved if rule in MOVES else None
-        self.steps.append(TracedOp(call.type, module, source, call.key, read, parts, moved))
+        self.steps.append(TracedOp(call.type, module, source, call.key, input_parts, output_parts, moved))
 
     def extents(self, part: Part, alive: Any) -> tuple[int, ...]:
         """Return the extents of a tensor if only living labels are kept.  alive: a truth for each label."""
@@ -249,12 +252,12 @@ def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: 
     roots = expected.notes.labels.roots
     for family in step.inputs[0][0]:
         if not alive[family].all() and step.moved is not None and trial_step.moved is not None:
-            read = _shortened(family, ((family,), family.shape), expected, alive)
-            triples = zip(step.moved(family), step.outputs, trial_step.moved(read), strict=True)
+            kept_labels = _shortened(family, ((family,), family.shape), expected, alive)
+            triples = zip(step.moved(family), step.outputs, trial_step.moved(kept_labels), strict=True)
             for expected_labels, part, trial_labels in triples:
                 # Roots: united channels may come in another order and still be the same.
-                short = roots(_shortened(expected_labels, part, expected, alive))
-                if short.size and not np.array_equal(short, roots(trial_labels)):
+                kept_outputs = roots(_shortened(expected_labels, part, expected, alive))
+                if kept_outputs.size and not np.array_equal(kept_outputs, roots(trial_labels)):
                     return False
     return True
 
@@ -262,10 +265,10 @@ def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: 
 def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
     """Return an array without the places at which a tensor of its shape has channels that are not kept."""
     keep_masks = [expected.places(part[0], axis, alive) for axis in range(array.ndim)]
-    whole = (np.arange(extent) for extent in array.shape)
+    axis_positions = (np.arange(extent) for extent in array.shape)
     positions = [
         all_positions if keep_mask is None else np.flatnonzero(keep_mask)
-        for all_positions, keep_mask in zip(whole, keep_masks, strict=True)
+        for all_positions, keep_mask in zip(axis_positions, keep_masks, strict=True)
     ]
     return array[np.ix_(*positions)]
 
@@ -314,6 +317,7 @@ def array_over_kept(
 
 
 def _is_vector(name: str, value: Any) -> bool:
+    """Return True for an input of a normalisation that has a number for each channel."""
     return value is not None and name.lower() in ("scale", "b", "bias")
 
 

@@ -217,13 +217,13 @@ class ModuleTracing(Tracing):
                 "compute": context.get_computation(),
             }  # fmt: skip
             # Families are read before the op: an op in place changes its input's.
-            context.insert_before_op(self._before, within=facts["type"])
-            context.insert_after_op(self._after, **facts)
+            context.insert_before_op(self._store_inputs, op_type=facts["type"])
+            context.insert_after_op(self._follow_op, **facts)
 
     @amanda.observer
-    def _before(self, *inputs: Any, within: str) -> None:
+    def _store_inputs(self, *inputs: Any, op_type: str) -> None:
         """Store the inputs of an op, and the families of its tensors."""
-        if within in ("batch_norm", "instance_norm"):
+        if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are no parameters.
             for average in inputs[3:5]:
                 self._families(average, is_followed=True)
@@ -233,7 +233,7 @@ class ModuleTracing(Tracing):
         )
 
     @amanda.observer
-    def _after(
+    def _follow_op(
         self,
         *outputs: Any,
         type: str,
@@ -254,7 +254,7 @@ class ModuleTracing(Tracing):
         output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
-        moved = partial(_moved, compute, inputs[1:], tuple(value.shape), value.stride())
+        moved = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
         call = FollowedOp(
             type, place, op_id, inputs, names, output_tensors, self._families, moved, self.notes, self._name
         )
@@ -286,7 +286,7 @@ class ModuleTracing(Tracing):
         return self._names.get(tensor) if _is_tensor(tensor) else None
 
 
-def _moved(
+def _move_labels(
     compute: Callable[[Sequence[Any]], Any],
     other_inputs: Sequence[Any],
     shape: Any,
