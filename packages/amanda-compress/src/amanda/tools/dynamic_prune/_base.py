@@ -129,7 +129,7 @@ class PerThreadState(Generic[T]):
         return state
 
     def last(self, key: Any) -> T | None:
-        """Return the state of this thread's last execution; None where that had no such key.
+        """Return the state of a key in this thread's last execution; None if that execution had no such key.
 
         Where this thread has executed nothing, the last execution of any thread counts.
         """

@@ -96,7 +96,7 @@ def needed_inputs(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> 
     ):
         return mask
     rows, columns = (
-        tensors_of(mask).cast(_reaches(window, extent, int(count)), mask)
+        tensors_of(mask).cast(_read_matrix(window, extent, int(count)), mask)
         for window, extent, count in zip(windows, size, mask.shape[1:], strict=True)
     )
     # A dilation of the mask, axis by axis, as two products with 0/1 matrices; sums count how many outputs
@@ -104,10 +104,10 @@ def needed_inputs(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> 
     return as_type_of(do("transpose", rows, (1, 0)) @ detached(mask) @ columns > 0.5, mask)
 
 
-def _reaches(window: Window, size: int, count: int) -> Any:
+def _read_matrix(window: Window, size: int, count: int) -> Any:
     """Return (count, size), 1 where the window of an output reads an input, else 0."""
-    read = window.positions(size, count)[:, :, None] == np.arange(size)
-    return read.any(1).astype(np.float32)
+    is_read = window.positions(size, count)[:, :, None] == np.arange(size)
+    return is_read.any(1).astype(np.float32)
 
 
 def per_unit(values: Any, size: int) -> Any:
@@ -161,7 +161,7 @@ def budget_loss(
     shares = [block_macs / block_total for block_macs, block_total in zip(macs_used, macs_dense, strict=True)]
     loss = (sum(macs_used) / sum(macs_dense) - target) ** 2
     for share in shares:
-        below = as_type_of(share < lower, share) * (lower - share)
-        above = as_type_of(share > upper, share) * (share - upper)
-        loss = loss + (below**2 + above**2) / len(shares)
+        shortfall = as_type_of(share < lower, share) * (lower - share)
+        excess = as_type_of(share > upper, share) * (share - upper)
+        loss = loss + (shortfall**2 + excess**2) / len(shares)
     return loss

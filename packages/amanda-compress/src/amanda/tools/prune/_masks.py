@@ -122,12 +122,14 @@ def element_keep_masks(magnitudes: Sequence[Array], sparsity: float) -> list[Arr
 
 def n_m_keep_mask(magnitudes: Array, n: int, m: int) -> Array:
     """Return the keep mask of a weight (..., k): the n largest of each m along the last axis are kept."""
-    *outer, k = shape(magnitudes)
+    *outer_extents, k = shape(magnitudes)
     if not 0 < n <= m or k % m:
-        raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
-    groups = do("reshape", magnitudes, (*outer, k // m, m))
+        raise ShapeError(
+            f"{n}:{m} does not fit shape {(*outer_extents, k)}: its last extent is a multiple of {m}"
+        )
+    groups = do("reshape", magnitudes, (*outer_extents, k // m, m))
     # Ranks and not a threshold: of equal magnitudes exactly n have to stay, which hardware demands.
-    return do("reshape", tensors_of(groups).ranks(groups) >= m - n, (*outer, k))
+    return do("reshape", tensors_of(groups).ranks(groups) >= m - n, (*outer_extents, k))
 
 
 def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
@@ -208,10 +210,10 @@ def block_keep_masks(
         grids.append(do("reshape", matrix, (extents[0] // height, height, extents[1] // width, width)))
     units = []
     for grid in grids:
-        dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
+        is_dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
         # Powers rank as their roots do, and no root rounds near ties apart.
         powers = tensors.to_numpy((_zero_where_dropped(grid) ** norm).sum((1, 3)))
-        units.append((np.where(dropped, -1, powers).reshape(-1), height * width))
+        units.append((np.where(is_dropped, -1, powers).reshape(-1), height * width))
     keep_masks = []
     for kept_blocks, grid in zip(unit_keep_masks(units, sparsity), grids, strict=True):
         rows, _, columns, _ = shape(grid)
@@ -249,9 +251,9 @@ def unit_keep_masks(units: Sequence[tuple[Any, int]], sparsity: float) -> list[A
     if len(set(sizes.tolist())) <= 1:
         count = round(sparsity * len(scores))
     else:
-        dropped = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
+        dropped_elements = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
         # Units of several sizes meet a share only nearly: the nearest number of units is taken.
-        count = int(np.argmin(abs(dropped - sparsity * dropped[-1])))
+        count = int(np.argmin(abs(dropped_elements - sparsity * dropped_elements[-1])))
     keep_mask = tensors_of(scores).keep_mask_of_highest(scores, count)
     return np.split(keep_mask, np.cumsum([len(unit_scores) for unit_scores, _ in units])[:-1])
 
@@ -314,9 +316,9 @@ def input_permutation(
     # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
     rest_magnitudes = np.empty(k)  # magnitude that the group of channel i keeps without channel i
     join_gains = np.empty((k, k))  # magnitude that this group gains by channel j
-    changed = np.arange(k // m)
+    changed_groups = np.arange(k // m)
     for _ in range(rounds):
-        for changed_group in changed:
+        for changed_group in changed_groups:
             for i in order[changed_group * m : (changed_group + 1) * m]:
                 group_mates = [j for j in order[changed_group * m : (changed_group + 1) * m] if j != i]
                 largest = np.sort(channels[group_mates], 0)[-n:]
@@ -326,8 +328,9 @@ def input_permutation(
         gains = replacement + replacement.T
         # Each pair once, and no pair within a group, whose order changes nothing.
         gains[group[:, None] >= group[None, :]] = 0
-        changed = _swap_best(gains, order, group, 1e-9 * channels.sum())
-        if not len(changed):
+        # Gains within rounding count as none: equal channels would be swapped in every round.
+        changed_groups = _swap_best(gains, order, group, 1e-9 * channels.sum())
+        if not len(changed_groups):
             break
     return order
 

@@ -67,19 +67,19 @@ class PrunedWeight(Weight):
         if self.offset is None or self.is_skipped:
             return
         value = self.plain(present())
-        dropped = ~self.like(self.mask, value)
+        is_dropped = ~self.like(self.mask, value)
         # Zeros at all dropped places are the trace of `finalize`; a weight of a training has values there,
         # which the mask hides.
-        if bool(dropped.any()) and not bool(((value != 0) & dropped).any()):
+        if bool(is_dropped.any()) and not bool(((value != 0) & is_dropped).any()):
             self["offset"] = 0
 
     def zero_regrown(self, present: Callable[[], Any]) -> None:
         """Make elements that have just come back 0, if any: subtract their present values from now on."""
         if self._regrown is None:
             return
-        start = self.plain(present())
-        regrown, offset = self.like(self._regrown, start), self.like(self.offset, start)
-        self["offset"] = do("where", regrown, start, offset)
+        present_value = self.plain(present())
+        regrown, offset = self.like(self._regrown, present_value), self.like(self.offset, present_value)
+        self["offset"] = do("where", regrown, present_value, offset)
         # A regrown element starts at 0 once: from then on the offset holds, and the optimizer moves the
         # element.
         self._regrown = None
@@ -304,7 +304,10 @@ class MaskUpdater:
                 weight.gather_magnitudes(present())
 
     def _gather(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again."""
+        """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again.
+
+        SparseGPT gets a copy of the value too.
+        """
         value = present()
         if weight.is_ready and not self._options.ranks_dropped:
             weight.zero_regrown(present)

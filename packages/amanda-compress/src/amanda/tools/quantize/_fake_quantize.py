@@ -139,7 +139,7 @@ class Groups:
         return tensors_of(x).reshape(canonical(x, self.layout), (-1, self.size))
 
     def joined(self, rows: Any, shape: Sequence[int]) -> Any:
-        """Return what `split` made of a weight of this shape in the weight's own form."""
+        """Return the rows that `split` gave of a weight in the form of the weight, whose shape is `shape`."""
         canonical_weight = tensors_of(rows).reshape(rows, Unfolding.of(shape, self.layout).canonical)
         return restored(canonical_weight, self.layout, shape)
 

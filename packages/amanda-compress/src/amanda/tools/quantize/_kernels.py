@@ -85,7 +85,7 @@ def _run_fused_kernel(
 
 
 def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-    """Return what `_straight_through` does, with the gradient of a product, which autograd computes itself.
+    """Return fake-quantised values with a straight-through gradient, which autograd computes by a product.
 
     That takes one pass over the elements more, and no call of Python in the backward pass.
     """
@@ -103,6 +103,7 @@ def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Gr
 
 
 def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return x / scale, rounded, plus the zero point; not clipped."""
     # The reciprocal as in torch.ao, see `fake_quantize`.
     return (x * (1 / scale)).round_().add_(zero_point)
 

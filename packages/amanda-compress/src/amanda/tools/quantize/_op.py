@@ -93,7 +93,10 @@ class QuantizedOp:
         self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
         value: Any,
     ) -> Quantizer:  # fmt: skip
-        """Return the quantizer of an activation; it has a scale for each weight that the op reads."""
+        """Return the quantizer of an activation, which has a scale for each weight that the op reads.
+
+        Registers the quantizers for other slices or parts in `_part_quantizers`.
+        """
         make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
         if read is not None and (first := self._slice_quantizer(read, make_for_slice, key)) is not None:
             return first
@@ -278,33 +281,35 @@ class QuantizedOp:
 
     def _read_in_graph(self, *values: Any) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
-        read = self._values_to_quantise(values, None)
-        if self._must_calibrate(read):
-            self._calibrate(read)
+        read_values = self._values_to_quantise(values, None)
+        if self._must_calibrate(read_values):
+            self._calibrate(read_values)
             return None
-        return self._quantise_values(values, read, [()] * len(read))
+        return self._quantise_values(values, read_values, [()] * len(read_values))
 
     def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
         """Quantise or calibrate as `_read_in_graph`; a recomputation repeats the first execution exactly."""
-        read, first_execution = (
+        read_values, first_execution = (
             self._values_to_quantise(values, ParameterSlice.of_execution(run)),
             run.get(self),
         )
         if first_execution is None:
-            first_execution = run[self] = _FirstExecution(self._must_calibrate(read), [()] * len(read))
+            first_execution = run[self] = _FirstExecution(
+                self._must_calibrate(read_values), [()] * len(read_values)
+            )
             if first_execution.calibrates:
-                self._calibrate(read)
+                self._calibrate(read_values)
         if first_execution.calibrates:
             return None
         # Checkpointing runs an op twice: other scales would give other values in the backward pass.
-        quantised = self._quantise_values(values, read, first_execution.qparams, recomputed)
+        quantised = self._quantise_values(values, read_values, first_execution.qparams, recomputed)
         # Kept by execution, as the moving averages of "qat" have moved on when the op is recomputed.
-        first_execution.qparams = [quantizer.qparams for *_, quantizer in read]
+        first_execution.qparams = [quantizer.qparams for *_, quantizer in read_values]
         return quantised
 
     def _values_to_quantise(self, values: Sequence[Any], part_of: ParameterSlice | None) -> list[_ReadValue]:
         """Return index, item, value and quantizer of each value to quantise; skip unreadable values."""
-        read: list[_ReadValue] = []
+        read_values: list[_ReadValue] = []
         for (position, item), quantizer in self.quantizers.items():
             # Values come in the order of positions, quantizers in that of operands.
             index = self._positions.index(position)
@@ -317,35 +322,35 @@ class QuantizedOp:
             part_quantizer = quantizer if part_quantizer is None else part_quantizer
             try:
                 if part_quantizer.xp.is_dense(value):
-                    read.append((index, item, value, part_quantizer))
+                    read_values.append((index, item, value, part_quantizer))
             except Exception as error:  # whatever the class of a tensor refuses
                 self.skip_reason = f"{type(value).__name__} refuses to be read: {error}"
-        return read
+        return read_values
 
-    def _must_calibrate(self, read: Sequence[_ReadValue]) -> bool:
+    def _must_calibrate(self, read_values: Sequence[_ReadValue]) -> bool:
         """Return True within `calibrating`, and for the first `calibration` executions of the op."""
         execution_count = self._options.calibration
         # A quantizer without state, of "dynamic", never waits; loaded scales are not calibrated over.
-        waiting = (quantizer for *_, quantizer in read if quantizer.state and not quantizer.has_scale)
+        waiting = (quantizer for *_, quantizer in read_values if quantizer.state and not quantizer.has_scale)
         return self._tool.is_calibrating or any(
             quantizer.calibrated < execution_count for quantizer in waiting
         )
 
-    def _calibrate(self, read: Sequence[_ReadValue]) -> None:
+    def _calibrate(self, read_values: Sequence[_ReadValue]) -> None:
         """Observe values, and set scales after the last of `calibration` executions."""
-        for _, _, value, quantizer in read:
+        for _, _, value, quantizer in read_values:
             quantizer.observe(value)
             quantizer.calibrated += 1
             if not self._tool.is_calibrating and quantizer.calibrated == self._options.calibration:
                 quantizer.finish_calibration()
 
     def _quantise_values(
-        self, values: Sequence[Any], read: Sequence[_ReadValue], first_qparams: Sequence[tuple[Any, ...]],
-        recomputed: bool = False,
+        self, values: Sequence[Any], read_values: Sequence[_ReadValue],
+        first_qparams: Sequence[tuple[Any, ...]], recomputed: bool = False,
     ) -> Any:  # fmt: skip
         """Return the quantised values.  first_qparams: of the first execution, for a recomputation."""
         tool, results = self._tool, list(values)
-        for (index, item, value, quantizer), qparams in zip(read, first_qparams, strict=True):
+        for (index, item, value, quantizer), qparams in zip(read_values, first_qparams, strict=True):
             quantised = quantizer(value, tool.is_frozen, qparams)
             quantizer.executions += not recomputed
             if tool.measures and not recomputed:
@@ -386,6 +391,7 @@ class QuantizedOp:
         return clipped if len(clipped) > 1 else clipped[0]
 
     def _record_inputs(self, *values: Any, run: dict[str, Any], recomputed: bool = False) -> None:
+        """Record unquantised inputs for `_measure_outputs`."""
         if not recomputed:
             run[_INPUTS] = values
 
@@ -432,7 +438,7 @@ def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups 
 
 
 def _computation_of(context: amanda.OpContext) -> Any:
-    """Return the op as a function of its inputs; None for an op that is random or in place."""
+    """Return the op as a function of its inputs; None for one that is random, in place, or not repeatable."""
     if "recompute" in context:
         return context["recompute"]
     # A second run would write twice, or draw other numbers.

@@ -242,7 +242,7 @@ class QatQuantizer(Quantizer):
         return self._fake_quantise(x, *self._start_from(least, most))
 
     def _moving_average(self, part: str, new: Any) -> Any:
-        """Return the moving average of a bound, of which the state has the last one."""
+        """Return the moving average of a bound with a new value; `part` of the state is the last average."""
         old = tensors_of(new).cast(self._read(part), new)
         # In this form as in torch.ao's MovingAverageMinMaxObserver, so that ranges are bit-equal.
         return old + (new - old) * np.float32(self.options.averaging)
@@ -261,7 +261,7 @@ class LsqQuantizer(Quantizer):
             self._shift_to(int(self.array("low")))
 
     def _shift_to(self, low: int) -> None:
-        """Move the grid, so that it begins at `low` and has as many integers as before."""
+        """Move the grid so that the grid begins at `low` and has as many integers as before."""
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def _observe(self, x: Any) -> None:
@@ -276,8 +276,8 @@ class LsqQuantizer(Quantizer):
             signed = bool(as_array(x).min(initial=0) < 0)
             # ReLU's outputs would waste half of a signed grid.
             self._shift_to(-((self.grid.high - self.grid.low + 1) // 2) if signed else 0)
-        start = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
-        self._assign(low=self.grid.low, scale=start(x, self.grid, self.axes))
+        initial_scale = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
+        self._assign(low=self.grid.low, scale=initial_scale(x, self.grid, self.axes))
         self.has_scale = True
 
     def _quantise(self, x: Any, frozen: bool) -> Any:

@@ -202,8 +202,10 @@ def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> 
 
         # safetensors writes memory as it lies; ascontiguousarray makes a scalar an array of one, which the
         # reshape undoes.
-        plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-        return write_file(path, save(plain, {"amanda": to_json(description)}))
+        contiguous_arrays = {
+            name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()
+        }
+        return write_file(path, save(contiguous_arrays, {"amanda": to_json(description)}))
     raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
 
 

@@ -88,7 +88,7 @@ def _sweep_command(
                 sweep.run(retries)
         # Points take minutes: those that are measured are printed and saved.
         except KeyboardInterrupt:
-            status = 130
+            status = 130  # 128 + SIGINT, as of a program that Ctrl-C ends
         except SweepError as error:
             if not sweep.result.points:
                 raise

@@ -157,7 +157,7 @@ class Sweep(Generic[Level]):
         return SearchResult(trials, self._names[1], [name], "")
 
     def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
-        """Return new tools for an architecture: for each level one that acts at the ops with that level.
+        """Return new tools for an architecture: for each level a tool that acts at the ops with this level.
 
         with amanda.apply(*sweep.tools(result.best.architecture)): ...
         """
@@ -246,6 +246,7 @@ class Sweep(Generic[Level]):
     def _make_tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
         """Make a tool that acts at the named ops alone; None: at all ops, and record them as sites."""
         tool = self._make(level)
+        # For the types of ops in sites.
         tool.depends_on(StandardMapping())
         if names is None:
             # Only the tool knows where it acts: ops at which it inserts no routine are no sites.

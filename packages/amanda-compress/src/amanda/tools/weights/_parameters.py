@@ -115,11 +115,11 @@ class ParameterStore:
         return None
 
     def slices(self, parameter: Any) -> Sequence[Any]:
-        """Return the parameters that an op reads one at a time, of a stack of them; () for another."""
+        """Return the parameters of a stack, which an op reads one at a time; () for what is no stack."""
         return ()
 
     def current_slice(self, parameter: Any) -> Any:
-        """Return the one of `slices` that the op reads whose routine runs; None where that is unknown."""
+        """Return the slice, of `slices`, that the running op reads; None where that is unknown."""
         return None
 
     def read(self, parameter: Any, part: Any) -> Any:

@@ -208,9 +208,9 @@ class WeightTool(amanda.Tool, Generic[W]):
             raise self.error(str(error)) from error
         if not written:
             remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not weights else ""
-            changed = f"none of the {len(weights)} weights that {type(self).__name__} has changed is"
+            subject = f"none of the {len(weights)} weights that {type(self).__name__} has changed is"
             raise self.error(
-                f"{changed if weights else f'{type(self).__name__} has changed no weight'} of this "
+                f"{subject if weights else f'{type(self).__name__} has changed no weight'} of this "
                 f"{type(model).__name__}{remark}; call it in a scope of the tool, or "
                 "tool.prepare(model, example)"
             )

@@ -45,7 +45,7 @@ class WeightView:
         raise NotImplementedError
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
-        """Return state by name; of each element in the shape of the value that is read."""
+        """Return state by name; elementwise state has the shape of the value that is read."""
         raise NotImplementedError
 
     def numbers(self, names: Iterable[str]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class WeightView:
         return tool.transform(value, **self.tensors_like(value, tool.state_names))
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
-        """Return the gradient of the value from that of what was read instead; None for no change."""
+        """Return the gradient of the value from the gradient of the transformed value; None for no change."""
         assert tool.transform_gradient is not None
         return tool.transform_gradient(gradient, **self.tensors_like(gradient, tool.state_names))
 
@@ -165,7 +165,7 @@ class Weight(WeightView):
         return self._xp.plain(value)
 
     def like(self, array: Any, reference: Array) -> Array:
-        """Return an array where another one is, in its own element type."""
+        """Return an array on the device of a reference, in the array's own element type."""
         return self._xp.beside(array, reference)
 
     def to_numpy(self, array: Array) -> Any:

@@ -223,7 +223,7 @@ SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
 READS, SLICE = "amanda.tools.weights: reads", "amanda.tools.weights: slice of the weight"
 """Keys of contexts and of executions."""
 
-_FIRST_SWEEP = 64
+_FIRST_SWEEP = 64  # number of copies at which freed ones are first looked for
 _instance_numbers = count()
 
 
@@ -362,7 +362,7 @@ class FollowedSlices:
         self._copies[storage._cdata] = _CopiedSlice(lives, StridedLayout.of(output), holder, of, form)
 
     def sweep(self) -> None:
-        """Forget what is freed, and with it the indices that selected it."""
+        """Forget freed copies, and with them the indices that selected them."""
         for key, copied in list(self._copies.items()):  # other threads may write meanwhile
             if copied.storage.expired() and self._copies.get(key) is copied:
                 self._copies.pop(key, None)
@@ -417,7 +417,7 @@ def _view_elements(
 
 
 def _compose_layouts(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -> StridedLayout | None:
-    """Return the part of a parameter that a view of a copy of a part is; None if no strides describe it."""
+    """Return the layout in the parameter of a view of a copied part; None if no strides describe it."""
     import torch
 
     if not prod((*part.extents, *form.extents)):

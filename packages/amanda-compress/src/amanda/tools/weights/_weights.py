@@ -60,7 +60,7 @@ class WeightSelection(Selection):
         return self.fits(context)
 
     def leaves_adapter(self, context: amanda.OpContext) -> bool:
-        """Return True if the op is left because it is of an adapter, and no path asks for that."""
+        """Return True if the op is left because it is of an adapter, and no module path is given."""
         return not self.has_modules and is_adapter(context) and self.fits(context)
 
     def fits(self, context: amanda.OpContext, *names: str) -> bool:
@@ -170,9 +170,9 @@ class Weights(Generic[W]):
             if self._tool.selection(context):
                 self.skip(context, SELECTED)
             return None, None
-        parts = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
-        if parts:
-            views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in parts}
+        slices = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
+        if slices:
+            views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
             return None, partial(_current_view, views, read.holder)
         if not read.is_followed:
             return self._view_of(context, value, read.holder, read.layout), None

@@ -112,7 +112,10 @@ class KerasModel(PrunableModel):
         return mask
 
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
-        """Return the weights that an op reads; the form that a reshape gives of one was masked before."""
+        """Return the weights that an op reads, None for other inputs.
+
+        A reshaped weight is another input: the reshape has read the weight, and was masked.
+        """
         handles = self._original_handles
         weights: list[_KerasWeight | None] = []
         for i, value in enumerate(context.get_inputs()):
@@ -125,7 +128,7 @@ class KerasModel(PrunableModel):
         return weights
 
     def removal(self, plan: RemovalPlan) -> KerasRemoval:
-        """Return what puts a smaller model in the place of this one."""
+        """Return a removal that puts a smaller model in the place of this one."""
         return KerasRemoval(self, plan)
 
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
@@ -197,7 +200,7 @@ _KERNELS = ("pointwise_kernel", "_kernel", "kernel", "_embeddings", "embeddings"
 
 
 def layers_of(model: Any) -> Iterator[Any]:
-    """Yield the layers of a model, those of models in it one by one."""
+    """Yield the layers of a model; of a nested model its layers instead."""
     import keras
 
     for layer in model.layers:
@@ -273,16 +276,16 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     # A clone of a sequential model without an Input layer has no weights yet.
     if not smaller.built:
         smaller.build(model.now.input_shape)
-    for old, new in zip(model.now.weights, smaller.weights, strict=True):
-        value = old.numpy()
-        for axis, keep_mask in keep_masks.get(old.path, {}).items():
+    for old_weight, new_weight in zip(model.now.weights, smaller.weights, strict=True):
+        value = old_weight.numpy()
+        for axis, keep_mask in keep_masks.get(old_weight.path, {}).items():
             value = value.compress(keep_mask, axis)
-        if tuple(new.shape) != value.shape:
+        if tuple(new_weight.shape) != value.shape:
             raise PruneError(
-                f"the model that is rebuilt from the config of {model.now.name} has {tuple(new.shape)} in "
-                f"{new.path}, where {value.shape} was expected: exclude the layer"
+                f"the model that is rebuilt from the config of {model.now.name} has "
+                f"{tuple(new_weight.shape)} in {new_weight.path}, where {value.shape} was expected: exclude the layer"
             )
-        new.assign(value)
+        new_weight.assign(value)
     for layer in layers_of(smaller):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # it computes with numbers made of its weights

@@ -252,7 +252,7 @@ class KerasTracing(Tracing):
                 self._families_of[output_tensors[0]] = self._of_weight(name, output_tensors[0])
             return
         results = [self._with_channels(value) for value in output_tensors]
-        read = leaves(values)
+        input_values = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         moved = partial(_move_labels, type, attributes, values)
         # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
@@ -261,7 +261,7 @@ class KerasTracing(Tracing):
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
             self.notes, _name,
         )  # fmt: skip
-        if not any(value.families for value in read):
+        if not any(value.families for value in input_values):
             output_families = fresh(call)
         else:
             output_families = rule(call) if results else unknown(call)
@@ -269,11 +269,16 @@ class KerasTracing(Tracing):
             if families:
                 self._families_of[output] = families
             # Mixed precision casts each weight before it is used.
-            if type in ("Cast", "Identity") and read[0].name is not None:
-                self._names[output] = read[0].name
+            if type in ("Cast", "Identity") and input_values[0].name is not None:
+                self._names[output] = input_values[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
             self.step(
-                call, rule, module, module, [(value.families, value.shape) for value in read], output_families
+                call,
+                rule,
+                module,
+                module,
+                [(value.families, value.shape) for value in input_values],
+                output_families,
             )
 
     def _of_weight(self, name: str, value: Any) -> Families:
@@ -300,13 +305,13 @@ def _name(value: Any) -> str | None:
 def _move_labels(
     type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family
 ) -> list[Family]:
-    """Return what an op makes of labels in the place of its tensor: an array for each output."""
+    """Return the outputs of an op, as arrays, for labels in place of the tensor that it moves."""
     import tensorflow as tf
 
     # Raw ops are named as ops are, so that any op that moves elements is run on labels without a table.
-    compute, first = getattr(tf.raw_ops, type), first_of(type)
-    labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[first].shape)))
-    inputs = [labels if i == first else value.tensor for i, value in enumerate(values)]
+    compute, label_position = getattr(tf.raw_ops, type), first_of(type)
+    labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[label_position].shape)))
+    inputs = [labels if i == label_position else value.tensor for i, value in enumerate(values)]
     renamed = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}
     names = list(signature(compute).parameters)  # inputs, and then attributes
     keywords = {name: renamed[name] for name in names[len(inputs) :] if renamed.get(name) is not None}

@@ -39,9 +39,9 @@ class ChannelSets:
 
     def fresh(self, count: int) -> Family:
         """Return new labels, each a set of its own."""
-        first = len(self._parents)
-        self._parents = np.concatenate([self._parents, np.arange(first, first + count)])
-        return self._parents[first:].copy()
+        start = len(self._parents)
+        self._parents = np.concatenate([self._parents, np.arange(start, start + count)])
+        return self._parents[start:].copy()
 
     def roots(self, labels: Family) -> Family:
         """Return the root of each label, which stands for its set."""
@@ -54,7 +54,7 @@ class ChannelSets:
             roots = parents
 
     def unite(self, labels: Family, other_labels: Family) -> None:
-        """Make one set of the labels at the same places, after broadcasting."""
+        """Unite the sets of labels at the same places of two arrays, after broadcasting."""
         labels, other_labels = np.broadcast_arrays(self.roots(labels), self.roots(other_labels))
         different = labels != other_labels
         # Broadcasting repeats pairs: a batch of images unites the same channels for each position.
@@ -102,12 +102,12 @@ class ChannelSets:
     def pin(self, family: Family, axis: int, reason: str) -> Family | None:
         """Keep an axis whole: return the family without it; None if it varies along no other axis."""
         # An axis stays whole if all its places are one channel.
-        first = family.take([0], axis)
-        self.unite(family, first)
-        if first.size > 1:
-            return first
+        first_place = family.take([0], axis)
+        self.unite(family, first_place)
+        if first_place.size > 1:
+            return first_place
         if family.size > 1:
-            self.leave(first, reason)
+            self.leave(first_place, reason)
         return None
 
     def pinned(self, families: Families, axes: Iterable[int], reason: str) -> Families:
@@ -131,9 +131,9 @@ class ChannelSets:
         # A reshape may split an axis into places of the same channel, as spatial ones; such axes carry
         # nothing.
         for axis in range(roots.ndim):
-            first = roots.take([0], axis)
-            if (roots == first).all():
-                roots = first
+            first_place = roots.take([0], axis)
+            if (roots == first_place).all():
+                roots = first_place
         if roots.size > 1:
             return roots
         if family.size > 1:
@@ -147,23 +147,26 @@ class ChannelSets:
         """
         rank = max(len(shape) for _, shape in parts)
         # Broadcasting aligns axes from the last one on.
-        padded = [
+        aligned_parts = [
             (tuple(family.reshape((1,) * (rank - len(shape)) + family.shape) for family in families),
              (1,) * (rank - len(shape)) + tuple(shape))
             for families, shape in parts
         ]  # fmt: skip
         merged: list[Family] = []
-        for families, _ in padded:
+        for families, _ in aligned_parts:
             for axis in range(rank):
                 # The other tensor would keep its extent, and the op would fail.
-                if any(_lacks(part, axis) for part in padded):
+                if any(_lacks(part, axis) for part in aligned_parts):
                     families = self.pinned(families, [axis], reason)
             for family in families:
                 self._merge_into(merged, family, reason)
         return tuple(merged)
 
     def _merge_into(self, merged: list[Family], family: Family | None, reason: str) -> None:
-        """Add a family to those of a result; families along the same axis become one."""
+        """Add a family to those of a result, in place; families along the same axis become one.
+
+        Of families where one varies along more axes, the common axes are kept whole.
+        """
         i = 0
         while family is not None and i < len(merged):
             axes, merged_axes = varying(family), varying(merged[i])
@@ -303,7 +306,7 @@ class FollowedOp:
         return default if value_or_none is None else value_or_none
 
     def of(self, value: Any) -> Families:
-        """Return the families of an input; none for what is no tensor."""
+        """Return the families of an input; () for an input that is no tensor."""
         return () if value is None or not hasattr(value, "shape") else self.channels(value)
 
     def part(self, value: Any) -> Part:

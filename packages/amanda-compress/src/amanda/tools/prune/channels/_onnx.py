@@ -60,7 +60,7 @@ class OnnxModel(PrunableModel):
         self._session: tuple[int, bool, Any] | None = None
 
     def __call__(self, *example: Any, **named: Any) -> Any:
-        """Run a session that fuses nothing, so that what is compared is rounded alike; return its outputs."""
+        """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
         return self._run(False, example, named)
 
     def time(self, *example: Any, **named: Any) -> None:
@@ -137,7 +137,7 @@ class OnnxModel(PrunableModel):
         return lambda value: None if value is None else masks.get((value.name, value.shape))
 
     def removal(self, plan: RemovalPlan) -> OnnxRemoval:
-        """Return what puts a smaller model in the place of this one."""
+        """Return a removal that puts a smaller model in the place of this one."""
         return OnnxRemoval(self, plan)
 
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
@@ -250,7 +250,7 @@ _FATAL = 4
 
 
 def _first_nodes(whole: ModelProto, count: int) -> ModelProto:
-    """Return a model of the first nodes, which returns what none of these reads."""
+    """Return a model of the first nodes; its outputs are the values that none of these nodes reads."""
     nodes = whole.graph.node[:count]
     read_names = {name for node in nodes for name in node.input}
     output_names = [name for node in nodes for name in node.output if name and name not in read_names]
@@ -316,7 +316,7 @@ class _SizeCorrection:
         self._readers = Counter(name for node in model.graph.node for name in node.input)
 
     def correct(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Give a node the new sizes; return the nodes that it now reads besides."""
+        """Give a node the new sizes; return new nodes that compute inputs of the node, mostly none."""
         step = self._steps.get(onnx_graph.first_output_of(node))
         if step is None or not step.inputs or node.domain not in ("", "ai.onnx"):
             pass
@@ -373,7 +373,7 @@ class _SizeCorrection:
         return () if concat is maker else (concat,)
 
     def _update_slice(self, node: NodeProto, step: TracedOp) -> None:
-        """Count the bounds in channels that are kept."""
+        """Write the bounds of a Slice, counted in kept channels; leave bounds that are not constant."""
         bounds = [self._numbers(node, step, name, i + 1) for i, name in enumerate(("starts", "ends", "axes"))]
         starts, ends, axes = bounds
         if starts is None or ends is None:
@@ -398,7 +398,7 @@ class _SizeCorrection:
                     self._set_initializer(node, i + 1, value)
 
     def _update_split(self, node: NodeProto, step: TracedOp) -> None:
-        """Say how many channels of each part are kept."""
+        """Write the number of kept channels of each part of a Split, if any changes."""
         axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.outputs[0][1])
         sizes = [self._extents(part)[axis] for part in step.outputs]
         if sizes == [shape[axis] for _, shape in step.outputs]:

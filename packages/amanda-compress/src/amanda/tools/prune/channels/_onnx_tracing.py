@@ -326,12 +326,12 @@ class OnnxTracing(Tracing):
             for result, families in zip(results, output_families, strict=True)
             if families
         )
-        read = [
+        input_parts = [
             (families, value.shape)
             for families, value in zip(channels, values, strict=True)
             if value is not None
         ]
-        self.step(call, op_rule, module, node, read, output_families)
+        self.step(call, op_rule, module, node, input_parts, output_families)
 
     def _families(self, value: OnnxValue) -> Families:
         """Return the families of a value; a weight has new ones at first."""
@@ -352,9 +352,9 @@ def _map_leaves(values: Sequence[Any], function: Callable[[Any], Any]) -> Sequen
 def _move_labels(
     compute: Callable[[Sequence[Any]], Any] | None, values: Sequence[OnnxValue | None], family: Family
 ) -> list[Family]:
-    """Return what a node makes of labels in the place of its first input: an array for each output."""
+    """Return the outputs of a node for labels in place of its first input."""
     assert compute is not None
     assert values[0] is not None
-    whole = np.ascontiguousarray(np.broadcast_to(family, values[0].shape))
-    outputs = compute([whole, *(None if value is None else value.array for value in values[1:])])
+    labels = np.ascontiguousarray(np.broadcast_to(family, values[0].shape))
+    outputs = compute([labels, *(None if value is None else value.array for value in values[1:])])
     return leaves([outputs])

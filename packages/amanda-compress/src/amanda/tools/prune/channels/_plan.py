@@ -115,13 +115,13 @@ Importance = Literal["l1", "l2", "taylor", "random"] | Callable[[Mapping[str, An
 Scope = Literal["local", "global"]
 Of = Literal["channels", "flops", "latency"]
 
-_HALVINGS = 20
+_HALVINGS = 20  # of the share of channels, which is then found to a millionth
 
 
 def scores(
     group: ChannelGroup, number: int, tensors: Mapping[str, Any], importance: Importance, seed: int
 ) -> Any:
-    """Return what each channel of a group is worth: the least is removed first.
+    """Return the importance of each channel of a group; the least important is removed first.
 
     "l1" and "l2" are norms over all weights of the group, over their mean, so that groups compare.  "taylor"
     is the sum of (weight * gradient)**2 (Molchanov et al. 2019, eq. 8).
@@ -221,9 +221,9 @@ class ChannelBudget:
 
 def alive_labels(labels: ChannelSets, groups: Sequence[ChannelGroup], keep_masks: Sequence[Any]) -> Any:
     """Return a mask of all labels: True for those whose channel is kept."""
-    dropped = [group.roots[~keep_mask] for group, keep_mask in zip(groups, keep_masks, strict=True)]
+    dropped_roots = [group.roots[~keep_mask] for group, keep_mask in zip(groups, keep_masks, strict=True)]
     roots = labels.roots(np.arange(labels.count))
-    return ~np.isin(roots, np.concatenate([np.zeros(0, np.int64), *dropped]))
+    return ~np.isin(roots, np.concatenate([np.zeros(0, np.int64), *dropped_roots]))
 
 
 def share_of_work(work: Sequence[Work], alive: Any) -> float:
@@ -274,7 +274,7 @@ class RemovalPlan:
     latency: float | None = None
 
     def choose(self, choice: ChannelOptions) -> None:
-        """Choose what is kept."""
+        """Choose the channels that are kept, and note the reasons for whole layers."""
         tensors = self.subject.tensors()
         notes = self.tracing.notes
         notes.labels.settle()
@@ -329,7 +329,7 @@ def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
 def make_plan(
     subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any], choice: ChannelOptions
 ) -> tuple[RemovalPlan, Any]:
-    """Return a plan, and what the smaller model returns; ops that it does not suit are left whole.
+    """Return a plan, and the smaller model's result; channels that an op needs are left whole.
 
     Raises PruneError where the smaller model cannot run whatever is left whole.
     """
@@ -394,12 +394,12 @@ def _try_until_it_runs(
 
 
 def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
-    """Return the time of a call of the smaller model as a share of the whole one's, measured one by one."""
-    whole = _seconds(plan.subject, example, named)
+    """Return the time of a call of the smaller model as a share of the whole model's time."""
+    whole_seconds = _seconds(plan.subject, example, named)
     removal = plan.subject.removal(plan)
     try:
         removal.apply()
-        return _seconds(plan.subject, example, named) / whole
+        return _seconds(plan.subject, example, named) / whole_seconds
     finally:
         removal.undo()
 

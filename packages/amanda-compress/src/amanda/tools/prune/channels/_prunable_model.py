@@ -79,7 +79,7 @@ class PrunableModel(ABC):
 
     @abstractmethod
     def removal(self, plan: RemovalPlan) -> Removal:
-        """Return what removes the channels that a plan does not keep."""
+        """Return a removal of the channels that a plan does not keep."""
 
     @abstractmethod
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
@@ -98,7 +98,7 @@ class PrunableModel(ABC):
         return model is self.model
 
     def key(self, context: amanda.OpContext) -> Any:
-        """Return what tells an op from all others of the model, in any call of it."""
+        """Return a key of an op that is unique in the model, and the same in each call."""
         return context.get_op_id()
 
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
@@ -223,7 +223,7 @@ class Tracing(amanda.Tool):
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the tensors of what a model returns."""
+    """Return the tensors in a model's result."""
     return [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
 
 
@@ -248,7 +248,7 @@ def first_difference(expected: Tracing, alive: Any, steps: Sequence[TracedOp]) -
 
 
 def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: Any) -> bool:
-    """Return True if an op moves the channels that are kept as it moved them among all, of the same step."""
+    """Return True if an op of the trial moves the kept channels as the same op moved them among all."""
     roots = expected.notes.labels.roots
     for family in step.inputs[0][0]:
         if not alive[family].all() and step.moved is not None and trial_step.moved is not None:
@@ -275,7 +275,7 @@ def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
 
 @amanda.differentiable
 def masked(value: Any, mask: Any) -> Any:
-    """Return a parameter, or those among a list of tensors, with 0 where it is removed."""
+    """Return a parameter, or a list of tensors, with 0 in place of removed channels."""
     # A list of tensors is one input, as for an LSTM's weights.
     if isinstance(value, (list, tuple)):
         return [
@@ -302,7 +302,7 @@ def selected_of_array(value: Any, axis: int, indices: Any) -> Any:
 def array_over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
-    """Return what a normalisation of ONNX makes of the channels that are kept, and 0 for the others."""
+    """Return the output of a normalisation of ONNX over the kept channels, with 0 for the others."""
     kept_inputs = [
         array.take(indices, axis)
         if i == 0
@@ -324,7 +324,7 @@ def _is_vector(name: str, value: Any) -> bool:
 def over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
-    """Return what a normalisation makes of the channels that are kept, and 0 for the others."""
+    """Return the output of a normalisation over the kept channels, with 0 for the others."""
     import torch
 
     value, kept_inputs = inputs[0], list(inputs)

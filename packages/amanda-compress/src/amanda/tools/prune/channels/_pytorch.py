@@ -70,11 +70,11 @@ class TorchModel(PrunableModel):
         return lambda value: masks.get(value) if _is_tensor(value) else None
 
     def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
-        """Return what removes channels, and shortens the state of an optimizer."""
+        """Return a removal that also shortens the state of an optimizer."""
         sizes = sizes_of(self.model, plan.tracing, plan.alive)
         keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
-        whole = frozenset(plan.tracing.notes.whole_groups)
-        return ModuleRemoval(self.model, keep_masks, sizes, whole, optimizer)
+        whole_groups = frozenset(plan.tracing.notes.whole_groups)
+        return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
 
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove channels of the module; return it."""
@@ -247,7 +247,7 @@ class ModuleTracing(Tracing):
         import torch
 
         # A stack: ops of a composite run between the two routines of the outer one.
-        inputs, read = self._open_inputs.pop()
+        inputs, input_parts = self._open_inputs.pop()
         for tensor in leaves(inputs):
             if isinstance(tensor, torch.nn.Parameter) and self._name(tensor) is None:
                 self.unfollowed[module or "the model"] = UNREGISTERED
@@ -260,17 +260,20 @@ class ModuleTracing(Tracing):
         )
         op_rule = self.rule(type)
         # Most ops of a model compute sizes and masks without channels.
-        rule = op_rule if any(families for families, _ in read) else fresh
+        rule = op_rule if any(families for families, _ in input_parts) else fresh
         output_families = rule(call) if output_tensors else self.rule("")(call)
         for output, families in zip(output_tensors, output_families, strict=True):
             # An op in place without channels overwrites those that the tensor had.
             if families or self._families_of.get(output):
                 self._families_of[output] = families
         recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]
-        self.step(call, op_rule, module, source, read, recorded_families)
+        self.step(call, op_rule, module, source, input_parts, recorded_families)
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
-        """Return the families of a tensor; a parameter, or what is followed, has new ones at first."""
+        """Return the families of a tensor, () for an unknown one; a new parameter gets new labels.
+
+        is_followed: True to give new labels to another new tensor too.
+        """
         import torch
 
         families = self._families_of.get(tensor)
@@ -293,13 +296,13 @@ def _move_labels(
     strides: Any,
     family: Family,
 ) -> list[Family]:
-    """Return what an op makes of labels in the place of its first input: an array for each output."""
+    """Return the outputs of an op, as arrays, for labels in place of its first input."""
     import torch
 
-    whole = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
+    labels = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
     if 0 not in strides:  # a view may want the strides that the tensor has
-        whole = torch.empty_strided(shape, strides, dtype=whole.dtype).copy_(whole)
-    outputs = compute([whole, *other_inputs])
+        labels = torch.empty_strided(shape, strides, dtype=labels.dtype).copy_(labels)
+    outputs = compute([labels, *other_inputs])
     return [tensor.numpy() for tensor in leaves([outputs])]
 
 

@@ -54,15 +54,15 @@ class ModuleRemoval:
         indices_by_name: dict[str, dict[int, Any]] = {}
         for (name, axis), keep_mask in self._keep_masks.items():
             indices_by_name.setdefault(name, {})[axis] = np.flatnonzero(keep_mask)
-        changed: dict[int, Any] = {}
+        shortened_tensors: dict[int, Any] = {}
         for name, axes in indices_by_name.items():
             path, _, attribute = name.rpartition(".")
             tensor = getattr(model.get_submodule(path), attribute)
             self._shorten(tensor, axes)
-            changed[id(tensor)] = tensor
+            shortened_tensors[id(tensor)] = tensor
         for path, module in model.named_modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if any(id(tensor) in changed for tensor in tensors):
+            if any(id(tensor) in shortened_tensors for tensor in tensors):
                 self._update_extents(path, module)
         for path, sizes in self._sizes.items():
             for attribute, size in sizes.items():
@@ -178,7 +178,7 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
     no part of the model, count as ops of the module that calls it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    changed: dict[str, dict[int, set[int]]] = {}
+    changed_extents: dict[str, dict[int, set[int]]] = {}
     unchanged_sizes: dict[str, set[int]] = {}
     for step in tracing.steps:
         path = step.module
@@ -190,7 +190,7 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
             for family in part[0]:
                 for axis, extent in enumerate(family.shape):
                     if extent > 1 and new_extents[axis] != extent:
-                        changed.setdefault(path, {}).setdefault(extent, set()).add(new_extents[axis])
+                        changed_extents.setdefault(path, {}).setdefault(extent, set()).add(new_extents[axis])
             if step.type in ("reshape", "expand"):
                 # An extent that also stays, such as a number of classes that equals a width, is left.
                 equal_sizes = {
@@ -198,7 +198,7 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
                 }
                 unchanged_sizes.setdefault(path, set()).update(equal_sizes)
     sizes: dict[str, dict[str, Any]] = {}
-    for path, extents in changed.items():
+    for path, extents in changed_extents.items():
         for name, value in vars(modules[path]).items():
             if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
                 continue

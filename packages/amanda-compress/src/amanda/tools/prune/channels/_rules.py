@@ -80,7 +80,7 @@ def linear(call: FollowedOp) -> Sequence[Families]:
 
 
 def _families_along(call: FollowedOp, weight: Any, axis: int) -> Families:
-    """Return the families of a weight along one axis; those of windows are no channels."""
+    """Return the families of a weight along one axis; leave families of windows, which are no channels."""
     families = call.of(weight)
     for family in families:
         if weight.ndim > 2 and max(family.shape[:2]) == 1:
@@ -347,7 +347,7 @@ def rearranged(call: FollowedOp) -> Sequence[Families]:
 
 
 def shuffled(call: FollowedOp) -> Sequence[Families]:
-    """Move channels between groups, or into images: those that an op takes together go together."""
+    """Move channels between groups, or into images; channels that an op takes together go together."""
     value, groups = call.inputs[0], call.value("groups")
     channels = call.along(call.of(value), 1 if groups else -3)
     if channels is not None and groups:

@@ -239,7 +239,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
 
 def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
-    """Return why an op is not a product with one matrix; "" if it is."""
+    """Return why an op is not a product with one matrix; "" for a product with one matrix."""
     kind, groups = context["type"], context["weight_groups"]
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())
     if kind in MATRIX_PRODUCTS and rank != 2:

@@ -222,6 +222,7 @@ def _torchao_tensor(
     pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
     # torchao's packed tensors of 4 bits run on the host alone in this layout.
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+    # Codes of the packed tensor begin at 0.
     if has_kernel and tool.grid.bits == 4 and size in _TINYGEMM_GROUPS and len(codes) % 16 == 0:
         return _int4_tensor(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
     if not tool.grid.symmetric:
@@ -254,7 +255,7 @@ def _int4_tensor(
 
 
 def weight_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor, or of the tensors that one of torchao has within."""
+    """Return the bytes of a tensor; of a tensor of torchao those of the tensors that it consists of."""
     tensor = getattr(tensor, "data", tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         return int(tensor.numel() * tensor.element_size())

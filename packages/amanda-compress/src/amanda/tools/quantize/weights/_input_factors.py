@@ -168,7 +168,7 @@ def awq_clipped(
     size: PositiveInt,
     steps: Steps = 20,
 ) -> Tensor:
-    """Return a matrix whose groups of so many inputs are clipped to what gives the least squared error.
+    """Return a matrix whose groups of so many inputs are clipped to the limits of least squared error.
 
     The limits are 1, 1 - 1 / steps, ... of the largest magnitude of a group, to above a half of it; the error
     is that of the part of an output that comes from the group.
@@ -229,7 +229,7 @@ class SmoothQuantTool(FoldingTool):
     def factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
     ) -> Tensor:
-        """Return the factors of weights of one input: maxima over a convolution's window are a channel's."""
+        """Return the factors of weights of one input, by the maxima of channels over all their places."""
         import torch
 
         channels = calibrated[0][0].canonical_shape[1]

@@ -220,27 +220,27 @@ class FoldingTool(CalibratedTool):
         unmet = (
             unprepared if self._fold_by_weight is None else "prepare met no product with the whole parameter"
         )
-        skipped, written = dict[str, str](), list[Fold]()
+        skipped, written_folds = dict[str, str](), list[Fold]()
         for weight in self.weights:
             fold = None if weight.part is not None else folds.get(weight.holder)
             if fold is None:
                 if weight.is_ready:
                     skipped[weight.name] = self._unfolded.get(weight.holder, unmet)
-            elif fold not in written:
+            elif fold not in written_folds:
                 why = self._why_not_writable(fold, weights, parameters)
                 if why is None:
-                    written.append(fold)
+                    written_folds.append(fold)
                 elif weight.is_ready:
                     skipped[weight.name] = why
         # All factors of a parameter first: it is written once, and rounded once.
         scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        for fold in written:
+        for fold in written_folds:
             factors = weights[fold.readers[0][0]]["smoothing"]
             for identity, axis, scale in fold.scales(factors):
                 scales[identity].append((axis, scale))
         for identity, parameter_scales in scales.items():
             parameters[identity].change(partial(_scale_axes, scales=parameter_scales), undo=undo)
-        readers = {identity for fold in written for identity, _ in fold.readers}
+        readers = {identity for fold in written_folds for identity, _ in fold.readers}
         for identity, parameter_scales in scales.items():
             if identity in weights:
                 # State and parameters are undone together.
@@ -248,7 +248,7 @@ class FoldingTool(CalibratedTool):
                 self.on_folded(
                     weights[identity], parameters[identity].read(), parameter_scales, identity in readers
                 )
-        return FoldResult(model, written, skipped)
+        return FoldResult(model, written_folds, skipped)
 
     def on_folded(
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
@@ -299,11 +299,11 @@ class FoldingTool(CalibratedTool):
         self, fold: Fold, weights: Mapping[Any, CalibratedWeight], parameters: Mapping[int, StoredParameter]
     ) -> str | None:
         """Return why the factors of a fold cannot be written; None if they can."""
-        parts = {weight.holder for weight in self.weights if weight.part is not None}
+        part_holders = {weight.holder for weight in self.weights if weight.part is not None}
         for identity, _ in (*fold.readers, *fold.makers):
             if identity not in parameters:
                 return f"{fold.names[identity]} is no parameter of the model"
-            if identity in parts:
+            if identity in part_holders:
                 return f"ops read {fold.names[identity]} in parts"
         for identity, _ in fold.readers:
             if identity not in weights:

@@ -84,7 +84,7 @@ def layer(call: FollowedOp) -> Sequence[Families]:
 
 
 def product(call: FollowedOp) -> Sequence[Families]:
-    """Pass factors on to a parameter on the right; a product of other tensors has those of its columns."""
+    """Pass factors on to a parameter on the right; else pass on those of the right factor's columns."""
     roles = MATRIX_PRODUCTS[call.type]
     value, weight = (call.inputs[position] for position in roles.factors)
     summands = [] if roles.bias is None else [call.inputs[roles.bias]]
@@ -229,7 +229,7 @@ def _with_rank(families: Families, rank: int) -> Families:
 
 
 def _produce_and_follow(rule: Rule, call: FollowedOp) -> Sequence[Families]:
-    """Follow an op with a rule, and note the parameters whose channels it makes tensors of."""
+    """Follow an op by a rule, and note the parameters that it reads: their channels can take factors."""
     for value in leaves(call.inputs):
         for family in call.of(value) if call.name_of(value) is not None else ():
             call.labels.produce(family)
