@@ -18,6 +18,8 @@ from amanda.backend import Call
 from amanda.eager import Saved
 from amanda.interceptor import Suspension
 
+from ._levels import innermost, is_wrapped
+
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 _VERSION_PHRASE = " is at version "
 _RAW = "_raw_saved_"
@@ -168,6 +170,8 @@ def _program_hooks() -> Any:
 
 
 def _share_memory(tensor: torch.Tensor, written: torch.Tensor) -> bool:
+    if is_wrapped(tensor) or is_wrapped(written):  # whose storage cannot be asked for
+        tensor, written = innermost(tensor), innermost(written)
     return tensor.layout == written.layout and bool(torch._C._is_alias_of(tensor, written))  # type: ignore[attr-defined]
 
 
