@@ -1,5 +1,6 @@
 """Links between values and views that function transforms have wrapped, so that writes reach both."""
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 _USES_OF_A_TIE = 2
 """References to a storage that a tie itself holds: the tensor within the value, and the storage object."""
+_REFERENCES_OF_A_TIE = 2
+"""References to a value: the tie's attribute, and the argument of the function that counts."""
 
 
 class LevelTie(Tie):
@@ -38,7 +41,9 @@ class LevelTie(Tie):
 
     @property
     def is_used(self) -> bool:
-        """Return True if the program, or a graph of autograd, has a tensor in the memory of the value."""
+        """Return True if the program has the value, or it or a graph of autograd another tensor in its memory."""
+        if sys.getrefcount(self._value) > _REFERENCES_OF_A_TIE:
+            return True
         uses: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
         return uses > _USES_OF_A_TIE
 

@@ -47,8 +47,10 @@ class TorchViews(Views):
     def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
         """Return True for the tensor itself and its views in autograd, unlike a `detach` or a part."""
         # A tie of wrapped tensors holds the value itself.
-        return view is value or is_wrapped(value) or getattr(view, "_base", None) is (
-            value if value._base is None else value._base
+        return (
+            view is value
+            or is_wrapped(value)
+            or getattr(view, "_base", None) is (value if value._base is None else value._base)
         )
 
     def is_lent(self, value: torch.Tensor) -> bool:
