@@ -204,7 +204,7 @@ class _BackwardPass:
     def __init__(
         self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool, is_transform: bool
     ) -> None:
-        """is_transform: whether a transform of torch.func runs the pass, which stores no gradient in a leaf."""
+        """is_transform: whether torch.func runs the pass, which stores no gradient in a leaf."""
         self._driver = driver
         self._is_transform = is_transform
         self._state = state

@@ -6,7 +6,6 @@ from types import FrameType
 
 import torch
 from amanda.interceptor import running
-
 from torch._functorch.autograd_function import custom_function_call as FUNCTION_CALL
 
 from ._requirements import torch_attribute

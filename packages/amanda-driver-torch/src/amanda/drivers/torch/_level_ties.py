@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from amanda.eager import Tie
@@ -41,7 +41,7 @@ class LevelTie(Tie):
 
     @property
     def is_used(self) -> bool:
-        """Return True if the program has the value, or it or a graph of autograd another tensor in its memory."""
+        """Return True if the program has the value, or anything else has a tensor in its memory."""
         if sys.getrefcount(self._value) > _REFERENCES_OF_A_TIE:
             return True
         uses: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]

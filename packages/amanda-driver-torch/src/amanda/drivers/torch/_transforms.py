@@ -95,7 +95,7 @@ class TransformedTensors(TorchTensors):
         return fitting
 
     def _batched_like(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return a value with the batches of an original, as the program may write a sample's number into it."""
+        """Return a value with the batches of an original: the program may write into each sample."""
         if not (batch_axes(original).keys() - batch_axes(value).keys()):
             return value
         return self.call_isolated(_filled_like, (original, value), {})  # type: ignore[no-any-return]

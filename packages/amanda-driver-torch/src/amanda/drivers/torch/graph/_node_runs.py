@@ -15,8 +15,8 @@ from amanda.scope import in_force
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .._autograd import AccumulateGrad
-from .._transforms import RUNS_AS_IS
 from .._schema import flatten_outputs
+from .._transforms import RUNS_AS_IS
 
 if TYPE_CHECKING:
     from amanda.backend import Call
