@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from amanda import interceptor
+from amanda.plan.batched_shape import sample_count
 
 
 class Tally(interceptor.Tally):
@@ -56,3 +57,12 @@ class ShapeTally(interceptor.Tally):
     def recomputed(self) -> ShapeTally | None:
         """Return what counts recomputations; None: they are not counted."""
         return None
+
+    @staticmethod
+    def samples(shapes: tuple[Any, ...]) -> int:
+        """Return how many samples an execution with these shapes computes: 1, unless a vmap maps the op.
+
+        >>> ShapeTally.samples((((2, 3),), ((2, 4),)))
+        1
+        """
+        return sample_count(shapes)

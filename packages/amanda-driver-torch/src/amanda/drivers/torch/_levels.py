@@ -46,6 +46,13 @@ def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
     return positions
 
 
+def batch_sizes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the level and the number of samples of each batch of a tensor, the outermost first."""
+    axes = batch_axes(tensor)
+    sizes = innermost(tensor).shape if axes else ()
+    return [(level, sizes[axes[level]]) for level in sorted(axes)]
+
+
 def with_batches_first(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
     """Return the levels of a tensor's batches, and its data with an axis for each of them in front."""
     axes = batch_axes(tensor)

@@ -9,14 +9,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from amanda.backend import Trace
+from amanda.backend import Call, Trace
+from amanda.eager import Saved
 from amanda.interceptor import Site
-from amanda.plan import spread
+from amanda.plan import BatchedShape, spread
 
 from ._autograd import NodeBracket
 from ._levels import (
     all_layers,
     batch_axes,
+    batch_sizes,
     innermost,
     is_functionalized,
     is_wrapped,
@@ -26,7 +28,7 @@ from ._levels import (
 from ._saved_tensors import SavedAtNodes
 from ._storages import same_bits
 from ._straight_through import StraightThrough
-from ._tensors import TorchTensors, cast_to_fit
+from ._tensors import TorchTensors, cast_to_fit, shape_of
 
 RUNS_AS_IS = "the ops inside run as they are"
 
@@ -64,9 +66,17 @@ class TransformedTensors(TorchTensors):
         needs = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
         return needs if any(needs) else None
 
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of a sample of each tensor, also in lists, with the sizes of its batches."""
+        return tuple([_shape_of(value) for value in inputs])
+
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
         """Attach the trace to the nodes of the op's results at all levels."""
         super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
+
+    def written_later(self, values: Sequence[Any]) -> Saved | None:
+        """Return a context that runs an op in place beside the tensor, which a routine may write afterwards."""
+        return RunBeside() if torch.is_grad_enabled() else None
 
     def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
         """Return the written tensors that the nodes of inputs and outputs have saved, at all levels."""
@@ -127,6 +137,35 @@ class TransformedTensors(TorchTensors):
         except (NotImplementedError, RuntimeError) as error:
             explain_levels(error, values)
             raise
+
+
+class RunBeside(Saved):
+    """Runs an op in place on a copy, which the nodes of all levels save, and writes the result once more.
+
+    What the nodes of the levels below save cannot be found: those of a tangent are not at the tensor.
+    """
+
+    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+        """Run an op in place on a copy of its tensor; on the tensor itself if the op changes more than data."""
+        target = inputs[0]
+        if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
+            return call.invoke(inputs)
+        copy = target.clone()
+        layout = copy.shape, copy.stride(), copy.dtype
+        result = call.invoke([copy, *inputs[1:]])
+        if result is not copy or (copy.shape, copy.stride(), copy.dtype) != layout:
+            return call.invoke(inputs)
+        return target.copy_(copy)
+
+
+def _shape_of(value: Any) -> Hashable:
+    """Return the extents of a sample of a tensor, or of each tensor in a list; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        sizes = batch_sizes(value)
+        return BatchedShape(value.shape, sizes) if sizes else shape_of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
+    return None
 
 
 def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,6 +37,13 @@ class OpCost:
     parameters: int = 0
     bytes: int = 0
     estimate: int = 0
+
+    def for_samples(self, samples: int) -> OpCost:
+        """Return the cost of an execution that a vmap maps over so many samples, not executed yet or as often."""
+        macs, flops = (None if n is None else n * samples for n in (self.macs, self.flops))
+        return replace(
+            self, macs=macs, flops=flops, bytes=self.bytes * samples, estimate=self.estimate * samples
+        )
 
 
 _COUNTS = (

@@ -163,6 +163,8 @@ class FlopsTool(amanda.Tool):
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
+        if is_eager:
+            place = place.for_samples(amanda.ShapeTally.samples(context.get_input_shapes()))
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
             context["as_analysed"] = ShapeCounts(
@@ -286,7 +288,7 @@ class FlopsTool(amanda.Tool):
             context.insert_after_backward_op(self._shared_counts(context, op), grad_inputs=[])
             return
         unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
-        counter = FirstShapeCount(place, self._shared_place(unknown))
+        counter = FirstShapeCount(place, self._shared_place(unknown), self._shared_place)
         context.insert_after_backward_op(counter.count, grad_inputs=[])
 
     def _is_decided_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:
