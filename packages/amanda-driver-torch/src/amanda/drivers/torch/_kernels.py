@@ -6,10 +6,12 @@ from types import FrameType
 
 import torch
 from amanda.interceptor import running
-from torch._functorch.autograd_function import custom_function_call as FUNCTION_CALL
+from torch._functorch.autograd_function import custom_function_call
 
 from ._requirements import torch_attribute
 
+FUNCTION_CALL = custom_function_call
+"""The operator by which torch.func brings a program's autograd.Function to each transform."""
 _KERNELS = (
     "torch._meta_registrations", "torch._refs", "torch._decomp", "torch._prims", "torch._prims_common",
     "torch.nested._internal",

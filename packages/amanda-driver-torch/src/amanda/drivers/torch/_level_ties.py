@@ -44,7 +44,7 @@ class LevelTie(Tie):
         """Return True if the program has the value, or anything else has a tensor in its memory."""
         if sys.getrefcount(self._value) > _REFERENCES_OF_A_TIE:
             return True
-        uses: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        uses: int = torch._C._storage_Use_Count(self._storage._cdata)
         return uses > _USES_OF_A_TIE
 
     @property

@@ -57,8 +57,10 @@ def with_batches_first(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Ten
     """Return the levels of a tensor's batches, and its data with an axis for each of them in front."""
     axes = batch_axes(tensor)
     levels = tuple(sorted(axes))
-    data = innermost(tensor)
-    return levels, data.movedim([axes[level] for level in levels], list(range(len(levels))))
+    data, positions = innermost(tensor), [axes[level] for level in levels]
+    front = list(range(len(levels)))
+    # The tensor itself where that will do: tools recognise it when they read it again.
+    return levels, data if positions == front else data.movedim(positions, front)
 
 
 def wrapped_at(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:

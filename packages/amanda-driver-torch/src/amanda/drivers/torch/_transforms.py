@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from amanda.action import marks
 from amanda.backend import Call, Trace
 from amanda.eager import Saved
 from amanda.interceptor import Site
@@ -124,6 +125,9 @@ class TransformedTensors(TorchTensors):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine that changes no value; explain what it cannot do under a transform."""
+        if "all_samples" in marks(func):
+            with without_transforms():
+                return super().call_observer(func, [_data_of(value) for value in values], kwargs)
         try:
             return super().call_observer(func, values, kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -166,6 +170,13 @@ def _shape_of(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
     return None
+
+
+def _data_of(value: Any) -> Any:
+    """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front."""
+    if isinstance(value, torch.Tensor):
+        return with_batches_first(value)[1] if is_wrapped(value) else value
+    return [_data_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

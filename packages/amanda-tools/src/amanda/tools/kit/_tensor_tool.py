@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
+from amanda.action import all_samples
 from amanda.action import Executions, Observed
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit._inputs import leaves, remarks_on_packed_inputs, unread_sentence
@@ -187,6 +188,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         return self._records[key]
 
     @amanda.observer
+    @all_samples
     def _observe_execution(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
@@ -198,6 +200,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             self.observe(record, tensors, execution)
 
     @amanda.observer
+    @all_samples
     def _observe_slice(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, run: dict[str, Any], first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
