@@ -215,7 +215,9 @@ def test_a_tool_that_changes_nothing_leaves_every_bit(name: str, routine: Callab
 @pytest.mark.slow
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("routine", [nothing, cloned])
-def test_a_tool_that_changes_nothing_leaves_pairs_of_transforms(f: Function, routine: Callable[..., Any]) -> None:
+def test_a_tool_that_changes_nothing_leaves_pairs_of_transforms(
+    f: Function, routine: Callable[..., Any]
+) -> None:
     # Edges to new values change the order in which autograd adds three gradients of a gradient.
     tolerance = 2e-6 if routine is cloned else 0
     for outer, inner in PAIRS:

@@ -5,7 +5,8 @@ tensor under vmap, a tensor that a gradient tracks under grad. What torch asks o
 version, its node, its memory) is asked of the layers of its wrapper.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,32 +116,21 @@ class TransformedTensors(TorchTensors):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine outside of autograd and modes; explain what it cannot do under a transform."""
-        try:
+        with running_routine(values):
             return super().call_isolated(func, values, kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            explain_levels(error, values)
-            raise
 
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine that changes no value; explain what it cannot do under a transform."""
-        if "all_samples" in marks(func):
-            with without_transforms():
-                return super().call_observer(func, [_data_of(value) for value in values], kwargs)
-        try:
-            return super().call_observer(func, values, kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            explain_levels(error, values)
-            raise
+        arguments = [_data_of(value) for value in values] if "all_samples" in marks(func) else values
+        with running_routine(arguments):
+            return super().call_observer(func, arguments, kwargs)
 
     def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that computes for the program; explain what it cannot do under a transform."""
-        try:
+        with running_routine(values):
             return super().call(func, values, kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            explain_levels(error, values)
-            raise
 
 
 class RunBeside(Saved):
@@ -172,6 +162,28 @@ def _shape_of(value: Any) -> Hashable:
     return None
 
 
+@contextmanager
+def running_routine(values: Sequence[Any]) -> Iterator[None]:
+    """Run a routine within the context, and explain what it cannot do with values of a transform.
+
+    A routine whose values no transform has wrapped, such as a weight that is no argument of the transform,
+    runs outside of all: what it makes and keeps is then no wrapper either.
+    """
+    if not any(map(is_wrapped, _tensors_among(values))):
+        with without_transforms():
+            yield
+        return
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        explain_levels(error, values)
+        raise
+
+
+def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in spread(values) if isinstance(value, torch.Tensor)]
+
+
 def _data_of(value: Any) -> Any:
     """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front."""
     if isinstance(value, torch.Tensor):
@@ -185,15 +197,10 @@ def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def explain_levels(error: BaseException, values: Sequence[Any]) -> None:
     """Add a note to an error of a routine whose values function transforms have wrapped."""
-    if any(isinstance(value, torch.Tensor) and is_wrapped(value) for value in spread(values)):
-        note = WITHOUT_NUMBERS if any(map(_is_batched, spread(values))) else WITHOUT_MEMORY
-        notes = getattr(error, "__notes__", [])
-        if note not in notes:
-            error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
-
-
-def _is_batched(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(batch_axes(value))
+    note = WITHOUT_NUMBERS if any(map(batch_axes, _tensors_among(values))) else WITHOUT_MEMORY
+    notes = getattr(error, "__notes__", [])
+    if note not in notes:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 
 
 _REMEDY = (

@@ -78,7 +78,18 @@ class ShapeCounts(amanda.ShapeTally):
     key: anything else that decides the costs.
     """
 
-    __slots__ = ("_batched", "_builders", "_context", "_counts_all_sides", "_costs", "_dtype", "_measure", "_recomputed", "_settle", "key")
+    __slots__ = (
+        "_batched",
+        "_builders",
+        "_context",
+        "_costs",
+        "_counts_all_sides",
+        "_dtype",
+        "_measure",
+        "_recomputed",
+        "_settle",
+        "key",
+    )
 
     def __init__(
         self,

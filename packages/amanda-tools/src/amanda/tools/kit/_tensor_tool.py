@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
-from amanda.action import all_samples
-from amanda.action import Executions, Observed
+from amanda.action import Executions, Observed, all_samples
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit._inputs import leaves, remarks_on_packed_inputs, unread_sentence
 from amanda.tools.kit._tensors import tensors_of

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 import amanda
-from amanda.action import all_samples
-from amanda.action import Executions, Observed
+from amanda.action import Executions, Observed, all_samples
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit import OpTensor, leaves, remarks_on_packed_inputs
