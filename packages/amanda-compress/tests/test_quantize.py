@@ -24,14 +24,14 @@ from amanda.tools.quantize import (
     Grid,
     QuantizeError,
     QuantizeTool,
-    _tool,
+    _result,
     choose_qparams,
     extremes,
     fake_quantize,
     lsq_quantize,
     lsq_scale,
 )
-from amanda.tools.quantize._tool import read_scales, write_scales
+from amanda.tools.quantize._result import read_scales, write_scales
 from amanda.tools.select import select
 
 with warnings.catch_warnings():
@@ -322,7 +322,7 @@ def test_scales_of_an_older_version_are_read_and_of_a_newer_one_refused(
     for suffix in (".json", ".safetensors"):
         path = write_scales(tmp_path / f"scales{suffix}", arrays, {"options": {}})
         with monkeypatch.context() as later:
-            later.setattr(_tool, "_VERSION", 2)
+            later.setattr(_result, "_VERSION", 2)
             found, about = read_scales(path)
             newer = write_scales(tmp_path / f"newer{suffix}", arrays, {})
         assert np.array_equal(found["fc/linear/weight.scale"], arrays["fc/linear/weight.scale"])
@@ -468,14 +468,14 @@ def test_two_tools_give_two_parts_different_bits(model: Network, batches: list[T
     ("options", "message"),
     [
         ({"method": "statics"}, "method is 'statics'; give one of 'static', 'dynamic'"),
-        ({"weight_bits": 17}, "weight_bits is 17; give a whole number from 2 to 16, 'e4m3' or 'e5m2'"),
+        ({"weight_bits": 17}, "weight_bits is 17; give an integer from 2 to 16, 'e4m3' or 'e5m2'"),
         ({"weight_bits": None, "activation_bits": None}, "nothing would be quantised"),
         ({"observer": "max"}, "observer is 'max'"),
         ({"method": "dynamic", "observer": "mse"}, "dynamic takes the extremes at each execution"),
         ({"method": "lsq", "rounding": "half_up"}, "lsq rounds half to even"),
         ({"percentile": 0.5}, "above 50"),
         ({"averaging": 0}, "above 0"),
-        ({"calibration": -1}, "calibration is -1; give a whole number"),
+        ({"calibration": -1}, "calibration is -1; give an integer"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
@@ -873,7 +873,7 @@ def test_modules_are_selected_with_all_that_lies_in_them() -> None:
         with amanda.apply(tool):
             net(x)
         assert {one.module for one in tool.result} == wanted
-    with pytest.raises(QuantizeError, match="module is 3; give a list of texts, a text, or None"):
+    with pytest.raises(QuantizeError, match="module is 3; give a list of strings, a string, or None"):
         QuantizeTool(module=3)  # type: ignore[arg-type]
     tool = QuantizeTool(module="nine")
     with amanda.apply(tool):

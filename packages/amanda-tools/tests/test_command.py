@@ -12,11 +12,9 @@ import pytest
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
-from amanda.tools.command._config import read_config
-from amanda.tools.command._launch import command_of
-from amanda.tools.command._options import Unreadable, read
-from amanda.tools.command._run import _separated
-from amanda.tools.command._spec import combined, made, split_tools
+from amanda.tools.command._line import read_config
+from amanda.tools.command._run import _separated, command_of
+from amanda.tools.command._specs import Unreadable, combined, made, read, split_tools
 from amanda.tools.coverage import CoverageResult, OpCoverage
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
@@ -40,19 +38,19 @@ from amanda.tools.steps import Steps
     ],
 )  # fmt: skip
 def test_values_are_read_as_annotated(text: Any, kind: Any, value: Any) -> None:
-    found = read(text, kind)
-    assert found == value
-    assert type(found) is type(value)
+    read_value = read(text, kind)
+    assert read_value == value
+    assert type(read_value) is type(value)
 
 
 @pytest.mark.parametrize(
     ("given", "kind", "part"),
     [
-        ("1.5", int, "whole number"), ("x", float, "a number"), ("maybe", bool, "true or false"),
+        ("1.5", int, "integer"), ("x", float, "a number"), ("maybe", bool, "true or false"),
         ("ful", Literal["no", "full"], "no or full; did you mean full?"),
-        ("x", int | None, "whole number or none"),
-        ("1+x", list[int], "list of whole number"), (["1", "2"], int, "not several"), (3, str, "text"),
-        (True, int, "whole number"), ("x", dict[str, int], "make the tool in Python"),
+        ("x", int | None, "integer or none"),
+        ("1+x", list[int], "list of integer"), (["1", "2"], int, "not several"), (3, str, "string"),
+        (True, int, "integer"), ("x", dict[str, int], "make the tool in Python"),
         ("x", dict[str, int] | None, "make the tool in Python"),
     ],
 )  # fmt: skip
@@ -64,7 +62,7 @@ def test_what_cannot_be_read_says_what_is_expected(given: Any, kind: Any, part: 
 def test_options_are_those_of_the_constructor() -> None:
     assert list(map(str, options_of(NanTool).values())) == [
         "stop: true or false = false", "inf: true or false = false", "backward: true or false = true",
-        "limit: whole number from 1 on = 20",
+        "limit: integer >= 1 = 20",
     ]  # fmt: skip
     assert not options_of(FlopsTool)["formulas"].readable
     assert str(options_of(StatsTool)["quantiles"]) == "quantiles: list of number from 0 to 1 = 0.01+0.5+0.99"
@@ -86,17 +84,17 @@ def test_a_tool_is_said_in_a_word(text: str, name: str, given: dict[str, Any]) -
 
 
 def test_a_result_with_forms_of_its_own_says_itself_what_it_can_be() -> None:
-    made = ToolSpec.parse("profile:out=step.trace.json.gz").make(Steps())
-    assert made.out == Path("step.trace.json.gz")
+    tooling = ToolSpec.parse("profile:out=step.trace.json.gz").make(Steps())
+    assert tooling.out == Path("step.trace.json.gz")
 
 
 def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
-    made = ToolSpec.parse(
+    tooling = ToolSpec.parse(
         "nan:stop,limit=3,type=conv2d+linear,module=a,module=b,exclude=a.c,out=x.json,end=5"
     ).make(Steps())
-    assert isinstance(made.tool, NanTool)
-    assert (made.tool._stop, made.tool._limit, made.out) == (True, 3, Path("x.json"))
-    assert str(made.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b, exclude=a.c"
+    assert isinstance(tooling.tool, NanTool)
+    assert (tooling.tool._stop, tooling.tool._limit, tooling.out) == (True, 3, Path("x.json"))
+    assert str(tooling.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b, exclude=a.c"
 
 
 @pytest.mark.parametrize(
@@ -104,13 +102,16 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
     [
         ("flop", ["no distribution registers a tool 'flop'", "did you mean flops?"]),
         ("nan:stap", ["tool nan has no option 'stap'", "did you mean stop?"]),
-        ("nan:limit=few", ["tool nan, option limit", "expected a whole number", "'few'"]),
+        ("nan:limit=few", ["tool nan, option limit", "expected an integer", "'few'"]),
         ("flops:formulas=x", ["tool flops, option formulas", "make the tool in Python"]),
         ("flops:phase=front", ["option phase", "forward or backward", "'front'"]),
         ("flops:start=5,end=2", ["tool flops: end is 2, start 5"]),
         ("stats:every=0", ["tool stats", "every"]),
         ("flops:module='a", ["quotation mark"]),
-        ("mapping", ["tool mapping needs rules, and its values are no text: make the tool in Python"]),
+        (
+            "mapping",
+            ["tool mapping needs rules, and text cannot express its values: make the tool in Python"],
+        ),
         (":limit=3", ["':limit=3' names no tool; give TOOL or TOOL:option=value,..."]),
         ("standard_mapping:out=a.json", ["option out: the tool has no result"]),
         ("prune:xyzzy=1", ["there are begin, ", "module, norm, out, pattern"]),
@@ -171,10 +172,10 @@ def test_what_is_wrong_with_a_configuration_is_said(
     if text is not None:
         (tmp_path / name).write_text(text)
     assert run(["--config", str(tmp_path / name), "script.py"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("amanda run: ")
-    assert name in told
-    assert part in told
+    message = capsys.readouterr().err
+    assert message.startswith("amanda run: ")
+    assert name in message
+    assert part in message
 
 
 @pytest.mark.parametrize(
@@ -282,11 +283,11 @@ def test_flops_of_ranks_add_up() -> None:
 
 def test_coverage_of_ranks_adds_up() -> None:
     place = OpCoverage("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
-    one = CoverageResult([place])
-    merged = one.merged(CoverageResult.from_dict(one.to_dict()))
+    single = CoverageResult([place])
+    merged = single.merged(CoverageResult.from_dict(single.to_dict()))
     assert isinstance(merged, Mergeable)
     assert merged.rows() == [("forward", "linear", "a", "a.py:1", "Net", 6, 4, 4, 6, 4 / 6)]
-    assert one.total() == 3
+    assert single.total() == 3
 
 
 def test_findings_of_ranks_are_listed_together() -> None:

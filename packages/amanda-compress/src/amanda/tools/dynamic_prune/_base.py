@@ -1,10 +1,11 @@
-"""Base of dynamic pruning tools: predictors, their state per thread, and results."""
+"""Base of dynamic pruning tools: predictors, their state per thread, results, patterns in the dataflow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -14,7 +15,7 @@ from amanda.options import Seed, checked
 from amanda.tools.kit import Dataflow, DataflowNode, tensors_of
 from amanda.tools.libraries import get_dtype_name
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import StandardMapping
+from amanda.tools.mapping import MATRIX_PRODUCTS, StandardMapping
 from amanda.tools.results import Column, Result, amount, shortened
 
 KEYS = ("phase", "type", "module", "source")
@@ -102,7 +103,9 @@ class PerThreadState(Generic[T]):
     """
 
     def __init__(self, tool: amanda.Tool, make: Callable[[], T]) -> None:
+        # Weak: the tool holds this object, and a cycle would keep states until a garbage collection.
         self._tool, self._make = ref(tool), make
+        # Threads of servers come and go; their states, which hold tensors, go with them.
         self._states: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = WeakKeyDictionary()
         self._last: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
 
@@ -130,6 +133,7 @@ class PerThreadState(Generic[T]):
 
         Where this thread has executed nothing, the last execution of any thread counts.
         """
+        # None on a thread of a framework's own pool, as where autograd recomputes a checkpoint.
         caller = amanda.Tool.caller()
         states = None if caller is None else self._states.get(caller)
         return (self._last if states is None else states).get(key)
@@ -142,6 +146,8 @@ class PerThreadState(Generic[T]):
             if states is None:
                 states = self._states[caller] = WeakKeyDictionary()
             return states
+        # With one program thread there is no doubt for whom the framework computes; with more, a guess would
+        # mix examples.
         if len(self._states) > 1:
             raise ToolError(
                 f"{type(self._tool()).__name__}: a thread of the framework recomputes ops for one of "
@@ -179,6 +185,7 @@ class DynamicPruneTool(amanda.Tool):
     @checked
     def __init__(self, seed: Seed = 0, state: Callable[[], Any] = dict) -> None:
         super().__init__()
+        # Two streams: predictors are the same whether noise was drawn between their creations or not.
         self._initial_random, self._noise_random = (
             np.random.default_rng(seed),
             np.random.default_rng([seed, 1]),
@@ -188,6 +195,8 @@ class DynamicPruneTool(amanda.Tool):
         self._rows: dict[str, PrunedOp] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._enter)
+        # Two routines for each op: a node of the dataflow is needed before the op, its outputs are there
+        # after it.
         self.add_inst_for_op(self._leave, require_outputs=True)
 
     @checked
@@ -197,7 +206,7 @@ class DynamicPruneTool(amanda.Tool):
 
     @property
     def result(self) -> DynamicPruneResult:
-        """Return the share of each op that was pruned so far."""
+        """Return the mean pruned share of each op, over all executions so far."""
         return DynamicPruneResult(self._rows.values())
 
     def clear(self) -> None:
@@ -246,6 +255,8 @@ class DynamicPruneTool(amanda.Tool):
         Ops are analysed anew unless the state has exactly the parameters that exist.
         """
         parameters = self.state_dict()
+        # Parameters that an optimizer holds have to stay the same objects, so that equal shapes are filled in
+        # place.
         has_same_parameters = not self.waiting_state() and _shapes(parameters) == _shapes(state)
         if not (
             has_same_parameters
@@ -287,16 +298,20 @@ class DynamicPruneTool(amanda.Tool):
             return None
         noises = self._noise_random
         if recomputed and run is not None and _NOISE in run:
+            # A recomputation draws with the generator's state of the first execution, and leaves the tool's
+            # generator where it is.
             noises = np.random.default_rng()
             noises.bit_generator.state = run[_NOISE]
         elif run is not None:
             run[_NOISE] = noises.bit_generator.state
+        # Away from 0 and 1, whose logit is infinite.
         uniform = noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
         return tensors_of(like).cast(np.log(uniform) - np.log1p(-uniform), like)
 
 
 def without_run(context: amanda.OpContext) -> dict[str, Any]:
     """Return keyword arguments that keep `run` from a routine where nothing runs again."""
+    # Graphs call each routine once for each execution, so that nothing tells executions apart or runs again.
     return {} if context.is_eager() else {"run": None}
 
 
@@ -307,3 +322,101 @@ def _update_in_place(value: Any, loaded: Any) -> bool:
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items()}
+
+
+# The other products have a weight, as `linear` and in compiled graphs `addmm`, or no batch of matrices.
+SCORES = frozenset({"matmul", "einsum", "baddbmm"})
+"""Types of products of queries and keys."""
+LAYERS = frozenset({*MATRIX_PRODUCTS, "einsum"})
+"""Types of products by which layers make queries, keys and values."""
+_BETWEEN = frozenset(
+    {"add", "sub", "mul", "div", "masked_fill", "where", "to", "clamp", "maximum", "reshape", "Identity",
+     "clone", "contiguous", "dropout"}
+)  # fmt: skip
+"""Types of ops between the product of queries and keys and the softmax."""
+
+_PARTS = 50  # the most parts of a concatenated tensor that are followed
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A residual connection: a sum of the output of a branch and the branch's input, or a projection of that.
+
+    branch: position of the branch's output in the sum.  ops: of the branch, the last first.
+    identity: number of the other tensor.
+    """
+
+    branch: int
+    ops: tuple[DataflowNode, ...]
+    identity: int
+
+
+def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
+    """Return the residual connection that an op ends, or None; the branch is the input with more ops."""
+    if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
+        return None
+    # A sum with a vector is a bias, and of matrices seldom a branch.
+    if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
+        return None
+    # Both inputs are followed back until they meet, which is where the branch began.
+    ways = [list(flow.back(number)) for number in node.inputs[:2]]
+    first = {number: i for i, (number, _) in enumerate(ways[0])}
+    meeting = next(((first[number], i) for i, (number, _) in enumerate(ways[1]) if number in first), None)
+    if meeting is None or meeting[0] == meeting[1] == 0:
+        return None
+    # The longer way computes; the other is the identity or a projection.
+    branch = 0 if meeting[0] > meeting[1] else 1
+    ops = [op for _, op in ways[branch][: meeting[branch]] if op is not None]
+    return Residual(branch, tuple(ops), ways[1 - branch][0][0])
+
+
+def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
+    """Return True unless the layers show that queries and keys come from different tensors."""
+    queries, *keys = (_inputs_of_layers(flow, number) for number in product.reads[:2])
+    # In doubt True: a missing layer, as of compiled code, must not stop the pruning.
+    return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
+
+
+def _inputs_of_layers(flow: Dataflow, number: int) -> set[int | None]:
+    """Return the inputs of the layers that made a tensor or its parts, since caches concatenate keys."""
+    parts, layer_inputs, looked_at = [number], set[int | None](), 0
+    while parts and looked_at < _PARTS:
+        looked_at += 1
+        for _, node in flow.back(parts.pop()):
+            if node is not None and node.type in LAYERS:
+                layer_inputs.add(node.data)
+            elif node is not None and node.type == "cat":
+                parts.extend(node.reads)
+            else:
+                continue
+            break
+    return layer_inputs
+
+
+def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
+    """Return the product of queries and keys that a softmax reads, or None."""
+    size = node.shapes[0]
+    if size is None or len(size) not in (3, 4):
+        return None
+    number = node.inputs[0]
+    # Between scores and softmax lie scaling, masks and casts: a longer chain is another program.
+    for _ in range(12):
+        maker = flow.maker(number)
+        if maker is None or maker.type in SCORES:
+            return maker
+        if maker.type not in _BETWEEN:
+            return None
+        same = [
+            i for i, shape in zip(maker.inputs, maker.shapes, strict=True) if shape == size and i is not None
+        ]
+        number = next(iter(same), maker.data)
+    return None
+
+
+def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
+    """Return the number of heads that share an axis with the batch, from the shape in the queries' layer."""
+    for _, node in flow.back(product.data):
+        if node is not None and node.type in LAYERS and node.shapes[0]:
+            batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores[1] or 1)
+            return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
+    return None

@@ -1,4 +1,4 @@
-"""Masks: the elements of a weight that are kept, as functions of magnitudes.
+"""Masks: the elements of a weight that are kept, as functions of magnitudes, and patterns of sparsity.
 
 Weights are arrays of NumPy, tensors of PyTorch, or eager tensors of TensorFlow.  A mask has the weight's
 library, shape and type, with 1 where an element is kept and 0 elsewhere.
@@ -6,8 +6,10 @@ library, shape and type, with 1 where an element is kept and 0 elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from math import inf, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -40,6 +42,8 @@ def _for_any_framework(keep_mask: Callable[..., Array]) -> Callable[..., Any]:
     @wraps(keep_mask)
     def mask(weight: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_of(weight)
+        # Masks are chosen in float32 or wider, and returned in the weight's type, which is what a product
+        # with it needs.
         return tensors.cast(keep_mask(tensors.plain(weight), *args, **kwargs), weight)
 
     return mask
@@ -109,6 +113,7 @@ def block_mask(
 def element_keep_masks(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return keep masks of weights of any shapes: the smallest elements of all weights are dropped."""
     tensors = tensors_of(magnitudes[0])
+    # One row of all weights makes "global" and "local" the same function of one or several weights.
     row = tensors.flat(magnitudes)
     return _split_in_shapes(tensors.keep_mask_of_highest(row, round(sparsity * len(row))), magnitudes)
 
@@ -119,6 +124,7 @@ def n_m_keep_mask(magnitudes: Array, n: int, m: int) -> Array:
     if not 0 < n <= m or k % m:
         raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
     groups = do("reshape", magnitudes, (*outer, k // m, m))
+    # Ranks and not a threshold: of equal magnitudes exactly n have to stay, which hardware demands.
     return do("reshape", tensors_of(groups).ranks(groups) >= m - n, (*outer, k))
 
 
@@ -129,14 +135,18 @@ def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: i
     for matrix in magnitudes:
         if len(shape(matrix)) != 2:
             raise ShapeError(f"tiles are of a matrix (k, n), not of a weight of shape {shape(matrix)}")
+    # Two rounds that each keep sqrt(1 - sparsity) keep 1 - sparsity together.
     share = 1 - sqrt(1 - sparsity)
     tensors = tensors_of(magnitudes[0])
+    # On the host in NumPy: tiles are ragged, and a loop over them on a GPU would launch a kernel for each.
+    # -inf of dropped elements becomes 0.
     squares = [np.square(np.maximum(tensors.to_numpy(matrix), 0)) for matrix in magnitudes]
     column_masks = unit_keep_masks([(np.sqrt(matrix.mean(0)), len(matrix)) for matrix in squares], share)
     tiles = [
         [columns[i : i + granularity] for i in range(0, len(columns), granularity)]
         for columns in map(np.flatnonzero, column_masks)
     ]
+    # Rows are ranked within their tile: a row may stay in one tile and go in another.
     segments = [
         (np.sqrt(matrix[:, tile].mean(1)), len(tile))
         for matrix, matrix_tiles in zip(squares, tiles, strict=True)
@@ -166,10 +176,12 @@ def channel_keep_masks(magnitudes: Sequence[Array], sparsity: float, norm: int =
     units = []
     for weight in magnitudes:
         rows = do("reshape", weight, (shape(weight)[0], -1))
+        # Dropped channels have -inf throughout; -1 ranks them below a channel that is 0 and kept.
         alive = tensors.to_numpy((rows >= 0).sum(1)) > 0
         powers = tensors.to_numpy((_zero_where_dropped(rows) ** norm).sum(1))
         length = shape(rows)[1]
         units.append((np.where(alive, (powers / length) ** (1 / norm), -1), length))
+    # A global budget could empty a whole layer otherwise, and cut the network.
     if len(units) > 1 and sparsity < 1:
         for scores, _ in units:
             scores[scores.argmax()] = np.inf
@@ -195,6 +207,7 @@ def block_keep_masks(
     units = []
     for grid in grids:
         dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
+        # Powers rank as their roots do, and no root rounds near ties apart.
         powers = tensors.to_numpy((_zero_where_dropped(grid) ** norm).sum((1, 3)))
         units.append((np.where(dropped, -1, powers).reshape(-1), height * width))
     keep_masks = []
@@ -212,6 +225,7 @@ def row_keep_masks(scores: Sequence[Array], sparsity: float) -> list[Array]:
     keep_masks = []
     for weight_scores in scores:
         rows = do("reshape", weight_scores, (shape(weight_scores)[0], -1))
+        # By output, as Wanda compares weights of one output alone (Sun et al. 2023, sec. 3).
         keep_mask = tensors_of(weight_scores).ranks(rows) >= round(sparsity * shape(rows)[1])
         keep_masks.append(do("reshape", keep_mask, shape(weight_scores)))
     return keep_masks
@@ -234,6 +248,7 @@ def unit_keep_masks(units: Sequence[tuple[Any, int]], sparsity: float) -> list[A
         count = round(sparsity * len(scores))
     else:
         dropped = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
+        # Units of several sizes meet a share only nearly: the nearest number of units is taken.
         count = int(np.argmin(abs(dropped - sparsity * dropped[-1])))
     keep_mask = tensors_of(scores).keep_mask_of_highest(scores, count)
     return np.split(keep_mask, np.cumsum([len(unit_scores) for unit_scores, _ in units])[:-1])
@@ -252,8 +267,10 @@ def regrown_keep_masks(
     row, scores = tensors.flat(magnitudes), tensors.flat(growth)
     total = len(row)
     keep_count = total - round(sparsity * total)
+    # Where the sparsity falls, fewer elements are kept so far than are to stay.
     stay = min(keep_count - round(fraction * keep_count), int((row > -inf).sum()))
     staying = tensors.keep_mask_of_highest(row, total - stay)
+    # Growth is not negative, so that -1 keeps elements that stay from being chosen a second time.
     candidates = do("where", staying, -do("ones_like", scores), scores)
     grown = tensors.keep_mask_of_highest(candidates, total - (keep_count - stay))
     return _split_in_shapes(staying | grown, magnitudes)
@@ -292,6 +309,7 @@ def input_permutation(
     if n == m:
         return order
     group = order // m
+    # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
     without = np.empty(k)  # magnitude that the group of channel i keeps without channel i
     joining = np.empty((k, k))  # magnitude that this group gains by channel j
     changed = np.arange(k // m)
@@ -304,6 +322,7 @@ def input_permutation(
                 joining[i] = np.maximum(channels - largest[0], 0).sum(1)
         replacement = without[:, None] + joining - (without + np.diag(joining))[:, None]
         gains = replacement + replacement.T
+        # Each pair once, and no pair within a group, whose order changes nothing.
         gains[group[:, None] >= group[None, :]] = 0
         changed = _swap_best(gains, order, group, 1e-9 * channels.sum())
         if not len(changed):
@@ -318,10 +337,97 @@ def _swap_best(
     positions = np.argsort(order)
     first_channels, second_channels = np.nonzero(gains > least)
     changed_groups: set[int] = set()
+    # Stable, so that equal gains give the same order on each machine.
     for best in np.argsort(-gains[first_channels, second_channels], kind="stable"):
         i, j = first_channels[best], second_channels[best]
+        # Gains were computed for the groups before any swap of the round.
         if not {group[i], group[j]} & changed_groups:
             changed_groups |= {group[i], group[j]}
             order[[positions[i], positions[j]]] = j, i
             group[[i, j]] = group[[j, i]]
     return np.array(sorted(changed_groups), np.intp)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A shape of sparsity: which elements of a weight are dropped together.
+
+    name: the option `pattern` of PruneTool.  keep_masks: function of the scores of weights (outputs, inputs,
+    ...), -inf where an element is dropped already, and of a sparsity; it returns keep masks.
+    n_m: n and m of a pattern that keeps n of each m consecutive input channels, whatever the sparsity.
+    block: outputs and inputs of a block; a weight's matrix (outputs, inputs and window) has whole blocks.
+    """
+
+    name: str
+    keep_masks: Callable[[Sequence[Array], float], list[Array]]
+    n_m: tuple[int, int] | None = None
+    block: tuple[int, int] | None = None
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True if each element is dropped by itself."""
+        return self.keep_masks is element_keep_masks
+
+    def why_unsupported(self, extents: Sequence[int], has_axes: bool) -> str | None:
+        """Return why a weight of these extents cannot have the pattern; None for a weight that can."""
+        if not has_axes and not self.is_elementwise:
+            return "which of its axes are outputs and inputs is not known"
+        if self.n_m is not None and extents[1] % self.n_m[1]:
+            return f"its {extents[1]} input channels are no multiple of {self.n_m[1]}"
+        if self.block is not None:
+            matrix = extents[0], prod(extents[1:])
+            if any(extent % block_extent for extent, block_extent in zip(matrix, self.block, strict=True)):
+                return f"its matrix of {matrix[0]}x{matrix[1]} has no whole number of blocks {self.block}"
+        return None
+
+
+def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -> Pattern:
+    """Return a pattern by name: "unstructured", n:m such as "2:4", "block", "tile" or "structured".
+
+    Raises PruneError for another name.
+    """
+    if match := re.fullmatch(r"(\d+):(\d+)", name):
+        n, m = int(match[1]), int(match[2])
+        if 0 < n <= m:
+            return Pattern(name, partial(_vector_keep_masks, n, m), (n, m))
+        raise PruneError(f"pattern is {name!r}: of each {m} channels {n} cannot be kept")
+    named: dict[str, Callable[..., list[Array]]] = {
+        "unstructured": element_keep_masks,
+        "block": partial(_matrix_block_keep_masks, block, norm),
+        "tile": partial(_matrix_tile_keep_masks, granularity),
+        "structured": partial(channel_keep_masks, norm=norm),
+    }
+    if name not in named:
+        raise PruneError(
+            f"pattern is {name!r}; it is unstructured, n:m (such as 2:4), block, tile or structured"
+        )
+    return Pattern(name, named[name], block=(block[0], block[1]) if name == "block" else None)
+
+
+def _vector_keep_masks(n: int, m: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
+    """Return keep masks by n:m along the input channels; the sparsity has no effect."""
+    return [
+        do("moveaxis", n_m_keep_mask(do("moveaxis", weight, 1, -1), n, m), -1, 1) for weight in magnitudes
+    ]
+
+
+def _matrix_block_keep_masks(
+    block: tuple[int, int], norm: int, magnitudes: Sequence[Array], sparsity: float
+) -> list[Array]:
+    """Return keep masks by blocks of the matrices (outputs, inputs and window) of weights."""
+    matrices = [do("reshape", weight, (shape(weight)[0], -1)) for weight in magnitudes]
+    keep_masks = block_keep_masks(matrices, sparsity, block, norm)
+    return [
+        do("reshape", keep_mask, shape(weight))
+        for keep_mask, weight in zip(keep_masks, magnitudes, strict=True)
+    ]
+
+
+def _matrix_tile_keep_masks(granularity: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
+    """Return keep masks by tiles of the matrices (inputs and window, outputs) of weights."""
+    matrices = [do("reshape", weight, (shape(weight)[0], -1)).T for weight in magnitudes]
+    keep_masks = tile_keep_masks(matrices, sparsity, granularity)
+    return [
+        do("reshape", keep_mask.T, shape(weight))
+        for keep_mask, weight in zip(keep_masks, magnitudes, strict=True)
+    ]

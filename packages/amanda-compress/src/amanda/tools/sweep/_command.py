@@ -40,14 +40,14 @@ def _parse_numbers(text: str) -> list[float]:
 @click.option(
     "--levels", type=_parse_numbers, metavar="N,N,...", help="Sparsities or bits, from mild to harsh."
 )
-@click.option("--type", "types", multiple=True, help="Only ops of this type; may be repeated.")
+@click.option("--type", "types", multiple=True, help="Sweep only ops of this type; may be repeated.")
 @click.option(
-    "--budgets", type=_parse_numbers, metavar="N,N,...", help="Shares of the cost to search levels for."
+    "--budgets", type=_parse_numbers, metavar="N,N,...", help="Budgets of the search, as shares of the cost."
 )
 @click.option(
     "--cost", type=click.Choice(["size", "flops"]), default="size", help="The cost that budgets limit."
 )
-@click.option("--metric", default="metric", help="Name of the number.")
+@click.option("--metric", default="metric", help="Name of the number in results.")
 @click.option("--retries", type=click.IntRange(0), default=0, help="Further runs of a failed point.")
 @compiled_option
 @save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
@@ -67,9 +67,9 @@ def _sweep_command(
 ) -> int:
     """Prune or quantise one op at a time, and all together, and evaluate the model each time.
 
-    FUNCTION, of a FILE or a module, takes no arguments and returns a number, such as an accuracy. Ctrl-C
-    prints and saves the points measured before. With --budgets each op gets its own level, such that the
-    cost of the model is within each budget, and --save writes that search.
+    FILE may also be a module. FUNCTION takes no arguments and returns a number, such as an accuracy. Ctrl-C
+    prints and saves the points measured so far. With --budgets, a search chooses a level for each op, so
+    that the model's cost is within each budget; --save then writes the result of the search.
 
     \b
     amanda sweep sparsity evaluate.py:accuracy --levels 0.5,0.9 --save sweep.svg
@@ -86,6 +86,7 @@ def _sweep_command(
                 results.append(sweep.search(budgets, retries))
             else:
                 sweep.run(retries)
+        # Points take minutes: those that are measured are printed and saved.
         except KeyboardInterrupt:
             status = 130
         except SweepError as error:
@@ -98,6 +99,7 @@ def _sweep_command(
         return _report_failure(evaluate, error)
     results.insert(0, sweep.result)
     for path in files:
+        # The search is what was asked for; the measurements are printed before it.
         results[-1].save(path)
     sys.stdout.write("\n".join(f"{result}\n" for result in results))
     if failed is not None:
@@ -122,7 +124,7 @@ def _make_sweep(
             options |= {"sparsities": levels} if levels else {}
             return SparsitySweep(evaluate, **options)
         if not all(level.is_integer() for level in levels or ()):
-            raise SpecError("bits are whole numbers")
+            raise SpecError("bits are integers")
         options |= {"bits": [int(level) for level in levels]} if levels else {}
         return BitsSweep(evaluate, **options)
     except AmandaError as error:
@@ -133,6 +135,7 @@ def _make_sweep(
 def _report_failure(evaluate: str, error: Exception) -> int:
     """Write what the program raised to stderr, from where the frames of the program begin."""
     trace = error.__traceback__
+    # Frames of the loader say nothing about the user's program.
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADER_FILES):
         trace = trace.tb_next
     if trace is None and not isinstance(error, SyntaxError):

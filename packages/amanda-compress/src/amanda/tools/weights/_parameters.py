@@ -6,16 +6,24 @@ parameter in its own shape.  Stores of further frameworks are entry points of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import amanda
 from amanda import interceptor
 from amanda.errors import AmandaError
 from amanda.tools.libraries import do, to_numpy
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import InstalledEntries, backend_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from amanda.tools.weights._weight_input import ParameterSlice
+
 
 Changed = Callable[[Any], Any]
 """Returns new values of a part of a parameter, from its present ones."""
@@ -66,6 +74,7 @@ class StoredParameter:
         undo: receives a function that writes the present values back, before new ones are written.
         Raises ParameterError for a parameter that cannot be written.
         """
+        # `undo` needs the old values until all parameters are written.
         old = self.read()
         new = changed(old.copy())
         if undo is not None:
@@ -85,6 +94,7 @@ class ParameterStore:
 
         parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
         """
+        # An ordinal is never given twice, unlike `id`, which a later parameter may get.
         return interceptor.ordinal(parameter)
 
     def name(self, parameter: Any) -> str:
@@ -97,6 +107,7 @@ class ParameterStore:
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
         """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
+        # Without views nothing but identity shows that a value is a parameter: a copy counts as computed.
         return (self.identity(parameter), None) if parameter is weight else None
 
     def whole(self, parameter: Any) -> Any:
@@ -139,6 +150,7 @@ class ParameterStore:
 
         Raises ParameterError where there are none.
         """
+        # Cells of MindSpore list parameters by `get_parameters`; other models by `parameters`.
         names = ("get_parameters", "parameters")
         listed = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
         try:
@@ -172,11 +184,90 @@ class ParameterStore:
         undo: Undo = []
         try:
             yield undo
+        # KeyboardInterrupt too: a model that is half pruned is worse than none.
         except BaseException:
             for write_back in reversed(undo):
+                # The rest has to be restored even if one parameter refuses, as it refused before.
                 with suppress(ParameterError):  # of the one that cannot be written
                     write_back()
             raise
+
+
+class StridedStore(ParameterStore):
+    """Parameters of a framework whose ops read views: a part is a layout, None for the parameter's own."""
+
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, StridedLayout | None]:
+        """Return the parameter that a weight is or is a view of, and the layout of the view."""
+        layout = StridedLayout.of(weight)
+        return interceptor.ordinal(parameter), None if layout == StridedLayout.of(parameter) else layout
+
+    def whole(self, parameter: Any) -> StridedLayout:
+        """Return the parameter's own layout."""
+        return StridedLayout.of(parameter)
+
+
+Part = StridedLayout | None
+"""A layout within a parameter; None for the parameter as it is."""
+
+
+class MindSporeParameters(StridedStore):
+    """Parameters, and views of all or a part of one."""
+
+    def read(self, parameter: Any, part: Part) -> NDArray[Any]:
+        """Return a part as an array."""
+        array = parameter.asnumpy()
+        return array if part is None else _strided(array.reshape(-1), part)
+
+    def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
+        """Return True if two parts have elements in common."""
+        return bool(self._shared_elements(part, other_part, whole).any())
+
+    def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
+        """Return True if a part has every element of another."""
+        return bool(self._shared_elements(part, other_part, whole).all())
+
+    def _shared_elements(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
+        mask = np.ones((part or whole).extents, bool)
+        return self.transfer([(mask, part)], other_part, whole, False)
+
+    def transfer(
+        self, pieces: Sequence[tuple[Any, Any]], part: Part, whole: StridedLayout, fill: Any
+    ) -> NDArray[Any]:
+        """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
+        # Pieces are tensors where an op has read them, and arrays where they are state.
+        arrays = [value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value) for value, _ in pieces]
+        row = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
+        for array, (_, layout) in zip(arrays, pieces, strict=True):
+            _strided(row, layout or whole)[...] = array
+        values: NDArray[Any] = _strided(row, part or whole).copy()
+        return values
+
+    def parameters(self, model: Any) -> Iterator[MindSporeParameter]:
+        """Yield each parameter of a cell or a list."""
+        for parameter in model.get_parameters() if hasattr(model, "get_parameters") else model:
+            yield MindSporeParameter(self.identity(parameter), parameter)
+
+
+class MindSporeParameter(StoredParameter):
+    """A parameter of MindSpore."""
+
+    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `changed` returns for the present values of a part."""
+        # A parameter of MindSpore cannot be written in part: the whole one is assigned again.
+        old = self.read()
+        row = old.reshape(-1).copy()
+        view = row.reshape(old.shape) if part is None else _strided(row, part)
+        view[...] = changed(view.copy())
+        if undo is not None:
+            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
+        do("assign", self._parameter, row.reshape(old.shape), like=self._parameter)
+
+
+def _strided(row: NDArray[Any], layout: StridedLayout) -> NDArray[Any]:
+    """Return a view of a row of numbers in a layout."""
+    # MindSpore counts strides in elements, NumPy in bytes.
+    steps = [stride * row.itemsize for stride in layout.strides]
+    return np.lib.stride_tricks.as_strided(row[layout.offset :], layout.extents, steps)
 
 
 class Initializers(ParameterStore):
@@ -216,3 +307,77 @@ _INSTALLED = InstalledEntries("amanda.parameters", "parameter store", ParameterE
 def _store(library: str) -> ParameterStore:
     store = _INSTALLED.create(library, ParameterStore, "amanda.tools.weights.ParameterStore")
     return ParameterStore() if store is None else store
+
+
+def in_memory_order(form: StridedLayout) -> tuple[int, ...]:
+    """Return the axes of a part in memory order, which is the same for all of its forms."""
+    extents, strides, _ = form
+    # Axes of extent 1 have arbitrary strides, so that they go last.
+    return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
+
+
+class SharedState:
+    """The place that state of a part is kept under, whichever op of it happens to read the part first.
+
+    A parameter whose path in the model is known needs no more than the part.
+    """
+
+    def __init__(self) -> None:
+        self._readers: dict[Hashable, amanda.OpContext] = {}
+        self._holders: dict[amanda.OpContext, list[Hashable]] = {}
+        self._lines: dict[Hashable, list[Hashable]] = {}
+        self._states: dict[Hashable, Any] = {}
+
+    def state_of(
+        self,
+        context: amanda.OpContext,
+        part: ParameterSlice | None,
+        make: Callable[[amanda.OpContext, str], Any],
+        line: Hashable = None,
+    ) -> Any:
+        """Return the state of a part of a parameter, from `make(reader, suffix)` at its first reader.
+
+        reader, suffix: see `key_for`.  line: of the op, where each line that reads the part has state of its
+        own; the suffix of all lines but the first has the line's number.
+        Returns None for what is no part: what was computed, or selected.
+        """
+        if part is None or part.form is None:
+            return None
+        identity, form = interceptor.ordinal(part.holder), part.form
+        reader, suffix = self.key_for(context, identity, form, StridedLayout.of(part.holder))
+        if line is not None:
+            lines = self._lines.setdefault((reader, identity), [])
+            if line not in lines:
+                lines.append(line)
+            suffix += f"~{number}" if (number := lines.index(line)) else ""
+        key = reader, identity, form, line
+        if key not in self._states:
+            self._states[key] = make(reader, suffix)
+        return self._states[key]
+
+    def key_for(
+        self,
+        context: amanda.OpContext,
+        identity: Hashable,
+        part: StridedLayout | None,
+        whole: StridedLayout,
+        is_named: bool = False,
+    ) -> tuple[amanda.OpContext, str]:
+        """Return the context of the first reader of the parameter's parts, and a suffix for names of state.
+
+        identity: of the parameter; is_named: whether names of state have its path.
+        part: the form that is read, None for all of it.  whole: its own form.
+        """
+        # A transposed view of all elements is no part: its state lies under the path of the parameter itself.
+        is_part = part is not None and prod(part.extents) < prod(whole.extents)
+        # Ops of a loop may read the parts in any order, so that the first reader of any part stands for all
+        # of them.
+        reader = self._readers.setdefault(identity, context) if is_part else context
+        holders = self._holders.setdefault(reader, [])
+        if identity not in holders:
+            holders.append(identity)
+        # A line that reads several unnamed parameters needs a number for each; the order of first reads is
+        # the same in another process.
+        number = 0 if is_named else holders.index(identity)
+        offset = f"@{part.offset}" if is_part and part is not None else ""
+        return reader, offset + (f"#{number}" if number else "")

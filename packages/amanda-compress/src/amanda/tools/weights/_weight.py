@@ -1,21 +1,24 @@
-"""A weight of the model: the parameter, or the part of one, that ops read, and what a tool keeps of it."""
+"""A weight of the model: the parameter, or its part, that ops read; its state, and its row in a result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit import canonical, canonical_extents, restored, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
-from amanda.tools.weights._parameter_slices import in_memory_order
-from amanda.tools.weights._parameters import ParameterStore
+from amanda.tools.results import Column, Result, not_met, shortened
+from amanda.tools.select import as_remarks
+from amanda.tools.weights._parameters import ParameterStore, in_memory_order
 
 if TYPE_CHECKING:
     from amanda.tools.weights._tool import WeightTool
+
 
 Array = Any
 """An array of NumPy, or a tensor of PyTorch."""
@@ -75,6 +78,7 @@ class WeightView:
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
         """Return state by name in the element type of a tensor, on its device."""
         tensors = tensors_of(value)
+        # Element type and device: mixed precision and several devices read one weight in several forms.
         key = tensors, *tensors.kind(value)
         cached = self._tensors.get(key)
         if cached is None:
@@ -110,6 +114,7 @@ class Weight(WeightView):
         keep: Callable[[str, Callable[[], Any]], Any],
         error: type[AmandaError],
         path: str = "",
+        # A weak reference, since tools outlive models.
         holder: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__()
@@ -124,6 +129,8 @@ class Weight(WeightView):
         self.changes = 0
         self.state: list[Array] = []
         self._xp, self.store, self._holder = tensors_of(value), store, holder
+        # A transposed view lies in memory as the parameter does: state in that order fits every reader,
+        # whichever comes first.
         self._order = None if self.part is None or whole is None else in_memory_order(self.part)
         self._keep, self._error, self._whole = keep, error, whole
         self._arrays: dict[str, Array] = {}
@@ -173,6 +180,7 @@ class Weight(WeightView):
         holder = self._holder()
         if holder is None:
             raise self._error(f"nothing that runs holds the weight of {self.name}")
+        # Reading may run ops, as for a tensor in shards; tools are not to see these.
         with amanda.disabled():
             return self.store.read(holder, self.part)
 
@@ -183,6 +191,7 @@ class Weight(WeightView):
         was loaded.
         """
         array = self._keep(name, lambda: self._xp.copy(start))
+        # Lists of numbers are a start too, as in the example of WeightTool.
         extents = tuple(start.shape) if hasattr(start, "shape") else np.shape(start)
         if tuple(array.shape) != extents:
             raise self._error(
@@ -200,6 +209,7 @@ class Weight(WeightView):
         """
         array = self.keep(name, np.full(self._saved_extents(), fill, dtype))
         if self._order is not None:
+            # A view, so that writing into the turned state writes into the array that `state_dict` returns.
             inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
             array = do("transpose", array.reshape([self.shape[axis] for axis in self._order]), inverse)
         self._arrays[name], self.fills[name] = array, fill
@@ -207,9 +217,13 @@ class Weight(WeightView):
 
     def close(self) -> None:
         """Keep for which step the state was made, and let go of the op at which the weight was met."""
+        # An array and not a number, because the state of a tool consists of arrays in every framework.
         self._updated_state = self.keep("updated", np.full(1, NEVER))
+        # A plain number beside the array: reads of each execution compare it, and an array on a GPU would
+        # have to be waited for.
         self._updated = int(self._updated_state[0])
         self.is_loaded = self._updated != NEVER
+        # The closure holds the context of an op, and with it the tensors of the op's first execution.
         del self._keep
 
     def _saved_extents(self) -> tuple[int, ...]:
@@ -217,6 +231,8 @@ class Weight(WeightView):
         if self._order is None:
             return self.shape
         whole: Sequence[int] = self._whole[0]
+        # A reshaped view of all elements has the parameter's own shape in files, so that a mask fits the
+        # parameter.
         if self.size == prod(whole) and in_memory_order(self._whole) == tuple(range(len(whole))):
             return tuple(whole)
         return tuple(self.shape[axis] for axis in self._order)
@@ -229,7 +245,9 @@ class Weight(WeightView):
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        # Written in place: `state_dict` and views of other forms hold this array.
         self._arrays[name][...] = self._xp.beside(value, self._arrays[name])
+        # Casts of the former state are outdated.
         self._tensors.clear()
         self.changes += 1
 
@@ -282,3 +300,80 @@ class Weight(WeightView):
             return super().transformed_gradient(tool, gradient)
         result = super().transformed_gradient(tool, self.canonical(gradient))
         return None if result is None else self.restored(result)
+
+
+class WeightResult(Result):
+    """The weights that a tool changes, in the order of their first reads; a subclass adds columns.
+
+    elements: number of elements of these weights.
+    left: reasons why selected weights are unchanged, by type and module of the op.
+    elements_left: number of elements of those weights that are parameters.
+    waiting: names of loaded state that belongs to no weight read so far.
+    model: the model that `finalize` wrote; None in other results.
+    """
+
+    model: Any = None
+    name: ClassVar[str] = "weights"
+    title = "Changed weights"
+    state: ClassVar[tuple[str, str]] = ("state", "")
+    """Display name of the state of weights, and the text that names of that state contain."""
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"), Column("module", show=partial(shortened, width=44)),
+        Column("source", show=partial(shortened, width=32)), Column("shape"), Column("layout"),
+        Column("weights", show="{:,}".format, total=True),
+        Column("parameter", show=partial(shortened, width=32)),
+    )  # fmt: skip
+
+    def __init__(self, tool: WeightTool[Any]) -> None:
+        weights = tool.weights
+        self._rows = [self.row(weight) for weight in weights]
+        self.elements: int = sum(weight.size for weight in weights)
+        self.left = dict(weights.reasons)
+        self.elements_left: int = sum(weights.skipped_elements.values())
+        waiting = tool.waiting_state() if self._rows else []
+        self.waiting = tuple(name for name in waiting if self.state[1] in name)
+        self.remarks = as_remarks(tool.unmatched())
+        self._empty_reason = weights.empty_reason
+
+    def row(self, weight: Weight) -> tuple[Any, ...]:
+        """Return the values of the columns for a weight."""
+        shape = "x".join(map(str, weight.shape))
+        return (
+            "forward", weight.type, weight.module, weight.source, shape, weight.layout or "", weight.size,
+            weight.path,
+        )  # fmt: skip
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each weight."""
+        return self._rows
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return totals, and reasons for skipped weights."""
+        return {
+            "tensors": len(self._rows), "elements": self.elements, "left": self.left,
+            "elements_left": self.elements_left,
+        }  # fmt: skip
+
+    @property
+    def counted(self) -> str:
+        """The number of weights and of their elements, in words."""
+        count = len(self._rows)
+        return f"{count} weight{'s' * (count != 1)} of {self.elements:,} elements"
+
+    @property
+    def leading(self) -> int:
+        """Number of notes at the top: totals, and elements of skipped weights."""
+        return 1 + bool(self.elements_left)
+
+    def notes(self) -> Sequence[str]:
+        """Return totals, and reasons for skipped weights."""
+        notes = [f"{self.counted}."]
+        if self.elements_left:
+            notes.append(f"{self.elements_left:,} elements that were selected are left as they are.")
+        return notes + self.notes_on_skipped()
+
+    def notes_on_skipped(self) -> list[str]:
+        """Return a sentence for each skipped weight, and for loaded state of no weight."""
+        empty = [f"{self._empty_reason}."] if self._empty_reason else []
+        skipped = [f"{place} is left as it is: {why}." for place, why in self.left.items()]
+        return [*empty, *not_met(self.state[0], self.waiting), *skipped]

@@ -74,7 +74,7 @@ class ModulePlaces:
         # A module that hashes by value, or that JAX made, is no lasting key: its class and number are.
         if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_by_jax(module):
             number, numbers = self._count_before(kind, module), _model_numbers()
-            of_program = (other for other in numbers if other.root == root and numbers[other] == number)
+            of_program = (place for place in numbers if place.root == root and numbers[place] == number)
             return next(of_program, None) or self._numbered_models.setdefault(
                 (kind, number), ModulePlace("", root, number)
             )
@@ -91,6 +91,7 @@ class ModulePlaces:
         trace = core.trace_ctx.trace if first is None or not is_within_jit() else first[1]
         if first is None or trace is core.eval_trace:
             return 0
+        # By trace, since each trace has symbols of its own, and JAX makes the copies of models anew in each.
         first_arrays = self._first_arrays.setdefault(trace, {}).setdefault(kind, [])
         if not any(array is first[0] for array in first_arrays):
             first_arrays.append(first[0])

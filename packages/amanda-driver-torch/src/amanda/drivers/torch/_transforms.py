@@ -77,7 +77,7 @@ class TransformedTensors(TorchTensors):
         super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
 
     def written_later(self, values: Sequence[Any]) -> Saved | None:
-        """Return a context that runs an op in place beside the tensor, which a routine may write afterwards."""
+        """Return a context that runs an op in place beside tensors that a routine may write later."""
         return RunBeside() if torch.is_grad_enabled() else None
 
     def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
@@ -140,7 +140,7 @@ class RunBeside(Saved):
     """
 
     def seeing(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op in place on a copy of its tensor; on the tensor itself if the op changes more than data."""
+        """Run an op in place on a copy of its tensor; on the tensor if the op changes more than data."""
         target = inputs[0]
         if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
             return call.invoke(inputs)

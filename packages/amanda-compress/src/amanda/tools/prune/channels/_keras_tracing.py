@@ -13,22 +13,24 @@ import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._keras_removal import layers_of, size_is_unknown
-from amanda.tools.prune.channels._labels import Call, Families, Family, Work, shaped
-from amanda.tools.prune.channels._layers import convolution, embedding, product, transposed_convolution
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Work, shaped
+from amanda.tools.prune.channels._prunable_model import Tracing, tensors_in
 from amanda.tools.prune.channels._rules import (
     Rule,
     concatenated,
+    convolution,
     elementwise,
+    embedding,
     fresh,
     over_axis,
+    product,
     rearranged,
     reduced,
     same_channels,
     stacked,
+    transposed_convolution,
     unknown,
 )
-from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._keras import KerasModel
@@ -60,9 +62,10 @@ class KerasValue:
 def channels_first(rule: Rule) -> Rule:
     """Return a rule for data whose channels are last, and weights of which in and out are."""
 
-    def turned(call: Call) -> Sequence[Families]:
+    def turned(call: FollowedOp) -> Sequence[Families]:
         if call.value("data_format") not in ("NHWC", "NDHWC"):
             return unknown(call)
+        # Rules are written once, for PyTorch's order of axes: the tensors turn, and the families turn back.
         rank = call.inputs[0].ndim
         front, outwards = (0, rank - 1, *range(1, rank - 1)), (rank - 1, rank - 2, *range(rank - 2))
         value, weight, *other_inputs = call.inputs
@@ -75,7 +78,7 @@ def channels_first(rule: Rule) -> Rule:
     return turned
 
 
-def depthwise(call: Call) -> Sequence[Families]:
+def depthwise(call: FollowedOp) -> Sequence[Families]:
     """Match channels with those of the weight, of which each makes as many outputs."""
     value, weight, output = *call.inputs[:2], call.outputs[0]
     if call.value("data_format") != "NHWC":
@@ -84,13 +87,14 @@ def depthwise(call: Call) -> Sequence[Families]:
     call.labels.leave(multiplier_families, "")
     channels = call.along(tuple(family for family in call.of(weight) if family.shape[2] > 1), 2)
     call.match(call.along(call.of(value), -1), channels)
+    # Channel i makes the outputs i * m to i * m + m - 1.
     outputs = None if channels is None else np.repeat(channels, weight.shape[3])
     call.labels.produce(outputs)
     call.notes.work.append(Work(prod(output.shape) * prod(weight.shape[:2]), outputs, None))
     return [shaped(outputs, output.ndim - 1, output.ndim)]
 
 
-def multiplied(call: Call) -> Sequence[Families]:
+def multiplied(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices, either of them transposed."""
     factors = [
         factor.turned((*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2))
@@ -149,6 +153,8 @@ def rule_of(
     """
     rule, named, renamed = _TABLE.get(type, (unknown, "", {}))
     inputs = list(values)
+    # Rules expect the tensor whose channels pass on first; TensorFlow has sizes or an axis before it in some
+    # ops.
     inputs.insert(0, inputs.pop(first_of(type)))
     if type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):
         inputs = [inputs[0], inputs[2]]
@@ -160,6 +166,7 @@ def rule_of(
     names += ["" for _ in inputs[len(names) :]]
     for i, name in enumerate(names):
         if name == "dim":
+            # Axes are tensors in TensorFlow.
             inputs[i] = inputs[i].tensor.numpy().tolist()
     for theirs, ours in renamed.items():
         names.append(ours)
@@ -192,10 +199,8 @@ class KerasTracing(Tracing):
         labels = self.notes.labels
         for value in tensors_in(self.result):
             labels.leave(self._families_of.get(value) or (), "the model returns them")
-        for layer in layers_of(self._model.now):
-            why = size_is_unknown(layer)
-            for weight in layer.weights if why else ():
-                labels.leave(self.channels.get(weight.path, ()), why)
+        for path, why in self._model.weights_of_unknown_size():
+            labels.leave(self.channels.get(path, ()), why)
         labels.settle()
         return self.result
 
@@ -204,6 +209,7 @@ class KerasTracing(Tracing):
         return name.rpartition("/")[0]
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a forward op."""
         if context["phase"] != "forward":
             return
         context.insert_before_op(self._before)
@@ -226,8 +232,10 @@ class KerasTracing(Tracing):
         attributes: Mapping[str, Any],
         module: str,
     ) -> None:
+        """Follow an op by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
+        # Weights enter the program there: its output is the weight for all ops that follow.
         if type == "ReadVariableOp":
             name = self._handles.get(values[0].tensor)
             if name is not None:
@@ -240,7 +248,7 @@ class KerasTracing(Tracing):
         moved = partial(_moved, type, attributes, values)
         # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
         word = type if rule is reduced else "add" if type == "BiasAdd" else word
-        call = Call(
+        call = FollowedOp(
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
             self.notes, _name,
         )  # fmt: skip
@@ -251,6 +259,7 @@ class KerasTracing(Tracing):
         for output, families in zip(output_tensors, output_families, strict=True):
             if families:
                 self._families_of[output] = families
+            # Mixed precision casts each weight before it is used.
             if type in ("Cast", "Identity") and read[0].name is not None:
                 self._names[output] = read[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
@@ -282,6 +291,7 @@ def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], fami
     """Return what an op makes of labels in the place of its tensor: an array for each output."""
     import tensorflow as tf
 
+    # Raw ops are named as ops are, so that any op that moves elements is run on labels without a table.
     compute, first = getattr(tf.raw_ops, type), first_of(type)
     labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[first].shape)))
     inputs = [labels if i == first else value.tensor for i, value in enumerate(values)]

@@ -11,29 +11,27 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._labels import Call, Families, Family, Part, shaped
-from amanda.tools.prune.channels._layers import (
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Part, shaped
+from amanda.tools.prune.channels._prunable_model import Tracing
+from amanda.tools.prune.channels._rules import (
+    Rule,
     batch_norm,
+    concatenated,
     convolution,
+    elementwise,
     embedding,
+    fresh,
     group_norm,
     layer_norm,
     matrix_product,
-    product,
-    transposed_convolution,
-)
-from amanda.tools.prune.channels._rules import (
-    Rule,
-    concatenated,
-    elementwise,
-    fresh,
     over_axis,
+    product,
     rearranged,
     reduced,
     same_channels,
+    transposed_convolution,
     unknown,
 )
-from amanda.tools.prune.channels._tracing import Tracing
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._onnx import OnnxModel
@@ -61,7 +59,7 @@ class OnnxValue:
         return int(self.array.ndim)
 
 
-def gemm(call: Call) -> Sequence[Families]:
+def gemm(call: FollowedOp) -> Sequence[Families]:
     """Multiply two matrices, either transposed, and add a third."""
     first, second, added = (*call.inputs[:2], call.value("C"))
     first_part = _transposed(call.part(first)) if call.value("transA") else call.part(first)
@@ -77,14 +75,14 @@ def _transposed(part: Part) -> Part:
     return tuple(family.T for family in families), shape[::-1]
 
 
-def from_axis_on(call: Call) -> Sequence[Families]:
+def from_axis_on(call: FollowedOp) -> Sequence[Families]:
     """Keep an axis and all after it whole: before opset 13 a softmax is over all of them."""
     rank = call.inputs[0].ndim
     axes = range(call.value("dim", 1) % rank, rank)
     return [call.labels.pinned(call.of(call.inputs[0]), axes, f"{call.place} computes over them")]
 
 
-def depth_to_space(call: Call) -> Sequence[Families]:
+def depth_to_space(call: FollowedOp) -> Sequence[Families]:
     """Move channels into images: those that go to one channel go together."""
     channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
     if channels is None:
@@ -95,7 +93,7 @@ def depth_to_space(call: Call) -> Sequence[Families]:
     return [shaped(read[:, 0], 1, 4)]
 
 
-def space_to_depth(call: Call) -> Sequence[Families]:
+def space_to_depth(call: FollowedOp) -> Sequence[Families]:
     """Move images into channels, as many of each."""
     channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
     return [shaped(None if channels is None else np.tile(channels, area), 1, 4)]
@@ -164,6 +162,7 @@ def rule_of(
     shape = values[0].shape if values and values[0] is not None else ()
     if type == "Concat":
         inputs = [inputs]
+    # Older versions flatten all axes behind the given one before they normalise.
     elif type in _COERCED and opset < 13:
         rule = from_axis_on
     elif type == "Gather" and _is_embedding(attributes, values):
@@ -171,6 +170,7 @@ def rule_of(
     elif type == "LayerNormalization":
         axis = attributes.get("axis", -1)
         attributes = {"normalized_shape": shape[axis:]}
+        # Mean and variance as further outputs would be over fewer channels.
         rule = rule if outputs == 1 else unknown
     elif (type == "GroupNormalization" and opset < 21) or attributes.get("training_mode"):
         rule = unknown
@@ -230,6 +230,8 @@ class OnnxTracing(Tracing):
             with amanda.apply(self):
                 self.result = self._model(*example, **named)
         except Exception:
+            # A session that fails shows no op at all: the prefix that runs shows which node comes next, and
+            # so which one failed.
             with self._model.as_far_as_it_runs(*example, **named), amanda.apply(self):
                 self._model(*example, **named)
             raise
@@ -250,6 +252,7 @@ class OnnxTracing(Tracing):
         return self._layers.get(name, name)
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a node of the main graph."""
         key = self._model.key(context)
         if key not in self._model.nodes:  # of a body, where nothing can listen
             return
@@ -267,7 +270,9 @@ class OnnxTracing(Tracing):
 
     @amanda.observer
     def _before(self, *inputs: Any, key: str, names: Sequence[Any]) -> None:
+        """Store the arrays of a node's inputs, with the names that they have in the graph."""
         arrays = list(_of_each(inputs, lambda array: array if isinstance(array, np.ndarray) else None))
+        # By key and not on a stack: a session may run independent nodes in another order than the file's.
         self._open_inputs[key] = [
             None if name is None or array is None else OnnxValue(name[0], array, name[1])
             for name, array in zip(names, arrays, strict=True)
@@ -286,6 +291,7 @@ class OnnxTracing(Tracing):
         node: str,
         compute: Callable[[Sequence[Any]], Any] | None,
     ) -> None:
+        """Follow a node by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop(key)
         arrays = (array for array in _of_each(outputs, lambda array: array) if isinstance(array, np.ndarray))
         results = [OnnxValue(name, array) for name, array in zip(output_names, arrays, strict=False)]
@@ -293,6 +299,7 @@ class OnnxTracing(Tracing):
         for i, value in enumerate(values):
             if value is not None and value.root is not None and value.root in self._weights:
                 self._layers.setdefault(value.root, module)
+            # Shapes and indices computed at run time are needed when sizes are corrected.
             if value is not None and value.array.dtype in (np.int32, np.int64):
                 self.numbers[key, i] = value.array
         why = unfollowed(type, values, channels)
@@ -300,7 +307,7 @@ class OnnxTracing(Tracing):
             self.unfollowed[node] = why
         found_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
         moved = partial(_moved, compute, values)
-        call = Call(
+        call = FollowedOp(
             word, f"{type} {node}", key, inputs, names, results, self._families, moved, self.notes, self._name
         )
         rule = found_rule if any(channels) else fresh

@@ -12,17 +12,24 @@ import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._labels import Call, Families, Family
-from amanda.tools.prune.channels._plan import Plan
-from amanda.tools.prune.channels._prunable_model import Axes, Masks, PrunableModel, over_kept, selected
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp
+from amanda.tools.prune.channels._plan import RemovalPlan
+from amanda.tools.prune.channels._prunable_model import (
+    Axes,
+    Masks,
+    PrunableModel,
+    Tracing,
+    over_kept,
+    selected,
+    tensors_in,
+)
 from amanda.tools.prune.channels._removal import ModuleRemoval, sizes_of
 from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
-from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
 
 
-class Module(PrunableModel):
+class TorchModel(PrunableModel):
     """A `torch.nn.Module`."""
 
     has_gradients = True
@@ -50,6 +57,7 @@ class Module(PrunableModel):
         """Return masks of parameters, found by the tensor."""
         import torch
 
+        # By tensor and not by name: tied parameters are one tensor under several names.
         masks: TensorMap[Any] = TensorMap()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, axis, keep_mask in axes:
@@ -61,14 +69,14 @@ class Module(PrunableModel):
                 masks[parameter] = axis_mask if former is None else former & axis_mask
         return lambda value: masks.get(value) if _is_tensor(value) else None
 
-    def removal(self, plan: Plan, optimizer: Any = None) -> ModuleRemoval:
+    def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
         """Return what removes channels, and shortens the state of an optimizer."""
         sizes = sizes_of(self.model, plan.tracing, plan.alive)
         keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
         whole = frozenset(plan.tracing.notes.whole_groups)
         return ModuleRemoval(self.model, keep_masks, sizes, whole, optimizer)
 
-    def smaller(self, plan: Plan, optimizer: Any) -> Any:
+    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove channels of the module; return it."""
         removal = self.removal(plan, optimizer)
         try:
@@ -102,6 +110,7 @@ class Module(PrunableModel):
         """Context in which the module is in evaluation mode, without gradients."""
         import torch
 
+        # Each module by itself: frozen parts of a model are in evaluation mode while the rest trains.
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -133,6 +142,8 @@ class FastPath:
     """
 
     def __init__(self) -> None:
+        # The switch is global to the process: scopes of several threads overlap, and the last one restores
+        # it.
         self._lock, self._count, self._before = threading.Lock(), 0, True
 
     @contextmanager
@@ -170,6 +181,7 @@ class ModuleTracing(Tracing):
         self._model = model
         self._names: TensorMap[str] = TensorMap()
         self._families_of: TensorMap[Families] = TensorMap()
+        # Reversed, so that the first name of a tied parameter wins.
         for name, tensor in reversed(
             [*model.named_buffers(), *model.named_parameters(remove_duplicate=False)]
         ):
@@ -196,18 +208,22 @@ class ModuleTracing(Tracing):
         return RULES.get(type, unknown)
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a forward op."""
         if context["phase"] == "forward":
             facts = {
                 "type": context["type"], "op_id": context.get_op_id(), "names": context.get_input_names(),
                 "module": context.get_scope(), "source": context.get_source(),
                 "compute": context.get_computation(),
             }  # fmt: skip
+            # Families are read before the op: an op in place changes its input's.
             context.insert_before_op(self._before, within=facts["type"])
             context.insert_after_op(self._after, **facts)
 
     @amanda.observer
     def _before(self, *inputs: Any, within: str) -> None:
+        """Store the inputs of an op, and the families of its tensors."""
         if within in ("batch_norm", "instance_norm"):
+            # Running averages are buffers, which have channels though they are no parameters.
             for average in inputs[3:5]:
                 self._families(average, is_followed=True)
         tensors = (tensor for tensor in leaves(inputs) if _is_tensor(tensor))
@@ -226,8 +242,10 @@ class ModuleTracing(Tracing):
         source: str,
         compute: Callable[[Sequence[Any]], Any],
     ) -> None:
+        """Follow an op by its rule, and store the families of its outputs."""
         import torch
 
+        # A stack: ops of a composite run between the two routines of the outer one.
         inputs, read = self._open_inputs.pop()
         for tensor in leaves(inputs):
             if isinstance(tensor, torch.nn.Parameter) and self._name(tensor) is None:
@@ -236,13 +254,15 @@ class ModuleTracing(Tracing):
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
         moved = partial(_moved, compute, inputs[1:], tuple(value.shape), value.stride())
-        call = Call(
+        call = FollowedOp(
             type, place, op_id, inputs, names, output_tensors, self._families, moved, self.notes, self._name
         )
         op_rule = self.rule(type)
+        # Most ops of a model compute sizes and masks without channels.
         rule = op_rule if any(families for families, _ in read) else fresh
         output_families = rule(call) if output_tensors else self.rule("")(call)
         for output, families in zip(output_tensors, output_families, strict=True):
+            # An op in place without channels overwrites those that the tensor had.
             if families or self._families_of.get(output):
                 self._families_of[output] = families
         recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]

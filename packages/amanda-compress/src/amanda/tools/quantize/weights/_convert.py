@@ -1,16 +1,17 @@
-"""Linear layers as integers: tensors of torchao in memory, and checkpoints of compressed-tensors."""
+"""Convert simulated integers to real ones: torchao tensors, compressed-tensors checkpoints, ONNX files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.files import naming, replacing, write_file
-from amanda.options import deprecated
+from amanda.options import checked, deprecated, renamed
 from amanda.tools.kit import RequiredNames
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight
 from amanda.tools.quantize.weights._integers import IntegerTool, has_factors
 from amanda.tools.results import Column, Result, to_json
@@ -18,6 +19,40 @@ from amanda.tools.results import Column, Result, to_json
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
+
+
+@renamed(since="amanda-compress 0.2", gone="0.4", out="path")
+@checked(error=QuantizeError)
+def convert(
+    model: Any, tool: Any, path: str | os.PathLike[str] | None = None, force: bool = False
+) -> ConvertResult:
+    """Convert simulated integers to real ones; outputs equal the simulation within kernels' rounding.
+
+    model: a torch.nn.Module that a NearestTool, GPTQTool or AWQTool has quantised.  Without `path` its linear
+        layers get tensors of torchao in place; with `path` the module stays unchanged, and a checkpoint of
+        compressed-tensors for vLLM and transformers is written into that folder.
+        Or the path of an ONNX file, with a QuantizeTool that was calibrated in a session of the file: a copy
+        with integer weights, QuantizeLinear and DequantizeLinear nodes is written to `path`.
+    path: of the new file or folder; the former name `out` is deprecated.  force: replace an existing file.
+
+    The result has a row for each converted tensor.  A module that is converted in place is for inference.
+    Raises QuantizeError for another model or tool, a missing package, scales of another model, and a `path`
+    that cannot be written; an error leaves existing files unchanged.
+    """
+    # Files need onnx, which is imported for them alone.
+    if isinstance(model, (str, os.PathLike)):
+        from amanda.tools.quantize._onnx_file import convert_file
+
+        return convert_file(Path(model), tool, path, force)
+    if path is None:
+        return convert_module(model, tool)
+    if Path(path).suffix == ".onnx":
+        raise QuantizeError(
+            f"path is {str(path)!r}, which is for ONNX files; a {type(model).__name__} was given: give the "
+            "path of a folder, or none to convert it in place"
+        )
+
+    return convert_checkpoint(model, tool, Path(path), force)
 
 
 Layers = Mapping[str, "tuple[nn.Linear, CalibratedWeight]"]
@@ -148,9 +183,11 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, (layer, weight) in layers.items():
+        # A layer under two names is converted once.
         if id(layer) in converted:
             continue
         size = weight_bytes(layer.weight)
+        # Layers that share a weight share the packed tensor, as tied embeddings do.
         if id(weight) not in parameters:
             tensor = _torchao_tensor(layer.weight, weight, tool, Int8Tensor)
             if isinstance(tensor, str):
@@ -161,6 +198,7 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         converted[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
         rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
+    # Last step that may raise; layers are replaced when nothing can fail any more.
     tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
     for layer, parameter in converted.values():
         layer.weight = parameter
@@ -182,6 +220,7 @@ def _torchao_tensor(
     codes, scale, zero_point = state["codes"], state["scale"], state["zero_point"]
     size, dtype = tool.size(weight), parameter.dtype
     pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
+    # torchao's packed tensors of 4 bits run on the host alone in this layout.
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     if has_kernel and tool.grid.bits == 4 and size in _TINYGEMM_GROUPS and len(codes) % 16 == 0:
         return _int4_tensor(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
@@ -204,6 +243,7 @@ def _int4_tensor(
 
     _REQUIRED.check()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+    # The kernel centres codes at 8.
     zero = (8 - zero_point) * scale
     both = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)
     tensor: Tensor = Int4OpaqueTensor(
@@ -218,6 +258,7 @@ def weight_bytes(tensor: Any) -> int:
     tensor = getattr(tensor, "data", tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         return int(tensor.numel() * tensor.element_size())
+    # PyTorch's protocol for tensors that consist of others.
     names, _ = tensor.__tensor_flatten__()
     return sum(weight_bytes(getattr(tensor, name)) for name in names)
 
@@ -264,6 +305,7 @@ def convert_checkpoint(
         )
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")
+    # safetensors writes contiguous tensors alone.
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     rows = []
     for name, (layer, weight) in layers.items():
@@ -295,6 +337,7 @@ def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool
         "weight_shape": torch.tensor(layer.weight.shape),
     }
     if not tool.grid.symmetric:
+        # The layout packs zero points along the outputs.
         zeros = numbers["zero_point"].astype(np.int64).T - tool.grid.low
         tensors["weight_zero_point"] = torch.from_numpy(packed(zeros, tool.grid.bits).T.copy())
     return tensors
@@ -320,6 +363,7 @@ def packed(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
 
     An integer may begin in one int32 and end in the next; zeros fill the last.
     """
+    # By single bits, so that 3, 5, 6 and 7 bits need no case of their own.
     stream = ((codes[..., None] >> np.arange(bits)) & 1).astype(np.uint8).reshape(len(codes), -1)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
     return np.packbits(stream, axis=1, bitorder="little").view("<i4").astype(np.int32)
