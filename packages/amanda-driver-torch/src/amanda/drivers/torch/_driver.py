@@ -16,7 +16,7 @@ from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait_for_results
 from ._kernels import FUNCTION_CALL, is_dispatched_again, is_level_of_function, is_part_of_op
-from ._levels import in_transform
+from ._levels import in_transform, is_within_kernel
 from ._modules import ParameterPaths, enclose_modules, module_path, part_of, slot_of
 from ._overrides import (
     NO_OVERRIDES,
@@ -200,6 +200,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         unfinished = site.key == "alias" and site.target is _AS_SUBCLASS
         driver_class = DriverForUnfinishedResult if unfinished else DriverOutsideModes
         if in_transform():
+            if is_within_kernel():
+                return site.invoke(args, kwargs)
             driver_class = DriverInTransform
         # The common cases need no context manager: no override in force, or only those of subclasses.
         if torch._C._len_torch_dispatch_stack():

@@ -12,6 +12,16 @@ in_transform = torch._C._are_functorch_transforms_active
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 
+def is_within_kernel() -> bool:
+    """Return True within a custom op's rule for vmap, whose calls are part of the op."""
+    excluded: bool = _is_key_excluded(_BATCHED)
+    return excluded
+
+
+_is_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+_BATCHED: Any = torch._C.DispatchKey.FuncTorchBatched
+
+
 def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor, the tensor that it wraps, and so on to the plain tensor with the data."""
     yield tensor
@@ -78,6 +88,11 @@ def interpreters() -> Sequence[Any]:
 def is_functionalized() -> bool:
     """Return True under torch.func.functionalize, which replaces ops that write."""
     return any(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
+
+
+def has_tangents() -> bool:
+    """Return True under a transform of forward-mode gradients, such as jvp."""
+    return any(item.key() == _functorch.TransformType.Jvp for item in interpreters())
 
 
 @contextmanager

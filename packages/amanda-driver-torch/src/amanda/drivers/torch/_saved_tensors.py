@@ -88,7 +88,7 @@ class SavedAtNodes(Saved):
             for node in self._nodes:
                 for saved, value in _saved_at(node):
                     if any(_share_memory(value, tensor) for tensor in self._written):
-                        saved.register_hooks(torch.clone, _identity)
+                        saved.register_hooks(_clone_below if is_wrapped(value) else torch.clone, _identity)
         self._written, self._nodes = [], set()
 
 
@@ -114,6 +114,12 @@ def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
                 continue
             pairs = zip(raw, values, strict=True) if isinstance(raw, tuple) else ((raw, values),)
             yield from ((saved, value) for saved, value in pairs if isinstance(value, torch.Tensor))
+
+
+def _clone_below(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor of a transform, which the transforms around it differentiate."""
+    with torch.enable_grad():  # torch calls hooks under no_grad, which would hold at the levels below too
+        return tensor.clone()
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:

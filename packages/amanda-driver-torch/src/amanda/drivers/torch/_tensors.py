@@ -121,7 +121,7 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> SavingHooks | None:
+    def written_later(self, values: Sequence[Any]) -> Saved | None:
         """Return hooks to run an op under, if routines may write these tensors after it, else None.
 
         They are needed where `saved_of` cannot reach what the op saves.

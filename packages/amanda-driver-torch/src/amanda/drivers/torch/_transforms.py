@@ -21,6 +21,7 @@ from ._levels import (
     all_layers,
     batch_axes,
     batch_sizes,
+    has_tangents,
     innermost,
     is_functionalized,
     is_wrapped,
@@ -78,7 +79,9 @@ class TransformedTensors(TorchTensors):
 
     def written_later(self, values: Sequence[Any]) -> Saved | None:
         """Return a context that runs an op in place beside tensors that a routine may write later."""
-        return RunBeside() if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled() and has_tangents():
+            return RunBeside()
+        return super().written_later(values)
 
     def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
         """Return the written tensors that the nodes of inputs and outputs have saved, at all levels."""

@@ -66,7 +66,7 @@ class TorchViews(Views):
         holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
         """Link a value to a view; autograd records writes through the link unless the view is a `detach`."""
-        if is_wrapped(view) or is_wrapped(value):
+        if any(map(is_wrapped, (view, value, *holders))):
             self.drop_unused()
             tie = LevelTie(self, view, value, on_death)
             self._level_ties.append(tie)
