@@ -11,8 +11,8 @@ ffibuilder.cdef("int amanda_boot(void *names);")
 ffibuilder.set_source(
     "amanda.interceptor._native",
     "int amanda_boot(void *names);",
-    sources=[str(path) for path in sorted(NATIVE.glob("*.c"))],
-    depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
+    sources=[str(path) for path in sorted(NATIVE.rglob("*.c"))],
+    depends=[str(path) for path in sorted(NATIVE.rglob("*.h"))],
     include_dirs=[str(NATIVE)],
     define_macros=[("_CFFI_NO_LIMITED_API", None)],
     extra_compile_args=[

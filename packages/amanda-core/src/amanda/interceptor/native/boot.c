@@ -1,4 +1,8 @@
-#include "amanda.h"
+#include "execution/program.h"
+#include "interception/lock.h"
+#include "interception/site.h"
+#include "pytorch/autograd.h"
+#include "statistics/moments.h"
 
 int add_function(PyObject *names, PyMethodDef *def) {
     PyObject *function = PyCFunction_New(def, NULL);
@@ -25,7 +29,11 @@ int amanda_boot(void *names) {
     PyGILState_STATE gil = PyGILState_Ensure();
     int result = 1;
     if (called_from_main(names)) {
-        result = stub_boot(names) || place_boot(names) || moments_boot(names) || extent_boot(names) || statistics_boot(names) ? -1 : 0;
+        int failed = stub_boot(names) || place_boot(names) || lock_boot(names) || extent_boot(names) || /* interception */
+                     memo_boot(names) || statistics_boot(names) || /* execution */
+                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) || /* pytorch */
+                     moments_boot(names); /* statistics */
+        result = failed ? -1 : 0;
         if (result) PyErr_Print();
     }
     PyGILState_Release(gil);

@@ -1,5 +1,5 @@
 /* A reentrant lock, free of cost while no other thread wants it: the GIL guards its fields. */
-#include "amanda.h"
+#include "interception/lock.h"
 
 uint64_t forks; /* a lock that another thread held when the process forked is free in the child */
 

@@ -1,7 +1,7 @@
 /* Executions, counted by the shapes of their values without a call of Python. */
 #ifndef AMANDA_TALLY_H
 #define AMANDA_TALLY_H
-#include "amanda.h"
+#include "interception/base.h"
 
 #define WORD_LIMIT 192
 

@@ -4,10 +4,10 @@
    misses an answer starts over the long way, which computes the same and leaves the answer here. An answer
    depends on nothing but its key: an instruction's is dropped when a code object that has one dies, a type's
    goes by its version tag. */
-#ifndef AMANDA_QUICK_H
-#define AMANDA_QUICK_H
-#include "call.h"
-#include "frames.h"
+#ifndef AMANDA_FAST_PATH_H
+#define AMANDA_FAST_PATH_H
+#include "interception/call.h"
+#include "interception/frames.h"
 
 #if AMANDA_INTERNAL_FRAMES
 #define Py_BUILD_CORE

@@ -1,4 +1,4 @@
-#include "amanda.h"
+#include "interception/table.h"
 
 static int map_grow(Map *map) {
     size_t live = 0;

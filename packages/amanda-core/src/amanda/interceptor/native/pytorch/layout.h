@@ -1,9 +1,10 @@
-/* How tensors are read, for what runs at each call of an op that has a plan. */
-#ifndef AMANDA_READER_H
-#define AMANDA_READER_H
-#include "amanda.h"
-#include "tally.h"
+/* How the tensors of PyTorch lie in memory, and what of them is read in line. Included by execution/tensors.h, which says
+   what each function answers. */
+#ifndef AMANDA_LAYOUT_H
+#define AMANDA_LAYOUT_H
+#include "execution/tensors.h"
 
+#define UNVERSIONED ((uint64_t)-1)
 #define TYPE_LIMIT 16
 #define FUNCTION_LIMIT 8
 
@@ -68,8 +69,6 @@ static inline const char *laid_out_at(const Reader *reader, PyObject *value) { /
     const char *tensor = *(const char *const *)tensor_at(reader, value);
     return reader->layout.known && *(const void *const *)tensor == reader->plain_kind ? tensor : NULL;
 }
-
-void reader_words(const Reader *reader, PyObject *const *values, Py_ssize_t count, Words *words); /* of one more side */
 
 /* ---- versions ---- */
 

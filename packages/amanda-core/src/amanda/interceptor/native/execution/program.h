@@ -1,8 +1,10 @@
 /* What calls of an op come to, as native code runs it. */
 #ifndef AMANDA_PROGRAM_H
 #define AMANDA_PROGRAM_H
-#include "reader.h"
-#include "tally.h"
+#include "execution/counts.h"
+#include "execution/tally.h"
+#include "execution/tensors.h"
+#include "interception/lock.h"
 
 #define VALUE_LIMIT 32
 
@@ -59,5 +61,9 @@ PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values
 PyObject *told_shapes(Shapes *shapes); /* borrowed; as objects in any case; NULL: an exception */
 int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values, Py_ssize_t count);
 PyObject *program_hook(Program *program, PyObject *args);
+PyObject *hand_over(Thread *thread, Call *call, uint64_t key, PyObject *done);
+
+extern PyTypeObject Memo_Type, Program_Type, Hook_Type;
+int memo_boot(PyObject *names);
 
 #endif

@@ -1,6 +1,6 @@
 /* The calls of ops that have plans: run here, or handed over to Python. */
-#include "call.h"
-#include "program.h"
+#include "execution/program.h"
+#include "interception/call.h"
 
 /* ---- steps ---- */
 

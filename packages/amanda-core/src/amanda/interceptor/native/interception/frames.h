@@ -6,7 +6,7 @@
    runs it, so the layout is the right one. */
 #ifndef AMANDA_FRAMES_H
 #define AMANDA_FRAMES_H
-#include "amanda.h"
+#include "interception/base.h"
 
 #if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000
 #define AMANDA_INTERNAL_FRAMES 1

@@ -1,5 +1,5 @@
 /* Memos: what is known of an op that has a plan. */
-#include "program.h"
+#include "execution/program.h"
 #include <structmember.h>
 
 #define ENTRY_LIMIT 256

@@ -1,5 +1,5 @@
 /* Numbers of calls of ops that have plans: which native code ran, and which it left to Python, and why. */
-#include "amanda.h"
+#include "execution/counts.h"
 
 struct Counts counts;
 

@@ -1,5 +1,5 @@
 /* Hooks: programs that a framework calls with a tuple of values. */
-#include "program.h"
+#include "execution/program.h"
 #include <structmember.h>
 
 typedef struct {

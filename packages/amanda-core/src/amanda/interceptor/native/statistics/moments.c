@@ -3,7 +3,7 @@
    Each block of numbers is read while it is in the cache, by loops that the compiler turns into vector code; sums of
    blocks are put together by the formula of Chan, Golub, LeVeque 1979. Bins divide each power of two evenly, as those
    of DDSketch with a linearly interpolated logarithm do: Masson, Rim, Lee 2019. */
-#include "amanda.h"
+#include "statistics/moments.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>

@@ -1,5 +1,6 @@
 /* Interception: native stubs that stand in for builtins, descriptors and slots. */
-#include "quick.h"
+#include "interception/fast_path.h"
+#include "interception/wrapped.h"
 #include <structmember.h>
 
 #define STUB_COUNT 3072
@@ -774,9 +775,7 @@ int stub_boot(PyObject *names) {
                    add_function(names, &active_def) || add_function(names, &failure_def) ||
                    add_function(names, &keep_failure_def) || add_function(names, &forget_failures_def) ||
                    add_function(names, &watch_outside_def) || add_function(names, &running_def) ||
-                   add_type(names, "PlanTable", &PlanTable_Type) ||
-                   add_type(names, "Reader", &Reader_Type) || memo_boot(names) ||
-                   lock_boot(names) || graph_boot(names) || PyType_Ready(&Wrapped_Type) ||
+                   add_type(names, "PlanTable", &PlanTable_Type) || PyType_Ready(&Wrapped_Type) ||
                    add_type(names, "Activation", &Activation_Type) || add_type(names, "Site", &Site_Type) ||
                    add_type(names, "Detour", &Detour_Type) || add_type(names, "Suspension", &Suspension_Type)
                ? -1

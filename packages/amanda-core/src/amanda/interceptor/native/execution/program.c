@@ -1,5 +1,5 @@
 /* Programs: plans, compiled for calls of one form. */
-#include "program.h"
+#include "execution/program.h"
 #include <structmember.h>
 
 static int read_step(Step *step, PyObject *told) {

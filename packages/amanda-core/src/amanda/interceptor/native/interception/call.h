@@ -1,21 +1,12 @@
 /* How an intercepted call is made: as it is, or with other arguments. */
 #ifndef AMANDA_CALL_H
 #define AMANDA_CALL_H
-#include "amanda.h"
-
-#define likely(condition) __builtin_expect(!!(condition), 1)
-#define unlikely(condition) __builtin_expect(!!(condition), 0)
-#define HOT __attribute__((hot))
-#define COLD __attribute__((cold, noinline))
-#define FLAT static inline __attribute__((always_inline))
-
-#define TRANSPARENT 1    /* ops called by the native code of this one are ops of their own */
-#define IMPLEMENTATION 2 /* called inside another op, it is a part of that op */
-#define ONE_PLACE 4      /* the parameters that it is given do not tell its calls apart */
+#include "interception/site.h"
 
 PyObject *keywords_of(PyObject *const *values, PyObject *names);
 PyObject *raise_failure(Thread *thread, PyObject *result);
 int is_targets(Site *site, PyObject *self);
+int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made);
 
 FLAT PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);

@@ -1,5 +1,5 @@
 /* What native code may know of a framework's tensors: read by functions of the framework's own library. */
-#include "reader.h"
+#include "execution/tensors.h"
 
 #define DEPTH_LIMIT 3
 #define LENGTH_LIMIT 64

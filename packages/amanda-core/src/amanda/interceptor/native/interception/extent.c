@@ -1,6 +1,6 @@
 /* Extents: a with statement enters and leaves them by native methods, before whose first instruction no handler of a
    signal runs, as it does before that of a Python function. */
-#include "amanda.h"
+#include "interception/site.h"
 
 #define MOST_TRIES 16
 

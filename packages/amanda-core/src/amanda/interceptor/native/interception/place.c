@@ -1,5 +1,6 @@
 /* Identity: the place of an op in the program, and which repeat of that place it is. */
-#include "quick.h"
+#include "interception/fast_path.h"
+#include "interception/wrapped.h"
 
 #define TYPE_LIMIT 16
 #define IDLE_REGIONS 32

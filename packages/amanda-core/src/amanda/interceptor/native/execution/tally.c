@@ -1,5 +1,5 @@
 /* Tallies: executions by the shapes of their values. */
-#include "tally.h"
+#include "execution/tally.h"
 #include <string.h>
 
 /* ---- shapes as words ---- */

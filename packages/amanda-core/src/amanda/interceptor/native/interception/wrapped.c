@@ -1,4 +1,4 @@
-#include "amanda.h"
+#include "interception/wrapped.h"
 
 PyObject *wrapped_new(PyTypeObject *type, vectorcallfunc call, PyObject *function, PyObject *site) {
     Wrapped *self = (Wrapped *)type->tp_alloc(type, 0);

@@ -1,6 +1,7 @@
 /* A framework's graph of backward ops, read by the names of its attributes: marks that executions leave
    there, and in a backward pass, which execution each op comes from. */
-#include "amanda.h"
+#include "execution/tensors.h"
+#include "pytorch/autograd.h"
 #include <structmember.h>
 
 #define SAMPLE 61 /* prime, so that no regular shape of a graph keeps a path clear of every sample */
