@@ -242,7 +242,7 @@ NATIVE_FOLDERS = {
     "pytorch": {"interception", "execution", "pytorch"},
     "statistics": {"interception/base.h", "statistics"},
 }
-"""What the sources of each folder of native code include; tensors.h alone includes what defines it in line."""
+"""What the sources of a folder of native code include; tensors.h alone includes what defines it in line."""
 
 
 @pytest.mark.parametrize("folder", NATIVE_FOLDERS)

@@ -39,10 +39,10 @@ class Tensor:
         self.base = base
 
 
-def graphs(module: Any = interceptor, met: Any = lambda op: None) -> Any:
+def graphs(module: Any = interceptor, sampled: Any = lambda op: None) -> Any:
     return module.Graphs(
         tensors=Tensor, leaf=Leaf, maker="maker", base="base", next="next", notes="notes", number="count",
-        key="mark", met=met,
+        key="mark", sampled=sampled,
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_some_of_the_ops_that_are_met_are_told() -> None:
     chain = [Op(0)]
     for number in range(1, 2_000):
         chain.append(Op(number, [chain[-1]]))
-    graphs(met=met.append).marked([chain[-1]])
+    graphs(sampled=met.append).marked([chain[-1]])
     assert 0 < len(met) < 400
     assert set(met) <= set(chain)
 

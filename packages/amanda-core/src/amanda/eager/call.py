@@ -252,7 +252,7 @@ class EagerOps(TensorOps):
         """
         raise NotImplementedError
 
-    def leaving(self, trace: Trace, writes: bool) -> Any:
+    def backward_marker(self, trace: Trace, writes: bool) -> Any:
         """Return an argument of a `Program` with which native code attaches this trace to each execution.
 
         writes: whether the op writes into an input tensor.

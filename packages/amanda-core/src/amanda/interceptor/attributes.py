@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from amanda.interceptor import Enclosure
+from amanda.interceptor import Enclosure, codes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.interceptor.opid import BOUNDARY
-from amanda.interceptor.registry import codes
 
 _MISSING = object()
 

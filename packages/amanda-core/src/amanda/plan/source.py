@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from amanda.interceptor import codes
 from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED
-from amanda.interceptor.registry import codes
 
 
 def user_source() -> str:

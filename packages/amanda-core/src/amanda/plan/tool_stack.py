@@ -175,7 +175,7 @@ class ToolStack:
     def forget_programs(self, op_id: int) -> None:
         """Drop the native programs of an op, so that its next calls run in Python."""
         entry = self.table.get(op_id)
-        if isinstance(entry, interceptor.Memo):
+        if isinstance(entry, interceptor.CallCache):
             entry.forget()
 
     def watch_writes(self) -> None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from amanda.interceptor._fallback._tables import Lock
 from amanda.interceptor.opid import (
     BOUNDARY,
     FRAMEWORK,
@@ -19,6 +18,19 @@ from amanda.interceptor.opid import (
     WAY_LIMIT,
     mix,
 )
+
+__all__ = [
+    "OCCURRENCE_CAP",
+    "Snapshot",
+    "add_identity_type",
+    "configure",
+    "forget_code",
+    "ordinal",
+    "reset_root",
+    "set_leaf_type",
+    "snapshot",
+    "subjects",
+]
 
 MAX_SLOT_QUERIES = 8
 """How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""
@@ -102,10 +114,10 @@ Adopt = Callable[[Any, Any, int], tuple[int, bool]]
 class NumberedSubject:
     """The ordinal of an object, and how often it is still asked whether it lies in a slot."""
 
-    def __init__(self, ordinal: int, reference: Any, asks: int) -> None:
-        self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, asks
+    def __init__(self, ordinal: int, reference: Any, queries: int) -> None:
+        self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, queries
 
-    def ask_for_slot(self, subject: Any) -> None:
+    def query_slot(self, subject: Any) -> None:
         """Take over the ordinal of what lay first in the same slot of the object that encloses the call."""
         owner = thread.top and thread.top.subject
         if owner is None or place_state.adopt is None:
@@ -179,11 +191,6 @@ def configure(
     forget_code()
 
 
-def forked() -> None:
-    """Start anew in a forked child."""
-    Lock._forks += 1
-
-
 def forget_code() -> None:
     """Describe code again where its kind may have changed."""
     place_state.notes.clear()
@@ -222,11 +229,11 @@ def ordinal(subject: Any) -> int:
             place_state.sweep()
             place_state.strong[address] = subject
         place_state.ordinals += 1
-        asks = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
-        place_state.named[address] = NumberedSubject(place_state.ordinals, reference, asks)
+        queries = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
+        place_state.named[address] = NumberedSubject(place_state.ordinals, reference, queries)
     named = place_state.named[address]
     if named.slot_queries_left:
-        named.ask_for_slot(subject)
+        named.query_slot(subject)
     return named.ordinal
 
 

@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any
 
 from amanda.interceptor._copying import reduce_to_original
-from amanda.interceptor._fallback._native_alone import Reader
+from amanda.interceptor._fallback._activations import ACTIVATION, Activation
 from amanda.interceptor._fallback._places import (
     Failure,
     Region,
@@ -21,8 +21,22 @@ from amanda.interceptor._fallback._places import (
     ordinal,
     thread,
 )
-from amanda.interceptor._fallback._tables import ACTIVATION, Activation
+from amanda.interceptor._fallback._programs import Reader
 from amanda.interceptor.opid import ROOT_HASH, mix
+
+__all__ = [
+    "Detour",
+    "Enclosure",
+    "Site",
+    "Suspension",
+    "active",
+    "failure",
+    "forget_failures",
+    "keep_failure",
+    "running",
+    "statistics",
+    "watch_outside",
+]
 
 TRANSPARENT, IMPLEMENTATION, ONE_PLACE = 1, 2, 4
 

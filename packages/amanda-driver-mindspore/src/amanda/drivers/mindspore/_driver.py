@@ -8,7 +8,7 @@ from typing import Any
 import mindspore._c_expression as native
 from amanda import interceptor
 from amanda.backend import Call, Operation, State
-from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Site
+from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, CallCache, Detour, Resumption, Site
 from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _executor
@@ -100,18 +100,18 @@ class MindSporeDriver(Autograd):
     def handle(
         self,
         state: State,
-        memo: Memo | None,
+        call_cache: CallCache | None,
         op_id: int,
         site: Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, ...] | None = None,
+        resumption: Resumption | None = None,
     ) -> Any:
         """Bring a call to the core, except for functions of MindSpore itself that compute nothing."""
         if site is self._apply and args[0].__module__.startswith("mindspore."):
             return site.invoke(args, kwargs)
-        return super().handle(state, memo, op_id, site, args, kwargs, key, done)
+        return super().handle(state, call_cache, op_id, site, args, kwargs, key, resumption)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in schema order."""

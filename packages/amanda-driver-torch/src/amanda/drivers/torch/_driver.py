@@ -9,7 +9,16 @@ import torch
 import torch.utils.checkpoint
 from amanda import interceptor
 from amanda.backend import Call, EagerDriver, Namespace, State, digest
-from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, Memo, Reader, Site
+from amanda.interceptor import (
+    IMPLEMENTATION,
+    ONE_PLACE,
+    TRANSPARENT,
+    CallCache,
+    Detour,
+    Reader,
+    Resumption,
+    Site,
+)
 from amanda.plan import spread
 
 from ._autograd import Autograd, remove_abandoned_hooks
@@ -157,13 +166,13 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def handle(
         self,
         state: Any,
-        memo: Memo | None,
+        call_cache: CallCache | None,
         op_id: int,
         site: Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, ...] | None = None,
+        resumption: Resumption | None = None,
     ) -> Any:
         """Bring a call to the core, outside of the overrides and modes of the program.
 
@@ -175,8 +184,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if site.key in _CALLEE_FIRST and _is_internal_to_torch(args[0]):
             return site.invoke(args, kwargs)
         caller = sys._getframe(1)
-        # `done` says that native code has begun the op: then it is known to be an op.
-        if done is None and (
+        # What native code has begun is known to be an op.
+        if resumption is None and (
             is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
         ):
             return site.invoke(args, kwargs)
@@ -189,7 +198,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if is_functional(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
-        arguments = state, memo, op_id, site, args, kwargs, key, done
+        arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
         unfinished = site.key == "alias" and site.target is _AS_SUBCLASS
         driver_class = DriverForUnfinishedResult if unfinished else DriverOutsideModes
         # The common cases need no context manager: no override in force, or only those of subclasses.

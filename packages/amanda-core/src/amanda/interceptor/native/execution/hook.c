@@ -5,57 +5,63 @@
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    Program *program; /* owned */
-    Reader *reader;   /* owned */
-    PyObject *go_on;  /* owned */
-    PyObject *first;  /* owned; what it is called with first */
-    PyObject *shapes; /* owned; those of the op; None: no routine is given any */
+    Program *program;  /* owned */
+    Reader *reader;    /* owned */
+    PyObject *resume;  /* owned; called where Python goes on */
+    PyObject *actions; /* owned; its first argument */
+    PyObject *shapes;  /* owned; those of the op; None: no routine takes any */
 } Hook;
+
+/* Add the shapes of the arguments to those of the op; those that entered the op come last. -1: an exception. */
+static int read_shapes(const Hook *hook, PyObject *const *args, Py_ssize_t sides, Shapes *shapes) {
+    const Program *program = hook->program;
+    shapes->objects = NULL;
+    shapes->code.count = program->tallied ? 0 : -1;
+    if (program->tallied) encode_shapes(&shapes->code, hook->shapes);
+    for (Py_ssize_t i = sides; shapes->code.count >= 0 && i--;)
+        if (PyTuple_Check(args[i]))
+            reader_shape_code(hook->reader, ((PyTupleObject *)args[i])->ob_item, PyTuple_GET_SIZE(args[i]), &shapes->code);
+    if (!program->shaped && !(program->tallied && shapes->code.count < 0)) return 0;
+    shapes->objects = Py_NewRef(hook->shapes);
+    for (Py_ssize_t i = sides; i--;)
+        if (PyTuple_Check(args[i]) && add_shapes(hook->reader, &shapes->objects, ((PyTupleObject *)args[i])->ob_item,
+                                                 PyTuple_GET_SIZE(args[i])))
+            return -1;
+    return 0;
+}
 
 static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *Py_UNUSED(names)) {
     Hook *hook = (Hook *)self;
     if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
-    Program *program = hook->program;
     Shapes shapes;
-    shapes.told = NULL;
-    shapes.words.count = program->tallied ? 0 : -1;
-    Py_ssize_t sides = PyVectorcall_NARGS(flags);
-    if (program->tallied) add_words_of(&shapes.words, hook->shapes);
-    for (Py_ssize_t i = sides; shapes.words.count >= 0 && i--;) /* those that entered come last */
-        if (PyTuple_Check(args[i]))
-            reader_words(hook->reader, ((PyTupleObject *)args[i])->ob_item, PyTuple_GET_SIZE(args[i]), &shapes.words);
-    if (program->shaped || (program->tallied && shapes.words.count < 0)) {
-        shapes.told = Py_NewRef(hook->shapes);
-        for (Py_ssize_t i = sides; i--;) {
-            if (!PyTuple_Check(args[i])) continue;
-            PyObject *const *items = ((PyTupleObject *)args[i])->ob_item;
-            if (add_shapes(hook->reader, &shapes.told, items, PyTuple_GET_SIZE(args[i]))) return NULL;
-        }
+    if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
+    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], &shapes), *values = resumption;
+    if (resumption && resumption != Py_None) {
+        int shaped = hook->program->shaped || hook->program->tallied;
+        PyObject *objects = shaped ? shapes_as_objects(&shapes) : NULL;
+        values = shaped && !objects
+                     ? NULL
+                     : PyObject_CallFunctionObjArgs(hook->resume, hook->actions, args[0], resumption, objects, NULL);
+        Py_DECREF(resumption);
     }
-    PyObject *done = run_on_values(program, hook->reader, args[0], &shapes), *values = done;
-    *(done == Py_None ? &counts.native : &counts.handed[done == Py_NotImplemented ? ARGUMENTS : RESULT]) += 1;
-    if (done && done != Py_None) {
-        PyObject *told = program->shaped || program->tallied ? told_shapes(&shapes) : NULL;
-        values = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(hook->go_on, hook->first, args[0], done, told, NULL);
-        Py_DECREF(done);
-    }
-    Py_XDECREF(shapes.told);
+    Py_XDECREF(shapes.objects);
     return values;
 }
 
 PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
-    PyObject *go_on, *first, *shapes = Py_None;
-    if (!PyArg_ParseTuple(args, "O!OO|O!", &Reader_Type, &reader, &go_on, &first, &PyTuple_Type, &shapes)) return NULL;
-    if ((self->shaped || self->tallied) && shapes == Py_None) return PyErr_Format(PyExc_TypeError, "routines want shapes: give those of the op");
+    PyObject *resume, *actions, *shapes = Py_None;
+    if (!PyArg_ParseTuple(args, "O!OO|O!", &Reader_Type, &reader, &resume, &actions, &PyTuple_Type, &shapes)) return NULL;
+    if ((self->shaped || self->tallied) && shapes == Py_None)
+        return PyErr_Format(PyExc_TypeError, "routines take shapes: pass those of the op");
     Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
     if (!hook) return NULL;
     hook->vectorcall = call_hook;
     hook->program = (Program *)Py_NewRef(self);
     hook->reader = (Reader *)Py_NewRef(reader);
-    hook->go_on = Py_NewRef(go_on);
-    hook->first = Py_NewRef(first);
+    hook->resume = Py_NewRef(resume);
+    hook->actions = Py_NewRef(actions);
     hook->shapes = Py_NewRef(shapes);
     PyObject_GC_Track(hook);
     return (PyObject *)hook;
@@ -64,8 +70,8 @@ PyObject *program_hook(Program *self, PyObject *args) {
 static int hook_traverse(Hook *self, visitproc visit, void *arg) {
     Py_VISIT(self->program);
     Py_VISIT(self->reader);
-    Py_VISIT(self->go_on);
-    Py_VISIT(self->first);
+    Py_VISIT(self->resume);
+    Py_VISIT(self->actions);
     Py_VISIT(self->shapes);
     return 0;
 }
@@ -74,8 +80,8 @@ static void hook_dealloc(Hook *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->program);
     Py_CLEAR(self->reader);
-    Py_CLEAR(self->go_on);
-    Py_CLEAR(self->first);
+    Py_CLEAR(self->resume);
+    Py_CLEAR(self->actions);
     Py_CLEAR(self->shapes);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }

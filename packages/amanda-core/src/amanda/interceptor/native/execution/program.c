@@ -2,10 +2,10 @@
 #include "execution/program.h"
 #include <structmember.h>
 
-static int read_step(Step *step, PyObject *told) {
+static int read_step(Step *step, PyObject *description) {
     PyObject *func, *select, *kwargs, *lock;
     int isolated, shapes = 0;
-    if (!PyArg_ParseTuple(told, "OOO!O!p|p", &func, &select, &PyDict_Type, &kwargs, &Lock_Type, &lock, &isolated, &shapes))
+    if (!PyArg_ParseTuple(description, "OOO!O!p|p", &func, &select, &PyDict_Type, &kwargs, &Lock_Type, &lock, &isolated, &shapes))
         return -1;
     if (select != Py_None) {
         if (!PyTuple_Check(select) || PyTuple_GET_SIZE(select) > VALUE_LIMIT) goto unsuited;
@@ -21,9 +21,9 @@ static int read_step(Step *step, PyObject *told) {
     step->func = Py_NewRef(func);
     step->lock = (Lock *)Py_NewRef(lock);
     step->isolated = (char)isolated;
-    step->everything = select == Py_None;
-    step->shapes = (char)shapes;
-    if (PyType_IsSubtype(Py_TYPE(func), &Tally_Type) && !step->everything && !step->count && !PyDict_GET_SIZE(kwargs))
+    step->takes_all = select == Py_None;
+    step->takes_shapes = (char)shapes;
+    if (PyType_IsSubtype(Py_TYPE(func), &Tally_Type) && !step->takes_all && !step->count && !PyDict_GET_SIZE(kwargs))
         step->tally = (Tally *)func;
     if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);
@@ -35,18 +35,18 @@ static int read_step(Step *step, PyObject *told) {
     }
     return step->names ? 0 : -1;
 unsuited:
-    PyErr_Format(PyExc_ValueError, "no native program has a step like %R", told);
+    PyErr_Format(PyExc_ValueError, "no native program has a step like %R", description);
     return -1;
 }
 
 /* A step that runs instead of the op; its inputs by name come after the others. */
-static int read_replacement(Step *step, PyObject *told) {
-    PyObject *usual, *named;
-    if (!PyArg_ParseTuple(told, "O!O!", &PyTuple_Type, &usual, &PyTuple_Type, &named)) return -1;
-    if (read_step(step, usual)) return -1;
+static int read_replacement(Step *step, PyObject *description) {
+    PyObject *values_step, *named;
+    if (!PyArg_ParseTuple(description, "O!O!", &PyTuple_Type, &values_step, &PyTuple_Type, &named)) return -1;
+    if (read_step(step, values_step)) return -1;
     Py_ssize_t count = PyTuple_GET_SIZE(named);
-    if (step->everything || count > step->count) {
-        PyErr_Format(PyExc_ValueError, "no native program has a replacement like %R", told);
+    if (step->takes_all || count > step->count) {
+        PyErr_Format(PyExc_ValueError, "no native program has a replacement like %R", description);
         return -1;
     }
     if (!count) return 0;
@@ -97,14 +97,14 @@ too_many:
 }
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"before", "after", "told", "sources", "constants",
+    static char *names[] = {"before", "after", "reporter", "sources", "constants",
                             "plan", "trace", "refuse", "replace", "substitutes", "shaped", "written", NULL};
-    PyObject *before, *after, *told, *sources = Py_None, *constants = Py_None, *plan = Py_None;
+    PyObject *before, *after, *reporter, *sources = Py_None, *constants = Py_None, *plan = Py_None;
     PyObject *trace = Py_None, *refuse = Py_None, *replace = Py_None;
     PyObject *written = NULL;
     int substitutes = 0, shaped = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O|OOOOOOppO!", names, &PyTuple_Type, &before, &PyTuple_Type, &after,
-                                     &told, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes, &shaped,
+                                     &reporter, &sources, &constants, &plan, &trace, &refuse, &replace, &substitutes, &shaped,
                                      &PyTuple_Type, &written))
         return NULL;
     for (Py_ssize_t i = 0; written && i < PyTuple_GET_SIZE(written); i++) {
@@ -123,7 +123,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     program->replaces = (char)replaces;
     program->substitutes = (char)substitutes;
     program->shaped = (char)shaped;
-    program->told = Py_NewRef(told);
+    program->reporter = Py_NewRef(reporter);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
     program->trace = Py_NewRef(trace);
@@ -138,13 +138,13 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                                                  : PyTuple_GET_ITEM(after, i - program->before));
     if (replaces && !wrong) wrong = read_replacement(&program->steps[count], replace);
     for (Py_ssize_t i = 0; i < count; i++)
-        *(program->steps[i].tally ? &program->tallied : &program->shaped) |= program->steps[i].shapes;
+        *(program->steps[i].tally ? &program->tallied : &program->shaped) |= program->steps[i].takes_shapes;
     if (wrong) Py_CLEAR(program);
     return (PyObject *)program;
 }
 
 static int program_traverse(Program *self, visitproc visit, void *arg) {
-    Py_VISIT(self->told);
+    Py_VISIT(self->reporter);
     Py_VISIT(self->constants);
     Py_VISIT(self->plan);
     Py_VISIT(self->trace);
@@ -160,7 +160,7 @@ static int program_traverse(Program *self, visitproc visit, void *arg) {
 
 static void program_dealloc(Program *self) {
     PyObject_GC_UnTrack(self);
-    Py_CLEAR(self->told);
+    Py_CLEAR(self->reporter);
     Py_CLEAR(self->constants);
     Py_CLEAR(self->plan);
     Py_CLEAR(self->trace);
@@ -179,10 +179,10 @@ static void program_dealloc(Program *self) {
 
 static PyMethodDef program_methods[] = {
     {"hook", (PyCFunction)program_hook, METH_VARARGS,
-     "hook(reader, go_on, first, shapes=None): what runs the routines on a tuple of values that it is called with; None: they are\n"
-     "left as they are. Else go_on(first, values, done) is asked, with the last step that ran and what its routine\n"
-     "returned, or NotImplemented: Python has to run them.  shapes: those of the op, to which those of the values, and of\n"
-     "what it is called with besides, are added for routines that are given shapes; go_on is then given them too."},
+     "hook(reader, resume, actions, shapes=None): return a callable that runs the routines on a tuple of values.\n\n"
+     "It returns None where they leave the values as they are; else what resume(actions, values, resumption) returns,\n"
+     "where Python goes on.  shapes: those of the op, to which those of the arguments of the call are added, for routines\n"
+     "that take shapes, and for resume, as its last argument."},
     {0}};
 
 PyTypeObject Program_Type = {
@@ -190,20 +190,20 @@ PyTypeObject Program_Type = {
     .tp_basicsize = sizeof(Program),
     .tp_itemsize = sizeof(Step),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Program(before, after, told, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
+    .tp_doc = "Program(before, after, reporter, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
               "replace=None, substitutes=False, shaped=False, written=()): routines around an op.\n\n"
               "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).  A Tally that is given no\n"
               "values counts the execution, by shapes if it is given these.\n"
-              "told.failed(step, error): hears of an exception; told.mutated(step, index): raises for a value written into.\n"
+              "reporter: failed(step, error) is called with an exception; mutated(step, index) raises for an input written into.\n"
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
               "for the one input that is a tuple of the arguments from the first to before the second.\n"
-              "plan: given to the handler where it has to go on, since the call may look different by then.\n"
-              "trace(begin, start, end, outputs, inputs): hears of backward ops, by the clock of the reader: before\n"
-              "the routines, and around the op; or what `Graphs.leaving` gives.\n"
-              "refuse(input): whether a call whose first input is this is not for the program.\n"
+              "plan: passed to the handler where Python goes on, since the call may look different by then.\n"
+              "trace(begin, start, end, outputs, inputs): called where the op has made backward ops, with the clock of the\n"
+              "reader before the routines, and before and after the op; or a marker of `Graphs.marker`.\n"
+              "refuse(input): whether Python has to run a call whose first input is this.\n"
               "replace: a step that runs instead of the op, and the names of the last of those that it selects.\n"
               "substitutes: whether native code may put what routines return in the place of tensors.\n"
-              "shaped: whether marks shall have the shapes of the op; they are told too where a step is given them.\n"
+              "shaped: whether marks shall have the shapes of the op; other steps that take shapes have them too.\n"
               "written: positions of the inputs that are the outputs where a call returns None.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,

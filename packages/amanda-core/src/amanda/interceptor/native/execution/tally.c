@@ -4,7 +4,7 @@
 
 /* ---- shapes as words ---- */
 
-static void add_shape(Words *words, PyObject *shape) {
+static void add_shape(ShapeCode *words, PyObject *shape) {
     if (!PyTuple_CheckExact(shape)) {
         words->count = -1;
         return;
@@ -19,7 +19,7 @@ static void add_shape(Words *words, PyObject *shape) {
     }
 }
 
-static void add_value(Words *words, PyObject *shape) {
+static void add_value(ShapeCode *words, PyObject *shape) {
     if (shape == Py_None) {
         add_word(words, SHAPELESS);
         return;
@@ -34,7 +34,7 @@ static void add_value(Words *words, PyObject *shape) {
     for (Py_ssize_t i = 0; words->count >= 0 && i < PyTuple_GET_SIZE(shape); i++) add_shape(words, PyTuple_GET_ITEM(shape, i));
 }
 
-void add_words_of(Words *words, PyObject *shapes) {
+void encode_shapes(ShapeCode *words, PyObject *shapes) {
     if (!PyTuple_CheckExact(shapes)) words->count = -1;
     for (Py_ssize_t i = 0; words->count >= 0 && i < PyTuple_GET_SIZE(shapes); i++) {
         PyObject *side = PyTuple_GET_ITEM(shapes, i);
@@ -72,7 +72,7 @@ static PyObject *value_of(const int64_t **at) {
     return shapes;
 }
 
-PyObject *shapes_of_words(const Words *words) {
+PyObject *decode_shapes(const ShapeCode *words) {
     const int64_t *at = words->items, *end = at + words->count;
     PyObject *sides = PyList_New(0);
     while (sides && at < end) {
@@ -93,12 +93,12 @@ PyObject *shapes_of_words(const Words *words) {
 
 /* ---- rows ---- */
 
-static inline int is_row(const Tally *tally, const Row *row, const Words *words) {
+static inline int is_row(const Tally *tally, const Row *row, const ShapeCode *words) {
     return row->length == words->count &&
            !memcmp(tally->words + row->start, words->items, (size_t)words->count * sizeof(int64_t));
 }
 
-static uint32_t slot_of(const Tally *tally, uint64_t hash, const Words *words) { /* that of the row, or a free one */
+static uint32_t slot_of(const Tally *tally, uint64_t hash, const ShapeCode *words) { /* that of the row, or a free one */
     uint32_t slot = (uint32_t)(hash >> 20) & (tally->slot_count - 1);
     while (tally->slots[slot]) {
         const Row *row = &tally->rows[tally->slots[slot] - 1];
@@ -138,7 +138,7 @@ static void settle(Tally *tally) {
     tally->calls = 0;
 }
 
-static void turn_to(Tally *tally, uint32_t row, const Words *words) {
+static void turn_to(Tally *tally, uint32_t row, const ShapeCode *words) {
     settle(tally);
     tally->last = row;
     tally->calls = 1;
@@ -147,7 +147,7 @@ static void turn_to(Tally *tally, uint32_t row, const Words *words) {
 }
 
 /* 1: counted; 0: they are new, and there are as many as native code counts; -1: out of memory, no exception set */
-static int count_words(Tally *tally, const Words *words, uint32_t limit) {
+static int count_shapes(Tally *tally, const ShapeCode *words, uint32_t limit) {
     uint64_t hash = 1;
     for (int i = 0; i < words->count; i++) hash = mix(hash, (uint64_t)words->items[i]);
     if (!tally->slots || !tally->slots[slot_of(tally, hash, words)]) {
@@ -162,13 +162,13 @@ static int count_words(Tally *tally, const Words *words, uint32_t limit) {
     return 1;
 }
 
-int tally_count(Tally *tally, const Words *words) {
+int tally_count(Tally *tally, const ShapeCode *words) {
     if (tally->last && words->count == tally->length &&
         !memcmp(tally->recent, words->items, (size_t)words->count * sizeof(int64_t))) {
         tally->calls++;
         return 1;
     }
-    return words->count >= 0 && count_words(tally, words, tally->limit) > 0;
+    return words->count >= 0 && count_shapes(tally, words, tally->limit) > 0;
 }
 
 /* ---- for Python ---- */
@@ -184,11 +184,11 @@ static int tally_init(Tally *self, PyObject *args, PyObject *kwargs) {
 }
 
 static PyObject *tally_add(Tally *self, PyObject *shapes) {
-    Words words;
+    ShapeCode words;
     words.count = 0;
-    add_words_of(&words, shapes);
+    encode_shapes(&words, shapes);
     if (words.count >= 0) {
-        if (count_words(self, &words, UINT32_MAX >> 2) < 1) return PyErr_NoMemory();
+        if (count_shapes(self, &words, UINT32_MAX >> 2) < 1) return PyErr_NoMemory();
         Py_RETURN_NONE;
     }
     if (!self->others && !(self->others = PyDict_New())) return NULL;
@@ -206,11 +206,11 @@ static PyObject *tally_items(Tally *self, PyObject *Py_UNUSED(none)) {
     PyObject *items = PyList_New(0);
     settle(self);
     for (uint32_t i = 0; items && i < self->count; i++) { /* Python may run meanwhile */
-        Words words;
+        ShapeCode words;
         Row row = self->rows[i];
         words.count = row.length;
         memcpy(words.items, self->words + row.start, (size_t)row.length * sizeof(int64_t));
-        PyObject *shapes = shapes_of_words(&words);
+        PyObject *shapes = decode_shapes(&words);
         PyObject *item = shapes ? Py_BuildValue("NL", shapes, (long long)row.calls) : NULL;
         if (!item || PyList_Append(items, item)) Py_CLEAR(items);
         Py_XDECREF(item);

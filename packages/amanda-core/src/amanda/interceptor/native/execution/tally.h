@@ -10,7 +10,7 @@
 typedef struct {
     int count; /* -1: they have no such form, or too many extents */
     int64_t items[WORD_LIMIT];
-} Words;
+} ShapeCode;
 
 #define SHAPELESS (-1)
 #define LISTED (-2)
@@ -40,15 +40,15 @@ typedef struct {
 
 extern PyTypeObject Tally_Type;
 
-static inline void add_word(Words *words, int64_t word) {
+static inline void add_word(ShapeCode *words, int64_t word) {
     if (words->count >= 0) {
         if (words->count < WORD_LIMIT) words->items[words->count++] = word;
         else words->count = -1;
     }
 }
 
-void add_words_of(Words *words, PyObject *shapes); /* of sides that Python has; never an exception */
-PyObject *shapes_of_words(const Words *words);     /* new, as Python has them */
-int tally_count(Tally *tally, const Words *words); /* 0: Python has to; never an exception */
+void encode_shapes(ShapeCode *words, PyObject *shapes); /* of sides that Python has; never an exception */
+PyObject *decode_shapes(const ShapeCode *words);     /* new, as Python has them */
+int tally_count(Tally *tally, const ShapeCode *words); /* 0: Python has to; never an exception */
 
 #endif

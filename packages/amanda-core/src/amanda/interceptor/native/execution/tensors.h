@@ -6,18 +6,18 @@
 #include "interception/site.h"
 
 /* 0: cannot be told. sized: extents of tensors decide too. */
-uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given, int sized, int *gradients);
+uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *arguments, int sized, int *gradients);
 int reader_is_plain(const Reader *reader, PyObject *value);
-int reader_is_kept_out(const Reader *reader); /* a mode is in force that wants Python */
+int python_mode_active(const Reader *reader); /* a mode is in force that wants Python */
 uint64_t reader_clock(const Reader *reader);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
 int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
 const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */
-void reader_words(const Reader *reader, PyObject *const *values, Py_ssize_t count, Words *words); /* of one more side */
+void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words); /* of one more side */
 PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,
                         PyObject *before); /* new; `before` itself where it equals them; NULL: an exception */
-int reader_fits(const Reader *reader, PyObject *original, PyObject *value);
-PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients);
+int can_substitute(const Reader *reader, PyObject *original, PyObject *value);
+PyObject *with_straight_through(const Reader *reader, PyObject *original, PyObject *value, int gradients);
 
 /* Asked of every argument of every routine: the framework's header defines these in line. */
 static inline int reader_is_tensor(const Reader *reader, PyObject *value);
@@ -29,9 +29,9 @@ static inline int reader_gradients(const Reader *reader, Thread *thread);
 static inline void reader_set_gradients(const Reader *reader, Thread *thread, int on);
 
 /* What executions leave for their backward ops. */
-extern PyTypeObject Leaving_Type;
-int marks_written(PyObject *leaving); /* whether it wants the value that the op wrote */
-int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
+extern PyTypeObject BackwardMarker_Type;
+int marker_reads_written(PyObject *marker); /* whether it wants the value that the op wrote */
+int mark_backward_nodes(PyObject *marker, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
                PyObject *shapes);
 
 #include "pytorch/layout.h"

@@ -31,7 +31,7 @@ static inline uint64_t mix(uint64_t hash, uint64_t value) {
 int add_function(PyObject *names, PyMethodDef *def);
 int add_type(PyObject *names, const char *name, PyTypeObject *type);
 
-/* Like a tuple, no type here but PlanTable and Memo has tp_clear: its objects are whole for as long as what
+/* Like a tuple, no type here but PlanTable and CallCache has tp_clear: its objects are whole for as long as what
    dies in a collection may call them, and every cycle has another object that clears. */
 
 #endif

@@ -1,4 +1,4 @@
-/* Arguments of intercepted calls, packed, spread and exchanged. */
+/* Arguments of intercepted calls, spread and exchanged. */
 #include "interception/call.h"
 
 PyObject *keywords_of(PyObject *const *values, PyObject *names) {
@@ -8,32 +8,37 @@ PyObject *keywords_of(PyObject *const *values, PyObject *names) {
     return dict;
 }
 
-/* Give a call other arguments, as many: positional ones and then those by keyword, after a free place.
-   made: two references to release after the call.  0: not of this kind of call; -1: an exception. */
-int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made) {
-    Site *site = call->site;
-    *given = *call->given;
-    call->given = given;
-    if (site->bound) call->self = given->self = *flat++;
-    given->items = flat;
-    switch (site->kind) {
-    case ASSIGN: return 0;
-    case NOARGS: case GET: return 1;
-    case ONE: case SUBSCRIPT: call->a = flat[0]; return 1;
-    case FAST: case FAST_KEYWORDS: case FUNCTION: case PYTHON: call->a = (PyObject *)flat; return 1;
+/* A dict with the keys of another, and values in their order. */
+static PyObject *with_values(PyObject *dict, PyObject *const *values) {
+    PyObject *name, *value, *copy = PyDict_New();
+    Py_ssize_t position = 0;
+    while (copy && PyDict_Next(dict, &position, &name, &value))
+        if (PyDict_SetItem(copy, name, *values++)) Py_CLEAR(copy);
+    return copy;
+}
+
+/* Give a call other arguments, as many: positional ones and then those by keyword, after a free place, where a
+   vectorcall may put an object of its own.  NO_CALL_WITH: not for this kind of call. */
+CallWith call_with(Call *call, PyObject **flat, NewArguments *owned) {
+    Arguments *arguments = &call->arguments;
+    if (arguments->receiver) call->self = arguments->receiver = *flat++;
+    arguments->items = flat;
+    switch (call->site->kind) {
+    case ASSIGN: return NO_CALL_WITH;
+    case NOARGS: case GET: return CALL_WITH_READY;
+    case ONE: case SUBSCRIPT: call->a = flat[0]; return CALL_WITH_READY;
+    case FAST: case FAST_KEYWORDS: case FUNCTION: case PYTHON: call->a = (PyObject *)flat; return CALL_WITH_READY;
     case KEYWORDS:
-        if (given->dict) {
-            PyObject *name, *value, *own = given->dict;
-            Py_ssize_t position = 0, i = given->count;
-            call->b = given->dict = made[1] = PyDict_New();
-            while (made[1] && PyDict_Next(own, &position, &name, &value))
-                if (PyDict_SetItem(made[1], name, flat[i++])) return -1;
-            if (!made[1]) return -1;
+        if (arguments->dict) {
+            owned->kwargs = with_values(arguments->dict, flat + arguments->count);
+            if (!owned->kwargs) return CALL_WITH_FAILED;
+            call->b = arguments->dict = owned->kwargs;
         } /* fall through */
     case VARARGS:
-        call->a = made[0] = PyTuple_New(given->count);
-        for (Py_ssize_t i = 0; made[0] && i < given->count; i++) PyTuple_SET_ITEM(made[0], i, Py_NewRef(flat[i]));
-        return made[0] ? 1 : -1;
+        call->a = owned->args = PyTuple_New(arguments->count);
+        for (Py_ssize_t i = 0; owned->args && i < arguments->count; i++)
+            PyTuple_SET_ITEM(owned->args, i, Py_NewRef(flat[i]));
+        return owned->args ? CALL_WITH_READY : CALL_WITH_FAILED;
     }
     Py_UNREACHABLE();
 }
@@ -49,8 +54,8 @@ PyObject *raise_failure(Thread *thread, PyObject *result) {
 }
 
 /* Types may share a definition: a call through the descriptor of another type is not the target's. */
-int is_targets(Site *site, PyObject *self) {
-    if (!site->bound) return 1;
+int receiver_fits_target(Site *site, PyObject *self) {
+    if (!takes_receiver(site)) return 1;
     int in_class = Py_IS_TYPE(site->target, &PyClassMethodDescr_Type);
     PyTypeObject *type = in_class ? (PyTypeObject *)self : Py_TYPE(self);
     return PyType_IsSubtype(type, PyDescr_TYPE((PyDescrObject *)site->target));

@@ -3,10 +3,17 @@
 #define AMANDA_CALL_H
 #include "interception/site.h"
 
+/* What a call with other arguments owns until it has returned. */
+typedef struct {
+    PyObject *args, *kwargs; /* NULL: the convention needs none */
+} NewArguments;
+
+typedef enum { CALL_WITH_FAILED = -1, CALL_WITH_READY, NO_CALL_WITH } CallWith; /* FAILED: an exception is set */
+
 PyObject *keywords_of(PyObject *const *values, PyObject *names);
 PyObject *raise_failure(Thread *thread, PyObject *result);
-int is_targets(Site *site, PyObject *self);
-int call_with(Call *call, Arguments *given, PyObject **flat, PyObject **made);
+int receiver_fits_target(Site *site, PyObject *self);
+CallWith call_with(Call *call, PyObject **flat, NewArguments *owned);
 
 FLAT PyObject *call_with_tuple(Site *site, PyObject *const *items, size_t nargsf, PyObject *names) {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
@@ -54,27 +61,34 @@ FLAT PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyO
     Py_UNREACHABLE();
 }
 
-static inline void read_arguments(Site *site, Arguments *out, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
-    *out = (Arguments){.self = site->bound ? self : NULL};
-    out->items = out->small;
+/* Read the arguments out of the registers of a convention. `few` has room for those that lie in registers themselves. */
+FLAT Arguments read_arguments(const Site *site, PyObject **few, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    Arguments arguments = {self, few, 0, NULL, NULL};
     switch (site->kind) {
-    case NOARGS: case GET: break;
-    case ASSIGN: out->small[1] = b; /* fall through */
-    case ONE: case SUBSCRIPT:
-        out->small[0] = a;
-        out->count = site->kind == ASSIGN ? 2 : 1;
-        break;
-    case KEYWORDS: out->dict = b; /* fall through */
-    case VARARGS:
-        out->items = ((PyTupleObject *)a)->ob_item;
-        out->count = PyTuple_GET_SIZE(a);
-        break;
-    case PYTHON: case FUNCTION: case FAST_KEYWORDS: out->names = c; /* fall through */
+    case FUNCTION: case PYTHON:
+        return (Arguments){NULL, (PyObject *const *)a, PyVectorcall_NARGS((size_t)b), c, NULL};
+    case FAST_KEYWORDS:
+        arguments.names = c; /* fall through */
     case FAST:
-        out->items = (PyObject *const *)a;
-        out->count = site->kind == PYTHON || site->kind == FUNCTION ? PyVectorcall_NARGS((size_t)b) : (Py_ssize_t)b;
+        arguments.items = (PyObject *const *)a;
+        arguments.count = (Py_ssize_t)b;
+        break;
+    case KEYWORDS:
+        arguments.dict = b && PyDict_GET_SIZE(b) ? b : NULL; /* fall through */
+    case VARARGS:
+        arguments.items = ((PyTupleObject *)a)->ob_item;
+        arguments.count = PyTuple_GET_SIZE(a);
+        break;
+    case NOARGS: case GET:
+        break;
+    case ASSIGN:
+        few[1] = b; /* fall through */
+    case ONE: case SUBSCRIPT:
+        few[0] = a;
+        arguments.count = site->kind == ASSIGN ? 2 : 1;
         break;
     }
+    return arguments;
 }
 
 FLAT PyObject *call_op(Thread *thread, Call *call) {
@@ -85,7 +99,8 @@ FLAT PyObject *call_op(Thread *thread, Call *call) {
     return result;
 }
 
-static inline PyObject *checked(Thread *thread, PyObject *result) {
+/* A call's result, unless an operator has dropped a tool's exception for it: that is raised again. */
+static inline PyObject *reraise_kept_failure(Thread *thread, PyObject *result) {
     return unlikely(result == Py_NotImplemented) && thread->failed ? raise_failure(thread, result) : result;
 }
 

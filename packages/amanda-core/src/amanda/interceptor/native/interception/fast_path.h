@@ -32,39 +32,47 @@
 #define USER 8      /* not FRAMEWORK */
 #define WALK_LIMIT 128
 #define WAY_LIMIT 8 /* call sites of the program beyond the place, which tell apart the ways to a place at the root */
-#define KNOWN_INSTRUCTIONS 512
-#define KNOWN_TYPES 64
+#define CACHED_SITES 512
+#define CACHED_TYPES 64
 
 typedef struct {
     const void *where; /* the instruction, in its code object */
     uint64_t mark;
     uint64_t kind, unused; /* a power of two long: an entry lies in one line of the cache */
-} KnownInstruction;
+} CachedSite;
 
 typedef struct {
     PyTypeObject *type;
     unsigned version;
     int identity; /* values of the type tell ops apart */
-} KnownType;
+} CachedType;
 
 typedef struct {
-    KnownInstruction instructions[KNOWN_INSTRUCTIONS];
-    KnownType types[KNOWN_TYPES];
+    CachedSite sites[CACHED_SITES];
+    CachedType types[CACHED_TYPES];
     PyInterpreterState *interpreter; /* in others, whose builtins are the same, nothing is intercepted */
     Map named;                       /* address -> Named */
     PyTypeObject *leaf_type;         /* owned; values of it may be leaves; NULL: none are */
-} Known;
+} FastCache;
 
 typedef struct {
     Thread thread;
     uint64_t owner; /* id of the thread state that the rest belongs to, and 1 */
 } Local;
 
+/* Who is called on threads that run ops where nothing is in force. */
+typedef struct {
+    PyObject *function; /* owned; NULL: nobody */
+    uint64_t number;    /* of the present watch: a thread that has not seen it calls the function */
+} Watch;
+
 #pragma GCC visibility push(hidden)
-extern Known known __attribute__((aligned(64)));
+extern FastCache fast_cache __attribute__((aligned(64)));
 extern __thread Local local;
-extern Thread foreign;
+extern Thread other_interpreter;
 extern PyObject *activation_variable;
+extern Watch watch;
+int call_watcher(Thread *thread);
 Thread *new_thread(uint64_t owner);
 Activation *looked_up_activation(void);
 #pragma GCC visibility pop
@@ -78,14 +86,14 @@ static inline PyThreadState *running_thread(void) {
 }
 
 static inline Thread *thread_of(const PyThreadState *running) {
-    if (unlikely(running->interp != known.interpreter)) return &foreign;
+    if (unlikely(running->interp != fast_cache.interpreter)) return &other_interpreter;
     uint64_t id = running->id + 1; /* unique in one interpreter */
     return likely(local.owner == id) ? &local.thread : new_thread(id);
 }
 
 /* Borrowed from the context: as good as long as no Python runs. NULL: nothing is intercepted. */
 static inline Activation *activation_of(const PyThreadState *running, const Thread *thread) {
-    if (thread->off) return NULL;
+    if (thread->suspensions) return NULL;
 #if AMANDA_INTERNAL_FRAMES
     const PyContext *context = (PyContext *)running->context;
     if (!context) return NULL; /* also where a thread ends, and what the variable has cached is gone */
@@ -98,9 +106,9 @@ static inline Activation *activation_of(const PyThreadState *running, const Thre
     return looked_up_activation();
 }
 
-static inline KnownInstruction *known_instruction(const void *where) {
+static inline CachedSite *cached_site(const void *where) {
     uintptr_t number = (uintptr_t)where >> 1;
-    return &known.instructions[(number ^ number >> 9) & (KNOWN_INSTRUCTIONS - 1)];
+    return &fast_cache.sites[(number ^ number >> 9) & (CACHED_SITES - 1)];
 }
 
 /* Changes with the type, and no other type gets it when this one is gone; 0: there is none now. */
@@ -113,18 +121,18 @@ static inline unsigned type_version(const PyTypeObject *type, unsigned long flag
     return type->tp_version_tag;
 }
 
-static inline KnownType *known_type(const PyTypeObject *type) {
-    return &known.types[((uintptr_t)type >> 5) & (KNOWN_TYPES - 1)];
+static inline CachedType *cached_type(const PyTypeObject *type) {
+    return &fast_cache.types[((uintptr_t)type >> 5) & (CACHED_TYPES - 1)];
 }
 
 /* Borrowed; NULL: the thread has met no op yet. */
-static inline Region *known_region(const Thread *thread) { return thread->top ? thread->top : thread->root; }
+static inline Region *cached_region(const Thread *thread) { return thread->top ? thread->top : thread->root; }
 
 #if AMANDA_INTERNAL_FRAMES
-static inline int mix_known_way(const _PyInterpreterFrame *frame, const Region *region, uint64_t *way) {
+static inline int mix_cached_way(const _PyInterpreterFrame *frame, const Region *region, uint64_t *way) {
     uint64_t mixed = *way;
     for (int left = WAY_LIMIT, most = WALK_LIMIT; left && frame && frame != region->entry; frame = frame->previous) {
-        const KnownInstruction *site = known_instruction(frame_instruction(frame));
+        const CachedSite *site = cached_site(frame_instruction(frame));
         if (unlikely(site->where != frame_instruction(frame))) {
             if (_PyFrame_IsIncomplete((_PyInterpreterFrame *)frame)) continue;
             return 0;
@@ -141,12 +149,12 @@ static inline int mix_known_way(const _PyInterpreterFrame *frame, const Region *
 
 /* Mixes the call sites from the innermost frame out to the end of the region, and at the root those of the program
    beyond into `way`; 0: not all are known. */
-static inline int mix_known_sites(const PyThreadState *running, const Region *region, uint64_t *hash, uint64_t *way) {
+static inline int mix_cached_sites(const PyThreadState *running, const Region *region, uint64_t *hash, uint64_t *way) {
 #if AMANDA_INTERNAL_FRAMES
     uint64_t mixed = *hash;
     const _PyInterpreterFrame *frame = current_frame(running);
     for (int left = WALK_LIMIT; frame && frame != region->entry; frame = frame->previous) {
-        const KnownInstruction *site = known_instruction(frame_instruction(frame));
+        const CachedSite *site = cached_site(frame_instruction(frame));
         if (unlikely(site->where != frame_instruction(frame))) {
             if (_PyFrame_IsIncomplete((_PyInterpreterFrame *)frame)) continue;
             return 0;
@@ -155,7 +163,7 @@ static inline int mix_known_sites(const PyThreadState *running, const Region *re
         if (site->kind & SKIPPED) continue;
         if (unlikely(!--left)) return 0;
         mixed = mix(mixed, site->mark);
-        if (site->kind & region->ends_after) return mix_known_way(frame->previous, region, way) && (*hash = mixed, 1);
+        if (site->kind & region->ends_after) return mix_cached_way(frame->previous, region, way) && (*hash = mixed, 1);
     }
     *hash = mixed;
     return !region->tail_length;
@@ -166,30 +174,30 @@ static inline int mix_known_sites(const PyThreadState *running, const Region *re
 }
 
 static inline const Named *named_at(const void *address) {
-    return map_get(&known.named, (uint64_t)(uintptr_t)address);
+    return map_get(&fast_cache.named, (uint64_t)(uintptr_t)address);
 }
 
-static inline int mix_known_identity(PyObject *value, PyTypeObject *type, unsigned long flags, uint64_t *hash) {
-    const KnownType *answer = known_type(type);
+static inline int mix_cached_identity(PyObject *value, PyTypeObject *type, unsigned long flags, uint64_t *hash) {
+    const CachedType *answer = cached_type(type);
     if (unlikely(answer->type != type || answer->version != type_version(type, flags))) return 0;
     if (!answer->identity) return 1;
     const Named *named = named_at(value);
-    if (unlikely(!named || named->asks)) return 0;
+    if (unlikely(!named || named->slot_queries_left)) return 0;
     *hash = mix(*hash, named->ordinal);
     return 1;
 }
 
-static inline int mix_known_items(PyObject *sequence, uint64_t *hash) {
+static inline int mix_cached_items(PyObject *sequence, uint64_t *hash) {
     PyObject *const *items = PySequence_Fast_ITEMS(sequence);
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); i++) {
         PyTypeObject *type = Py_TYPE(items[i]);
-        if (type->tp_flags & Py_TPFLAGS_HEAPTYPE && !mix_known_identity(items[i], type, type->tp_flags, hash)) return 0;
+        if (type->tp_flags & Py_TPFLAGS_HEAPTYPE && !mix_cached_identity(items[i], type, type->tp_flags, hash)) return 0;
     }
     return 1;
 }
 
 /* Mixes the identities of the first value, if there is one, and the others; 0: not all are known. */
-static inline int mix_known_values(PyObject *value, PyObject *const *others, Py_ssize_t count, uint64_t *hash) {
+static inline int mix_cached_values(PyObject *value, PyObject *const *others, Py_ssize_t count, uint64_t *hash) {
     uint64_t mixed = *hash;
     if (!value) {
         if (!count) return 1;
@@ -200,9 +208,9 @@ static inline int mix_known_values(PyObject *value, PyObject *const *others, Py_
         PyTypeObject *type = Py_TYPE(value);
         unsigned long flags = type->tp_flags;
         if (flags & Py_TPFLAGS_HEAPTYPE) {
-            if (!mix_known_identity(value, type, flags, &mixed)) return 0;
+            if (!mix_cached_identity(value, type, flags, &mixed)) return 0;
         } else if (unlikely(flags & (Py_TPFLAGS_TUPLE_SUBCLASS | Py_TPFLAGS_LIST_SUBCLASS)) &&
-                   (type == &PyTuple_Type || type == &PyList_Type) && !mix_known_items(value, &mixed))
+                   (type == &PyTuple_Type || type == &PyList_Type) && !mix_cached_items(value, &mixed))
             return 0;
         if (!count) break;
     }
@@ -211,14 +219,14 @@ static inline int mix_known_values(PyObject *value, PyObject *const *others, Py_
 }
 
 /* Mixes the leaves among values into the way to a place at the root; 0: not all are known. */
-static inline int mix_known_leaf(const Reader *reader, PyObject *value, uint64_t *way) {
+static inline int mix_cached_leaf(const Reader *reader, PyObject *value, uint64_t *way) {
     PyTypeObject *type = Py_TYPE(value);
-    if (type != known.leaf_type)
-        return !(type->tp_flags & Py_TPFLAGS_HEAPTYPE) || known_type(type)->identity ||
-               !PyType_IsSubtype(type, known.leaf_type); /* whether one of a subclass is a leaf, Python tells */
-    int trained = reader ? reader_is_trained(reader, value) : -1;
-    if (likely(!trained)) return 1;
-    const Named *named = trained > 0 ? named_at(value) : NULL;
+    if (type != fast_cache.leaf_type)
+        return !(type->tp_flags & Py_TPFLAGS_HEAPTYPE) || cached_type(type)->identity ||
+               !PyType_IsSubtype(type, fast_cache.leaf_type); /* whether one of a subclass is a leaf, Python tells */
+    Training training = reader ? reader_training(reader, value) : ASK_PYTHON;
+    if (likely(training == NOT_TRAINED)) return 1;
+    const Named *named = training == TRAINED ? named_at(value) : NULL;
     if (!named) return 0;
     *way = mix(*way, named->ordinal);
     return 1;
@@ -226,7 +234,7 @@ static inline int mix_known_leaf(const Reader *reader, PyObject *value, uint64_t
 
 /* Which of the ways to a place at the root this is: a loop comes by one.  The place has the first way, those that
    follow have their number, and their own key has how many there are.  0: there is no room for it. */
-static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64_t *seen) {
+static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64_t *repeats) {
     Map *counts = &region->counts;
     uint64_t more = mix(place, 1) | 1;
     place = place ? place : 1;
@@ -237,7 +245,7 @@ static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64
         *cell = (Cell){place, (void *)(uintptr_t)way};
         counts->used++;
     }
-    *seen = 0;
+    *repeats = 0;
     if (likely((uintptr_t)cell->value == way)) return 1;
     cell = &counts->cells[map_slot(counts, way)];
     if (!cell->key) {
@@ -245,19 +253,19 @@ static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64
         counts->used += !number->key;
         number->key = more;
         uint64_t others = (uint64_t)(uintptr_t)number->value;
-        *seen = AMANDA_OCCURRENCE_CAP - 1;
+        *repeats = AMANDA_OCCURRENCE_CAP - 1;
         if (others + 1 >= AMANDA_OCCURRENCE_CAP) return 1;
         number->value = (void *)(uintptr_t)(others + 1);
         cell = &counts->cells[map_slot(counts, way)];
         *cell = (Cell){way, (void *)(uintptr_t)(others + 1)};
         counts->used++;
     }
-    *seen = (uint64_t)(uintptr_t)cell->value;
+    *repeats = (uint64_t)(uintptr_t)cell->value;
     return 1;
 }
 
 /* Counts the place once more; 0: there is no room for it. */
-static inline int count_known(Region *region, uint64_t place, uint64_t *seen) {
+static inline int count_place(Region *region, uint64_t place, uint64_t *repeats) {
     Map *counts = &region->counts;
     Cell *cell = &counts->cells[map_slot(counts, place ? place : 1)];
     if (!cell->key) {
@@ -265,9 +273,9 @@ static inline int count_known(Region *region, uint64_t place, uint64_t *seen) {
         cell->key = place ? place : 1;
         counts->used++;
     }
-    *seen = (uint64_t)(uintptr_t)cell->value;
-    if (likely(*seen < AMANDA_OCCURRENCE_CAP)) cell->value = (void *)(uintptr_t)(*seen + 1);
-    else *seen = AMANDA_OCCURRENCE_CAP - 1;
+    *repeats = (uint64_t)(uintptr_t)cell->value;
+    if (likely(*repeats < AMANDA_OCCURRENCE_CAP)) cell->value = (void *)(uintptr_t)(*repeats + 1);
+    else *repeats = AMANDA_OCCURRENCE_CAP - 1;
     return 1;
 }
 

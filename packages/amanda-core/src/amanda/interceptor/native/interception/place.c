@@ -5,7 +5,7 @@
 #define TYPE_LIMIT 16
 #define IDLE_REGIONS 32
 #define KEPT_COUNTS 64
-#define MOST_ASKS 8
+#define SLOT_QUERIES 8
 #define FIRST_SWEEP 64
 #define ROOT_HASH 0x416D616E6461ULL
 
@@ -38,11 +38,11 @@ static struct {
     size_t strong, strong_limit; /* objects that are held strongly, and how many lead to a sweep */
     Region *idle; /* freed and not given back, linked by their parents */
     int idle_count;
-} house = {.index = -1, .epoch = 1, .strong_limit = FIRST_SWEEP};
+} place_state = {.index = -1, .epoch = 1, .strong_limit = FIRST_SWEEP};
 
-Known known;
+FastCache fast_cache;
 __thread Local local;
-Thread foreign = {.off = 1};
+Thread other_interpreter = {.suspensions = 1};
 
 Thread *new_thread(uint64_t owner) {
     local.thread = (Thread){0};
@@ -54,18 +54,18 @@ Thread *thread_state(void) { return thread_of(running_thread()); }
 
 /* Where code changes its kind, or types come to tell ops apart. */
 static void new_epoch(void) {
-    house.epoch++;
-    memset(known.types, 0, sizeof known.types);
-    memset(known.instructions, 0, sizeof known.instructions);
+    place_state.epoch++;
+    memset(fast_cache.types, 0, sizeof fast_cache.types);
+    memset(fast_cache.sites, 0, sizeof fast_cache.sites);
 }
 
 /* ---- regions ---- */
 
 HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
-    Region *region = house.idle;
+    Region *region = place_state.idle;
     if (region) {
-        house.idle = region->parent;
-        house.idle_count--;
+        place_state.idle = region->parent;
+        place_state.idle_count--;
         _Py_NewReference((PyObject *)region);
     } else if (!(region = PyObject_New(Region, &Region_Type)))
         return NULL;
@@ -91,10 +91,10 @@ HOT static void region_dealloc(Region *region) {
     PyObject *subject = region->subject;
     if (region->tail) PyMem_RawFree(region->tail);
     if (region->counts.cells != region->first) map_clear(&region->counts);
-    if (house.idle_count < IDLE_REGIONS) {
-        region->parent = house.idle;
-        house.idle = region;
-        house.idle_count++;
+    if (place_state.idle_count < IDLE_REGIONS) {
+        region->parent = place_state.idle;
+        place_state.idle = region;
+        place_state.idle_count++;
     } else
         PyObject_Free(region);
     Py_XDECREF(parent);
@@ -156,35 +156,35 @@ static void forget_counts(Region *region) {
 }
 
 uint64_t occurrence_of(Region *region, uint64_t place, uint64_t way, int *failed) {
-    uint64_t seen = 0;
+    uint64_t repeats = 0;
     *failed = 0;
     if (at_root(region)) {
-        if (count_way(region, place, way, &seen)) return seen;
+        if (count_way(region, place, way, &repeats)) return repeats;
         *failed = (region->counts.cells == region->first && grow_counts(region)) || map_reserve(&region->counts, 3);
         if (*failed) PyErr_NoMemory();
-        else count_way(region, place, way, &seen);
-        return seen;
+        else count_way(region, place, way, &repeats);
+        return repeats;
     }
-    if (!count_known(region, place, &seen) && set_count(region, place ? place : 1, (void *)(uintptr_t)1)) {
+    if (!count_place(region, place, &repeats) && set_count(region, place ? place : 1, (void *)(uintptr_t)1)) {
         PyErr_NoMemory();
         *failed = 1;
     }
-    return seen;
+    return repeats;
 }
 
 /* ---- code ---- */
 
 static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
-    if (!house.describe) {
+    if (!place_state.describe) {
         PyErr_SetString(PyExc_RuntimeError, "the interceptor is not configured");
         return NULL;
     }
-    unsigned epoch = house.epoch;
+    unsigned epoch = place_state.epoch;
     disturb();
-    PyObject *describe_code = Py_NewRef(house.describe);
-    thread->off++;
+    PyObject *describe_code = Py_NewRef(place_state.describe);
+    thread->suspensions++;
     PyObject *told = PyObject_CallOneArg(describe_code, (PyObject *)code);
-    thread->off--;
+    thread->suspensions--;
     Py_DECREF(describe_code);
     if (!told) return NULL;
     unsigned long long hash;
@@ -194,7 +194,7 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
         Py_DECREF(told);
         return NULL;
     }
-    if (!old) code_get((PyObject *)code, house.index, (void **)&old); /* what was called may have described it too */
+    if (!old) code_get((PyObject *)code, place_state.index, (void **)&old); /* what was called may have described it too */
     CodeNote *note = old ? old : PyMem_RawMalloc(sizeof(CodeNote) + (size_t)first.len);
     if (note && !old) {
         note->length = (unsigned)(first.len / sizeof(uint32_t));
@@ -206,7 +206,7 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
     note->hash = hash;
     note->flags = flags;
     note->epoch = epoch;
-    if (!old && code_set((PyObject *)code, house.index, note)) {
+    if (!old && code_set((PyObject *)code, place_state.index, note)) {
         PyMem_RawFree(note);
         return PyErr_Occurred() ? NULL : (CodeNote *)PyErr_NoMemory(); /* it may fail and not say so */
     }
@@ -215,12 +215,12 @@ static CodeNote *describe(Thread *thread, PyCodeObject *code, CodeNote *old) {
 
 static inline CodeNote *note_of(Thread *thread, PyCodeObject *code) {
     void *note = NULL;
-    if (code_get((PyObject *)code, house.index, &note)) return NULL;
-    if (note && ((CodeNote *)note)->epoch == house.epoch) return note;
+    if (code_get((PyObject *)code, place_state.index, &note)) return NULL;
+    if (note && ((CodeNote *)note)->epoch == place_state.epoch) return note;
     return describe(thread, code, note);
 }
 
-static inline uint64_t mark(const CodeNote *note, int instruction) {
+static inline uint64_t site_hash(const CodeNote *note, int instruction) {
     if (instruction >= 0 && (unsigned)instruction < note->length)
         instruction = (int)note->first[instruction];
     return note->hash + (uint64_t)(instruction + 1) * 0x9E3779B97F4A7C15ULL;
@@ -231,15 +231,15 @@ static inline void remember_instruction(const Walk *walk, const CodeNote *note, 
 #if AMANDA_INTERNAL_FRAMES
     const void *where = frame_instruction(walk->frame);
     PyCodeObject *code = walk_code((Walk *)walk);
-    if (note->epoch != house.epoch || where < (const void *)(_PyCode_CODE(code) + code->_co_firsttraceable)) return;
+    if (note->epoch != place_state.epoch || where < (const void *)(_PyCode_CODE(code) + code->_co_firsttraceable)) return;
     unsigned kind = (unsigned)note->flags & (FRAMEWORK | BOUNDARY | SKIPPED);
-    *known_instruction(where) = (KnownInstruction){where, mark, kind & FRAMEWORK ? kind : kind | USER, 0};
+    *cached_site(where) = (CachedSite){where, mark, kind & FRAMEWORK ? kind : kind | USER, 0};
 #endif
 }
 
 /* A code object dies: another may come to lie there. */
 static void free_note(void *note) {
-    memset(known.instructions, 0, sizeof known.instructions);
+    memset(fast_cache.sites, 0, sizeof fast_cache.sites);
     PyMem_RawFree(note);
 }
 
@@ -261,7 +261,7 @@ static int walk_sites(Thread *thread, Region *region, Sites *sites) { /* -1: an 
             walk_end(&walk);
             return -1;
         }
-        uint64_t site = mark(note, walk_instruction(&walk));
+        uint64_t site = site_hash(note, walk_instruction(&walk));
         remember_instruction(&walk, note, site);
         if (!rooted && note->flags & BOUNDARY) break;
         if (note->flags & SKIPPED) continue;
@@ -292,12 +292,12 @@ int place_of(Thread *thread, uint64_t op_hash, uint64_t *place, uint64_t *way) {
 
 /* Whether values of a type tell ops apart. */
 static inline int is_identity_type(PyTypeObject *type) {
-    KnownType *answer = known_type(type);
+    CachedType *answer = cached_type(type);
     unsigned version = type_version(type, type->tp_flags);
     if (version && answer->type == type && answer->version == version) return answer->identity;
     int identity = 0;
-    for (int i = 0; !identity && i < house.type_count; i++) identity = PyType_IsSubtype(type, house.types[i]);
-    if (version) *answer = (KnownType){type, version, identity};
+    for (int i = 0; !identity && i < place_state.type_count; i++) identity = PyType_IsSubtype(type, place_state.types[i]);
+    if (version) *answer = (CachedType){type, version, identity};
     return identity;
 }
 
@@ -311,15 +311,15 @@ static int ends(void) {
 
 /* Drop the ordinal of an object that has died, and report it. */
 static int drop_named(uint64_t key) {
-    Named *named = map_remove(&known.named, key);
+    Named *named = map_remove(&fast_cache.named, key);
     if (!named) return 0;
     uint64_t ordinal = named->ordinal;
-    house.strong -= named->is_strong;
+    place_state.strong -= named->is_strong;
     Py_DECREF(named->reference);
     PyMem_RawFree(named->more);
     PyMem_RawFree(named);
-    if (!house.on_death || ends()) return 0; /* what hears of it has been taken apart as the process ends */
-    PyObject *on_death = Py_NewRef(house.on_death), *told = PyObject_CallFunction(on_death, "K", ordinal);
+    if (!place_state.on_death || ends()) return 0; /* what hears of it has been taken apart as the process ends */
+    PyObject *on_death = Py_NewRef(place_state.on_death), *told = PyObject_CallFunction(on_death, "K", ordinal);
     Py_DECREF(on_death);
     Py_XDECREF(told);
     return told ? 0 : -1;
@@ -333,20 +333,20 @@ static PyObject *forget(PyObject *address, PyObject *Py_UNUSED(reference)) {
 /* Drop the objects that nothing but their ordinal holds.  Their types have no weak references, so nobody reports
    their death; the next sweep waits until there are twice as many as survive. */
 static int sweep_strong(void) {
-    size_t count = 0, room = house.strong;
+    size_t count = 0, room = place_state.strong;
     uint64_t *dead = PyMem_RawMalloc((room + 1) * sizeof *dead);
     if (!dead) {
         PyErr_NoMemory();
         return -1;
     }
-    for (size_t i = 0; i < known.named.size && count < room; i++) {
-        Named *named = known.named.cells[i].value;
-        if (named && named->is_strong && Py_REFCNT(named->reference) == 1) dead[count++] = known.named.cells[i].key;
+    for (size_t i = 0; i < fast_cache.named.size && count < room; i++) {
+        Named *named = fast_cache.named.cells[i].value;
+        if (named && named->is_strong && Py_REFCNT(named->reference) == 1) dead[count++] = fast_cache.named.cells[i].key;
     }
     int failed = 0;
     for (size_t i = 0; i < count; i++) failed |= drop_named(dead[i]);
     PyMem_RawFree(dead);
-    house.strong_limit = house.strong > FIRST_SWEEP / 2 ? 2 * house.strong : FIRST_SWEEP;
+    place_state.strong_limit = place_state.strong > FIRST_SWEEP / 2 ? 2 * place_state.strong : FIRST_SWEEP;
     return failed ? -1 : 0;
 }
 
@@ -354,25 +354,25 @@ static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
 
 /* Ask whether an argument lies in a slot of the object that encloses the call: it has the ordinal of what lay
    there first, then.  `adopt(owner, object, ordinal)` returns that, and whether it is settled. */
-static int ask_for_slot(PyObject *object, Named *named) {
+static int query_slot(PyObject *object, Named *named) {
     Thread *thread = thread_state();
     PyObject *owner = thread->top ? thread->top->subject : NULL;
-    if (thread->off) return 0;
-    if (!house.adopt || !owner) {
-        named->asks--;
+    if (thread->suspensions) return 0;
+    if (!place_state.adopt || !owner) {
+        named->slot_queries_left--;
         return 0;
     }
-    PyObject *adopt = Py_NewRef(house.adopt);
-    thread->off++;
+    PyObject *adopt = Py_NewRef(place_state.adopt);
+    thread->suspensions++;
     PyObject *told = PyObject_CallFunction(adopt, "OOK", owner, object, named->ordinal);
-    thread->off--;
+    thread->suspensions--;
     Py_DECREF(adopt);
     unsigned long long ordinal;
     int settled, failed = !told || !PyArg_ParseTuple(told, "Kp", &ordinal, &settled);
     Py_XDECREF(told);
     if (failed) return -1;
     named->ordinal = ordinal;
-    named->asks = settled ? 0 : named->asks - 1;
+    named->slot_queries_left = settled ? 0 : named->slot_queries_left - 1;
     return 0;
 }
 
@@ -385,41 +385,41 @@ static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
     if (!reference) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
         PyErr_Clear(); /* it cannot be held weakly, and another object at its address would have its ordinal */
-        if (house.strong >= house.strong_limit && sweep_strong()) return -1;
+        if (place_state.strong >= place_state.strong_limit && sweep_strong()) return -1;
         reference = Py_NewRef(object);
     }
-    Named *named = map_get(&known.named, key);
+    Named *named = map_get(&fast_cache.named, key);
     if (named) { /* what a collection ran has asked for it in the meantime */
         Py_DECREF(reference);
         *ordinal = named->ordinal;
         return 0;
     }
     named = PyMem_RawMalloc(sizeof(Named));
-    if (!named || map_set(&known.named, key, named)) {
+    if (!named || map_set(&fast_cache.named, key, named)) {
         PyMem_RawFree(named);
         Py_DECREF(reference);
         PyErr_NoMemory();
         return -1;
     }
-    int asks = house.adopt && is_identity_type(Py_TYPE(object)) ? MOST_ASKS : 0;
+    int slot_queries_left = place_state.adopt && is_identity_type(Py_TYPE(object)) ? SLOT_QUERIES : 0;
     int is_strong = reference == object;
-    house.strong += is_strong;
-    *named = (Named){.ordinal = ++house.ordinals, .reference = reference, .is_strong = is_strong, .asks = asks};
+    place_state.strong += is_strong;
+    *named = (Named){.ordinal = ++place_state.ordinals, .reference = reference, .is_strong = is_strong, .slot_queries_left = slot_queries_left};
     *ordinal = named->ordinal;
     return 0;
 }
 
 int ordinal_of(PyObject *object, uint64_t *ordinal) {
     uint64_t key = (uint64_t)(uintptr_t)object;
-    Named *named = map_get(&known.named, key);
-    if (named && !named->asks) {
+    Named *named = map_get(&fast_cache.named, key);
+    if (named && !named->slot_queries_left) {
         *ordinal = named->ordinal;
         return 0;
     }
     Py_INCREF(object); /* a collection may run, and drop it from the list it was found in */
     int failed = named ? 0 : keep_ordinal(object, key, ordinal);
-    if (!failed && (named = map_get(&known.named, key))) {
-        if (named->asks) failed = ask_for_slot(object, named);
+    if (!failed && (named = map_get(&fast_cache.named, key))) {
+        if (named->slot_queries_left) failed = query_slot(object, named);
         *ordinal = named->ordinal;
     }
     Py_DECREF(object);
@@ -437,21 +437,23 @@ static int mix_identity(uint64_t *hash, PyObject *value) {
 /* A leaf that needs a gradient is what another execution of the place may train: it takes part in the way there. */
 int mix_leaf(uint64_t *way, const Reader *reader, PyObject *value) {
     PyTypeObject *type = Py_TYPE(value);
-    int is_exact = type == known.leaf_type;
-    if (!is_exact && (!known.leaf_type || !PyType_IsSubtype(type, known.leaf_type) || is_identity_type(type))) return 0;
+    int is_exact = type == fast_cache.leaf_type;
+    if (!is_exact && (!fast_cache.leaf_type || !PyType_IsSubtype(type, fast_cache.leaf_type) || is_identity_type(type))) return 0;
     Thread *thread = thread_state();
-    int trained = is_exact && reader ? reader_is_trained(reader, value) : -1;
-    if (trained < 0) {
-        PyObject *is_leaf = Py_NewRef(house.is_leaf);
-        thread->off++;
+    Training training = is_exact && reader ? reader_training(reader, value) : ASK_PYTHON;
+    if (training == ASK_PYTHON) {
+        PyObject *is_leaf = Py_NewRef(place_state.is_leaf);
+        thread->suspensions++;
         PyObject *answer = PyObject_CallOneArg(is_leaf, value);
-        thread->off--;
-        trained = answer ? PyObject_IsTrue(answer) : -1;
+        thread->suspensions--;
+        int leaf = answer ? PyObject_IsTrue(answer) : -1;
         Py_DECREF(is_leaf);
         Py_XDECREF(answer);
+        if (leaf < 0) return -1;
+        training = leaf ? TRAINED : NOT_TRAINED;
     }
     uint64_t ordinal;
-    if (trained <= 0) return trained;
+    if (training == NOT_TRAINED) return 0;
     if (ordinal_of(value, &ordinal)) return -1;
     *way = mix(*way, ordinal);
     return 0;
@@ -478,7 +480,7 @@ static void *running_frame(void) {
     return frame;
 }
 
-static inline const Path *known_path(Region *owner, const Named *named) {
+static inline const Path *cached_path(Region *owner, const Named *named) {
     if (!named) return NULL;
     if (!owner->named) owner->named = named_at(owner->subject);
     if (!owner->named) return NULL;
@@ -491,7 +493,7 @@ static inline const Path *known_path(Region *owner, const Named *named) {
 static int keep_path(PyObject *owner, PyObject *subject, uint64_t hash) {
     uint64_t inner, outer;
     if (ordinal_of(subject, &inner) || ordinal_of(owner, &outer)) return -1;
-    Named *named = map_get(&known.named, (uint64_t)(uintptr_t)subject);
+    Named *named = map_get(&fast_cache.named, (uint64_t)(uintptr_t)subject);
     if (!named || !outer) return 0;
     if (!named->path.owner) {
         named->path = (Path){outer, hash};
@@ -509,9 +511,9 @@ static int keep_path(PyObject *owner, PyObject *subject, uint64_t hash) {
 
 /* Hash of where `subject` lies in `owner`: asked of Python once, unless it is there for a while only. */
 static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *subject, uint64_t *hash) {
-    thread->off++;
+    thread->suspensions++;
     PyObject *told = PyObject_CallFunctionObjArgs(ask, owner, subject, NULL);
-    thread->off--;
+    thread->suspensions--;
     unsigned long long answer;
     int lasting, failed = !told || !PyArg_ParseTuple(told, "Kp", &answer, &lasting);
     Py_XDECREF(told);
@@ -520,27 +522,27 @@ static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *s
     return 0;
 }
 
-static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
-    Region *parent = known_region(thread);
+static Region *enter_region(Thread *thread, PyObject *ask, PyObject *subject) {
+    Region *parent = cached_region(thread);
     if (unlikely(!parent) && !(parent = current_region(thread))) return NULL;
     const Named *named = named_at(subject);
-    uint64_t name, seen;
+    uint64_t name, repeats;
     if (at_root(parent) || !parent->subject || !ask) {
         if (named) name = named->ordinal;
         else if (ordinal_of(subject, &name)) return NULL;
     } else {
-        const Path *path = known_path(parent, named);
+        const Path *path = cached_path(parent, named);
         if (path) name = path->hash;
         else if (path_hash(thread, ask, parent->subject, subject, &name)) return NULL;
     }
     uint64_t hash = mix(parent->hash, name);
     if (!at_root(parent)) {
-        if (!count_known(parent, hash, &seen)) {
+        if (!count_place(parent, hash, &repeats)) {
             int failed;
-            seen = occurrence_of(parent, hash, 0, &failed);
+            repeats = occurrence_of(parent, hash, 0, &failed);
             if (failed) return NULL;
         }
-        hash = mix(hash, seen);
+        hash = mix(hash, repeats);
     }
     Region *region = new_region(hash, parent, subject);
     if (region) region->named = named;
@@ -549,7 +551,7 @@ static Region *enclosed(Thread *thread, PyObject *ask, PyObject *subject) {
 
 /* Go back to the region around one. Where stacks are switched, as greenlets are, calls do not end in the order in
    which they nest: the region around may be over, and nothing but this one hold it. */
-static inline void leave(Thread *thread, Region *region, Region *outer) {
+static inline void leave_region(Thread *thread, Region *region, Region *outer) {
     region->is_over = 1;
     while (unlikely(outer && outer->is_over)) outer = outer->parent && outer->parent != thread->root ? outer->parent : NULL;
     thread->top = outer;
@@ -567,7 +569,7 @@ HOT static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_
     Thread *thread = thread_of(running);
     if (!PyVectorcall_NARGS(nargsf) || !activation_of(running, thread))
         return call_function(function, args, nargsf, names);
-    Region *region = enclosed(thread, ((Wrapped *)self)->site, args[0]), *outer = thread->top;
+    Region *region = enter_region(thread, ((Wrapped *)self)->site, args[0]), *outer = thread->top;
     if (!region) return NULL;
 #if AMANDA_INTERNAL_FRAMES
     region->entry = complete(current_frame(running));
@@ -576,7 +578,7 @@ HOT static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_
 #endif
     thread->top = region;
     PyObject *result = call_function(function, args, nargsf, names);
-    leave(thread, region, outer);
+    leave_region(thread, region, outer);
     if (!outer && thread->root) forget_counts(thread->root);
     Py_DECREF(region);
     return result;
@@ -657,7 +659,7 @@ static PyObject *snapshot_replay(Snapshot *self, PyObject *args, PyObject *kwarg
         thread->top = region;
         thread->key = NULL;
         result = PyObject_Call(PyTuple_GET_ITEM(args, 0), rest, kwargs);
-        leave(thread, region, outer);
+        leave_region(thread, region, outer);
         thread->key = key;
         Py_DECREF(rest);
     }
@@ -702,11 +704,11 @@ static PyObject *subjects(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)
 
 static PyObject *add_identity_type(PyObject *Py_UNUSED(module), PyObject *type) {
     if (!PyType_Check(type)) return PyErr_Format(PyExc_TypeError, "a type is wanted, not %R", type);
-    for (int i = 0; i < house.type_count; i++)
-        if (house.types[i] == (PyTypeObject *)type) Py_RETURN_NONE;
-    if (house.type_count == TYPE_LIMIT)
+    for (int i = 0; i < place_state.type_count; i++)
+        if (place_state.types[i] == (PyTypeObject *)type) Py_RETURN_NONE;
+    if (place_state.type_count == TYPE_LIMIT)
         return PyErr_Format(PyExc_ValueError, "no more than %d types can tell ops apart", TYPE_LIMIT);
-    house.types[house.type_count++] = (PyTypeObject *)Py_NewRef(type);
+    place_state.types[place_state.type_count++] = (PyTypeObject *)Py_NewRef(type);
     new_epoch();
     Py_RETURN_NONE;
 }
@@ -714,8 +716,8 @@ static PyObject *add_identity_type(PyObject *Py_UNUSED(module), PyObject *type) 
 static PyObject *set_leaf_type(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *type, *is_leaf;
     if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &is_leaf)) return NULL;
-    Py_XSETREF(house.is_leaf, Py_NewRef(is_leaf));
-    Py_XSETREF(known.leaf_type, (PyTypeObject *)Py_NewRef(type));
+    Py_XSETREF(place_state.is_leaf, Py_NewRef(is_leaf));
+    Py_XSETREF(fast_cache.leaf_type, (PyTypeObject *)Py_NewRef(type));
     Py_RETURN_NONE;
 }
 
@@ -727,9 +729,9 @@ static PyObject *ordinal(PyObject *Py_UNUSED(module), PyObject *object) {
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *describe, *on_death, *adopt = NULL;
     if (!PyArg_ParseTuple(args, "OO|O", &describe, &on_death, &adopt)) return NULL;
-    Py_XSETREF(house.describe, Py_NewRef(describe));
-    Py_XSETREF(house.on_death, Py_NewRef(on_death));
-    Py_XSETREF(house.adopt, Py_XNewRef(adopt));
+    Py_XSETREF(place_state.describe, Py_NewRef(describe));
+    Py_XSETREF(place_state.on_death, Py_NewRef(on_death));
+    Py_XSETREF(place_state.adopt, Py_XNewRef(adopt));
     new_epoch();
     Py_RETURN_NONE;
 }
@@ -752,9 +754,9 @@ static PyMethodDef functions[] = {
     {0}};
 
 int place_boot(PyObject *names) {
-    known.interpreter = PyInterpreterState_Get();
-    if (house.index < 0) house.index = code_index(free_note); /* a reload keeps what there is */
-    if (house.index < 0) {
+    fast_cache.interpreter = PyInterpreterState_Get();
+    if (place_state.index < 0) place_state.index = code_index(free_note); /* a reload keeps what there is */
+    if (place_state.index < 0) {
         PyErr_SetString(PyExc_RuntimeError, "no room for notes on code objects");
         return -1;
     }

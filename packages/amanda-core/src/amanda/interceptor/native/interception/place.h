@@ -3,7 +3,7 @@
 #define AMANDA_PLACE_H
 #include "interception/table.h"
 
-typedef struct Reader Reader; /* what reads the tensors of a call: see above.h */
+typedef struct Reader Reader; /* what reads the tensors of a call: see site.h */
 
 #define AMANDA_OCCURRENCE_CAP 64
 #define AMANDA_FIRST_COUNTS 8 /* a power of two */
@@ -19,7 +19,7 @@ typedef struct {
     Path path;  /* the first that was asked for; owner 0: none was */
     Path *more; /* the others */
     int more_count;
-    int asks;            /* how often it is still asked whether it has come to lie in a slot of an enclosing object */
+    int slot_queries_left;            /* how often it is still asked whether it has come to lie in a slot of an enclosing object */
     PyObject *reference; /* owned; weak, or the object itself where its type has no weak references */
     int is_strong;       /* whether `reference` is the object */
 } Named;
@@ -43,18 +43,13 @@ typedef struct Region {
 extern PyTypeObject Region_Type, Snapshot_Type, Enclosure_Type;
 
 typedef struct {
-    int off;       /* > 0: a routine runs, nothing is intercepted */
+    int suspensions; /* > 0: a routine runs, nothing is intercepted */
     PyObject *key; /* borrowed; canonical name of the op whose native code runs */
     Region *top;   /* owned; NULL: the root */
     Region *root;  /* owned by the thread's dict */
-    int failed;        /* a tool raised since the last op began, and an operator may drop the exception */
-    uint64_t met;      /* number of the watch that was told of this thread */
-    char *switches;    /* the framework's, of this thread; NULL: not asked for yet */
-    struct {           /* of the op that `run_plan` is about to be called for */
-        struct Activation *activation;
-        PyObject *plan; /* borrowed; NULL: there is none yet */
-        uint64_t id;
-    } next;
+    int failed;      /* a tool raised since the last op began, and an operator may drop the exception */
+    uint64_t watch_seen; /* number of the last watch that was called on this thread */
+    char *switches;  /* the framework's, of this thread; NULL: not asked for yet */
 } Thread;
 
 Thread *thread_state(void);

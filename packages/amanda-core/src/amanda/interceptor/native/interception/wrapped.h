@@ -7,7 +7,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     PyObject *function; /* owned; what is called in the end, attributes included */
-    PyObject *site;     /* owned; a detour's site, or whom an enclosure asks for paths */
+    PyObject *site;     /* owned; a detour's site, or whom an enclosure slot_queries_left for paths */
 } Wrapped;
 
 #define WRAPPED_FLAGS (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR)

@@ -78,15 +78,15 @@ static PyTypeObject Mark_Type = {
 typedef struct {
     PyObject_HEAD
     PyTypeObject *tensors, *leaf;                               /* owned */
-    PyObject *maker, *base, *next, *notes, *number, *key, *met; /* owned */
+    PyObject *maker, *base, *next, *notes, *number, *key, *sampled; /* owned */
 } Graphs;
 
 /* Word of an op that Python has got hold of, of one in SAMPLE. */
-static int tell_met(const Graphs *graphs, PyObject *op) {
+static int sample_node(const Graphs *graphs, PyObject *op) {
     if ((uintptr_t)op / 16 % SAMPLE) return 0;
-    PyObject *told = PyObject_CallOneArg(graphs->met, op);
-    Py_XDECREF(told);
-    return told ? 0 : -1;
+    PyObject *answer = PyObject_CallOneArg(graphs->sampled, op);
+    Py_XDECREF(answer);
+    return answer ? 0 : -1;
 }
 
 static int number_of(const Graphs *graphs, PyObject *op, long long *number) {
@@ -106,7 +106,7 @@ static int mark_maker(const Graphs *graphs, PyObject *tensor, Mark *mark) {
     if (!wrong && op != Py_None && mark->start <= number && number < mark->end) {
         notes = PyObject_GetAttr(op, graphs->notes);
         if (notes && !PyDict_Check(notes)) PyErr_SetString(PyExc_TypeError, "the notes of an op are no dict");
-        wrong = PyErr_Occurred() || !PyDict_SetDefault(notes, graphs->key, (PyObject *)mark) || tell_met(graphs, op);
+        wrong = PyErr_Occurred() || !PyDict_SetDefault(notes, graphs->key, (PyObject *)mark) || sample_node(graphs, op);
     }
     Py_XDECREF(notes);
     Py_XDECREF(op);
@@ -157,7 +157,7 @@ typedef struct {
     uint32_t *edges; /* pairs: parent, child */
     size_t edge_count, edge_room;
     Map index; /* op -> its node, counted from 1 */
-} Walk;
+} GraphWalk;
 
 static int grow(void **items, size_t *room, size_t size) {
     size_t more = *room ? *room * 2 : 64;
@@ -172,7 +172,7 @@ static int grow(void **items, size_t *room, size_t size) {
 }
 
 /* The node of an op, counted from 1; 0 with an exception set. */
-static size_t node_of(Walk *walk, PyObject *op) {
+static size_t node_of(GraphWalk *walk, PyObject *op) {
     size_t known = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)op);
     if (known) return known;
     if (walk->count == walk->room && grow((void **)&walk->nodes, &walk->room, sizeof(Node))) return 0;
@@ -184,7 +184,7 @@ static size_t node_of(Walk *walk, PyObject *op) {
     return ++walk->count;
 }
 
-static int read_mark(Walk *walk, size_t at) {
+static int read_mark(GraphWalk *walk, size_t at) {
     PyObject *notes = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->notes);
     if (!notes) return -1;
     PyObject *mark = PyDict_Check(notes) ? PyDict_GetItemWithError(notes, walk->graphs->key) : NULL;
@@ -196,9 +196,9 @@ static int read_mark(Walk *walk, size_t at) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int visit(Walk *walk, size_t at) {
+static int visit(GraphWalk *walk, size_t at) {
     if (walk->nodes[at].leaf) return 0;
-    if (read_mark(walk, at) || tell_met(walk->graphs, walk->nodes[at].op)) return -1;
+    if (read_mark(walk, at) || sample_node(walk->graphs, walk->nodes[at].op)) return -1;
     PyObject *next = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->next);
     int wrong = !next || !PyTuple_Check(next);
     for (Py_ssize_t i = 0; !wrong && i < PyTuple_GET_SIZE(next); i++) {
@@ -217,14 +217,14 @@ static int visit(Walk *walk, size_t at) {
     return wrong ? -1 : 0;
 }
 
-static inline long long numbered(Walk *walk, Node *node) {
+static inline long long numbered(GraphWalk *walk, Node *node) {
     if (!node->numbered) node->numbered = number_of(walk->graphs, node->op, &node->number) ? -1 : 1;
     return node->number;
 }
 
 /* One pass over the edges: whether a mark has spread from an op to one that leads on from it; -1: an exception.
    A leaf belongs to the op that used it first, be it through what a routine made of it. */
-static int spread_marks(Walk *walk) {
+static int spread_marks(GraphWalk *walk) {
     int spreading = 0;
     for (size_t i = 0; i < walk->edge_count; i += 2) {
         Node *parent = &walk->nodes[walk->edges[i]], *child = &walk->nodes[walk->edges[i + 1]];
@@ -248,29 +248,29 @@ static int spread_marks(Walk *walk) {
     return spreading;
 }
 
-static PyObject *found_marks(Walk *walk) {
-    PyObject *found = PyList_New(0);
-    for (size_t i = 0; found && i < walk->count; i++) {
+static PyObject *list_marks(GraphWalk *walk) {
+    PyObject *marks = PyList_New(0);
+    for (size_t i = 0; marks && i < walk->count; i++) {
         Node *node = &walk->nodes[i];
         if (!node->mark) continue;
         long long number = node->leaf ? 0 : numbered(walk, node);
         PyObject *item = node->numbered < 0 ? NULL : Py_BuildValue("(OOL)", node->op, node->mark, number);
-        if (!item || PyList_Append(found, item)) Py_CLEAR(found);
+        if (!item || PyList_Append(marks, item)) Py_CLEAR(marks);
         Py_XDECREF(item);
     }
-    return found;
+    return marks;
 }
 
 static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
-    Walk walk = {.graphs = self};
-    PyObject *found = NULL, *roots = PySequence_Tuple(ops);
+    GraphWalk walk = {.graphs = self};
+    PyObject *marks = NULL, *roots = PySequence_Tuple(ops);
     int state = roots ? 0 : -1;
     for (Py_ssize_t i = 0; !state && i < PyTuple_GET_SIZE(roots); i++)
         if (PyTuple_GET_ITEM(roots, i) != Py_None && !node_of(&walk, PyTuple_GET_ITEM(roots, i))) state = -1;
     for (size_t at = 0; !state && at < walk.count; at++) state = visit(&walk, at);
     if (!state) do state = spread_marks(&walk);
         while (state > 0);
-    if (!state) found = found_marks(&walk);
+    if (!state) marks = list_marks(&walk);
     Py_XDECREF(roots);
     while (walk.count) {
         Node *node = &walk.nodes[--walk.count];
@@ -280,7 +280,7 @@ static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
     PyMem_Free(walk.nodes);
     PyMem_Free(walk.edges);
     map_clear(&walk.index);
-    return found;
+    return marks;
 }
 
 /* ---- marks left by native code ---- */
@@ -290,26 +290,26 @@ typedef struct {
     Graphs *graphs;  /* owned */
     PyObject *trace; /* owned */
     int bases;
-} Leaving;
+} BackwardMarker;
 
-static PyObject *graphs_leaving(Graphs *self, PyObject *args) {
+static PyObject *graphs_marker(Graphs *self, PyObject *args) {
     PyObject *trace;
     int bases;
     if (!PyArg_ParseTuple(args, "Op", &trace, &bases)) return NULL;
-    Leaving *leaving = PyObject_GC_New(Leaving, &Leaving_Type);
-    if (!leaving) return NULL;
-    leaving->graphs = (Graphs *)Py_NewRef(self);
-    leaving->trace = Py_NewRef(trace);
-    leaving->bases = bases;
-    PyObject_GC_Track(leaving);
-    return (PyObject *)leaving;
+    BackwardMarker *marker = PyObject_GC_New(BackwardMarker, &BackwardMarker_Type);
+    if (!marker) return NULL;
+    marker->graphs = (Graphs *)Py_NewRef(self);
+    marker->trace = Py_NewRef(trace);
+    marker->bases = bases;
+    PyObject_GC_Track(marker);
+    return (PyObject *)marker;
 }
 
-int marks_written(PyObject *leaving) { return ((Leaving *)leaving)->bases; }
+int marker_reads_written(PyObject *marker) { return ((BackwardMarker *)marker)->bases; }
 
-int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
+int mark_backward_nodes(PyObject *marker, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
                PyObject *shapes) {
-    Leaving *self = (Leaving *)leaving;
+    BackwardMarker *self = (BackwardMarker *)marker;
     Mark *mark = make_mark(&Mark_Type, self->trace, (long long)begin, (long long)start, (long long)end, 0, shapes);
     int wrong = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3) ||
                 (written && written != outputs && mark_value(self->graphs, written, mark, self->bases, 3));
@@ -317,35 +317,35 @@ int leave_mark(PyObject *leaving, uint64_t begin, uint64_t start, uint64_t end, 
     return wrong ? -1 : 0;
 }
 
-static int leaving_traverse(Leaving *self, visitproc visit, void *arg) {
+static int marker_traverse(BackwardMarker *self, visitproc visit, void *arg) {
     Py_VISIT(self->graphs);
     Py_VISIT(self->trace);
     return 0;
 }
 
-static void leaving_dealloc(Leaving *self) {
+static void marker_dealloc(BackwardMarker *self) {
     PyObject_GC_UnTrack(self);
     Py_CLEAR(self->graphs);
     Py_CLEAR(self->trace);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-PyTypeObject Leaving_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Leaving",
-    .tp_basicsize = sizeof(Leaving),
+PyTypeObject BackwardMarker_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.BackwardMarker",
+    .tp_basicsize = sizeof(BackwardMarker),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_doc = "What a program leaves of an execution, with the backward ops that the op made.",
-    .tp_dealloc = (destructor)leaving_dealloc,
-    .tp_traverse = (traverseproc)leaving_traverse,
+    .tp_dealloc = (destructor)marker_dealloc,
+    .tp_traverse = (traverseproc)marker_traverse,
 };
 
 /* ---- the type ---- */
 
 static PyObject *graphs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "leaf", "maker", "base", "next", "notes", "number", "key", "met", NULL};
-    PyObject *tensors, *leaf, *maker, *base, *next, *notes, *number, *key, *met;
+    static char *names[] = {"tensors", "leaf", "maker", "base", "next", "notes", "number", "key", "sampled", NULL};
+    PyObject *tensors, *leaf, *maker, *base, *next, *notes, *number, *key, *sampled;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!UUUUUUO", names, &PyType_Type, &tensors, &PyType_Type, &leaf,
-                                     &maker, &base, &next, &notes, &number, &key, &met))
+                                     &maker, &base, &next, &notes, &number, &key, &sampled))
         return NULL;
     Graphs *graphs = (Graphs *)type->tp_alloc(type, 0);
     if (!graphs) return NULL;
@@ -357,21 +357,21 @@ static PyObject *graphs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     graphs->notes = Py_NewRef(notes);
     graphs->number = Py_NewRef(number);
     graphs->key = Py_NewRef(key);
-    graphs->met = Py_NewRef(met);
+    graphs->sampled = Py_NewRef(sampled);
     return (PyObject *)graphs;
 }
 
 static int graphs_traverse(Graphs *self, visitproc visit, void *arg) {
     Py_VISIT(self->tensors);
     Py_VISIT(self->leaf);
-    Py_VISIT(self->met);
+    Py_VISIT(self->sampled);
     return 0;
 }
 
 static void graphs_dealloc(Graphs *self) {
     PyObject_GC_UnTrack(self);
     PyObject **held[] = {(PyObject **)&self->tensors, (PyObject **)&self->leaf, &self->maker, &self->base, &self->next,
-                         &self->notes, &self->number, &self->key, &self->met};
+                         &self->notes, &self->number, &self->key, &self->sampled};
     for (size_t i = 0; i < sizeof(held) / sizeof(*held); i++) Py_CLEAR(*held[i]);
     Py_TYPE(self)->tp_free(self);
 }
@@ -382,21 +382,21 @@ static PyMethodDef graphs_methods[] = {
     {"marked", (PyCFunction)graphs_marked, METH_O,
      "marked(ops): each op that leads on from these and comes from a known execution, its mark and its number.\n\n"
      "One that an op made inside is told by the ops that lead to it; the number of a leaf is 0."},
-    {"leaving", (PyCFunction)graphs_leaving, METH_VARARGS,
-     "leaving(trace, writes): for a program, whose executions leave this trace; writes: into the first input."},
+    {"marker", (PyCFunction)graphs_marker, METH_VARARGS,
+     "marker(trace, writes): for a program, whose executions leave this trace; writes: into the first input."},
     {0}};
 
 PyTypeObject Graphs_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Graphs",
     .tp_basicsize = sizeof(Graphs),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Graphs(tensors, leaf, maker, base, next, notes, number, key, met): graphs of backward ops.\n\n"
+    .tp_doc = "Graphs(tensors, leaf, maker, base, next, notes, number, key, sampled): graphs of backward ops.\n\n"
               "tensors: their type.  leaf: type of the ops that store a gradient.\n"
               "maker, base: attributes of a tensor: the op that made it, None for a leaf; what it is a view of.\n"
               "next, notes, number: attributes of an op: a tuple of pairs of an op, or None, and more; a dict that\n"
               "lives with it; a method whose result grows with each op that is made on a thread.\n"
               "key: of the marks among the notes.\n"
-              "met(op): hears of some of the ops that Python has got hold of.",
+              "sampled(op): hears of some of the ops that Python has got hold of.",
     .tp_new = graphs_new,
     .tp_dealloc = (destructor)graphs_dealloc,
     .tp_traverse = (traverseproc)graphs_traverse,
@@ -404,6 +404,6 @@ PyTypeObject Graphs_Type = {
 };
 
 int graph_boot(PyObject *names) {
-    if (PyType_Ready(&Leaving_Type)) return -1;
+    if (PyType_Ready(&BackwardMarker_Type)) return -1;
     return add_type(names, "Mark", &Mark_Type) || add_type(names, "Graphs", &Graphs_Type) ? -1 : 0;
 }

@@ -19,8 +19,8 @@ struct Reader {
     /* what each routine takes comes first, in few lines of the cache */
     Py_ssize_t offset;
     const void *plain_kind; /* what a plain tensor begins with */
-    struct { /* offsets in what the handle of a plain tensor points to; the functions are asked if not `known` */
-        int known;
+    struct { /* offsets in what the handle of a plain tensor points to; the functions are asked where it is not `available` */
+        int available;
         Py_ssize_t counter, number; /* of the pointer to what counts writes, and of the 32 bits there that do */
         Py_ssize_t kind, rank;      /* of 32 bits for dtype and device, and of 64 for the rank */
         Py_ssize_t autodiff;        /* of a pointer that is NULL where the tensor needs no gradient */
@@ -65,15 +65,15 @@ static inline int reader_is_tensor(const Reader *reader, PyObject *value) {
     return among(reader->tensors, reader->tensor_count, Py_TYPE(value));
 }
 
-static inline const char *laid_out_at(const Reader *reader, PyObject *value) { /* NULL: its layout is not known */
+static inline const char *impl_with_layout(const Reader *reader, PyObject *value) { /* NULL: its layout is not known */
     const char *tensor = *(const char *const *)tensor_at(reader, value);
-    return reader->layout.known && *(const void *const *)tensor == reader->plain_kind ? tensor : NULL;
+    return reader->layout.available && *(const void *const *)tensor == reader->plain_kind ? tensor : NULL;
 }
 
 /* ---- versions ---- */
 
 static inline uint64_t tensor_version(const Reader *reader, PyObject *value) {
-    const char *tensor = laid_out_at(reader, value);
+    const char *tensor = impl_with_layout(reader, value);
     if (tensor) {
         const char *counter = *(const char *const *)(tensor + reader->layout.counter);
         return counter ? *(const uint32_t *)(counter + reader->layout.number) : UNVERSIONED;
@@ -110,11 +110,11 @@ static inline char *switches_of(const Reader *reader, Thread *thread) {
 }
 
 static inline int reader_gradients(const Reader *reader, Thread *thread) {
-    return reader->layout.known ? (*switches_of(reader, thread) & reader->layout.bit) != 0 : reader->gradients_on();
+    return reader->layout.available ? (*switches_of(reader, thread) & reader->layout.bit) != 0 : reader->gradients_on();
 }
 
 static inline void reader_set_gradients(const Reader *reader, Thread *thread, int on) {
-    if (!reader->layout.known) reader->set_gradients(on);
+    if (!reader->layout.available) reader->set_gradients(on);
     else if (on) *switches_of(reader, thread) |= (char)reader->layout.bit;
     else *switches_of(reader, thread) &= (char)~reader->layout.bit;
 }

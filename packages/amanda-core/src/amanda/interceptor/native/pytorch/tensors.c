@@ -16,23 +16,23 @@ typedef struct {
     const Reader *reader;
     int gradients, sized;
     uint64_t key;
-} Mixed;
+} KeyState;
 
 /* Extents, as Python sees them: a tensor that has none raises. */
-static int mix_extents(Mixed *mixed, PyObject *value) {
+static int mix_extents(KeyState *state, PyObject *value) {
     Py_INCREF(value); /* a list may lose it, if a collection runs */
     disturb();
-    PyObject *extents = PyObject_GetAttr(value, mixed->reader->extents);
+    PyObject *extents = PyObject_GetAttr(value, state->reader->extents);
     Py_hash_t hash = extents ? PyObject_Hash(extents) : -1;
     Py_XDECREF(extents);
     Py_DECREF(value);
     if (hash == -1) PyErr_Clear();
-    mixed->key = mix(mixed->key, (uint64_t)hash);
+    state->key = mix(state->key, (uint64_t)hash);
     return hash != -1;
 }
 
-static inline int mix_described(Mixed *mixed, PyObject *value) {
-    const Reader *reader = mixed->reader;
+static inline int mix_described(KeyState *state, PyObject *value) {
+    const Reader *reader = state->reader;
     const void *tensor = tensor_at(reader, value);
     uint64_t word = 1;
     for (const Describe *describe = reader->describe; *describe; describe++) {
@@ -40,66 +40,66 @@ static inline int mix_described(Mixed *mixed, PyObject *value) {
         if ((*describe)(tensor, &answer)) return 0;
         word = word * 1021 + (uint64_t)answer;
     }
-    word = word << 1 | (mixed->gradients && reader->needs_gradient(*(void *const *)tensor));
-    mixed->key = mix(mixed->key, word);
-    return !mixed->sized || mix_extents(mixed, value);
+    word = word << 1 | (state->gradients && reader->needs_gradient(*(void *const *)tensor));
+    state->key = mix(state->key, word);
+    return !state->sized || mix_extents(state, value);
 }
 
-static inline int mix_tensor(Mixed *mixed, PyObject *value) {
-    const Reader *reader = mixed->reader;
-    const char *tensor = laid_out_at(reader, value);
-    if (!tensor) return mix_described(mixed, value);
+static inline int mix_tensor(KeyState *state, PyObject *value) {
+    const Reader *reader = state->reader;
+    const char *tensor = impl_with_layout(reader, value);
+    if (!tensor) return mix_described(state, value);
     uint64_t kind = *(const uint32_t *)(tensor + reader->layout.kind);
     uint64_t rank = *(const uint64_t *)(tensor + reader->layout.rank);
-    int needed = mixed->gradients && *(void *const *)(tensor + reader->layout.autodiff) && reader->needs_gradient(tensor);
-    mixed->key = mix(mixed->key, (kind | rank << 32) << 1 | (uint64_t)needed);
-    return !mixed->sized || mix_extents(mixed, value);
+    int needed = state->gradients && *(void *const *)(tensor + reader->layout.autodiff) && reader->needs_gradient(tensor);
+    state->key = mix(state->key, (kind | rank << 32) << 1 | (uint64_t)needed);
+    return !state->sized || mix_extents(state, value);
 }
 
-static int mix_value(Mixed *mixed, PyObject *value, int depth) {
-    const Reader *reader = mixed->reader;
+static int mix_value(KeyState *state, PyObject *value, int depth) {
+    const Reader *reader = state->reader;
     PyTypeObject *type = Py_TYPE(value);
     if (type == reader->tensors[0] || among(reader->tensors, reader->tensor_count, type))
-        return mix_tensor(mixed, value);
+        return mix_tensor(state, value);
     if (type == &PyBool_Type) {
-        mixed->key = mix(mixed->key, (uintptr_t)value); /* flags decide what an op writes */
+        state->key = mix(state->key, (uintptr_t)value); /* flags decide what an op writes */
         return 1;
     }
-    mixed->key = mix(mixed->key, (uintptr_t)type);
+    state->key = mix(state->key, (uintptr_t)type);
     if (reader_is_plain(reader, value)) return 1;
     if (depth == DEPTH_LIMIT) return 0;
     if (type == &PyTuple_Type || type == &PyList_Type) {
         Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
         if (count > LENGTH_LIMIT) return 0;
-        mixed->key = mix(mixed->key, (uint64_t)count);
+        state->key = mix(state->key, (uint64_t)count);
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++)
-            if (!mix_value(mixed, PySequence_Fast_GET_ITEM(value, i), depth + 1)) return 0;
+            if (!mix_value(state, PySequence_Fast_GET_ITEM(value, i), depth + 1)) return 0;
         return PySequence_Fast_GET_SIZE(value) == count;
     }
     if (type == &PySlice_Type) {
         PySliceObject *slice = (PySliceObject *)value;
-        return mix_value(mixed, slice->start, depth + 1) &&
-               mix_value(mixed, slice->stop, depth + 1) &&
-               mix_value(mixed, slice->step, depth + 1);
+        return mix_value(state, slice->start, depth + 1) &&
+               mix_value(state, slice->stop, depth + 1) &&
+               mix_value(state, slice->step, depth + 1);
     }
     return 0;
 }
 
-static inline int mix_argument(Mixed *mixed, PyObject *value) {
-    return Py_TYPE(value) == mixed->reader->tensors[0] ? mix_tensor(mixed, value) : mix_value(mixed, value, 0);
+static inline int mix_argument(KeyState *state, PyObject *value) {
+    return Py_TYPE(value) == state->reader->tensors[0] ? mix_tensor(state, value) : mix_value(state, value, 0);
 }
 
-static int mix_named(Mixed *mixed, PyObject *name, PyObject *value) {
+static int mix_named(KeyState *state, PyObject *name, PyObject *value) {
     Py_hash_t hash = PyObject_Hash(name);
     if (hash == -1) {
         PyErr_Clear();
         return 0;
     }
-    mixed->key = mix(mixed->key, (uint64_t)hash);
-    return mix_value(mixed, value, 0);
+    state->key = mix(state->key, (uint64_t)hash);
+    return mix_value(state, value, 0);
 }
 
-int reader_is_kept_out(const Reader *reader) {
+int python_mode_active(const Reader *reader) {
     for (int i = 0; i < reader->mode_count; i++)
         if (reader->modes[i].ask(reader->modes[i].which)) return 1;
     return 0;
@@ -109,25 +109,23 @@ int reader_is_kept_out(const Reader *reader) {
    arguments, and of tensors also what `describe` says, their extents if `sized`, and which of them
    need a gradient, if gradients are on. 0 where that cannot be told, or a mode is in force that
    wants Python. */
-uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *given, int sized, int *needed) {
-    if (reader_is_kept_out(reader)) return 0;
-    int gradients = *needed = reader_gradients(reader, thread);
-    Mixed start = {reader, gradients, sized, mix((uint64_t)gradients, (uint64_t)given->count + (given->self != NULL))};
-    Mixed *mixed = &start;
-    if (given->self && !mix_argument(mixed, given->self)) return 0;
-    for (Py_ssize_t i = 0; i < given->count; i++)
-        if (!mix_argument(mixed, given->items[i])) return 0;
-    for (Py_ssize_t i = 0; given->names && i < PyTuple_GET_SIZE(given->names); i++)
-        if (!mix_named(mixed, PyTuple_GET_ITEM(given->names, i), given->items[given->count + i])) return 0;
-    if (given->dict) {
-        PyObject *name, *value;
-        Py_ssize_t position = 0;
-        while (PyDict_Next(given->dict, &position, &name, &value))
-            if (!mix_named(mixed, name, value)) return 0;
-    }
-    return mixed->key ? mixed->key : 1;
+uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *arguments, int sized, int *gradients) {
+    if (python_mode_active(reader)) return 0;
+    *gradients = reader_gradients(reader, thread);
+    uint64_t count = (uint64_t)arguments->count + (arguments->receiver != NULL);
+    KeyState start = {reader, *gradients, sized, mix((uint64_t)*gradients, count)};
+    KeyState *state = &start;
+    if (arguments->receiver && !mix_argument(state, arguments->receiver)) return 0;
+    PyObject *const *items = arguments->items, *name, *value;
+    for (Py_ssize_t i = 0; i < arguments->count; i++)
+        if (!mix_argument(state, *items++)) return 0;
+    for (Py_ssize_t i = 0; i < named_count(arguments); i++)
+        if (!mix_named(state, PyTuple_GET_ITEM(arguments->names, i), *items++)) return 0;
+    Py_ssize_t position = 0;
+    while (arguments->dict && PyDict_Next(arguments->dict, &position, &name, &value))
+        if (!mix_named(state, name, value)) return 0;
+    return state->key ? state->key : 1;
 }
-
 
 uint64_t reader_other_version(const Reader *reader, PyObject *value) {
     uint64_t versions = UNVERSIONED;
@@ -205,10 +203,10 @@ PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_
     return shapes;
 }
 
-static inline void add_tensor(const Reader *reader, PyObject *value, Words *words) {
+static inline void add_tensor(const Reader *reader, PyObject *value, ShapeCode *words) {
     int64_t rank = 0, *sizes = NULL;
     const void *handle = tensor_at(reader, value);
-    const char *tensor = laid_out_at(reader, value);
+    const char *tensor = impl_with_layout(reader, value);
     if (tensor) rank = *(const int64_t *)(tensor + reader->layout.rank);
     if (!reader->sizes || (!tensor && reader->rank(handle, &rank)) || reader->sizes(handle, &sizes) ||
         words->count + 1 + rank > WORD_LIMIT) {
@@ -221,7 +219,7 @@ static inline void add_tensor(const Reader *reader, PyObject *value, Words *word
     words->count += (int)rank + 1;
 }
 
-static void add_listed(const Reader *reader, PyObject *list, Words *words) {
+static void add_listed(const Reader *reader, PyObject *list, ShapeCode *words) {
     Py_ssize_t count = PySequence_Fast_GET_SIZE(list), tensors = 0;
     for (Py_ssize_t i = 0; i < count; i++) tensors += reader_is_tensor(reader, PySequence_Fast_GET_ITEM(list, i));
     if (tensors) add_word(words, LISTED); /* the shape of none is that of a scalar */
@@ -232,7 +230,7 @@ static void add_listed(const Reader *reader, PyObject *list, Words *words) {
     }
 }
 
-void reader_words(const Reader *reader, PyObject *const *values, Py_ssize_t count, Words *words) {
+void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words) {
     add_word(words, count);
     for (Py_ssize_t i = 0; words->count >= 0 && i < count; i++) {
         if (reader_is_tensor(reader, values[i])) add_tensor(reader, values[i], words);
@@ -245,7 +243,7 @@ uint64_t reader_clock(const Reader *reader) { return reader->clock(); }
 
 /* ---- values in the place of others ---- */
 
-static inline const void *plain_at(const Reader *reader, PyObject *value) {
+static inline const void *impl_if_plain(const Reader *reader, PyObject *value) {
     if (!reader->sizes || !reader_is_tensor(reader, value)) return NULL;
     const void *tensor = *(const void *const *)tensor_at(reader, value);
     return *(const void *const *)tensor == reader->plain_kind ? tensor : NULL;
@@ -256,7 +254,7 @@ int reader_needs_gradient(const Reader *reader, PyObject *tensor) {
 }
 
 const void *reader_memory(const Reader *reader, PyObject *value) {
-    const void *tensor = plain_at(reader, value);
+    const void *tensor = impl_if_plain(reader, value);
     return tensor ? *(const void *const *)((const char *)tensor + reader->memory) : NULL;
 }
 
@@ -265,17 +263,17 @@ static inline int has_tangent(const Reader *reader, PyObject *value) {
     return *reader->tangent(*(const void *const *)handle, 0, handle) != reader->no_tangent;
 }
 
-int reader_is_trained(const Reader *reader, PyObject *value) {
-    if (!reader->sizes) return -1;
-    const char *tensor = laid_out_at(reader, value);
-    if (tensor && !*(void *const *)(tensor + reader->layout.autodiff)) return 0;
-    return reader_needs_gradient(reader, value) && reader->is_leaf(tensor_at(reader, value));
+Training reader_training(const Reader *reader, PyObject *value) {
+    if (!reader->sizes) return ASK_PYTHON;
+    const char *tensor = impl_with_layout(reader, value);
+    if (tensor && !*(void *const *)(tensor + reader->layout.autodiff)) return NOT_TRAINED;
+    return reader_needs_gradient(reader, value) && reader->is_leaf(tensor_at(reader, value)) ? TRAINED : NOT_TRAINED;
 }
 
 int reader_is_leaf(const Reader *reader, PyObject *tensor) { return reader->is_leaf(tensor_at(reader, tensor)); }
 
 /* Whether a tensor that needs no gradient may stand in the place of another, but for gradients' way back. */
-int reader_fits(const Reader *reader, PyObject *original, PyObject *value) {
+int can_substitute(const Reader *reader, PyObject *original, PyObject *value) {
     if (!reader_memory(reader, original) || !reader_memory(reader, value)) return 0;
     if (reader_needs_gradient(reader, value) || has_tangent(reader, original)) return 0;
     const void *one = tensor_at(reader, original), *other = tensor_at(reader, value);
@@ -292,7 +290,7 @@ int reader_fits(const Reader *reader, PyObject *original, PyObject *value) {
 }
 
 /* A value that fits, with the gradient's way back to the original. */
-PyObject *reader_placed(const Reader *reader, PyObject *original, PyObject *value, int gradients) {
+PyObject *with_straight_through(const Reader *reader, PyObject *original, PyObject *value, int gradients) {
     if (!gradients || !reader_needs_gradient(reader, original) || reader->unversioned(tensor_at(reader, original)))
         return Py_NewRef(value);
     disturb();
@@ -372,7 +370,7 @@ static int read_layout(Reader *reader, PyObject *tuple) {
         return -1;
     }
     reader->layout.switches = (char *(*)(void))(uintptr_t)switches;
-    reader->layout.known = 1;
+    reader->layout.available = 1;
     return 0;
 }
 
@@ -425,11 +423,11 @@ static PyObject *reader_key_of(Reader *self, PyObject *args) {
     PyObject *positional, *keywords = NULL;
     int sized = 0;
     if (!PyArg_ParseTuple(args, "O!|O!p", &PyTuple_Type, &positional, &PyDict_Type, &keywords, &sized)) return NULL;
-    Arguments given = {.items = ((PyTupleObject *)positional)->ob_item,
-                       .count = PyTuple_GET_SIZE(positional),
-                       .dict = keywords};
+    Arguments arguments = {.items = ((PyTupleObject *)positional)->ob_item,
+                           .count = PyTuple_GET_SIZE(positional),
+                           .dict = keywords};
     int gradients;
-    return PyLong_FromUnsignedLongLong(reader_key(self, thread_state(), &given, sized, &gradients));
+    return PyLong_FromUnsignedLongLong(reader_key(self, thread_state(), &arguments, sized, &gradients));
 }
 
 static PyObject *reader_version_of(Reader *self, PyObject *value) {
@@ -438,10 +436,10 @@ static PyObject *reader_version_of(Reader *self, PyObject *value) {
     return PyLong_FromUnsignedLongLong(version);
 }
 
-static PyObject *reader_fits_in(Reader *self, PyObject *args) {
+static PyObject *reader_can_substitute(Reader *self, PyObject *args) {
     PyObject *original, *value;
     if (!PyArg_ParseTuple(args, "OO", &original, &value)) return NULL;
-    return PyBool_FromLong(reader_fits(self, original, value));
+    return PyBool_FromLong(can_substitute(self, original, value));
 }
 
 static PyObject *reader_memory_of(Reader *self, PyObject *value) {
@@ -449,8 +447,8 @@ static PyObject *reader_memory_of(Reader *self, PyObject *value) {
 }
 
 static PyMethodDef reader_methods[] = {
-    {"fits", (PyCFunction)reader_fits_in, METH_VARARGS,
-     "fits(original, value): whether native code may put a value in the place of a tensor."},
+    {"can_substitute", (PyCFunction)reader_can_substitute, METH_VARARGS,
+     "can_substitute(original, value): whether native code may put a value in the place of a tensor."},
     {"memory", (PyCFunction)reader_memory_of, METH_O, "What tells the memory of a plain tensor; 0 of anything else."},
     {"key", (PyCFunction)reader_key_of, METH_VARARGS,
      "key(args, kwargs={}, sized=False): what decides what a call comes to, in 64 bits; 0 where that cannot be told."},

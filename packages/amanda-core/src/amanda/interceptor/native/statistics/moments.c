@@ -62,8 +62,8 @@ static void merge(Sums *sums, const Sums *other) {
     INLINE int NAME(const NUMBER *restrict at, int count, Sums *sums, int32_t *restrict bins, int bits, int side) {   \
         double total = 0, magnitudes = 0, squares = 0;                                                                \
         NUMBER least = INFINITY, most = -INFINITY;                                                                    \
-        int zeros = 0, odd = 0;                                                                                       \
-        _Pragma("omp simd reduction(+ : total, magnitudes, zeros, odd) reduction(min : least) reduction(max : most)") \
+        int zeros = 0, non_finite = 0;                                                                                       \
+        _Pragma("omp simd reduction(+ : total, magnitudes, zeros, non_finite) reduction(min : least) reduction(max : most)") \
         for (int i = 0; i < count; i++) {                                                                             \
             NUMBER number = at[i], magnitude = number < 0 ? -number : number;                                         \
             total += number;                                                                                          \
@@ -71,9 +71,9 @@ static void merge(Sums *sums, const Sums *other) {
             least = number < least ? number : least;                                                                  \
             most = number > most ? number : most;                                                                     \
             zeros += number == 0;                                                                                     \
-            odd += !(magnitude <= LARGEST);                                                                           \
+            non_finite += !(magnitude <= LARGEST);                                                                           \
         }                                                                                                             \
-        if (odd) return odd;                                                                                          \
+        if (non_finite) return non_finite;                                                                                          \
         double mean = total / count;                                                                                  \
         if (!isfinite(mean)) { /* the sum overflows, the mean of finite numbers does not */                           \
             mean = 0;                                                                                                 \

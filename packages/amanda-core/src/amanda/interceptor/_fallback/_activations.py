@@ -1,8 +1,11 @@
-"""Plans by op, locks, and what is in force."""
+"""What is in force: activations with their plans by op; the extents of scopes, and locks of tools."""
 
 import threading
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
+
+__all__ = ["ACTIVATION", "Activation", "Extent", "Lock", "PlanTable", "forked"]
 
 
 class PlanTable:
@@ -31,28 +34,6 @@ class PlanTable:
         return len(self._plans)
 
 
-class Tally:
-    """Executions by the shapes of their values."""
-
-    def __init__(self, limit: int = 1024) -> None:
-        self._calls: dict[Any, int] = {}
-
-    def add(self, shapes: Any) -> None:
-        """Count an execution; a tuple for each side, of a shape for each value."""
-        self._calls[shapes] = self._calls.get(shapes, 0) + 1
-
-    def items(self) -> list[tuple[Any, int]]:
-        """Pairs of shapes and how many executions had them, in the order of the first."""
-        return list(self._calls.items())
-
-    def clear(self) -> None:
-        """Forget the executions."""
-        self._calls = {}
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-
 class Lock:
     """A reentrant lock; a process that forks finds it free in the child."""
 
@@ -63,6 +44,7 @@ class Lock:
         self._lock = threading.RLock()
 
     def __enter__(self) -> "Lock":
+        # A thread that held the lock as the process forked does not exist in the child, to release it.
         if self._fork_count != Lock._forks:
             self._fork_count = Lock._forks
             if not self._lock._is_owned():  # type: ignore[attr-defined]
@@ -82,7 +64,7 @@ class Activation:
         table: PlanTable | None,
         state: Any,
         active: bool = True,
-        memos: bool = True,
+        caches: bool = True,
         variant: int = 0,
     ) -> None:
         self.table = table
@@ -96,3 +78,51 @@ class Activation:
 
 ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
 """The activation of an execution context; `active()` is the way to ask for it."""
+
+
+def forked() -> None:
+    """Find every lock free that another thread held: this process is a forked child."""
+    Lock._forks += 1
+
+
+_MOST_TRIES = 16
+
+
+class Extent:
+    """Context manager that calls `_begin` and `_end`, methods of a subclass, on entry and exit.
+
+    An exception out of these is raised once `_unsettled` is false: until then `_end` is called again. Only
+    the native interceptor has no instant between the statement and these methods at which a signal may come.
+    """
+
+    _unsettled = False
+
+    def _begin(self) -> Any:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        entered = self._unsettled
+        try:
+            return self._begin()
+        except BaseException:
+            if not entered:
+                self._settle()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._end()
+        except BaseException:
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """End what an exception has left unsettled."""
+        for _ in range(_MOST_TRIES):
+            if not self._unsettled:
+                return
+            with suppress(BaseException):  # the exception that came first is raised
+                self._end()

@@ -1,0 +1,44 @@
+/* The values of an execution: the inputs as routines have changed them, the outputs, their shapes. */
+#ifndef AMANDA_VALUES_H
+#define AMANDA_VALUES_H
+#include "execution/program.h"
+
+/* Values that a routine is called with lie after a free place, which a method takes for its own object. */
+typedef struct {
+    PyObject *free, *items[VALUE_LIMIT];
+} Values;
+
+#define UNREAD (-1) /* a count of values: they have not been read, or only Python can tell which they are */
+
+typedef struct {
+    Values inputs;
+    Py_ssize_t count;  /* of inputs; or UNREAD */
+    uint32_t changed;  /* which inputs are no more those of the call */
+    PyObject *packed;  /* owned; the input that is a tuple of several arguments; NULL: none is */
+    int replacement_count;
+    PyObject *replacements[VALUE_LIMIT]; /* owned; values that routines returned */
+    Shapes shapes; /* of the inputs, and once the op has run, of the outputs */
+} Execution;
+
+static inline void execution_begin(Execution *execution) { /* without a write to the arrays, which are large */
+    execution->count = UNREAD;
+    execution->changed = 0;
+    execution->packed = NULL;
+    execution->replacement_count = 0;
+    execution->shapes.objects = NULL;
+    execution->shapes.code.count = 0;
+}
+
+void execution_end(Execution *execution);
+int flatten_arguments(const Arguments *arguments, PyObject **flat); /* how many there are; there is room */
+/* Read the inputs, unless they have been read. 0: only Python can tell them, or an exception is set. */
+int read_inputs(Execution *execution, const Program *program, const Arguments *arguments);
+/* The outputs of a call that returned `*outputs`, which lie there, in it, or in `written`; or UNREAD. */
+Py_ssize_t outputs_of(const Reader *reader, const Program *program, const Execution *execution, PyObject *const *outputs,
+                      PyObject *const **values, PyObject **written);
+int shares_changed(const Reader *reader, const Execution *execution, PyObject *const *values, Py_ssize_t count);
+int is_computed(const Reader *reader, int gradients, const Execution *execution, PyObject *output, PyObject *value, int last);
+int shapes_of_inputs(const Reader *reader, Program *program, Execution *execution);
+PyObject *shapes_of_outputs(const Reader *reader, Program *program, Execution *execution, PyObject *outputs);
+
+#endif
