@@ -79,14 +79,10 @@ class EagerExecution(EagerOps):
         stack = state.stack
         assert stack is not None
         subjects = interceptor.subjects()
-        facts = OpFacts(
-            call.op, op_id, self.namespace, call.names, self.shown(call.inputs), attributes=call.attributes(),
-            scope=self.scope_name(subjects), source=user_source(), op_type=call.op_type(),
-            parameters=call.parameters(), variable_of=self.variable_of, path_of=self.path_of(subjects),
-            part_of=self.part_of, device_of=self.device_of,
-            compute=call.computation(), aliases=self.scope_aliases(subjects),
-            input_shapes=self.shapes(call.inputs) if stack.keyed_by_shapes_read else (),
-        )  # fmt: skip
+        facts = self.describe(call, subjects)
+        facts.op_id, facts.source = op_id, user_source()
+        if stack.keyed_by_shapes_read:
+            facts.input_shapes = self.shapes(call.inputs)
         analysis = OpAnalysis(facts, self, stack, key, state.cache)
         result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:

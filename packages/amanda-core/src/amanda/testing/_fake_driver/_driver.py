@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from amanda.backend import Call, EagerDriver, Trace, recomputed
+from amanda.backend import Call, EagerDriver, OpFacts, Trace, recomputed
 from amanda.interceptor import Detour, Site
 from amanda.testing import fake
 from amanda.testing._fake_driver._backward import NodeRange, followed, mark
@@ -51,30 +51,12 @@ class FakeDriver(FakeTensors, EagerDriver):
         """Return what keeps a call from being instrumented, and why."""
         return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
 
-    def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Path of the last module within the first."""
-        paths = (
-            path
-            for outer, inner in pairwise(subjects)
-            for path, module in outer.named_modules()
-            if module is inner
-        )
-        return ".".join(path for path in paths if path)
-
-    def variable_of(self, value: Any) -> fake.Parameter | None:
-        """Return the parameter that an input is; None for another value."""
-        return value if isinstance(value, fake.Parameter) else None
-
-    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
-        """Return a function from a parameter to its path in the outermost module; None where it is not in."""
-        modules = subjects[0].named_modules() if subjects else ()
-        paths = {
-            value: f"{path}.{name}".lstrip(".")
-            for path, module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, fake.Parameter)
-        }
-        return WeakKeyDictionary(paths).get
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
+        facts = super().describe(call, subjects)
+        facts.scope = _module_path(subjects)
+        facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
+        return facts
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """An operator's result as a list, and how to put it back into its form."""
@@ -107,3 +89,31 @@ def _code_of(function: Any, name: str) -> CodeType:
         for constant in function.__code__.co_consts
         if isinstance(constant, CodeType) and constant.co_name == name
     )
+
+
+def _module_path(subjects: Sequence[Any]) -> str:
+    """Path of the last module within the first."""
+    paths = (
+        path
+        for outer, inner in pairwise(subjects)
+        for path, module in outer.named_modules()
+        if module is inner
+    )
+    return ".".join(path for path in paths if path)
+
+
+def _parameter_of(value: Any) -> fake.Parameter | None:
+    """Return the parameter that an input is; None for another value."""
+    return value if isinstance(value, fake.Parameter) else None
+
+
+def _parameter_paths(subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+    """Return a function from a parameter to its path in the outermost module; None where it is not in."""
+    modules = subjects[0].named_modules() if subjects else ()
+    paths = {
+        value: f"{path}.{name}".lstrip(".")
+        for path, module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, fake.Parameter)
+    }
+    return WeakKeyDictionary(paths).get

@@ -1,7 +1,7 @@
 /* Which values routines around an op are called with, and which of them may be replaced without Python. */
 #include "execution/values.h"
 
-void execution_end(Execution *execution) {
+void release_values(Execution *execution) {
     while (execution->replacement_count) Py_DECREF(execution->replacements[--execution->replacement_count]);
     Py_XDECREF(execution->shapes.objects);
     Py_XDECREF(execution->packed);
@@ -23,8 +23,7 @@ static Py_ssize_t total_count(const Arguments *arguments) {
     return 1 + arguments->count + named_count(arguments) + (arguments->dict ? PyDict_GET_SIZE(arguments->dict) : 0);
 }
 
-int read_inputs(Execution *execution, const Program *program, const Arguments *arguments) {
-    if (execution->count != UNREAD) return 1;
+int gather_inputs(Execution *execution, const Program *program, const Arguments *arguments) {
     PyObject *flat[VALUE_LIMIT], **values = execution->inputs.items;
     if (total_count(arguments) > VALUE_LIMIT) return 0;
     Py_ssize_t count = flatten_arguments(arguments, program->sources ? flat : values);
@@ -51,11 +50,19 @@ int read_inputs(Execution *execution, const Program *program, const Arguments *a
 
 /* ---- outputs ---- */
 
-/* An op's outputs: none, the elements of a tuple or of a list of tensors, or one; UNREAD: Python shall say. */
-static Py_ssize_t spread_outputs(const Reader *reader, PyObject *const *outputs, PyObject *const **values) {
-    *values = outputs;
-    if (*outputs == Py_None) return 0;
-    if (reader_is_tensor(reader, *outputs) || reader_is_plain(reader, *outputs)) return 1;
+/* None, the elements of a tuple or of a list of tensors, or one. A call that returns None may have written its outputs
+   into inputs, as `out=` of some ops. */
+Py_ssize_t spread_outputs(const Reader *reader, const Program *program, const Execution *execution,
+                          PyObject *const *outputs, PyObject *const **values, PyObject **written) {
+    if (*outputs == Py_None) {
+        if (!program->written || execution->count == UNREAD) return 0;
+        Py_ssize_t count = PyTuple_GET_SIZE(program->written);
+        for (Py_ssize_t i = 0; i < count; i++)
+            written[i] = execution->inputs.items[PyLong_AsSsize_t(PyTuple_GET_ITEM(program->written, i))];
+        *values = written;
+        return count;
+    }
+    if (reader_is_plain(reader, *outputs)) return 1;
     if (!PyTuple_Check(*outputs) && !PyList_CheckExact(*outputs)) return UNREAD;
     Py_ssize_t count = PySequence_Fast_GET_SIZE(*outputs);
     int tensors = 0;
@@ -69,18 +76,6 @@ static Py_ssize_t spread_outputs(const Reader *reader, PyObject *const *outputs,
     if (PyList_CheckExact(*outputs) && !tensors) return 1;
     if (count > VALUE_LIMIT) return UNREAD;
     *values = PySequence_Fast_ITEMS(*outputs);
-    return count;
-}
-
-/* A call that returns None may have written its outputs into inputs, as `out=` of some ops. */
-Py_ssize_t outputs_of(const Reader *reader, const Program *program, const Execution *execution, PyObject *const *outputs,
-                      PyObject *const **values, PyObject **written) {
-    if (*outputs != Py_None || !program->written || execution->count == UNREAD)
-        return spread_outputs(reader, outputs, values);
-    Py_ssize_t count = PyTuple_GET_SIZE(program->written);
-    for (Py_ssize_t i = 0; i < count; i++)
-        written[i] = execution->inputs.items[PyLong_AsSsize_t(PyTuple_GET_ITEM(program->written, i))];
-    *values = written;
     return count;
 }
 

@@ -29,13 +29,31 @@ static inline void execution_begin(Execution *execution) { /* without a write to
     execution->shapes.code.count = 0;
 }
 
-void execution_end(Execution *execution);
+void release_values(Execution *execution);
+
+static inline void execution_end(Execution *execution) {
+    if (execution->replacement_count || execution->shapes.objects || execution->packed) release_values(execution);
+}
+
 int flatten_arguments(const Arguments *arguments, PyObject **flat); /* how many there are; there is room */
+int gather_inputs(Execution *execution, const Program *program, const Arguments *arguments);
+
 /* Read the inputs, unless they have been read. 0: only Python can tell them, or an exception is set. */
-int read_inputs(Execution *execution, const Program *program, const Arguments *arguments);
+static inline int read_inputs(Execution *execution, const Program *program, const Arguments *arguments) {
+    return execution->count != UNREAD || gather_inputs(execution, program, arguments);
+}
+
+Py_ssize_t spread_outputs(const Reader *reader, const Program *program, const Execution *execution,
+                          PyObject *const *outputs, PyObject *const **values, PyObject **written);
+
 /* The outputs of a call that returned `*outputs`, which lie there, in it, or in `written`; or UNREAD. */
-Py_ssize_t outputs_of(const Reader *reader, const Program *program, const Execution *execution, PyObject *const *outputs,
-                      PyObject *const **values, PyObject **written);
+static inline Py_ssize_t outputs_of(const Reader *reader, const Program *program, const Execution *execution,
+                                    PyObject *const *outputs, PyObject *const **values, PyObject **written) {
+    *values = outputs;
+    return reader_is_tensor(reader, *outputs) ? 1
+                                              : spread_outputs(reader, program, execution, outputs, values, written);
+}
+
 int shares_changed(const Reader *reader, const Execution *execution, PyObject *const *values, Py_ssize_t count);
 int is_computed(const Reader *reader, int gradients, const Execution *execution, PyObject *output, PyObject *value, int last);
 int shapes_of_inputs(const Reader *reader, Program *program, Execution *execution);
