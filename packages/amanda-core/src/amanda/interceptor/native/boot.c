@@ -29,10 +29,11 @@ int amanda_boot(void *names) {
     PyGILState_STATE gil = PyGILState_Ensure();
     int result = 1;
     if (called_from_main(names)) {
-        int failed = activation_boot(names) || site_boot(names) || place_boot(names) || lock_boot(names) || extent_boot(names) || /* interception */
-                     execution_boot(names) || statistics_boot(names) || /* execution */
-                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) || /* pytorch */
-                     moments_boot(names); /* statistics */
+        int failed = activation_boot(names) || site_boot(names) || place_boot(names) || region_boot(names) ||
+                     ordinal_boot(names) || lock_boot(names) || extent_boot(names) ||  /* interception */
+                     execution_boot(names) || statistics_boot(names) ||                /* execution */
+                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) ||   /* pytorch */
+                     moments_boot(names);                                              /* statistics */
         result = failed ? -1 : 0;
         if (result) PyErr_Print();
     }

@@ -30,8 +30,6 @@
 #define BOUNDARY 2  /* makes an enclosing call: the walk ends before it */
 #define SKIPPED 4   /* leaves no mark on a place */
 #define USER 8      /* not FRAMEWORK */
-#define WALK_LIMIT 128
-#define WAY_LIMIT 8 /* call sites of the program beyond the place, which tell apart the ways to a place at the root */
 #define CACHED_SITES 512
 #define CACHED_TYPES 64
 

@@ -6,6 +6,9 @@
 typedef struct Reader Reader; /* what reads the tensors of a call: see site.h */
 
 #define AMANDA_OCCURRENCE_CAP 64
+#define AMANDA_ROOT_HASH 0x416D616E6461ULL
+#define WALK_LIMIT 128
+#define WAY_LIMIT 8 /* call sites of the program beyond the place, which tell apart the ways to a place at the root */
 #define AMANDA_FIRST_COUNTS 8 /* a power of two */
 
 /* The path of an object within another that encloses its calls. */
@@ -42,6 +45,8 @@ typedef struct Region {
 
 extern PyTypeObject Region_Type, Snapshot_Type, Enclosure_Type;
 
+static inline int at_root(const Region *region) { return region->hash == AMANDA_ROOT_HASH; }
+
 typedef struct {
     int suspensions; /* > 0: a routine runs, nothing is intercepted */
     PyObject *key; /* borrowed; canonical name of the op whose native code runs */
@@ -56,11 +61,23 @@ Thread *thread_state(void);
 PyObject *take_failure(Thread *thread); /* new; the exception, which is forgotten; NULL: there is none */
 Region *current_region(Thread *thread); /* borrowed; NULL with an exception set */
 
+/* Hashes of call sites: from the innermost frame out to the end of a region, and at the root those of the program
+   from there on, the last of the others included, which are the way to the place. */
+typedef struct {
+    int count, way_count;
+    uint64_t items[WALK_LIMIT], way[WAY_LIMIT + 1];
+} Sites;
+
+int walk_sites(Thread *thread, Region *region, Sites *sites); /* -1: an exception */
 int place_of(Thread *thread, uint64_t op_hash, uint64_t *place, uint64_t *way); /* way: 0 but at the root */
+uint64_t occurrence_of(Region *region, uint64_t place, uint64_t way, int *failed);
 int mix_identities(uint64_t *hash, PyObject *value);
 int mix_leaf(uint64_t *way, const Reader *reader, PyObject *value);
-uint64_t occurrence_of(Region *region, uint64_t place, uint64_t way, int *failed);
 int ordinal_of(PyObject *object, uint64_t *ordinal);
+void ordinals_configure(PyObject *on_death, PyObject *adopt); /* adopt: or NULL */
+void new_epoch(void); /* where code changes its kind, or types come to tell ops apart */
 int place_boot(PyObject *names);
+int region_boot(PyObject *names);
+int ordinal_boot(PyObject *names);
 
 #endif
