@@ -70,6 +70,7 @@ class Activation:
         self.table = table
         self.state = state
         self.active = active
+        # `caches` and `variant` are for native programs, of which there are none here.
 
     def become(self, activation: "Activation") -> None:
         """Put in force what another activation holds, in every context that has this one."""
@@ -82,6 +83,7 @@ ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
 
 def forked() -> None:
     """Find every lock free that another thread held: this process is a forked child."""
+    # A number instead of a list of locks: each lock compares it when it is next entered.
     Lock._forks += 1
 
 
@@ -104,6 +106,7 @@ class Extent:
         raise NotImplementedError
 
     def __enter__(self) -> Any:
+        # An extent within itself is the outer one's to settle.
         entered = self._unsettled
         try:
             return self._begin()
@@ -121,6 +124,7 @@ class Extent:
 
     def _settle(self) -> None:
         """End what an exception has left unsettled."""
+        # A user may hold Ctrl+C down: each interrupts the next try, and the number ends the game.
         for _ in range(_MOST_TRIES):
             if not self._unsettled:
                 return

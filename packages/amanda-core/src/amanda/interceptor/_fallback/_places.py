@@ -60,6 +60,7 @@ class Region:
     def number_of_way(self, place: int, way: int) -> int:
         """Return which of the ways to the place this is: a loop comes by one."""
         ways = self.ways.setdefault(place, {})
+        # Unbounded counts would be a leak in a program that makes ways by recursion.
         if way not in ways and len(ways) == OCCURRENCE_CAP:
             return OCCURRENCE_CAP - 1
         return ways.setdefault(way, len(ways))
@@ -73,6 +74,7 @@ class Region:
         """The same place with the same counts, and call sites to add to those walked."""
         copied = Region(self.hash, self.parent, self.subject)
         copied.tail, copied.way = tail, way
+        # Copies, because a replay counts from the same state each time.
         copied.counts = dict(self.counts)
         copied.ways = {place: dict(ways) for place, ways in self.ways.items()}
         return copied
@@ -100,7 +102,7 @@ class Thread(threading.local):
         self.key: str | None = None
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
-        self.failure = Failure()
+        self.failure = Failure()  # an object, so that `forget_failures` reaches those of all threads
         self.watch_seen = 0  # number of the last watch that was told of this thread
 
     def region(self) -> Region:
@@ -123,7 +125,7 @@ class NumberedSubject:
         if owner is None or place_state.adopt is None:
             self.slot_queries_left -= 1
             return
-        with thread.suspension:
+        with thread.suspension:  # a driver looks for slots by getattr, which may run ops
             self.ordinal, settled = place_state.adopt(owner, subject, self.ordinal)
         self.slot_queries_left = 0 if settled else self.slot_queries_left - 1
 
@@ -154,6 +156,7 @@ class PlaceState:
         """Return what is said of code: hash, kind, first instructions."""
         entry = self.notes.get(id(code))  # by address: code of another file may be equal
         if entry is None:
+            # Kept with the code object itself, so that its address is not used again.
             hash, kind, first = self.describe(code)
             entry = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
         return entry[1]
@@ -162,6 +165,7 @@ class PlaceState:
         """Drop the objects that nothing but their ordinal holds, once there are twice as many as survived."""
         if len(self.strong) < self.strong_limit:
             return
+        # A copy: a subject that dies may run code that asks for ordinals.
         for address in list(self.strong):
             if sys.getrefcount(self.strong[address]) <= _REFERENCES_OF_DEAD:
                 self.strong.pop(address, None)
@@ -248,12 +252,13 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
     while frame is not None and frame is not region.entry:
         if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or most == 0:
             break
-        most -= bool(way)
+        most -= bool(way)  # recursion of the program beyond the place is walked this far
         hash, kind, first = place_state.note(frame.f_code)
+        # The frame of an enclosing call that no activation saw, as of one that began before the scope.
         if not rooted and kind & BOUNDARY:
             break
         if not kind & SKIPPED:
-            word = frame.f_lasti // 2
+            word = frame.f_lasti // 2  # not the line: `f(x) + f(y)` are two places
             word = first[word] if word < len(first) else word
             site = (hash + (word + 1) * SITE_STEP) & MASK
             if not way:
@@ -261,6 +266,7 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
             if rooted and not kind & FRAMEWORK:
                 way.append(site)
         frame = frame.f_back
+    # A replay continues the walk that the snapshot had made.
     if not way:
         sites = (sites + region.tail)[:WALK_LIMIT]
     return sites, (way + region.way)[: WAY_LIMIT + 1]
@@ -278,6 +284,7 @@ def mix_leaf(way: int, value: Any) -> int:
 
 def mix_identities(hash: int, value: Any) -> int:
     """A hash that also tells apart what an op is given, by the ordinals of such types."""
+    # One level deep, as `torch.cat` takes its tensors; a deeper search would cost every call.
     for item in value if type(value) in (tuple, list) else (value,):
         if issubclass(type(item), place_state.identity_types):
             hash = mix(hash, ordinal(item))
@@ -295,6 +302,7 @@ class Snapshot:
         region = self._region.copy(self._region.tail, self._region.way)
         region.entry = sys._getframe(1)
         outer, key = thread.top, thread.key
+        # No op runs at the snapshot's place, though one may run here, such as a backward op.
         thread.top, thread.key = region, None
         try:
             return function(*args, **kwargs)

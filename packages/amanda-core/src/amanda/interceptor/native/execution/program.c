@@ -132,14 +132,14 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     program->spread = -1;
     program->before = (int)PyTuple_GET_SIZE(before);
     program->after = (int)PyTuple_GET_SIZE(after);
-    int wrong = sources != Py_None && read_sources(program, sources);
-    for (Py_ssize_t i = 0; !wrong && i < count; i++)
-        wrong = read_step(&program->steps[i], i < program->before ? PyTuple_GET_ITEM(before, i)
+    int failed = sources != Py_None && read_sources(program, sources);
+    for (Py_ssize_t i = 0; !failed && i < count; i++)
+        failed = read_step(&program->steps[i], i < program->before ? PyTuple_GET_ITEM(before, i)
                                                                  : PyTuple_GET_ITEM(after, i - program->before));
-    if (replaces && !wrong) wrong = read_replacement(&program->steps[count], replace);
+    if (replaces && !failed) failed = read_replacement(&program->steps[count], replace);
     for (Py_ssize_t i = 0; i < count; i++)
         *(program->steps[i].tally ? &program->tallied : &program->shaped) |= program->steps[i].takes_shapes;
-    if (wrong) Py_CLEAR(program);
+    if (failed) Py_CLEAR(program);
     return (PyObject *)program;
 }
 

@@ -293,7 +293,7 @@ static PyObject *run_after(Thread *thread, const Call *call, int gradients, Prog
     PyObject *const *values, *written[VALUE_LIMIT], *result = NULL, *end = NULL;
     Values current;
     Py_ssize_t count = outputs_of(reader, program, execution, &outputs, &values, written);
-    if (count == UNREAD || shares_changed(reader, execution, values, count)) {
+    if (count == UNREAD || (execution->changed && shares_changed(reader, execution, values, count))) {
         result = resume_in_python(thread, call, program, execution, program->before - 1, NULL, outputs);
         Py_DECREF(outputs);
         return result;

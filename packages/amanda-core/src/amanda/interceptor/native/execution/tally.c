@@ -146,20 +146,21 @@ static void turn_to(Tally *tally, uint32_t row, const ShapeCode *words) {
     if (tally->length <= RECENT_LIMIT) memcpy(tally->recent, words->items, (size_t)words->count * sizeof(int64_t));
 }
 
-/* 1: counted; 0: they are new, and there are as many as native code counts; -1: out of memory, no exception set */
-static int count_shapes(Tally *tally, const ShapeCode *words, uint32_t limit) {
+typedef enum { OUT_OF_MEMORY = -1, TOO_MANY_SHAPES, COUNTED } Counting; /* no exception is set */
+
+static Counting count_shapes(Tally *tally, const ShapeCode *words, uint32_t limit) {
     uint64_t hash = 1;
     for (int i = 0; i < words->count; i++) hash = mix(hash, (uint64_t)words->items[i]);
     if (!tally->slots || !tally->slots[slot_of(tally, hash, words)]) {
-        if (tally->count >= limit) return 0;
-        if (make_room(tally, (size_t)words->count)) return -1;
+        if (tally->count >= limit) return TOO_MANY_SHAPES;
+        if (make_room(tally, (size_t)words->count)) return OUT_OF_MEMORY;
         tally->rows[tally->count] = (Row){hash, 0, tally->used, words->count};
         memcpy(tally->words + tally->used, words->items, (size_t)words->count * sizeof(int64_t));
         tally->used += (size_t)words->count;
         tally->slots[slot_of(tally, hash, words)] = ++tally->count;
     }
     turn_to(tally, tally->slots[slot_of(tally, hash, words)], words);
-    return 1;
+    return COUNTED;
 }
 
 int tally_count(Tally *tally, const ShapeCode *words) {
@@ -168,7 +169,7 @@ int tally_count(Tally *tally, const ShapeCode *words) {
         tally->calls++;
         return 1;
     }
-    return words->count >= 0 && count_shapes(tally, words, tally->limit) > 0;
+    return words->count >= 0 && count_shapes(tally, words, tally->limit) == COUNTED;
 }
 
 /* ---- for Python ---- */
@@ -188,17 +189,17 @@ static PyObject *tally_add(Tally *self, PyObject *shapes) {
     words.count = 0;
     encode_shapes(&words, shapes);
     if (words.count >= 0) {
-        if (count_shapes(self, &words, UINT32_MAX >> 2) < 1) return PyErr_NoMemory();
+        if (count_shapes(self, &words, UINT32_MAX >> 2) != COUNTED) return PyErr_NoMemory();
         Py_RETURN_NONE;
     }
     if (!self->others && !(self->others = PyDict_New())) return NULL;
     PyObject *others = Py_NewRef(self->others), *before = PyDict_GetItemWithError(others, shapes);
     long long calls = before ? PyLong_AsLongLong(before) : 0;
     PyObject *after = PyErr_Occurred() ? NULL : PyLong_FromLongLong(calls + 1);
-    int wrong = !after || PyDict_SetItem(others, shapes, after);
+    int failed = !after || PyDict_SetItem(others, shapes, after);
     Py_XDECREF(after);
     Py_DECREF(others);
-    if (wrong) return NULL;
+    if (failed) return NULL;
     Py_RETURN_NONE;
 }
 

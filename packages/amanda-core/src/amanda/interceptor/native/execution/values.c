@@ -9,16 +9,6 @@ void release_values(Execution *execution) {
 
 /* ---- inputs ---- */
 
-int flatten_arguments(const Arguments *arguments, PyObject **flat) {
-    int count = 0;
-    if (arguments->receiver) flat[count++] = arguments->receiver;
-    for (Py_ssize_t i = 0; i < arguments->count + named_count(arguments); i++) flat[count++] = arguments->items[i];
-    PyObject *name, *value;
-    Py_ssize_t position = 0;
-    while (arguments->dict && PyDict_Next(arguments->dict, &position, &name, &value)) flat[count++] = value;
-    return count;
-}
-
 static Py_ssize_t total_count(const Arguments *arguments) {
     return 1 + arguments->count + named_count(arguments) + (arguments->dict ? PyDict_GET_SIZE(arguments->dict) : 0);
 }
@@ -95,7 +85,7 @@ static int lies_in(const Reader *reader, PyObject *value, const void *memory) {
 
 /* Whether an output shares memory with an input that a routine returned: the program may write through it. */
 int shares_changed(const Reader *reader, const Execution *execution, PyObject *const *values, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; execution->changed && i < execution->count; i++) {
+    for (Py_ssize_t i = 0; i < execution->count; i++) {
         if (!(execution->changed >> i & 1)) continue;
         const void *memory = reader_memory(reader, execution->inputs.items[i]);
         for (Py_ssize_t j = 0; j < count; j++)

@@ -35,7 +35,17 @@ static inline void execution_end(Execution *execution) {
     if (execution->replacement_count || execution->shapes.objects || execution->packed) release_values(execution);
 }
 
-int flatten_arguments(const Arguments *arguments, PyObject **flat); /* how many there are; there is room */
+/* Lay out all arguments, for which there is room, and return how many there are. */
+static inline int flatten_arguments(const Arguments *arguments, PyObject **flat) {
+    PyObject *const *items = arguments->items, **end = flat;
+    if (arguments->receiver) *end++ = arguments->receiver;
+    for (Py_ssize_t i = arguments->count + named_count(arguments); i > 0; i--) *end++ = *items++;
+    PyObject *name, *value, *dict = arguments->dict;
+    Py_ssize_t position = 0;
+    while (dict && PyDict_Next(dict, &position, &name, &value)) *end++ = value;
+    return (int)(end - flat);
+}
+
 int gather_inputs(Execution *execution, const Program *program, const Arguments *arguments);
 
 /* Read the inputs, unless they have been read. 0: only Python can tell them, or an exception is set. */

@@ -164,11 +164,11 @@ static int keep_path(PyObject *owner, PyObject *subject, uint64_t hash) {
 /* Hash of where `subject` lies in `owner`: asked of Python once, unless it is there for a while only. */
 static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *subject, uint64_t *hash) {
     thread->suspensions++;
-    PyObject *told = PyObject_CallFunctionObjArgs(ask, owner, subject, NULL);
+    PyObject *reply = PyObject_CallFunctionObjArgs(ask, owner, subject, NULL);
     thread->suspensions--;
     unsigned long long answer;
-    int lasting, failed = !told || !PyArg_ParseTuple(told, "Kp", &answer, &lasting);
-    Py_XDECREF(told);
+    int lasting, failed = !reply || !PyArg_ParseTuple(reply, "Kp", &answer, &lasting);
+    Py_XDECREF(reply);
     if (failed || (lasting && keep_path(owner, subject, answer))) return -1;
     *hash = answer;
     return 0;
@@ -305,17 +305,17 @@ static PyObject *snapshot_replay(Snapshot *self, PyObject *args, PyObject *kwarg
     const Region *place = self->region;
     Region *region = copy_region(place, place->tail, place->tail_length, place->way_length);
     if (!region) return NULL;
-    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args)), *result = NULL;
-    if (rest) {
+    PyObject *arguments = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args)), *result = NULL;
+    if (arguments) {
         PyObject *key = thread->key;
         Region *outer = thread->top;
         region->entry = running_frame();
         thread->top = region;
         thread->key = NULL;
-        result = PyObject_Call(PyTuple_GET_ITEM(args, 0), rest, kwargs);
+        result = PyObject_Call(PyTuple_GET_ITEM(args, 0), arguments, kwargs);
         leave_region(thread, region, outer);
         thread->key = key;
-        Py_DECREF(rest);
+        Py_DECREF(arguments);
     }
     Py_DECREF(region);
     return result;

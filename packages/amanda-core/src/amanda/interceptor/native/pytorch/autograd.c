@@ -102,15 +102,15 @@ static int mark_maker(const Graphs *graphs, PyObject *tensor, Mark *mark) {
     long long number;
     disturb();
     PyObject *notes = NULL, *op = PyObject_GetAttr(tensor, graphs->maker);
-    int wrong = !op ? -1 : op == Py_None ? 0 : number_of(graphs, op, &number);
-    if (!wrong && op != Py_None && mark->start <= number && number < mark->end) {
+    int failed = !op ? -1 : op == Py_None ? 0 : number_of(graphs, op, &number);
+    if (!failed && op != Py_None && mark->start <= number && number < mark->end) {
         notes = PyObject_GetAttr(op, graphs->notes);
         if (notes && !PyDict_Check(notes)) PyErr_SetString(PyExc_TypeError, "the notes of an op are no dict");
-        wrong = PyErr_Occurred() || !PyDict_SetDefault(notes, graphs->key, (PyObject *)mark) || sample_node(graphs, op);
+        failed = PyErr_Occurred() || !PyDict_SetDefault(notes, graphs->key, (PyObject *)mark) || sample_node(graphs, op);
     }
     Py_XDECREF(notes);
     Py_XDECREF(op);
-    return wrong ? -1 : 0;
+    return failed ? -1 : 0;
 }
 
 static int mark_value(const Graphs *graphs, PyObject *value, Mark *mark, int bases, int depth) {
@@ -118,16 +118,16 @@ static int mark_value(const Graphs *graphs, PyObject *value, Mark *mark, int bas
         if (mark_maker(graphs, value, mark)) return -1;
         if (!bases) return 0;
         PyObject *base = PyObject_GetAttr(value, graphs->base);
-        int wrong = !base || (base != Py_None && mark_maker(graphs, base, mark)) ? -1 : 0;
+        int failed = !base || (base != Py_None && mark_maker(graphs, base, mark)) ? -1 : 0;
         Py_XDECREF(base);
-        return wrong;
+        return failed;
     }
     if (depth && (PyTuple_Check(value) || PyList_Check(value)))
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
             PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
-            int wrong = mark_value(graphs, item, mark, bases, depth - 1);
+            int failed = mark_value(graphs, item, mark, bases, depth - 1);
             Py_DECREF(item);
-            if (wrong) return -1;
+            if (failed) return -1;
         }
     return 0;
 }
@@ -143,11 +143,14 @@ static PyObject *graphs_mark(Graphs *self, PyObject *args) {
 
 /* ---- which execution each op comes from ---- */
 
+typedef enum { NO_NUMBER = -1, UNNUMBERED, NUMBERED } Numbering; /* NO_NUMBER: an exception is set */
+
 typedef struct {
-    PyObject *op, *own;        /* owned; own: the mark among its notes, or NULL */
+    PyObject *op, *note;       /* owned; note: the mark among its notes, or NULL */
     Mark *mark, *of_a_routine; /* its own, or another node's */
     long long number;
-    int numbered, leaf;
+    Numbering numbering;
+    int leaf;
 } Node;
 
 typedef struct {
@@ -173,8 +176,8 @@ static int grow(void **items, size_t *room, size_t size) {
 
 /* The node of an op, counted from 1; 0 with an exception set. */
 static size_t node_of(GraphWalk *walk, PyObject *op) {
-    size_t known = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)op);
-    if (known) return known;
+    size_t index = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)op);
+    if (index) return index;
     if (walk->count == walk->room && grow((void **)&walk->nodes, &walk->room, sizeof(Node))) return 0;
     if (map_set(&walk->index, (uint64_t)(uintptr_t)op, (void *)(uintptr_t)(walk->count + 1))) {
         PyErr_NoMemory();
@@ -189,7 +192,7 @@ static int read_mark(GraphWalk *walk, size_t at) {
     if (!notes) return -1;
     PyObject *mark = PyDict_Check(notes) ? PyDict_GetItemWithError(notes, walk->graphs->key) : NULL;
     if (mark && Py_IS_TYPE(mark, &Mark_Type)) {
-        walk->nodes[at].own = Py_NewRef(mark);
+        walk->nodes[at].note = Py_NewRef(mark);
         walk->nodes[at].mark = (Mark *)mark;
     }
     Py_DECREF(notes);
@@ -200,32 +203,36 @@ static int visit(GraphWalk *walk, size_t at) {
     if (walk->nodes[at].leaf) return 0;
     if (read_mark(walk, at) || sample_node(walk->graphs, walk->nodes[at].op)) return -1;
     PyObject *next = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->next);
-    int wrong = !next || !PyTuple_Check(next);
-    for (Py_ssize_t i = 0; !wrong && i < PyTuple_GET_SIZE(next); i++) {
+    int failed = !next || !PyTuple_Check(next);
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(next); i++) {
         PyObject *pair = PyTuple_GET_ITEM(next, i);
         PyObject *op = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) ? PyTuple_GET_ITEM(pair, 0) : Py_None;
         if (op == Py_None) continue;
         size_t child = node_of(walk, op);
-        wrong = !child || (walk->edge_count + 2 > walk->edge_room &&
+        failed = !child || (walk->edge_count + 2 > walk->edge_room &&
                            grow((void **)&walk->edges, &walk->edge_room, sizeof(uint32_t)));
-        if (wrong) break;
+        if (failed) break;
         walk->edges[walk->edge_count++] = (uint32_t)at;
         walk->edges[walk->edge_count++] = (uint32_t)(child - 1);
     }
     Py_XDECREF(next);
-    if (wrong && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the next of an op are not a tuple of pairs");
-    return wrong ? -1 : 0;
+    if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the next of an op are not a tuple of pairs");
+    return failed ? -1 : 0;
 }
 
-static inline long long numbered(GraphWalk *walk, Node *node) {
-    if (!node->numbered) node->numbered = number_of(walk->graphs, node->op, &node->number) ? -1 : 1;
+/* Most nodes are never asked for their number: a call of Python each. */
+static inline long long node_number(GraphWalk *walk, Node *node) {
+    if (node->numbering == UNNUMBERED)
+        node->numbering = number_of(walk->graphs, node->op, &node->number) ? NO_NUMBER : NUMBERED;
     return node->number;
 }
 
-/* One pass over the edges: whether a mark has spread from an op to one that leads on from it; -1: an exception.
+typedef enum { SPREAD_FAILED = -1, ALL_SPREAD, SPREADING } Spread; /* FAILED: an exception is set */
+
+/* One pass over the edges: SPREADING if a mark has spread from an op to one that leads on from it.
    A leaf belongs to the op that used it first, be it through what a routine made of it. */
-static int spread_marks(GraphWalk *walk) {
-    int spreading = 0;
+static Spread spread_marks(GraphWalk *walk) {
+    Spread state = ALL_SPREAD;
     for (size_t i = 0; i < walk->edge_count; i += 2) {
         Node *parent = &walk->nodes[walk->edges[i]], *child = &walk->nodes[walk->edges[i + 1]];
         Mark *mark = parent->mark ? parent->mark : parent->of_a_routine;
@@ -235,17 +242,17 @@ static int spread_marks(GraphWalk *walk) {
             continue;
         }
         if (child->mark && child->of_a_routine) continue;
-        long long number = numbered(walk, child);
-        if (child->numbered < 0) return -1;
+        long long number = node_number(walk, child);
+        if (child->numbering == NO_NUMBER) return SPREAD_FAILED;
         if (!child->mark && mark->start <= number && number < mark->end) {
             child->mark = mark;
-            spreading = 1;
+            state = SPREADING;
         } else if (!child->of_a_routine && mark->begin <= number && number < mark->start) {
             child->of_a_routine = mark;
-            spreading = 1;
+            state = SPREADING;
         }
     }
-    return spreading;
+    return state;
 }
 
 static PyObject *list_marks(GraphWalk *walk) {
@@ -253,8 +260,8 @@ static PyObject *list_marks(GraphWalk *walk) {
     for (size_t i = 0; marks && i < walk->count; i++) {
         Node *node = &walk->nodes[i];
         if (!node->mark) continue;
-        long long number = node->leaf ? 0 : numbered(walk, node);
-        PyObject *item = node->numbered < 0 ? NULL : Py_BuildValue("(OOL)", node->op, node->mark, number);
+        long long number = node->leaf ? 0 : node_number(walk, node);
+        PyObject *item = node->numbering == NO_NUMBER ? NULL : Py_BuildValue("(OOL)", node->op, node->mark, number);
         if (!item || PyList_Append(marks, item)) Py_CLEAR(marks);
         Py_XDECREF(item);
     }
@@ -264,17 +271,17 @@ static PyObject *list_marks(GraphWalk *walk) {
 static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
     GraphWalk walk = {.graphs = self};
     PyObject *marks = NULL, *roots = PySequence_Tuple(ops);
-    int state = roots ? 0 : -1;
-    for (Py_ssize_t i = 0; !state && i < PyTuple_GET_SIZE(roots); i++)
-        if (PyTuple_GET_ITEM(roots, i) != Py_None && !node_of(&walk, PyTuple_GET_ITEM(roots, i))) state = -1;
-    for (size_t at = 0; !state && at < walk.count; at++) state = visit(&walk, at);
-    if (!state) do state = spread_marks(&walk);
-        while (state > 0);
-    if (!state) marks = list_marks(&walk);
+    int failed = !roots;
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(roots); i++)
+        failed = PyTuple_GET_ITEM(roots, i) != Py_None && !node_of(&walk, PyTuple_GET_ITEM(roots, i));
+    for (size_t at = 0; !failed && at < walk.count; at++) failed = visit(&walk, at); /* which adds nodes */
+    Spread spread = failed ? SPREAD_FAILED : SPREADING;
+    while (spread == SPREADING) spread = spread_marks(&walk);
+    if (spread == ALL_SPREAD) marks = list_marks(&walk);
     Py_XDECREF(roots);
     while (walk.count) {
         Node *node = &walk.nodes[--walk.count];
-        Py_XDECREF(node->own);
+        Py_XDECREF(node->note);
         Py_DECREF(node->op);
     }
     PyMem_Free(walk.nodes);
@@ -311,10 +318,10 @@ int mark_backward_nodes(PyObject *marker, uint64_t begin, uint64_t start, uint64
                PyObject *shapes) {
     BackwardMarker *self = (BackwardMarker *)marker;
     Mark *mark = make_mark(&Mark_Type, self->trace, (long long)begin, (long long)start, (long long)end, 0, shapes);
-    int wrong = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3) ||
+    int failed = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3) ||
                 (written && written != outputs && mark_value(self->graphs, written, mark, self->bases, 3));
     Py_XDECREF(mark);
-    return wrong ? -1 : 0;
+    return failed ? -1 : 0;
 }
 
 static int marker_traverse(BackwardMarker *self, visitproc visit, void *arg) {
@@ -370,9 +377,9 @@ static int graphs_traverse(Graphs *self, visitproc visit, void *arg) {
 
 static void graphs_dealloc(Graphs *self) {
     PyObject_GC_UnTrack(self);
-    PyObject **held[] = {(PyObject **)&self->tensors, (PyObject **)&self->leaf, &self->maker, &self->base, &self->next,
+    PyObject **fields[] = {(PyObject **)&self->tensors, (PyObject **)&self->leaf, &self->maker, &self->base, &self->next,
                          &self->notes, &self->number, &self->key, &self->sampled};
-    for (size_t i = 0; i < sizeof(held) / sizeof(*held); i++) Py_CLEAR(*held[i]);
+    for (size_t i = 0; i < sizeof(fields) / sizeof(*fields); i++) Py_CLEAR(*fields[i]);
     Py_TYPE(self)->tp_free(self);
 }
 

@@ -51,8 +51,8 @@ static inline int mix_tensor(KeyState *state, PyObject *value) {
     if (!tensor) return mix_described(state, value);
     uint64_t kind = *(const uint32_t *)(tensor + reader->layout.kind);
     uint64_t rank = *(const uint64_t *)(tensor + reader->layout.rank);
-    int needed = state->gradients && *(void *const *)(tensor + reader->layout.autodiff) && reader->needs_gradient(tensor);
-    state->key = mix(state->key, (kind | rank << 32) << 1 | (uint64_t)needed);
+    int needs_gradient = state->gradients && *(void *const *)(tensor + reader->layout.autodiff) && reader->needs_gradient(tensor);
+    state->key = mix(state->key, (kind | rank << 32) << 1 | (uint64_t)needs_gradient);
     return !state->sized || mix_extents(state, value);
 }
 
@@ -117,10 +117,10 @@ uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *argum
     KeyState *state = &start;
     if (arguments->receiver && !mix_argument(state, arguments->receiver)) return 0;
     PyObject *const *items = arguments->items, *name, *value;
-    for (Py_ssize_t i = 0; i < arguments->count; i++)
-        if (!mix_argument(state, *items++)) return 0;
-    for (Py_ssize_t i = 0; i < named_count(arguments); i++)
-        if (!mix_named(state, PyTuple_GET_ITEM(arguments->names, i), *items++)) return 0;
+    for (PyObject *const *end = items + arguments->count; items < end; items++)
+        if (!mix_argument(state, *items)) return 0;
+    for (Py_ssize_t i = 0; arguments->names && i < PyTuple_GET_SIZE(arguments->names); i++)
+        if (!mix_named(state, PyTuple_GET_ITEM(arguments->names, i), items[i])) return 0;
     Py_ssize_t position = 0;
     while (arguments->dict && PyDict_Next(arguments->dict, &position, &name, &value))
         if (!mix_named(state, name, value)) return 0;
@@ -241,7 +241,7 @@ void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t
 
 uint64_t reader_clock(const Reader *reader) { return reader->clock(); }
 
-/* ---- values in the place of others ---- */
+/* ---- substitutes ---- */
 
 static inline const void *impl_if_plain(const Reader *reader, PyObject *value) {
     if (!reader->sizes || !reader_is_tensor(reader, value)) return NULL;
@@ -276,16 +276,17 @@ int reader_is_leaf(const Reader *reader, PyObject *tensor) { return reader->is_l
 int can_substitute(const Reader *reader, PyObject *original, PyObject *value) {
     if (!reader_memory(reader, original) || !reader_memory(reader, value)) return 0;
     if (reader_needs_gradient(reader, value) || has_tangent(reader, original)) return 0;
-    const void *one = tensor_at(reader, original), *other = tensor_at(reader, value);
-    if (reader->unversioned(one) != reader->unversioned(other)) return 0;
+    const void *tensor = tensor_at(reader, original), *substitute = tensor_at(reader, value);
+    if (reader->unversioned(tensor) != reader->unversioned(substitute)) return 0;
     for (const Describe *describe = reader->describe; *describe; describe++) {
         int64_t first = 0, second = 0;
-        if ((*describe)(one, &first) || (*describe)(other, &second) || first != second) return 0;
+        if ((*describe)(tensor, &first) || (*describe)(substitute, &second) || first != second) return 0;
     }
-    int64_t rank = 0, *sizes, *others;
-    if (reader->rank(one, &rank) || reader->sizes(one, &sizes) || reader->sizes(other, &others)) return 0;
+    int64_t rank = 0, *sizes, *substitute_sizes;
+    if (reader->rank(tensor, &rank) || reader->sizes(tensor, &sizes) ||
+        reader->sizes(substitute, &substitute_sizes)) return 0;
     for (int64_t i = 0; i < rank; i++)
-        if (sizes[i] != others[i]) return 0;
+        if (sizes[i] != substitute_sizes[i]) return 0;
     return 1;
 }
 

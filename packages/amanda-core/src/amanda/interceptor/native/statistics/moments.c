@@ -31,27 +31,27 @@ typedef struct {
 
 static const Sums NONE = {.least = INFINITY, .most = -INFINITY};
 
-static void merge(Sums *sums, const Sums *other) {
-    int64_t count = sums->count + other->count;
-    if (other->count && !sums->count) { /* a square that overflows is not multiplied by 0 */
-        sums->mean = other->mean;
-        sums->squares = other->squares;
-        sums->magnitudes = other->magnitudes;
-        sums->least = other->least;
-        sums->most = other->most;
-    } else if (other->count) {
-        double share = (double)other->count / (double)count, distance = other->mean - sums->mean;
-        sums->mean = isfinite(distance) ? sums->mean + distance * share : sums->mean * (1 - share) + other->mean * share;
-        sums->squares += other->squares + distance * distance * (double)sums->count * share;
-        sums->magnitudes += other->magnitudes;
-        if (other->least < sums->least) sums->least = other->least;
-        if (other->most > sums->most) sums->most = other->most;
+static void merge(Sums *sums, const Sums *more) {
+    int64_t count = sums->count + more->count;
+    if (more->count && !sums->count) { /* a square that overflows is not multiplied by 0 */
+        sums->mean = more->mean;
+        sums->squares = more->squares;
+        sums->magnitudes = more->magnitudes;
+        sums->least = more->least;
+        sums->most = more->most;
+    } else if (more->count) {
+        double share = (double)more->count / (double)count, distance = more->mean - sums->mean;
+        sums->mean = isfinite(distance) ? sums->mean + distance * share : sums->mean * (1 - share) + more->mean * share;
+        sums->squares += more->squares + distance * distance * (double)sums->count * share;
+        sums->magnitudes += more->magnitudes;
+        if (more->least < sums->least) sums->least = more->least;
+        if (more->most > sums->most) sums->most = more->most;
     }
     sums->count = count;
-    sums->nan += other->nan;
-    sums->inf += other->inf;
-    sums->negative_inf += other->negative_inf;
-    sums->zeros += other->zeros;
+    sums->nan += more->nan;
+    sums->inf += more->inf;
+    sums->negative_inf += more->negative_inf;
+    sums->zeros += more->zeros;
 }
 
 /* ---- a block ---- */
@@ -130,16 +130,16 @@ static void choose_vectors(void) {
 }
 
 /* Moves the finite numbers of a block together and counts the others: how many are finite. */
-static int finite_ones(const char *at, int is_float, int count, void *kept, Sums *sums) {
-    int left = 0;
+static int copy_finite(const char *at, int is_float, int count, void *finite_numbers, Sums *sums) {
+    int finite = 0;
     for (int i = 0; i < count; i++) {
         double number = is_float ? ((const float *)at)[i] : ((const double *)at)[i];
         if (isnan(number)) sums->nan++;
         else if (isinf(number)) number > 0 ? sums->inf++ : sums->negative_inf++;
-        else if (is_float) ((float *)kept)[left++] = (float)number;
-        else ((double *)kept)[left++] = number;
+        else if (is_float) ((float *)finite_numbers)[finite++] = (float)number;
+        else ((double *)finite_numbers)[finite++] = number;
     }
-    return left;
+    return finite;
 }
 
 /* ---- an array ---- */
@@ -149,16 +149,16 @@ typedef uint32_t Table[TABLE_LIMIT];
 typedef struct {
     Table *tables;
     int32_t bins[BLOCK];
-    double kept[BLOCK];
-} Scratch; /* on the stack: from the heap it would be given back to the system, and made anew, for each array */
+    double finite_numbers[BLOCK];
+} Scratch; /* on the stack: from the heap it would be value back to the system, and made anew, for each array */
 
 static void add_block(Sums *sums, int64_t *counts, Scratch *scratch, const char *at, int is_float, int count, int bits,
                       int side) {
     Sums block = NONE;
     if (block_of(at, is_float, count, &block, scratch->bins, bits, side)) {
-        count = finite_ones(at, is_float, count, scratch->kept, &block);
+        count = copy_finite(at, is_float, count, scratch->finite_numbers, &block);
         Sums finite = NONE;
-        if (count) block_of(scratch->kept, is_float, count, &finite, scratch->bins, bits, side);
+        if (count) block_of(scratch->finite_numbers, is_float, count, &finite, scratch->bins, bits, side);
         merge(&block, &finite);
     }
     merge(sums, &block);
@@ -210,9 +210,9 @@ static int add_tabled(Moments *self, const Py_buffer *view, int is_float, int64_
         Py_END_ALLOW_THREADS
         merge(&self->sums, &sums);
         for (int i = 0; i < self->total; i++) { /* most are empty, and what they are added to is not in the cache */
-            int64_t found = 0;
-            for (int table = 0; table < TABLES; table++) found += scratch->tables[table][i];
-            if (found) self->counts[i] += found;
+            int64_t calls = 0;
+            for (int table = 0; table < TABLES; table++) calls += scratch->tables[table][i];
+            if (calls) self->counts[i] += calls;
         }
     }
     PyMem_RawFree(scratch->tables);
@@ -236,21 +236,21 @@ static PyObject *moments_add(Moments *self, PyObject *numbers) {
         PyErr_Clear(); /* no memory, no such element type, or no array in one piece */
         Py_RETURN_FALSE;
     }
-    int known = view.format && (!strcmp(view.format, "f") || !strcmp(view.format, "d"));
-    int failed = known && view.len && add_view(self, &view);
+    int is_floating = view.format && (!strcmp(view.format, "f") || !strcmp(view.format, "d"));
+    int failed = is_floating && view.len && add_view(self, &view);
     PyBuffer_Release(&view);
-    return failed ? NULL : PyBool_FromLong(known);
+    return failed ? NULL : PyBool_FromLong(is_floating);
 }
 
-static PyObject *moments_merge(Moments *self, PyObject *given) {
-    if (!PyObject_TypeCheck(given, Py_TYPE(self)) || ((Moments *)given)->total != self->total)
-        return PyErr_Format(PyExc_TypeError, "Moments with the same bins are wanted, not %R", given);
-    Moments *other = (Moments *)given;
-    if (other->counts) {
+static PyObject *moments_merge(Moments *self, PyObject *value) {
+    if (!PyObject_TypeCheck(value, Py_TYPE(self)) || ((Moments *)value)->total != self->total)
+        return PyErr_Format(PyExc_TypeError, "Moments with the same bins are wanted, not %R", value);
+    Moments *more = (Moments *)value;
+    if (more->counts) {
         if (make_counts(self)) return NULL;
-        for (int i = 0; i < self->total; i++) self->counts[i] += other->counts[i];
+        for (int i = 0; i < self->total; i++) self->counts[i] += more->counts[i];
     }
-    merge(&self->sums, &other->sums);
+    merge(&self->sums, &more->sums);
     Py_RETURN_NONE;
 }
 
@@ -290,7 +290,7 @@ static PyObject *moments_counts(Moments *self, void *Py_UNUSED(none)) {
 static PyMethodDef moments_methods[] = {
     {"add", (PyCFunction)moments_add, METH_O,
      "add(array): take its numbers in, and return True; False if they are no float or double in one piece of memory."},
-    {"merge", (PyCFunction)moments_merge, METH_O, "merge(other): take in what another one has taken in."},
+    {"merge", (PyCFunction)moments_merge, METH_O, "merge(moments): add the numbers of other Moments, of the same bins."},
     {0}};
 
 static PyGetSetDef moments_fields[] = {
