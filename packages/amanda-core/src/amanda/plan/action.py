@@ -121,7 +121,7 @@ class Action:
         self.opening = "opening" in mark_names
         self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")
-        self.takes_recomputed = not isinstance(func, interceptor.Tally) and self._takes("recomputed")
+        self.takes_recomputed = not isinstance(func, interceptor.ShapeCounter) and self._takes("recomputed")
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
         self.takes_shapes = not type.is_replacement and self._takes("shapes")
@@ -141,7 +141,7 @@ class Action:
         Observers were called in the first execution; those with a parameter `recomputed` are called again.
         A `Tally` counts recomputations in its attribute `recomputed`, if it has one.
         """
-        if isinstance(self.func, interceptor.Tally):
+        if isinstance(self.func, interceptor.ShapeCounter):
             recomputed_tally = getattr(self.func, "recomputed", None)
             return None if recomputed_tally is None else self._with_routine(recomputed_tally, self.kwargs)
         if self.takes_recomputed:
@@ -168,7 +168,7 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     keyword_only: whether the parameter has to be keyword-only.
     """
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
-    if isinstance(func, interceptor.Tally):
+    if isinstance(func, interceptor.ShapeCounter):
         function, first = type(func).__call__, 1
     if isinstance(function, FunctionType) and not _has_other_signature(function.__dict__):
         # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.

@@ -7,7 +7,7 @@ from typing import Any
 from amanda import interceptor
 
 
-class Tally(interceptor.Tally):
+class Tally(interceptor.ShapeCounter):
     """An observer that counts executions; insert the object itself, with no values.
 
     >>> tally = Tally()
@@ -35,7 +35,7 @@ class Tally(interceptor.Tally):
         return sum(calls for _, calls in self.items())
 
 
-class ShapeTally(interceptor.Tally):
+class ShapeTally(interceptor.ShapeCounter):
     """An observer that counts executions by their shapes; insert the object itself, with no values.
 
     limit: native code counts so many different shapes by itself, and calls the object where there are more.

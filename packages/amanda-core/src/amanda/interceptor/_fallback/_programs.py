@@ -7,7 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["CallCache", "Graphs", "Hook", "Mark", "Moments", "Program", "Reader", "Resumption", "Tally"]
+__all__ = [
+    "CallCache",
+    "Graphs",
+    "Hook",
+    "Mark",
+    "Moments",
+    "Program",
+    "Reader",
+    "Resumption",
+    "ShapeCounter",
+]
 
 
 class Resumption(NamedTuple):
@@ -27,7 +37,7 @@ class Resumption(NamedTuple):
     inputs: list[Any] | None
 
 
-class Tally:
+class ShapeCounter:
     """Executions by the shapes of their values."""
 
     def __init__(self, limit: int = 1024) -> None:

@@ -192,8 +192,8 @@ PyTypeObject Program_Type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_doc = "Program(before, after, reporter, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
               "replace=None, substitutes=False, shaped=False, written=()): routines around an op.\n\n"
-              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).  A Tally that is given no\n"
-              "values counts the execution, by shapes if it is given these.\n"
+              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).  A ShapeCounter without\n"
+              "values counts the execution, by shapes if it takes these.\n"
               "reporter: failed(step, error) is called with an exception; mutated(step, index) raises for an input written into.\n"
               "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
               "for the one input that is a tuple of the arguments from the first to before the second.\n"

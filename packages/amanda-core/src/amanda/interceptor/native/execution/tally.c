@@ -263,10 +263,10 @@ static PyMethodDef tally_methods[] = {
 static PySequenceMethods tally_sequence = {.sq_length = (lenfunc)tally_length};
 
 PyTypeObject Tally_Type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Tally",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.ShapeCounter",
     .tp_basicsize = sizeof(Tally),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .tp_doc = "Tally(limit=1024): executions by the shapes of their values; its length is how many differ.\n\n"
+    .tp_doc = "ShapeCounter(limit=1024): executions by the shapes of their values; its length is how many differ.\n\n"
               "A program whose step is an object of a subtype counts by itself, without a call of the object,\n"
               "up to `limit` different shapes; then it calls the object where there are more.",
     .tp_new = tally_new,
