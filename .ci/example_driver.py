@@ -28,13 +28,12 @@ import sys
 
 from amanda.testing import fake
 from amanda.testing.fake import *  # noqa: F403
-from amanda.testing.fake import _autograd, _modules, _operators
+from amanda.testing.fake import _autograd, _operators
 
-__all__ = [*fake.__all__, "_autograd", "_modules", "_operators"]
+__all__ = [*fake.__all__, "_autograd", "_operators"]
 sys.modules[__name__] = fake
 '''
 RENAMED = {
-    r"amanda\.testing\._fake_driver": "amanda.drivers.tinyframe",
     r"from amanda\.testing import fake\b": "import tinyframe",
     r"return fake\n": "return tinyframe\n",
     r"amanda\.testing\.fake": "tinyframe",
@@ -49,8 +48,8 @@ def example() -> dict[Path, str]:
     driver = TEMPLATE / "src/amanda/drivers/{{ framework }}"
     suite = (CORE / "tests/test_fake_driver.py").read_text().partition("\n\nclass Hearing")[0]
     files = {TEMPLATE / "tests" / ONLY_HERE.format("test_driver.py"): IMPORTED.sub(IMPORTS, suite) + "\n"}
-    for file in CORE.glob("src/amanda/testing/_fake_driver/_[!_]*.py"):
-        files[driver / ONLY_HERE.format(file.name)] = file.read_text()
+    source = CORE / "src/amanda/testing/_fake_driver.py"
+    files[driver / ONLY_HERE.format("_driver.py")] = source.read_text()
     made = {file: tidied(renamed(text)) for file, text in files.items()}
     return {**made, TEMPLATE / "tests" / ONLY_HERE.format("tinyframe.py"): FRAMEWORK}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import amanda
 from amanda.action import Routine, has_run, marks
-from amanda.plan.order import in_dependency_order
+from amanda.plan.tools import in_dependency_order
 
 
 def wrap(tool: amanda.Tool, instead: Callable[[Routine], Routine]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import amanda.backend
-from amanda.plugins.offered import OFFERS
+from amanda.plugins.entries import OFFERS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -138,7 +138,7 @@ def deprecations() -> Iterator[tuple[Path, Any, Any]]:
 
 def test_what_is_deprecated_says_when_it_goes_and_is_not_due() -> None:
     versions = {path.name: Version(settings(path)["project"]["version"]) for path in DISTRIBUTIONS}
-    mechanism = ROOT / "packages/amanda-core/src/amanda/options/deprecation.py"
+    mechanism = ROOT / "packages/amanda-core/src/amanda/options/checking.py"
     for path, since, gone in deprecations():
         if path != mechanism:
             distribution, version = ast.literal_eval(since).split()
@@ -148,7 +148,7 @@ def test_what_is_deprecated_says_when_it_goes_and_is_not_due() -> None:
 
 
 def test_every_deprecation_goes_through_the_mechanism() -> None:
-    mechanism = ROOT / "packages/amanda-core/src/amanda/options/deprecation.py"
+    mechanism = ROOT / "packages/amanda-core/src/amanda/options/checking.py"
     warned = [
         path for path in sorted(ROOT.glob("packages/*/src/**/*.py"))
         if "DeprecationWarning," in path.read_text()

@@ -12,7 +12,7 @@ from torch import nn
 import amanda
 from amanda.tools.coverage import CoverageTool
 from amanda.tools.diff import diff
-from amanda.tools.diff._diff import open_bundle
+from amanda.tools.diff._run import open_bundle
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.effective_path import EffectivePath, EffectivePathTool
 from amanda.tools.flops import FlopsTool

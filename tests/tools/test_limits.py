@@ -22,7 +22,7 @@ from amanda.tools.command import merge
 from amanda.tools.command._instrument import read_arrays as read_state
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.effective_path import EffectivePath
-from amanda.tools.quantize._tool import read_scales
+from amanda.tools.quantize._result import read_scales
 from amanda.tools.results import Table, TooLargeError, load, read_npz, read_text, reading
 
 STEERING = "conv\x1b[2J\x1b]0;own\x07\r\u202e\x9b31m"

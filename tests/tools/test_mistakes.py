@@ -161,7 +161,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a class": (lambda: run(FlopsTool), "give an instance: FlopsTool()"),
     "a class to depend on": (
         lambda: amanda.Tool().depends_on(StandardMapping),  # type: ignore[arg-type]
-        "which is no Tool; give an instance: StandardMapping()",
+        "which is not a Tool; give an instance: StandardMapping()",
     ),
     "a list of tools": (lambda: run([FlopsTool()]), "give them one by one: apply(*tools)"),
     "a function": (lambda: run(lambda context: None), "tool = amanda.Tool(); tool.add_inst_for_op(function)"),

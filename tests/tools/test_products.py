@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
 from amanda.tools.dynamic_prune import AttentionPruneTool
@@ -143,7 +144,7 @@ def test_gptq_quantises_the_matrix_of_addmv() -> None:
 
 
 def rows(x: Tensor, call: Callable[[Tensor], object], extents: tuple[int, ...]) -> Any:
-    found: list[Any] = []
+    products: list[Any] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping(), WeightReads())
 
@@ -152,14 +153,14 @@ def rows(x: Tensor, call: Callable[[Tensor], object], extents: tuple[int, ...]) 
         data = None if read is None else read.multiplied_input(context)
         if data is not None:
             context.insert_before_op(
-                lambda value: found.append(data.rows(value, extents)), inputs=[data.position]
+                lambda value: products.append((data, value.clone())), inputs=[data.position]
             )
 
     tool.add_inst_for_op(analyse)
     with amanda.apply(tool):
         call(x)
-    (matrix,) = found
-    return matrix
+    ((multiplied, value),) = products
+    return multiplied.rows(value, extents)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -171,6 +172,28 @@ def test_rows_of_a_convolution_are_what_its_window_reads(groups: int, padding: A
     weight = layer.weight.detach().reshape(groups, 6 // groups, -1)
     made = (matrix @ weight.mT).movedim(0, 1).reshape(2, -1, 6).mT
     torch.testing.assert_close(made.reshape(layer(x).shape), layer(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+class StackSizes(TorchDispatchMode):
+    """Records how many tensors each stack joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.stack, torch.ops.aten.cat):
+            self.sizes.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_window_of_a_stem_convolution_is_read_axis_by_axis() -> None:
+    layer, x = nn.Conv2d(3, 4, 7, stride=2, padding=3), torch.randn(2, 3, 16, 18)
+    with StackSizes() as stacks:
+        matrix = rows(x, layer, tuple(layer.weight.shape))
+    assert stacks.sizes == [7, 7]
+    windows = F.unfold(x, 7, padding=3, stride=2)
+    assert torch.equal(matrix, windows.mT.reshape(1, -1, 3 * 7 * 7))
 
 
 def test_infinite_values_beside_the_padding_leave_the_padding_zero() -> None:
@@ -225,7 +248,7 @@ def test_each_gradient_of_a_factor_costs_as_much_as_the_product(word: str) -> No
 
 
 def test_every_product_is_quantised_by_default_unless_it_has_several_weights() -> None:
-    from amanda.tools.quantize._options import TYPES
+    from amanda.tools.quantize._tool import TYPES
 
     assert set(PRODUCTS) - SEVERAL_WEIGHTS <= set(TYPES)
 

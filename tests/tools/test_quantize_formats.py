@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import amanda
 from amanda.tools.quantize import Grid, Groups, QuantizeError, QuantizeTool, fake_quantize
-from amanda.tools.quantize._grid import FloatGrid
+from amanda.tools.quantize._fake_quantize import FloatGrid
 
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -205,7 +205,7 @@ def test_bits_by_module() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 0}, "group_size is 0; give a whole number from 1 on or None"),
+        ({"group_size": 0}, "group_size is 0; give an integer >= 1 or None"),
         ({"group_size": 32, "per_channel": False}, "a group lies within a channel"),
         ({"weight_bits": {"0": 99}}, "its value of '0' is 99"),
         ({"weight_bits": "e4m3", "method": "lsq"}, "method is 'lsq', which is for integers"),

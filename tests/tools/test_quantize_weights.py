@@ -631,7 +631,7 @@ def test_parts_of_one_parameter_have_their_own_integers() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GPTQTool(bits=9), "bits is 9; give a whole number from 2 to 8"),
+        (lambda: GPTQTool(bits=9), "bits is 9; give an integer from 2 to 8"),
         (lambda: NearestTool(group_size=0), "group_size is 0"),
         (lambda: GPTQTool(damping=0), "damping is 0"),
         (lambda: GPTQTool(block=0), "block is 0"),

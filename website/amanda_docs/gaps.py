@@ -35,7 +35,7 @@ def suites() -> list[Suite]:
 
 def capabilities() -> dict[str, str]:
     """Return the capabilities of drivers that tests of the suite may need, each with its description."""
-    module = ast.parse((SUITE.parent / "_gaps.py").read_text())
+    module = ast.parse((SUITE.parent / "_sample.py").read_text())
     (found,) = (node.value for node in module.body if isinstance(node, ast.AnnAssign) and node.value)
     return dict(ast.literal_eval(found))
 

@@ -15,7 +15,7 @@ import pytest
 import amanda
 from amanda.testing import FakeDriver, attached, fake
 from amanda.tools.kit import _tensors
-from amanda.tools.mapping import _rules
+from amanda.tools.mapping import _mapping
 from amanda.tools.prune import PruneTool
 from amanda.tools.weights import (
     ParameterError,
@@ -30,7 +30,7 @@ SOURCE = Path(__file__).parents[3] / "tests" / "plugins" / "fake-arrays"
 
 
 def forget() -> None:
-    _rules.forget_installed()
+    _mapping.forget_installed()
     _tensors._tensors.cache_clear()
     _parameters._store.cache_clear()
 

@@ -29,7 +29,7 @@ from amanda.tools.prune._masks import (
     regrown_keep_masks,
     tile_keep_masks,
 )
-from amanda.tools.prune._options import PruneSchedule
+from amanda.tools.prune._tool import PruneSchedule
 
 Array = NDArray[Any]
 

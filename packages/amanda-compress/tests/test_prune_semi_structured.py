@@ -54,7 +54,7 @@ def test_what_is_given_to_the_gpu_is_whole_in_its_form(monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", compressed)
-    monkeypatch.setattr("amanda.tools.prune._semi_structured._DEVICE", "cpu")
+    monkeypatch.setattr("amanda.tools.prune._result._DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     result = tool.finalize(model, semi_structured=True)
     again = PruneTool(pattern="2:4")
@@ -72,7 +72,7 @@ def test_what_is_given_to_the_gpu_is_whole_in_its_form(monkeypatch: pytest.Monke
 
 
 def test_an_old_gpu_and_a_wide_type_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amanda.tools.prune._semi_structured._DEVICE", "cpu")
+    monkeypatch.setattr("amanda.tools.prune._result._DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     model, tool = pruned()
     with pytest.raises(PruneError, match=r"its GPU has compute capability 7.5; it takes 8.0"):

@@ -31,7 +31,7 @@ from amanda.tools.quantize import (
     lsq_quantize,
     lsq_scale,
 )
-from amanda.tools.quantize._tool import read_scales, write_scales
+from amanda.tools.quantize._result import read_scales, write_scales
 from amanda.tools.select import select
 
 with warnings.catch_warnings():
@@ -468,14 +468,14 @@ def test_two_tools_give_two_parts_different_bits(model: Network, batches: list[T
     ("options", "message"),
     [
         ({"method": "statics"}, "method is 'statics'; give one of 'static', 'dynamic'"),
-        ({"weight_bits": 17}, "weight_bits is 17; give a whole number from 2 to 16, 'e4m3' or 'e5m2'"),
+        ({"weight_bits": 17}, "weight_bits is 17; give an integer from 2 to 16, 'e4m3' or 'e5m2'"),
         ({"weight_bits": None, "activation_bits": None}, "nothing would be quantised"),
         ({"observer": "max"}, "observer is 'max'"),
         ({"method": "dynamic", "observer": "mse"}, "dynamic takes the extremes at each execution"),
         ({"method": "lsq", "rounding": "half_up"}, "lsq rounds half to even"),
         ({"percentile": 0.5}, "above 50"),
         ({"averaging": 0}, "above 0"),
-        ({"calibration": -1}, "calibration is -1; give a whole number"),
+        ({"calibration": -1}, "calibration is -1; give an integer"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
@@ -873,7 +873,7 @@ def test_modules_are_selected_with_all_that_lies_in_them() -> None:
         with amanda.apply(tool):
             net(x)
         assert {one.module for one in tool.result} == wanted
-    with pytest.raises(QuantizeError, match="module is 3; give a list of texts, a text, or None"):
+    with pytest.raises(QuantizeError, match="module is 3; give a list of strings, a string, or None"):
         QuantizeTool(module=3)  # type: ignore[arg-type]
     tool = QuantizeTool(module="nine")
     with amanda.apply(tool):

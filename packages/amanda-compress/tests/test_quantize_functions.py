@@ -29,7 +29,7 @@ from amanda.tools.quantize import (
     make_observer,
     sqnr,
 )
-from amanda.tools.quantize._pytorch import _straight_through
+from amanda.tools.quantize._kernels import _straight_through
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

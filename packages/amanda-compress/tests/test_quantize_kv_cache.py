@@ -297,9 +297,9 @@ def test_equal_numbers_stay(transformers: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"bits": 1}, "bits is 1; give a whole number from 2 to 8"),
+        ({"bits": 1}, "bits is 1; give an integer from 2 to 8"),
         ({"bits": 9}, "bits is 9"),
-        ({"group_size": 0}, "group_size is 0; give a whole number from 1"),
+        ({"group_size": 0}, "group_size is 0; give an integer >= 1"),
         ({"residual": -1}, "residual is -1"),
         ({"keys": "head"}, "keys"),
     ],

@@ -355,7 +355,7 @@ def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.
             2,
             "--levels 2: SparsitySweep: sparsities is",
         ),
-        (["bits", "swept.py:total", "--levels", "8,2.5"], 2, "--levels 8,2.5: bits are whole numbers"),
+        (["bits", "swept.py:total", "--levels", "8,2.5"], 2, "--levels 8,2.5: bits are integers"),
         (["sparsity", "swept.py:total", "--save", "a.xyz"], 2, "a.xyz ends in none of .json, .csv"),
         (["sparsity", "swept.py:total", "--save", "no/a.csv"], 2, "there is no folder no for a.csv"),
         (["sparsity", "swept.py:fails", "-q"], 1, "line 12, in fails"),
@@ -601,7 +601,7 @@ def test_failed_points_are_run_again_on_request() -> None:
 
 
 def test_retries_are_a_whole_number() -> None:
-    with pytest.raises(SweepError, match="retries is -1; give a whole number from 0"):
+    with pytest.raises(SweepError, match="retries is -1; give an integer >= 0"):
         SparsitySweep(lambda: 1.0, progress=False).run(retries=-1)
 
 

@@ -21,7 +21,7 @@ from amanda.testing import (
     never,
     notimpl,
 )
-from amanda.testing.fake._graphs import Function, operator
+from amanda.testing.fake._graphs import TracedFunction, operator
 
 
 class Network(fake.Module):
@@ -170,7 +170,7 @@ def test_a_pass_without_the_cache_through_what_was_analysed_with_it_is_reported(
     assert "its forward op ran with the cache" in entry.reason
 
 
-class Layer(Function):
+class Layer(TracedFunction):
     """A layer without bias."""
 
     def __init__(self, weight: fake.Parameter) -> None:
@@ -182,7 +182,7 @@ class Layer(Function):
         return MATMUL(x, self.weight)
 
 
-class GraphNetwork(Function):
+class GraphNetwork(TracedFunction):
     """Two layers and what is between them."""
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class FakeGraphSample(FakeSample):
         return GraphNetwork()
 
     def module(self, forward: Any) -> Any:
-        return Function(forward)
+        return TracedFunction(forward)
 
     def checkpoint(self, function: Any, tensor: Any) -> Any:
         return function(tensor)
@@ -269,7 +269,7 @@ class Held(GraphSample):
 
     def __init__(self, made: list[Any]) -> None:
         weight = fake.Parameter([3.0, 5.0], (2,))
-        self.function = Function(lambda x: RELU(x) * weight)
+        self.function = TracedFunction(lambda x: RELU(x) * weight)
         self.made = made
 
     def check(self, scale: float) -> None:

@@ -15,7 +15,7 @@ from amanda.plan.tool_stack import stack_of
 class Symbols(TensorOps):
     """Tensors of which nothing is known."""
 
-    is_tensor = signature = shapes = version = kept = copied = staticmethod(lambda value: None)
+    is_tensor = signature = shapes = version = storable = copied = staticmethod(lambda value: None)
     isolated = staticmethod(nullcontext)
     write = staticmethod(lambda target, value, isolated: None)
     straight_through = staticmethod(lambda original, value: value)

@@ -19,7 +19,7 @@ from amanda.files import replacing_all
 class Numbers(TensorOps):
     """Tensors that are integers."""
 
-    is_tensor = signature = shapes = version = kept = copied = staticmethod(lambda value: None)
+    is_tensor = signature = shapes = version = storable = copied = staticmethod(lambda value: None)
     isolated = staticmethod(nullcontext)
     write = staticmethod(lambda target, value, isolated: None)
     straight_through = staticmethod(lambda original, value: value)
@@ -282,7 +282,7 @@ def test_other_files_are_told_apart_from_those_that_drivers_read(tmp_path: Path,
         (tmp_path / file).write_text("")
     with pytest.raises(ArtefactError) as error:
         amanda.instrument(tmp_path / name, amanda.Tool(), out=tmp_path / "out.txt")
-    assert f"{name} is no file that an installed driver reads" in str(error.value)
+    assert f"{name} is not a file that an installed driver reads" in str(error.value)
     assert 'pip install "amanda-core[EXTRA]", EXTRA one of all, ' in str(error.value)
     with pytest.raises(ArtefactError, match=r"nothing\.onnx does not exist"):
         amanda.instrument(tmp_path / "nothing.onnx", amanda.Tool(), out=tmp_path / "out.onnx")

@@ -7,9 +7,8 @@ import pytest
 import amanda
 from amanda.__main__ import main
 from amanda.errors import UnknownToolError
-from amanda.plugins import import_from, offered
-from amanda.plugins.entries import registry
-from amanda.plugins.offered import Offer
+from amanda.plugins import entries, import_from
+from amanda.plugins.entries import Offer, registry
 
 COMMAND = r'pip install "amanda-core\[{}\]"'
 
@@ -21,7 +20,7 @@ def nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def absent_package(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(offered.OFFERS, "absent", Offer((), (), ("absent_package",)))
+    monkeypatch.setitem(entries.OFFERS, "absent", Offer((), (), ("absent_package",)))
     return "absent_package"
 
 
@@ -59,5 +58,5 @@ def test_a_package_that_is_not_installed(absent_package: str) -> None:
 
 
 def test_names_of_others_have_no_distribution_of_ours() -> None:
-    assert offered.installation("prune", "commands") is None
-    assert offered.installation("no_such_tool", "tools") is None
+    assert entries.installation("prune", "commands") is None
+    assert entries.installation("no_such_tool", "tools") is None

@@ -86,8 +86,8 @@ def test_files_and_folders_are_where_they_must_be(tmp_path: Path) -> None:
     for annotation, path, why in (
         (File, tmp_path / "none", "no such file"), (File, tmp_path, "it is a folder"),
         (OutputFile, tmp_path / "none/new", "there is no folder"), (OutputFile, tmp_path, "it is a folder"),
-        (OutputFolder, file / "a", "is no folder"), (OutputFolder, "x" * 5000, "too long"),
-        (OutputFolder, "\ud800", "no text that files"), (File, "x" * 5000, "name too long"),
+        (OutputFolder, file / "a", "is not a folder"), (OutputFolder, "x" * 5000, "too long"),
+        (OutputFolder, "\ud800", "not a valid file name"), (File, "x" * 5000, "name too long"),
     ):  # fmt: skip
         with pytest.raises(Mismatch, match=why):
             kind_of(annotation).accept(path)
@@ -105,13 +105,13 @@ class Sampled(amanda.Tool):
     ("make", "message"),
     [
         (lambda: Sampled(2), "Sampled: share is 2; give a number from 0 to 1"),
-        (lambda: Sampled(scale=nan), r"Sampled: scale is nan; give a number from 0 on \(it is not finite\)"),
-        (lambda: Sampled(names=["a", 3]), r"names is \['a', 3\]; give a list of texts \(item 1 is 3\)"),
+        (lambda: Sampled(scale=nan), r"Sampled: scale is nan; give a number >= 0 \(it is not finite\)"),
+        (lambda: Sampled(names=["a", 3]), r"names is \['a', 3\]; give a list of strings \(item 1 is 3\)"),
         (lambda: Sampled(shar=1), "unexpected keyword argument 'shar'; did you mean share?"),
         (lambda: Sampled(share=10**5000), "share is a int that has no repr; give a number from 0 to 1"),
-        (lambda: amanda.load_tool(3), "load_tool: name is 3; give a text"),
+        (lambda: amanda.load_tool(3), "load_tool: name is 3; give a string"),
         (lambda: amanda.list_tools(load="no"), "list_tools: load is 'no'; give True or False"),
-        (lambda: amanda.Tool(namespace=3), "Tool: namespace is 3; give a text or None"),
+        (lambda: amanda.Tool(namespace=3), "Tool: namespace is 3; give a string or None"),
     ],
 )
 def test_an_error_names_tool_option_value_and_what_is_right(make: Callable[[], Any], message: str) -> None:
@@ -144,7 +144,7 @@ def test_a_subclass_without_a_constructor_and_one_with_its_own_are_checked() -> 
 
 def test_options_are_described_in_words() -> None:
     assert list(map(str, options_of(Sampled).values())) == [
-        "share: a number from 0 to 1 = 0.5", "names: a list of texts = ()", "scale: a number from 0 on = 1",
+        "share: a number from 0 to 1 = 0.5", "names: a list of strings = ()", "scale: a number >= 0 = 1",
     ]  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_an_option_under_its_former_name_is_checked_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match=text) as caught:
         assert written(out="there", count=2) == ("there", 2)  # type: ignore[call-arg]
     assert caught[0].filename == __file__
-    error = pytest.raises(OptionError, match="path is 3; give a text")
+    error = pytest.raises(OptionError, match="path is 3; give a string")
     with pytest.warns(DeprecationWarning, match="use path"), error:
         written(out=3)  # type: ignore[call-arg]
     with pytest.raises(OptionError, match="out is the former name of path; give path alone"):

@@ -269,11 +269,11 @@ def test_load_tool_makes_a_tool_with_its_options(run: Run) -> None:
     ("call", "error", "parts"),
     [
         ("'countr', limit=3", "UnknownToolError", ["did you mean counter?"]),
-        ("'counter'", "OptionError", ["'limit'", "limit: a whole number, label: a text = 'ops'"]),
+        ("'counter'", "OptionError", ["'limit'", "limit: an integer, label: a string = 'ops'"]),
         (
             "'counter', limit=3, lable=''",
             "OptionError",
-            ["'lable'", "limit: a whole number, label: a text = 'ops'"],
+            ["'lable'", "limit: an integer, label: a string = 'ops'"],
         ),
         ("'broken'", "PluginError", ["fake-broken 0.3.0", "ModuleNotFoundError"]),
         ("'twin'", "PluginError", ["fake-twin-one 0.3.0", "fake-twin-two 0.3.0"]),
@@ -326,8 +326,8 @@ def test_info_tells_the_options_of_a_tool(run: Run) -> None:
     assert done.returncode == 0
     assert "Has one option that it needs and one with a default." in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["limit", "needed", "a", "whole", "number"] in lines
-    assert ["label", "'ops'", "a", "text"] in lines
+    assert ["limit", "required", "an", "integer"] in lines
+    assert ["label", "'ops'", "a", "string"] in lines
 
 
 def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:
@@ -346,7 +346,7 @@ def test_help_lists_the_commands_of_all_distributions(run: Run) -> None:
     assert ["greet", "Say hello."] in lines
     assert "Usage: python -m amanda info [--load] [TOOL]" in run("-m", "amanda", "info", "nan", "-h").stdout
     assert re.fullmatch(r"Amanda \d.* \(amanda-core\)\n", run("-m", "amanda", "--version").stdout)
-    assert "the status is 1 if anything is" in run("-m", "amanda", "doctor", "--help").stdout
+    assert "exit status is 1 if a check fails" in run("-m", "amanda", "doctor", "--help").stdout
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import amanda
 from amanda.action import ActionType
 from amanda.backend import Action, Reads
-from amanda.graph.guards import GuardedCopies
+from amanda.graph.reads import GuardedCopies
 
 FACTOR = 1.0
 

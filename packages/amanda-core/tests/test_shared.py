@@ -63,4 +63,4 @@ def test_a_tensor_that_nothing_writes_into_refuses_a_value() -> None:
     ops, value = Ops(), 1.0
     with ops.isolated(), pytest.raises(RoutineError, match="a float cannot be written into"):
         ops.write(value, 2.0, True)
-    assert (ops.version(value), ops.kept(value), ops.copied(value)) == (None, value, value)
+    assert (ops.version(value), ops.storable(value), ops.copied(value)) == (None, value, value)

@@ -98,7 +98,7 @@ def test_a_guard_is_shape_or_a_callable(guard: Any) -> None:
 def test_a_tool_depends_on_instances() -> None:
     with pytest.raises(ToolError, match=r"give an instance: Scaling\(\)"):
         Tool().depends_on(Scaling)  # type: ignore[arg-type]
-    with pytest.raises(ToolError, match="no Tool"):
+    with pytest.raises(ToolError, match="not a Tool"):
         Tool().depends_on("mapping")  # type: ignore[arg-type]
 
 

@@ -25,12 +25,14 @@ class Looking(amanda.Tool):
     """Looks at every op, forward and backward, and inserts nothing."""
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()
+        self.op_types: set[str] = set()
         self.add_inst_for_op(self.look)
-        self.add_inst_for_op(lambda context: self.seen.add(context.get_backward_op().__name__), backward=True)
+        self.add_inst_for_op(
+            lambda context: self.op_types.add(context.get_backward_op().__name__), backward=True
+        )
 
     def look(self, context: Any) -> None:
-        self.seen.add(context.get_op_type())
+        self.op_types.add(context.get_op_type())
 
 
 class Counting(amanda.Tool):
@@ -72,7 +74,7 @@ def trained(model: Any, x: Any, y: Any, steps: int, *tools: amanda.Tool) -> tupl
     model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy())
     with amanda.apply(*tools) as scope:
         losses = [float(model.train_on_batch(x, y)) for _ in range(steps)]
-    return losses, [str(one) for one in scope.report]
+    return losses, [str(entry) for entry in scope.report]
 
 
 def main(name: str) -> None:
@@ -83,13 +85,13 @@ def main(name: str) -> None:
     losses, reports, weights, look, count = [], [], [], Looking(), Counting()
     for steps, tools in ((20, ()), (20, (amanda.Tool(),)), (20, (look,)), (2, (count,))):
         model.set_weights(start)
-        found, report = trained(model, x, y, steps, *tools)
-        losses.append(found)
+        epoch_losses, report = trained(model, x, y, steps, *tools)
+        losses.append(epoch_losses)
         reports += report
-        weights.append(sha256(b"".join(one.tobytes() for one in model.get_weights())).hexdigest())
-    seen: dict[str, Any] = {"calls": count.calls, "weights": count.weights, "seen": sorted(look.seen)}
-    seen["layers"] = [one.name for one in model.layers]
-    sys.stdout.write(json.dumps({"losses": losses, "digests": weights, "reports": reports, **seen}))
+        weights.append(sha256(b"".join(weight.tobytes() for weight in model.get_weights())).hexdigest())
+    content: dict[str, Any] = {"calls": count.calls, "weights": count.weights, "seen": sorted(look.op_types)}
+    content["layers"] = [layer.name for layer in model.layers]
+    sys.stdout.write(json.dumps({"losses": losses, "digests": weights, "reports": reports, **content}))
 
 
 if __name__ == "__main__":

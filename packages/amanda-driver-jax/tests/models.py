@@ -88,16 +88,19 @@ def shared(module: Any, x: Any, axis: int = 0) -> Any:
     return jax.vmap(module, axis, axis)(x)
 
 
-def own(module: Any, x: Any, axis: int = 0) -> Any:
+def with_weights_by_row(module: Any, x: Any, axis: int = 0) -> Any:
     """Map a module over rows, each of which has weights for itself."""
-    weights, rest = eqx.partition(module, eqx.is_inexact_array)
-    return jax.vmap(lambda own, row: eqx.combine(own, rest)(row), (0, axis), axis)(weights, x)
+    weights, static = eqx.partition(module, eqx.is_inexact_array)
+    return jax.vmap(lambda row_weights, row: eqx.combine(row_weights, static)(row), (0, axis), axis)(
+        weights, x
+    )
 
 
 def widened(module: Any, size: int) -> Any:
     """Return a module of which each row has the weights for itself, and gradients of its own."""
     return jax.tree_util.tree_map(
-        lambda one: jnp.broadcast_to(one, (size, *one.shape)) if eqx.is_inexact_array(one) else one, module
+        lambda leaf: jnp.broadcast_to(leaf, (size, *leaf.shape)) if eqx.is_inexact_array(leaf) else leaf,
+        module,
     )
 
 
@@ -172,7 +175,7 @@ def trained_mixer(
 ) -> tuple[list[Any], Any]:
     """Return loss and gradients of each step of optax under Equinox' jit, and the mixer.
 
-    start: makes the context in which the model is made.  mapped: `shared` or `own`.
+    start: makes the context in which the model is made.  mapped: `shared` or `with_weights_by_row`.
     """
     with start():
         model = Mixer(mapped)
@@ -180,26 +183,28 @@ def trained_mixer(
     state = optimizer.init(eqx.filter(model, eqx.is_array))
 
     def scores(model: Any, x: Any) -> Any:
-        if mapped is own:
-            blocks = [(widened(one, 8), widened(other, 4)) for one, other in model.blocks]
+        if mapped is with_weights_by_row:
+            blocks = [(widened(tokens, 8), widened(channels, 4)) for tokens, channels in model.blocks]
             model = widened(eqx.tree_at(lambda model: model.blocks, model, blocks), len(x))
         return mapped(model, x)
 
     @eqx.filter_jit
     def step(model: Any, state: Any, x: Any) -> Any:
-        found = eqx.filter_value_and_grad(lambda model: classified(partial(scores, model), x, CLASSES))(model)
-        updates, state = optimizer.update(found[1], state)
-        return found, eqx.apply_updates(model, updates), state
+        loss_and_gradients = eqx.filter_value_and_grad(
+            lambda model: classified(partial(scores, model), x, CLASSES)
+        )(model)
+        updates, state = optimizer.update(loss_and_gradients[1], state)
+        return loss_and_gradients, eqx.apply_updates(model, updates), state
 
-    made = []
+    records = []
     for _ in range(steps):
-        found, model, state = step(model, state, IMAGES.transpose(0, 3, 1, 2))
-        made.append(jax.tree_util.tree_leaves(found))
-    return made, model
+        loss_and_gradients, model, state = step(model, state, IMAGES.transpose(0, 3, 1, 2))
+        records.append(jax.tree_util.tree_leaves(loss_and_gradients))
+    return records, model
 
 
 TRAINED: dict[str, Callable[..., tuple[list[Any], Any]]] = {
-    **{name: partial(trained, *given) for name, given in MODELS.items()},
+    **{name: partial(trained, *arguments) for name, arguments in MODELS.items()},
     "mixer": trained_mixer,
 }
 """Trains a model for some steps."""

@@ -47,10 +47,10 @@ class Tape:
             self._leaves[id(array)] = array, ad.LinearizeTracer(self.trace, array, tangent)
         return self._leaves[id(array)][1]
 
-    def seen(self, value: Any) -> Any:
+    def symbol_of(self, value: Any) -> Any:
         """Return the symbol of an array that gradients are wanted of; other values as they are."""
         if isinstance(value, (list, tuple)):
-            return [self.seen(one) for one in value]
+            return [self.symbol_of(element) for element in value]
         watched = self._watched.get(id(value))
         return value if watched is None or watched() is not value else self._leaf(value)
 
@@ -73,13 +73,13 @@ class Tape:
             program, consts = trace.tangent_trace.to_jaxpr(
                 [value.tangent], self._info, source_info_util.current()
             )
-            accums = [ad.ValAccum(one.aval) for one in program.invars]
+            accums = [ad.ValAccum(variable.aval) for variable in program.invars]
             ad.backward_pass3(program, True, consts, accums, [jnp.ones_like(value.primal)])
         for (array, _), accum in zip(trace.leaves.values(), accums, strict=True):
-            found = accum.freeze()
-            if type(found) is not ad.Zero:
+            gradient = accum.freeze()
+            if type(gradient) is not ad.Zero:
                 before = self._gradients.get(id(array))
-                self._gradients[id(array)] = found if before is None else before + found
+                self._gradients[id(array)] = gradient if before is None else before + gradient
         self._start()
         core.trace_ctx.set_trace(self.trace)
 

@@ -111,11 +111,11 @@ def steps_of_torch(*tools: amanda.Tool, count: int = 3) -> tuple[list[float], An
     return losses, model
 
 
-def assert_weights_agree(model: Network, other: Any) -> None:
-    kernel, matrix = other.conv.weight.detach().numpy(), other.linear.weight.detach().numpy()
+def assert_weights_agree(model: Network, reference: Any) -> None:
+    kernel, matrix = reference.conv.weight.detach().numpy(), reference.linear.weight.detach().numpy()
     assert np.allclose(model.conv.kernel[...], kernel.transpose(2, 3, 1, 0), atol=1e-5)
     assert np.allclose(model.linear.kernel[...], matrix.T, atol=1e-5)
-    assert np.allclose(model.conv.bias[...], other.conv.bias.detach().numpy(), atol=1e-5)
+    assert np.allclose(model.conv.bias[...], reference.conv.bias.detach().numpy(), atol=1e-5)
 
 
 MODES = pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
@@ -123,32 +123,32 @@ MODES = pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 
 @MODES
 def test_macs_are_equal(jit: bool) -> None:
-    tool, other = FlopsTool(), FlopsTool()
+    tool, torch_tool = FlopsTool(), FlopsTool()
     steps(tool, jit=jit)
-    steps_of_torch(other)
+    steps_of_torch(torch_tool)
 
     def macs(tool: FlopsTool) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for one in tool.result.places:
-            if one.type in ("conv2d", "linear"):
-                found[one.type] = found.get(one.type, 0) + one.calls * (one.macs or 0)
-        return found
+        macs_by_type: dict[str, int] = {}
+        for place in tool.result.places:
+            if place.type in ("conv2d", "linear"):
+                macs_by_type[place.type] = macs_by_type.get(place.type, 0) + place.calls * (place.macs or 0)
+        return macs_by_type
 
-    assert macs(tool) == macs(other) == {"conv2d": 3 * 4 * 64 * 4 * 18, "linear": 3 * 4 * 64 * 3}
+    assert macs(tool) == macs(torch_tool) == {"conv2d": 3 * 4 * 64 * 4 * 18, "linear": 3 * 4 * 64 * 3}
 
 
 @MODES
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured"])
 def test_masked_training_and_finalized_weights_agree(pattern: str, jit: bool) -> None:
-    tool, other = PruneTool(0.5, pattern=pattern), PruneTool(0.5, pattern=pattern)
+    tool, torch_tool = PruneTool(0.5, pattern=pattern), PruneTool(0.5, pattern=pattern)
     losses, model = steps(tool, jit=jit)
-    expected, reference = steps_of_torch(other)
+    expected, reference = steps_of_torch(torch_tool)
     assert np.allclose(losses, expected, rtol=1e-5)
     assert_weights_agree(model, reference)
     with amanda.apply(tool):
         masked = model(IMAGES)
     assert tool.finalize(model).model is model
-    other.finalize(reference)
+    torch_tool.finalize(reference)
     assert np.allclose(model(IMAGES), masked, atol=1e-5)  # the order of sums is XLA's
     assert_weights_agree(model, reference)
     assert (np.asarray(model.linear.kernel[...]) == 0).mean() >= 0.25
@@ -157,12 +157,12 @@ def test_masked_training_and_finalized_weights_agree(pattern: str, jit: bool) ->
 @MODES
 @pytest.mark.parametrize("importance", ["gradient", "movement", "wanda", "sparsegpt", "random"])
 def test_importance_of_what_a_step_has_met_agrees(importance: Any, jit: bool) -> None:
-    tool, other = (PruneTool(0.5, importance=importance, begin=1) for _ in range(2))
+    tool, torch_tool = (PruneTool(0.5, importance=importance, begin=1) for _ in range(2))
     losses, model = steps(tool, jit=jit)
-    expected, reference = steps_of_torch(other)
+    expected, reference = steps_of_torch(torch_tool)
     assert np.allclose(losses, expected, rtol=1e-5)
     assert_weights_agree(model, reference)
-    assert tool.result.sparsity == other.result.sparsity == 0.5
+    assert tool.result.sparsity == torch_tool.result.sparsity == 0.5
 
 
 @MODES
@@ -170,13 +170,16 @@ def test_importance_of_what_a_step_has_met_agrees(importance: Any, jit: bool) ->
     "options", [{"method": "qat", "activation_bits": 4}, {"method": "static", "calibration": 1}]
 )
 def test_quantised_training_agrees(options: dict[str, Any], jit: bool) -> None:
-    tool, other = QuantizeTool(**options), QuantizeTool(**options)
+    tool, torch_tool = QuantizeTool(**options), QuantizeTool(**options)
     losses, model = steps(tool, jit=jit)
-    expected, reference = steps_of_torch(other)
+    expected, reference = steps_of_torch(torch_tool)
     assert np.allclose(losses, expected, rtol=1e-4)
     if options["method"] == "qat":  # scales that are fixed cut the gradient off in PyTorch
         assert_weights_agree(model, reference)
-    scales = [{(row[1], row[4]): row[8] for row in one.result.rows()} for one in (tool, other)]
+    scales = [
+        {(row[1], row[4]): row[8] for row in trained_tool.result.rows()}
+        for trained_tool in (tool, torch_tool)
+    ]
     assert len(scales[0]) == 4
     for key, scale in scales[0].items():
         assert np.allclose(scale, scales[1][key], rtol=1e-4), key
@@ -189,14 +192,14 @@ def test_learned_scales_are_an_error() -> None:
 
 @MODES
 def test_statistics_agree(jit: bool) -> None:
-    found = []
+    numbers = []
     for run in (lambda tool: steps(tool, jit=jit), steps_of_torch):
         tool = StatsTool()
         run(tool)
         rows = [row for row in tool.result.rows() if row[1] == "relu" and "output 0" in row]
-        found.append([one for one in rows[0] if isinstance(one, float)])
-    assert found[0]
-    assert np.allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+        numbers.append([cell for cell in rows[0] if isinstance(cell, float)])
+    assert numbers[0]
+    assert np.allclose(numbers[0], numbers[1], rtol=1e-4, atol=1e-5)
 
 
 PARTS: tuple[Any, ...] = ("neurons", "synapses", "weights")
@@ -204,19 +207,19 @@ PARTS: tuple[Any, ...] = ("neurons", "synapses", "weights")
 
 @MODES
 def test_effective_paths_agree(jit: bool) -> None:
-    tool, other = EffectivePathTool(0.5), EffectivePathTool(0.5)
+    tool, torch_tool = EffectivePathTool(0.5), EffectivePathTool(0.5)
     model = Network()
     run: Callable[..., Any] = nnx.jit(lambda model, x: model(x)) if jit else lambda model, x: model(x)
     with amanda.apply(tool):
         run(model, jnp.asarray(IMAGES))
-    with amanda.apply(other), torch.no_grad():
+    with amanda.apply(torch_tool), torch.no_grad():
         twin()(torch.tensor(IMAGES.transpose(0, 3, 1, 2)))
-    for path, reference in zip(tool.paths(), other.paths(), strict=True):
+    for path, reference in zip(tool.paths(), torch_tool.paths(), strict=True):
         assert path.layers.keys() == reference.layers.keys()
         for name, layer in path.layers.items():
             expected = reference.layers[name]
             assert layer.sizes == expected.sizes
-            assert all(len(layer.part(one)) == len(expected.part(one)) for one in PARTS)
+            assert all(len(layer.part(part)) == len(expected.part(part)) for part in PARTS)
 
 
 def test_the_op_that_differs_from_torch_is_the_planted_one(tmp_path: Path) -> None:
@@ -247,13 +250,13 @@ def test_the_op_that_differs_from_torch_is_the_planted_one(tmp_path: Path) -> No
 
 @MODES
 def test_a_fault_is_where_and_what_the_result_says(jit: bool) -> None:
-    seen: list[Any] = []
+    inputs: list[Any] = []
     inject = InjectTool(type="conv2d", seed=3)
     watch = amanda.Tool()
 
     def look(context: amanda.OpContext) -> None:
         if context.get_op_type() == "relu":
-            context.insert_before_op(lambda x: seen.append(np.array(x)))
+            context.insert_before_op(lambda x: inputs.append(np.array(x)))
 
     watch.add_inst_for_op(look)
     model = Network()
@@ -263,11 +266,11 @@ def test_a_fault_is_where_and_what_the_result_says(jit: bool) -> None:
     with amanda.apply(inject, watch):
         run(model, jnp.asarray(IMAGES))
     (row,) = inject.result.rows()
-    fault = dict(zip([one.name for one in inject.result.columns], row, strict=True))
+    fault = dict(zip([column.name for column in inject.result.columns], row, strict=True))
     bias = WEIGHTS["conv.bias"]
-    (place,) = map(tuple, np.argwhere(seen[0] != seen[1]))
+    (place,) = map(tuple, np.argwhere(inputs[0] != inputs[1]))
     assert fault["element"] == place or str(fault["element"]) == " ".join(map(str, place))
-    for before, value in zip(seen, (fault["old"], fault["new"]), strict=True):
+    for before, value in zip(inputs, (fault["old"], fault["new"]), strict=True):
         assert np.isclose(before[place], value + bias[place[-1]], rtol=1e-5)
 
 
@@ -303,13 +306,13 @@ def test_two_models_of_one_class_have_masks_of_their_own(jit: bool) -> None:
         masked = run(teacher, student, x)
     for model in (teacher, student):
         kernel = np.array(model.linear.kernel[...])
-        kept = np.abs(kernel).reshape(-1) > np.sort(np.abs(kernel).reshape(-1))[kernel.size // 2 - 1]
-        model.linear.kernel.set_value(jnp.asarray(kernel * kept.reshape(kernel.shape)))
+        mask = np.abs(kernel).reshape(-1) > np.sort(np.abs(kernel).reshape(-1))[kernel.size // 2 - 1]
+        model.linear.kernel.set_value(jnp.asarray(kernel * mask.reshape(kernel.shape)))
     with pytest.raises(AmandaError, match="let each model have a tool of its own"):
         tool.finalize(teacher)
     assert all(
-        np.allclose(one, other, atol=1e-5)
-        for one, other in zip(masked, both(teacher, student, x), strict=True)
+        np.allclose(output, expected, atol=1e-5)
+        for output, expected in zip(masked, both(teacher, student, x), strict=True)
     )
 
 

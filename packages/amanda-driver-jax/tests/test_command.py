@@ -44,7 +44,7 @@ for _ in range(3):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    "jax" not in {one.name for one in entry_points(group="amanda.drivers")}, reason="it is not installed"
+    "jax" not in {entry.name for entry in entry_points(group="amanda.drivers")}, reason="it is not installed"
 )
 def test_an_unmodified_script_is_counted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -53,7 +53,7 @@ def test_an_unmodified_script_is_counted(tmp_path: Path) -> None:
     done = run(command, cwd=tmp_path, check=True, env={**os.environ, "COLUMNS": "160"})
     assert done.stdout == bare.stdout
     rows = json.loads((tmp_path / "out" / "flops.json").read_text())["rows"]
-    found = {(row["phase"], row["module"], row["type"]): (row["calls"], row["MACs"]) for row in rows}
-    assert found["forward", "conv", "conv2d"] == (3, 3 * 4 * 64 * 2 * 9)
-    assert found["forward", "linear", "linear"] == (3, 3 * 4 * 128 * 3)
-    assert found["backward", "linear", "linear_backward"] == (3, 2 * 3 * 4 * 128 * 3)
+    counts = {(row["phase"], row["module"], row["type"]): (row["calls"], row["MACs"]) for row in rows}
+    assert counts["forward", "conv", "conv2d"] == (3, 3 * 4 * 64 * 2 * 9)
+    assert counts["forward", "linear", "linear"] == (3, 3 * 4 * 128 * 3)
+    assert counts["backward", "linear", "linear_backward"] == (3, 2 * 3 * 4 * 128 * 3)

@@ -52,7 +52,7 @@ def looking(routine: Callable[..., Any] | None = None) -> amanda.Tool:
 
 
 def bits(run: Callable[[], Any]) -> list[bytes]:
-    return [np.asarray(one).tobytes() for one in jax.tree_util.tree_leaves(run())]
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree_util.tree_leaves(run())]
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_each_pass_of_one_backward_function_decides_for_itself() -> None:
     def double(context: amanda.OpContext) -> None:
         if context.get_op_type() == "tanh":
             context.insert_after_backward_op(
-                lambda one: one if tool.factor == 1 else one * tool.factor  # type: ignore[attr-defined]
+                lambda gradient: gradient if tool.factor == 1 else gradient * tool.factor  # type: ignore[attr-defined]
             )
 
     tool.add_inst_for_op(double, backward=True)

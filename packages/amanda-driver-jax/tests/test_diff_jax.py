@@ -78,7 +78,7 @@ def test_twins_with_the_same_weights_agree(network: Network, jit: bool) -> None:
     result = diff(of_torch(network), of_jax(Twin(network), jit))
     assert not result, result.sentence
     assert set(result.modules) == {"stem", "norm", "up", "scaled", "down"}
-    backward = {one.module for one in result.comparisons if one.phase == "backward"}
+    backward = {comparison.module for comparison in result.comparisons if comparison.phase == "backward"}
     assert {"stem", "up", "down"} <= backward
 
 
@@ -108,8 +108,8 @@ def test_a_change_is_named_at_its_module(network: Network, spoil: Any, module: s
 @MODES
 def test_an_activation_that_differs_is_named_in_two_runs_of_jax(network: Network, jit: bool) -> None:
     called = nnx.jit(lambda model, x: model(x)) if jit else lambda model, x: model(x)
-    x, other = jnp.asarray(IMAGES), Twin(network, lambda x: jax.nn.leaky_relu(x, 0.1))
-    assert not diff(Twin(network), lambda given: called(Twin(network), given), x)
-    first = diff(Twin(network), lambda given: called(other, given), x).first
+    x, leaky = jnp.asarray(IMAGES), Twin(network, lambda x: jax.nn.leaky_relu(x, 0.1))
+    assert not diff(Twin(network), lambda images: called(Twin(network), images), x)
+    first = diff(Twin(network), lambda images: called(leaky, images), x).first
     assert first is not None
     assert (first.type, first.inputs) == ("relu", True)

@@ -29,27 +29,27 @@ tape = Tape()
 
 
 def linear(x: Any, weight: Any) -> Any:
-    return lax.dot_general(tape.seen(x), tape.seen(weight), (((1,), (1,)), ((), ())))
+    return lax.dot_general(tape.symbol_of(x), tape.symbol_of(weight), (((1,), (1,)), ((), ())))
 
 
 def relu(x: Any) -> Any:
-    return jax.nn.relu(tape.seen(x))
+    return jax.nn.relu(tape.symbol_of(x))
 
 
 def add(x: Any, y: Any) -> Any:
-    return lax.add(tape.seen(x), tape.seen(y))
+    return lax.add(tape.symbol_of(x), tape.symbol_of(y))
 
 
 def cat(arrays: Sequence[Any]) -> Any:
-    return lax.concatenate(tape.seen(list(arrays)), 0)
+    return lax.concatenate(tape.symbol_of(list(arrays)), 0)
 
 
 def pair(x: Any) -> Any:
-    return lax.sort((tape.seen(x), tape.seen(x)), num_keys=1)
+    return lax.sort((tape.symbol_of(x), tape.symbol_of(x)), num_keys=1)
 
 
 def many(x: Any, y: Any) -> Any:
-    return lax.atan2(tape.seen(x), tape.seen(y))
+    return lax.atan2(tape.symbol_of(x), tape.symbol_of(y))
 
 
 for function in (linear, relu, add, cat, pair, many):
@@ -114,8 +114,8 @@ class JaxSample(Sample):
     many = property(lambda self: many)
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
-        made = jnp.array(values, dtype or jnp.float32)
-        return tape.watch(made) if requires_grad else made
+        array = jnp.array(values, dtype or jnp.float32)
+        return tape.watch(array) if requires_grad else array
 
     def parameter(self, values: Sequence[Any]) -> Any:
         return tape.watch(jnp.array(values, jnp.float32))
@@ -152,7 +152,7 @@ class JaxSample(Sample):
         return Calling(forward)
 
     def checkpoint(self, function: Any, tensor: Any) -> Any:
-        return jax.checkpoint(function)(tape.seen(tensor))
+        return jax.checkpoint(function)(tape.symbol_of(tensor))
 
     def beyond(self) -> None:
         ahead(jnp.ones(1))

@@ -31,10 +31,12 @@ def interpreted(function: Function) -> Function:
     def run(x: Any) -> Any:
         program = jax.make_jaxpr(function)(x).jaxpr
         values = dict(zip(program.invars, [x], strict=True))
-        for one in program.eqns:
-            inputs = [values[i] if type(i) is not Literal else i.val for i in one.invars]
-            results = one.primitive.bind(*inputs, **one.params)
-            values |= zip(one.outvars, results if one.primitive.multiple_results else [results], strict=True)
+        for equation in program.eqns:
+            inputs = [values[i] if type(i) is not Literal else i.val for i in equation.invars]
+            results = equation.primitive.bind(*inputs, **equation.params)
+            values |= zip(
+                equation.outvars, results if equation.primitive.multiple_results else [results], strict=True
+            )
         return values[program.outvars[0]]
 
     return run

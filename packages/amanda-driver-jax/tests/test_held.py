@@ -85,8 +85,8 @@ class Gradients(Values):
         close(gradients, (1 - np.tanh(X) ** 2) * WEIGHT)
 
 
-def close(one: Any, other: Any) -> None:
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+def close(values: Any, expected: Any) -> None:
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
 
 
 class TestGraphDriver(GraphDriverTests):

@@ -43,7 +43,7 @@ def trained(*tools: amanda.Tool, steps: int = STEPS) -> Any:
     """Return losses, gradients and parameters of a fresh network, trained under tools."""
     model = Network()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    kept: list[Any] = []
+    records: list[Any] = []
 
     @nnx.jit
     def step(model: Any, optimizer: Any, x: Any) -> Any:
@@ -55,13 +55,13 @@ def trained(*tools: amanda.Tool, steps: int = STEPS) -> Any:
         return value, gradients
 
     with amanda.apply(*tools):
-        kept += [step(model, optimizer, jnp.asarray(X)) for _ in range(steps)]
-    return [*kept, nnx.state((model, optimizer))]
+        records += [step(model, optimizer, jnp.asarray(X)) for _ in range(steps)]
+    return [*records, nnx.state((model, optimizer))]
 
 
-def bits(found: Any) -> list[bytes]:
+def bits(tree: Any) -> list[bytes]:
     """Return the bits of each array."""
-    leaves = jax.tree_util.tree_leaves(found)
+    leaves = jax.tree_util.tree_leaves(tree)
     return [np.asarray(leaf).tobytes() for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
@@ -75,14 +75,14 @@ class Looking(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.op_types: set[str] = set()
         self.add_inst_for_op(self.look, require_outputs=True)
         self.add_inst_for_op(self.look, backward=True)
 
     def look(self, context: amanda.OpContext) -> None:
-        self.seen.add(context.get_op_type())
+        self.op_types.add(context.get_op_type())
         if context.is_backward():
-            self.seen.add(context.get_backward_op().__name__)
+            self.op_types.add(context.get_backward_op().__name__)
 
 
 @amanda.traceable
@@ -114,8 +114,10 @@ class Native(amanda.Tool):
 def scaled(*values: Any) -> Any:
     """Return the values, floating ones with their last bit changed."""
     return [
-        one * (1 + 2**-20) if hasattr(one, "dtype") and jnp.issubdtype(one.dtype, jnp.floating) else one
-        for one in values
+        value * (1 + 2**-20)
+        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+        else value
+        for value in values
     ]
 
 
@@ -126,7 +128,7 @@ def test_an_empty_tool_leaves_every_bit(plain: list[bytes]) -> None:
 def test_a_tool_that_looks_leaves_every_bit(plain: list[bytes]) -> None:
     tool = Looking()
     assert bits(trained(tool)) == plain
-    assert {"conv_general_dilated", "dot_general", "dot_general_transpose", "integer_pow"} <= tool.seen
+    assert {"conv_general_dilated", "dot_general", "dot_general_transpose", "integer_pow"} <= tool.op_types
 
 
 def test_routines_in_the_program_that_hand_values_back_leave_every_bit(plain: list[bytes]) -> None:
@@ -154,18 +156,18 @@ def test_a_model_is_trained_to_the_bit(name: str) -> None:
 def test_a_model_is_trained_to_the_bit_with_routines_in_its_program(name: str) -> None:
     tool = Native()
     with amanda.apply(tool):
-        found = TRAINED[name](STEPS, start=amanda.disabled)
-    assert bits(found) == bits(TRAINED[name](STEPS))
+        results = TRAINED[name](STEPS, start=amanda.disabled)
+    assert bits(results) == bits(TRAINED[name](STEPS))
     assert tool.inserted > 100
 
 
 @pytest.mark.slow
 def test_routines_under_vmap_leave_every_bit_of_a_program_whose_rows_have_weights_of_their_own() -> None:
     """Each row of a mapped op has gradients for a backward routine, so their sum is taken behind it."""
-    shared_weights, own_weights = (bits(trained_mixer(STEPS, mapped=one)) for one in (shared, own))
+    shared_weights, own_weights = (bits(trained_mixer(STEPS, mapped=mapped)) for mapped in (shared, own))
     with amanda.apply(Native()):
-        found = bits(trained_mixer(STEPS, start=amanda.disabled))
-    assert found == own_weights != shared_weights
+        results = bits(trained_mixer(STEPS, start=amanda.disabled))
+    assert results == own_weights != shared_weights
 
 
 class Python(amanda.Tool):
@@ -181,10 +183,10 @@ class Python(amanda.Tool):
             context.insert_before_op(lambda *values: list(values))
 
 
-def distance(one: Any, other: Any) -> float:
+def distance(tree: Any, expected: Any) -> float:
     """Return the largest difference of two results, by the largest element of each array."""
     pairs = zip(
-        map(np.asarray, jax.tree_util.tree_leaves(one)), jax.tree_util.tree_leaves(other), strict=True
+        map(np.asarray, jax.tree_util.tree_leaves(tree)), jax.tree_util.tree_leaves(expected), strict=True
     )
     floating = [(a, np.asarray(b)) for a, b in pairs if a.dtype == np.float32]
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in floating if b.any())

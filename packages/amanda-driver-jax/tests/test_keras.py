@@ -25,35 +25,35 @@ def trained(model: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def assert_as_bare(found: Any) -> None:
-    bare, idle, looked, counted = found["losses"]
+def assert_as_bare(printed: Any) -> None:
+    bare, idle, looked, counted = printed["losses"]
     assert len(bare) == STEPS
     assert idle == looked == bare
     assert bare[0] != bare[-1]
-    assert len(set(found["digests"][:3])) == 1  # of the weights after all steps
-    assert {"dot_general", "dot_general_transpose"} <= set(found["seen"])
+    assert len(set(printed["digests"][:3])) == 1  # of the weights after all steps
+    assert {"dot_general", "dot_general_transpose"} <= set(printed["seen"])
     assert np.allclose(counted, bare[: len(counted)], rtol=1e-5)  # callbacks keep XLA from fusing
-    assert not found["reports"]
+    assert not printed["reports"]
 
 
 def test_a_text_model_is_seen_layer_by_layer() -> None:
-    found = trained("text")
-    assert_as_bare(found)
+    printed = trained("text")
+    assert_as_bare(printed)
     attention = ("query", "key", "value", "attention_output")
     layers = [*(f"attention.{name}" for name in attention), "head"]
-    assert found["weights"] == {f"{name}.kernel": name for name in layers}
-    products = {name: count for name, count in found["calls"].items() if name.endswith("dot_general")}
+    assert printed["weights"] == {f"{name}.kernel": name for name in layers}
+    products = {name: count for name, count in printed["calls"].items() if name.endswith("dot_general")}
     assert products == {**{f"{name}: dot_general": 2 for name in layers}, "attention: dot_general": 4}
 
 
 def test_resnet50_is_seen_layer_by_layer() -> None:
-    found = trained("resnet50")
-    assert_as_bare(found)
-    convolutions = [name for name in found["layers"] if name.endswith("conv")]
+    printed = trained("resnet50")
+    assert_as_bare(printed)
+    convolutions = [name for name in printed["layers"] if name.endswith("conv")]
     assert len(convolutions) == 53
     weights = {name: name for name in (*convolutions, "predictions")}
-    assert found["weights"] == {f"{name}.kernel": layer for name, layer in weights.items()}
-    calls = Counter(found["calls"])
+    assert printed["weights"] == {f"{name}.kernel": layer for name, layer in weights.items()}
+    calls = Counter(printed["calls"])
     assert all(calls[f"{name}: conv_general_dilated"] == 2 for name in convolutions)
 
 

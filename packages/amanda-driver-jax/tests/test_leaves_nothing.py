@@ -39,11 +39,11 @@ class Doubling(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.op_types: list[str] = []
         self.add_inst_for_op(self.insert)
 
     def insert(self, context: amanda.OpContext) -> None:
-        self.seen.append(context.get_op_type())
+        self.op_types.append(context.get_op_type())
         if context.get_op_type() == "tanh":
             context.insert_after_op(doubled)
 
@@ -51,7 +51,7 @@ class Doubling(amanda.Tool):
 def live() -> int:
     """Return the number of executables that are alive."""
     gc.collect()
-    return sum(type(one).__name__ == "LoadedExecutable" for one in gc.get_objects()) or len(
+    return sum(type(candidate).__name__ == "LoadedExecutable" for candidate in gc.get_objects()) or len(
         jax.devices()[0].client.live_executables()
     )
 
@@ -133,17 +133,17 @@ def test_a_tool_dies_though_jax_keeps_programs(make: type[amanda.Tool], how: str
 
 
 def test_executions_go_with_their_backward_passes() -> None:
-    def kept() -> int:
+    def living_records() -> int:
         gc.collect()
-        return sum(type(one).__name__ in ("Trace", "Made", "Job") for one in gc.get_objects())
+        return sum(type(candidate).__name__ in ("Trace", "RoutineJob") for candidate in gc.get_objects())
 
     tool = Called()
     with amanda.apply(tool):
         jax.grad(dense)(W, X)
-        before, called = kept(), tool.called
+        before, called = living_records(), tool.called
         for _ in range(5):
             jax.grad(dense)(W, X)
-        assert kept() <= before
+        assert living_records() <= before
         assert tool.called == 6 * called
 
 
@@ -177,28 +177,28 @@ def test_a_donated_buffer_is_given_away() -> None:
     step = jax.jit(lambda w, x: (w + jnp.tanh(x @ w).sum(), None)[0], donate_argnums=0)
     plain = step(jnp.array(W), X)
     for tool in (amanda.Tool(), Doubling()):
-        own = jnp.array(W)
+        donated = jnp.array(W)
         with amanda.apply(tool):
-            result = step(own, X)
-        assert own.is_deleted()
+            result = step(donated, X)
+        assert donated.is_deleted()
         assert np.array_equal(result, plain) == (type(tool) is amanda.Tool)
 
 
 def test_a_scope_is_of_its_thread_and_scopes_nest() -> None:
     step, results = jax.jit(dense), []
     plain = step(W, X)
-    entered, left = threading.Event(), threading.Event()
+    entered, leaving = threading.Event(), threading.Event()
 
     def beside() -> None:
         entered.wait()
         results.append(step(W, X))
-        left.set()
+        leaving.set()
 
     thread = threading.Thread(target=beside)
     thread.start()
     with amanda.apply(Doubling()):
         entered.set()
-        left.wait()
+        leaving.wait()
         once = step(W, X)
         with amanda.apply(Doubling()):
             twice = step(W, X)
@@ -225,7 +225,7 @@ def test_a_pallas_kernel_is_one_op() -> None:
     plain, tool = run(X), Doubling()
     with amanda.apply(tool):
         assert np.array_equal(run(X), plain)
-    assert tool.seen == ["pallas_call"]
+    assert tool.op_types == ["pallas_call"]
 
 
 SHARDED = """

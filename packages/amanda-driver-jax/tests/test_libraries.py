@@ -100,13 +100,14 @@ def test_programs_compute_what_they_do_without_a_tool(program: Callable[[Any], A
     plain = leaves(program(X))
     with amanda.apply(tool_with(None)):
         looked = leaves(program(X))
-    assert [one.tobytes() for one in looked] == [one.tobytes() for one in plain]
+    assert [value.tobytes() for value in looked] == [value.tobytes() for value in plain]
     routines = [tool_with(lambda *values: values), tool_with(equal_values)]
     for tool in (*routines, FlopsTool(), NanTool(), StatsTool()):
         with amanda.apply(tool):
             values = leaves(program(X))
-        for one, other in zip(values, plain, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # callbacks keep XLA from fusing
+        for value, expected in zip(values, plain, strict=True):
+            # Callbacks keep XLA from fusing.
+            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("program", [graph_network, *map(long, (solver, sampler))])

@@ -66,12 +66,12 @@ class Looking(amanda.Tool):
 
 def counted(jaxpr: Any) -> Counter[str]:
     """Return how often each primitive is in a program, with the programs in it."""
-    found: Counter[str] = Counter()
-    for one in jaxpr.eqns:
-        found[one.primitive.name] += 1
-        for inner in jaxprs_in_params(one.params):
-            found += counted(inner)
-    return found
+    counts: Counter[str] = Counter()
+    for equation in jaxpr.eqns:
+        counts[equation.primitive.name] += 1
+        for inner in jaxprs_in_params(equation.params):
+            counts += counted(inner)
+    return counts
 
 
 def unmapped(images: Any) -> Any:
@@ -97,9 +97,9 @@ def primitives_of(name: str) -> Counter[str]:
     return counted(program.jaxpr)
 
 
-def assert_same(made: Any, bare: Any) -> None:
-    for one, other in zip(made, bare, strict=True):
-        for value, expected in zip(one, other, strict=True):
+def assert_same(results: Any, bare: Any) -> None:
+    for step_values, step_expected in zip(results, bare, strict=True):
+        for value, expected in zip(step_values, step_expected, strict=True):
             assert np.allclose(value, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -114,11 +114,11 @@ def test_training_is_as_bare_and_every_op_is_seen_in_its_module(name: str) -> No
         assert_same(TRAINED[name]()[0], bare)
     assert not [*idle.report, *scope.report]
 
-    own = primitives_of(name)
+    primitives = primitives_of(name)
     for kind in COUNTED[: 2 if name == "mixer" else None]:  # Equinox maps activations over elements
-        assert look.forward[kind] == STEPS * own[kind], kind
+        assert look.forward[kind] == STEPS * primitives[kind], kind
     for kind in ("dot_general", "conv_general_dilated"):
-        assert look.backward[kind] == STEPS * own[kind]
+        assert look.backward[kind] == STEPS * primitives[kind]
     assert set(look.weights) == WEIGHTS[name]
     assert all(path.rpartition(".")[0] == module for path, module in look.weights.items())
 
@@ -126,13 +126,13 @@ def test_training_is_as_bare_and_every_op_is_seen_in_its_module(name: str) -> No
 def test_classes_that_are_made_in_a_scope_have_their_modules() -> None:
     bases = (nnx.Module, eqx.Module, nn.Module)
     before = [(vars(base).get("__init_subclass__"), vars(base).get("__call__")) for base in bases]
-    seen: list[str] = []
+    paths: list[str] = []
     tool = amanda.Tool()
 
     def look(context: Any) -> None:
         if context.get_op_type() == "dot_general":
             variable = next(v for v in map(context.get_variable, (0, 1)) if v is not None)
-            seen.append(f"{context.get_scope()}: {context.get_variable_path(variable)}")
+            paths.append(f"{context.get_scope()}: {context.get_variable_path(variable)}")
 
     tool.add_inst_for_op(look)
     x, key = jnp.ones((2, 3)), jax.random.key(0)
@@ -163,7 +163,7 @@ def test_classes_that_are_made_in_a_scope_have_their_modules() -> None:
         nnx.jit(lambda model, x: model(x))(Flax(), x)
         eqx.filter_jit(lambda model, x: jax.vmap(model)(x))(Equinox(eqx.nn.Linear(3, 3, key=key)), x)
         jax.jit(linen.apply)(parameters, x)
-    assert seen == ["layer: layer.kernel", "layer: layer.weight", "layer: params.layer.kernel"]
+    assert paths == ["layer: layer.kernel", "layer: layer.weight", "layer: params.layer.kernel"]
     after = [(vars(base).get("__init_subclass__"), vars(base).get("__call__")) for base in bases]
     assert after == before
 
@@ -184,10 +184,10 @@ def test_an_op_has_one_id_in_programs_and_outside_for_each_model() -> None:
 
     forms = [loss, nnx.jit(loss), nnx.grad(loss), nnx.jit(nnx.grad(loss)), nnx.grad(nnx.jit(loss))]
     first, model, x = Activated(), Activated(), jnp.ones((2, 3))
-    tool, found = amanda.Tool(), dict[str, set[int]]()
+    tool, ids_by_type = amanda.Tool(), dict[str, set[int]]()
 
     def look(context: amanda.OpContext) -> None:
-        found.setdefault(context.get_op_type(), set()).add(context.get_op_id())
+        ids_by_type.setdefault(context.get_op_type(), set()).add(context.get_op_id())
 
     tool.add_inst_for_op(look)
     with amanda.apply(amanda.Tool()):
@@ -195,7 +195,7 @@ def test_an_op_has_one_id_in_programs_and_outside_for_each_model() -> None:
     with amanda.apply(tool):
         for form in forms:
             form(model, x)
-        ids = [found[name] for name in ("dot_general", "logistic")]
-        assert all(len(one) == 1 for one in ids)
+        ids = [ids_by_type[name] for name in ("dot_general", "logistic")]
+        assert all(len(op_ids) == 1 for op_ids in ids)
         first(x)
-    assert all(len(one) == 2 for one in ids)
+    assert all(len(op_ids) == 2 for op_ids in ids)

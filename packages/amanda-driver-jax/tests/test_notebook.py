@@ -20,9 +20,9 @@ NOTEBOOK = Path(__file__).parents[3] / "examples" / "tutorial_jax.ipynb"
 @pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not there")
 def test_each_cell_prints_what_the_notebook_shows() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    cells = [one for one in json.loads(NOTEBOOK.read_text())["cells"] if one["cell_type"] == "code"]
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(cells):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
-        assert said.getvalue() == "".join("".join(one["text"]) for one in cell["outputs"])
+        assert printed.getvalue() == "".join("".join(output["text"]) for output in cell["outputs"])

@@ -62,7 +62,7 @@ TIMES = {dense: 1, scanned: 5, branched: 1, mapped: 2, checkpointed: 1}
 
 
 @pytest.mark.parametrize("values", [True, False], ids=["values", "none"])
-@pytest.mark.parametrize("program", TIMES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("program", TIMES, ids=lambda item: item.__name__)
 def test_every_execution_is_seen(program: Callable[..., Any], values: bool) -> None:
     step = jax.jit(jax.grad(program))
     plain = step(W, X)
@@ -133,13 +133,13 @@ def test_what_was_compiled_ahead_of_time_is_reported() -> None:
 
 
 def test_run_goes_from_the_forward_to_the_backward_routine_of_one_execution() -> None:
-    tool, seen = amanda.Tool(), []
+    tool, sums = amanda.Tool(), []
 
     def forward(x: Any, run: dict[str, Any]) -> None:
         run["sum"] = float(np.sum(x))
 
     def after(y: Any, run: dict[str, Any]) -> None:
-        seen.append(run["sum"])
+        sums.append(run["sum"])
 
     def analyse(context: Any) -> None:
         if context.get_op_type() == "tanh":
@@ -149,7 +149,7 @@ def test_run_goes_from_the_forward_to_the_backward_routine_of_one_execution() ->
     tool.add_inst_for_op(analyse)
     with amanda.apply(tool):
         jax.jit(scanned)(W, X)
-    assert len(set(seen)) == 5
+    assert len(set(sums)) == 5
 
 
 @jax.custom_jvp
@@ -169,7 +169,9 @@ cubed.defvjp(lambda x: (cubed(x), x), lambda x, cotangent: (3 * x * x * cotangen
 
 
 def looped(x: Any) -> Any:
-    return lax.while_loop(lambda one: one[0] < 4, lambda one: (one[0] + 1, jnp.sin(one[1])), (0, x))[1].sum()
+    return lax.while_loop(
+        lambda state: state[0] < 4, lambda state: (state[0] + 1, jnp.sin(state[1])), (0, x)
+    )[1].sum()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_transformations_compute_what_they_do_without_a_tool(
     tool = Counting()
     with amanda.apply(tool) as scope:
         under = jax.tree_util.tree_leaves(step(X))
-    assert all(np.allclose(one, other, rtol=1e-6) for one, other in zip(under, plain, strict=True))
+    assert all(np.allclose(value, expected, rtol=1e-6) for value, expected in zip(under, plain, strict=True))
     assert tool.forward[op] == times
     assert not list(scope.report)
 
@@ -206,7 +208,7 @@ def twice(w: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", ["jit of grad", "grad of jit", "grad"])
-@pytest.mark.parametrize("program", [*TIMES, twice], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("program", [*TIMES, twice], ids=lambda item: item.__name__)
 def test_run_goes_from_the_forward_to_the_backward_op_in_every_program(
     program: Callable[..., Any], how: str
 ) -> None:
@@ -241,7 +243,10 @@ def test_run_goes_from_the_forward_to_the_backward_op_in_every_program(
 
 def test_functions_of_jax_are_fused_as_without_a_tool_that_inserts_nothing() -> None:
     x = np.random.default_rng(0).normal(size=(64, 129)).astype(np.float32)
-    run = lambda: [np.asarray(one(x)).tobytes() for one in (jnp.var, jax.nn.softmax, jnp.linalg.norm)]  # noqa: E731
+
+    def run() -> list[bytes]:
+        return [np.asarray(function(x)).tobytes() for function in (jnp.var, jax.nn.softmax, jnp.linalg.norm)]
+
     plain = run()
     with amanda.apply(Counting()):
         counted = run()
@@ -252,7 +257,7 @@ def test_functions_of_jax_are_fused_as_without_a_tool_that_inserts_nothing() -> 
     assert len(counted) == len(plain)
 
 
-@pytest.mark.parametrize("how", [jax.jit, lambda one: one])
+@pytest.mark.parametrize("how", [jax.jit, lambda function: function])
 def test_a_function_that_its_rule_calls_is_executed_once(how: Any) -> None:
     step, tool = how(jax.grad(lambda x: squared(squared(x)).sum())), Counting()
     with amanda.apply(tool):
@@ -284,7 +289,7 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
     "grad of jit": lambda f: jax.grad(jax.jit(f)),
     "jit of grad of checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
     "jit of grad of scan": lambda f: jax.jit(
-        jax.grad(lambda x: lax.scan(lambda total, one: (total + f(one), None), 0.0, x[None])[0])
+        jax.grad(lambda x: lax.scan(lambda total, value: (total + f(value), None), 0.0, x[None])[0])
     ),
 }
 
@@ -297,7 +302,7 @@ def test_ops_of_a_rule_for_values_and_tangents_are_seen_or_reported(how: str) ->
         with amanda.apply(tool) as scope:
             assert np.allclose(step(X), plain, rtol=1e-6)
         unseen = how in ("grad of jit", "jit of grad of checkpoint", "jit of grad of scan")
-        assert [one.what for one in scope.report] == ["ops of the rule of squared"] * unseen
+        assert [entry.what for entry in scope.report] == ["ops of the rule of squared"] * unseen
 
 
 @pytest.mark.parametrize("how", DERIVED)

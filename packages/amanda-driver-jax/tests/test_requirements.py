@@ -15,10 +15,10 @@ from amanda.testing import attached
 from amanda.tools.kit import RequiredNames
 
 
-@pytest.mark.parametrize("module", ["amanda.tools.kit._tensors_jax", "amanda.tools.search._libraries"])
+@pytest.mark.parametrize("module", ["amanda.tools.kit._tensors_host", "amanda.tools.search._libraries"])
 def test_jax_has_what_tools_lean_on(module: str) -> None:
-    required = [one for one in vars(import_module(module)).values() if isinstance(one, RequiredNames)]
-    (jax,) = [one for one in required if one.framework == "jax"]
+    required = [names for names in vars(import_module(module)).values() if isinstance(names, RequiredNames)]
+    (jax,) = [names for names in required if names.framework == "jax"]
     jax.check()
 
 

@@ -39,15 +39,15 @@ def prepared(model: Any, x: Any, choices: Any = CHOICES, **options: Any) -> Sear
 
 
 def convolved(x: Any, kernel: Any, **options: Any) -> Any:
-    given = {"window_strides": (1, 1), "padding": "SAME", **options}
-    return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **given)
+    parameters = {"window_strides": (1, 1), "padding": "SAME", **options}
+    return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **parameters)
 
 
 def by_hand(weights: Any, x: Any) -> Any:
     """Return the loss of the cell as Liu et al. 2019 mix it."""
     kernel, bias, wide, point, first, second = weights
     shares = jax.nn.softmax(first)
-    x = sum(shares[i] * convolved(x, one) for i, one in enumerate((kernel, wide, point))) + bias
+    x = sum(shares[i] * convolved(x, candidate) for i, candidate in enumerate((kernel, wide, point))) + bias
     shares = jax.nn.softmax(second)
     return ((shares[0] * jax.nn.sigmoid(x) + shares[1] * jax.nn.relu(x)) ** 2).sum()
 
@@ -64,7 +64,7 @@ FORMS: dict[str, Callable[[], Any]] = {
         nnx.grad(lambda model, x: jax.lax.scan(lambda a, b: (a + loss(model, b), None), 0.0, x[None])[0])
     ),
     "mapped": lambda: nnx.jit(
-        nnx.grad(lambda model, x: jax.vmap(lambda one: loss(model, one[None]))(x).sum())
+        nnx.grad(lambda model, x: jax.vmap(lambda image: loss(model, image[None]))(x).sum())
     ),
     "computed again": lambda: nnx.jit(nnx.grad(nnx.remat(loss))),
 }
@@ -76,19 +76,21 @@ def test_gradients_are_those_of_a_cell_by_hand(form: str) -> None:
     tool = prepared(model, x, mixture=True)
     parameters = [*tool.weights(), *tool.alphas()]
     assert set(parameters) == set(tool.parameters())
-    held = [model.conv.kernel[...], model.conv.bias[...], *(one.value for one in parameters)]
-    wanted = jax.grad(by_hand)(held, x)
+    values = [model.conv.kernel[...], model.conv.bias[...], *(parameter.value for parameter in parameters)]
+    expected_gradients = jax.grad(by_hand)(values, x)
     gradient = FORMS[form]()
     with amanda.apply(tool) as scope:
-        found = gradient(model, x)
-        own = [found["conv"]["kernel"][...], found["conv"]["bias"][...]]
-        for one, other in zip([*own, *tool.gradients(parameters)], wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+        gradients = gradient(model, x)
+        conv_gradients = [gradients["conv"]["kernel"][...], gradients["conv"]["bias"][...]]
+        for gradient_value, expected in zip(
+            [*conv_gradients, *tool.gradients(parameters)], expected_gradients, strict=True
+        ):
+            np.testing.assert_allclose(gradient_value, expected, rtol=2e-5, atol=2e-5)
         assert tool.gradients(parameters) == [None] * 4
         gradient(model, x)
         gradient(model, x)
-        for one, other in zip(tool.gradients(parameters), wanted[2:], strict=True):
-            np.testing.assert_allclose(one, 2 * other, rtol=2e-5, atol=2e-5)
+        for gradient_value, expected in zip(tool.gradients(parameters), expected_gradients[2:], strict=True):
+            np.testing.assert_allclose(gradient_value, 2 * expected, rtol=2e-5, atol=2e-5)
         assert not list(scope.report)
     assert "tool.gradients(parameters)" in tool.result.remarks[-1]
 
@@ -106,11 +108,11 @@ def test_parameters_that_are_assigned_are_read_by_the_same_program() -> None:
     with amanda.apply(tool):
         for seed in range(12):  # more than values that a program follows by itself
             numbers = np.random.default_rng(seed)
-            for one in parameters:
-                one.assign(numbers.normal(size=one.shape).astype(np.float32))
+            for parameter in parameters:
+                parameter.assign(numbers.normal(size=parameter.shape).astype(np.float32))
             with amanda.disabled():
-                wanted = by_hand([*kernel, *map(np.asarray, parameters)], x)
-            np.testing.assert_allclose(run(model, x), wanted, rtol=1e-5)
+                expected = by_hand([*kernel, *map(np.asarray, parameters)], x)
+            np.testing.assert_allclose(run(model, x), expected, rtol=1e-5)
     assert len(traced) == 1
     with pytest.raises(ValueError, match="of shape"):
         parameters[0].assign(np.zeros(3))
@@ -153,14 +155,19 @@ def test_convolutions_compute_what_layers_with_their_weights_do(options: Any, ji
     inputs = (x, jnp.asarray(IMAGES[:, :5]))  # padding of a stride differs with the size
     for label in labels:
         tool.architecture = dict.fromkeys(tool.space, label)
-        own = {"strides": options.get("strides", 1), "kernel_dilation": options.get("kernel_dilation", 1)}
+        strides_and_dilation = {
+            "strides": options.get("strides", 1),
+            "kernel_dilation": options.get("kernel_dilation", 1),
+        }
         size, groups = np.shape(weights[label])[0], 2 if label == "conv3g2" else 1
-        conv = nnx.Conv(2, 4, (size, size), rngs=nnx.Rngs(0), feature_group_count=groups, **own)
+        conv = nnx.Conv(
+            2, 4, (size, size), rngs=nnx.Rngs(0), feature_group_count=groups, **strides_and_dilation
+        )
         conv.kernel.set_value(weights[label].value)
-        for one in inputs:
+        for values in inputs:
             with amanda.apply(tool) as scope:
-                found = run(model, one)
-            np.testing.assert_allclose(found, jax.nn.sigmoid(conv(one)), rtol=1e-5, atol=1e-6)
+                outputs = run(model, values)
+            np.testing.assert_allclose(outputs, jax.nn.sigmoid(conv(values)), rtol=1e-5, atol=1e-6)
             assert not list(scope.report)
 
 
@@ -177,14 +184,14 @@ def test_bits_have_gradients_that_pass_straight_through(jit: bool) -> None:
     linear, x = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jnp.ones((2, 3))
     tool = prepared(linear, x, ["linear=keep|bits4"])
     tool.architecture = dict.fromkeys(tool.space, "bits4")
-    how = nnx.jit if jit else lambda one: one
+    how = nnx.jit if jit else lambda function: function
     with amanda.apply(tool):
-        found = how(nnx.grad(loss))(linear, x)["kernel"][...]
+        gradient = how(nnx.grad(loss))(linear, x)["kernel"][...]
         outputs = how(lambda model, x: model(x))(linear, x)
     kernel = np.abs(np.asarray(linear.kernel[...]))
     within = kernel < kernel.max(0)  # the largest are half way to the next integer, which is clipped
-    wanted = 2 * x.T @ outputs  # that of the product, by the rounded weight
-    np.testing.assert_allclose(found[within], wanted[within], rtol=1e-5)
+    expected = 2 * x.T @ outputs  # that of the product, by the rounded weight
+    np.testing.assert_allclose(gradient[within], expected[within], rtol=1e-5)
 
 
 def test_a_mixture_is_learned_on_batches_that_are_held_out() -> None:
@@ -218,49 +225,51 @@ def test_a_mixture_is_learned_on_batches_that_are_held_out() -> None:
     derive = nnx.jit(nnx.value_and_grad(objective))
     tool = prepared(model, x[:1], ["conv2d=keep|conv5|conv1", "sigmoid=keep|relu"], mixture=True)
     weights, alphas = list(tool.weights()), list(tool.alphas())
-    before = [np.asarray(one) for one in (*weights, *alphas)]
-    trained, held = slice(64), slice(64, 96)
+    before = [np.asarray(value) for value in (*weights, *alphas)]
+    trained, validation = slice(64), slice(64, 96)
     states = {}
 
     def updated(parameters: Any, rate: float) -> None:
-        values = [one.value for one in parameters]
+        values = [parameter.value for parameter in parameters]
         chain = optax.adam(rate)
         state = states.setdefault(rate, chain.init(values))
         updates, states[rate] = chain.update(tool.gradients(parameters), state, values)
-        for one, value in zip(parameters, optax.apply_updates(values, updates), strict=True):
-            one.assign(value)
+        for parameter, value in zip(parameters, optax.apply_updates(values, updates), strict=True):
+            parameter.assign(value)
 
     with amanda.apply(tool):
-        first, _ = derive(model, x[held], y[held])
+        first, _ = derive(model, x[validation], y[validation])
         tool.gradients([*weights, *alphas])
         for _ in range(30):
             step(model, optimizer, x[trained], y[trained])
             updated(weights, 0.02)
             tool.gradients(alphas)
-            derive(model, x[held], y[held])
+            derive(model, x[validation], y[validation])
             updated(alphas, 0.05)
             tool.gradients(weights)
-        last, _ = derive(model, x[held], y[held])
+        last, _ = derive(model, x[validation], y[validation])
     assert float(last) < 0.8 * float(first)
-    after = [np.asarray(one) for one in (*weights, *alphas)]
-    assert all(np.any(one != other) for one, other in zip(before, after, strict=True))
+    after = [np.asarray(value) for value in (*weights, *alphas)]
+    assert all(
+        np.any(first_value != last_value) for first_value, last_value in zip(before, after, strict=True)
+    )
     tool.settle()
     with amanda.apply(tool):
-        assert float(derive(model, x[held], y[held])[0]) < float(first)
+        assert float(derive(model, x[validation], y[validation])[0]) < float(first)
     with pytest.raises(SearchError, match="is no parameter; give those of weights"):
         tool.gradients([x])
 
 
 def test_parameters_are_loaded_into_those_that_an_optimizer_holds() -> None:
     model, x = Cell(), jnp.asarray(IMAGES)
-    tool, other = prepared(model, x, mixture=True), prepared(model, x, mixture=True, seed=1)
+    tool, loading = prepared(model, x, mixture=True), prepared(model, x, mixture=True, seed=1)
     saved = {name: np.asarray(value) for name, value in tool.state_dict().items()}
-    held = list(other.alphas())
-    other.load_state_dict(saved)
-    other.prepare(model, x)
-    assert all(one is two for one, two in zip(held, other.alphas(), strict=True))
-    for one, two in zip(tool.parameters(), other.parameters(), strict=True):
-        np.testing.assert_array_equal(one, two)
+    alphas = list(loading.alphas())
+    loading.load_state_dict(saved)
+    loading.prepare(model, x)
+    assert all(alpha is loaded for alpha, loaded in zip(alphas, loading.alphas(), strict=True))
+    for parameter, loaded in zip(tool.parameters(), loading.parameters(), strict=True):
+        np.testing.assert_array_equal(parameter, loaded)
 
 
 def branched(w: Any, x: Any) -> Any:
@@ -294,5 +303,5 @@ def test_a_branch_that_is_differentiated_has_no_parameters_of_candidates(form: s
     tool.prepare(branched, w, x)
     tool.architecture = dict.fromkeys(tool.space, "relu")
     with amanda.apply(tool):
-        found = gradient(w, x)
-    np.testing.assert_allclose(found, jax.grad(lambda w: jax.nn.relu(x @ w).sum())(w))
+        result = gradient(w, x)
+    np.testing.assert_allclose(result, jax.grad(lambda w: jax.nn.relu(x @ w).sum())(w))

@@ -23,7 +23,7 @@ def half(weight: Any) -> Any:
     return weight * (np.abs(weight) > np.median(np.abs(weight)))
 
 
-PRUNED = np.stack([half(one) for one in STACK])
+PRUNED = np.stack([half(matrix) for matrix in STACK])
 
 
 def scanned(params: Any, x: Any) -> Any:
@@ -43,7 +43,7 @@ def scanned_backwards(params: Any, x: Any) -> Any:
 
 
 def total(values: Any) -> Any:
-    return sum(one.sum() for one in jax.tree.leaves(values))
+    return sum(leaf.sum() for leaf in jax.tree.leaves(values))
 
 
 def params_of(stack: Any) -> Any:
@@ -56,14 +56,14 @@ def test_each_slice_has_a_mask(net: Callable[..., Any]) -> None:
     with amanda.apply(tool):
         value = jax.jit(net)(params_of(STACK), X)
     expected = jax.jit(net)(params_of(PRUNED), X)
-    for one, other in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+    for leaf, expected_value in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, expected_value, rtol=1e-5)
     assert [weight.path.rpartition(".")[2] for weight in tool.weights] == [f"kernel[{i}]" for i in range(3)]
 
 
 def test_stack_of_stacks_has_a_mask_for_each_slice() -> None:
     def net(params: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda h, one: (scanned(one, h), None), x, params)[0]
+        return jax.lax.scan(lambda h, layer: (scanned(layer, h), None), x, params)[0]
 
     tool, both = PruneTool(sparsity=0.5), {"layers": {"kernel": jnp.stack([STACK, STACK[::-1]])}}
     with amanda.apply(tool):
@@ -92,11 +92,11 @@ def test_finalize_writes_each_slice() -> None:
 
 
 def test_masks_of_slices_are_saved_and_loaded() -> None:
-    tool, other = PruneTool(sparsity=0.5), PruneTool(sparsity=0.5)
+    tool, loading = PruneTool(sparsity=0.5), PruneTool(sparsity=0.5)
     with amanda.apply(tool):
         value = jax.jit(scanned)(params_of(STACK), X)
-    other.load_state_dict(tool.state_dict())
-    with amanda.apply(other):
+    loading.load_state_dict(tool.state_dict())
+    with amanda.apply(loading):
         np.testing.assert_array_equal(jax.jit(scanned)(params_of(STACK), X), value)
 
 
@@ -139,16 +139,16 @@ def test_each_slice_has_statistics(net: Callable[..., Any]) -> None:
     with amanda.apply(tool):
         for _ in range(3):
             _, gradient = jax.jit(jax.value_and_grad(lambda params: total(net(params, X))))(scaled)
-    found = {one.tensor: one for one in tool.result if one.type in ("linear", "linear_backward")}
+    rows = {row.tensor: row for row in tool.result if row.type in ("linear", "linear_backward")}
     for i in range(3):
         for tensor, stack in ((f"weight [{i}]", scaled), (f"weight gradient [{i}]", gradient)):
             array = np.asarray(stack["layers"]["kernel"][i])
-            statistics = found[tensor].statistics
-            assert (found[tensor].executions, statistics.elements) == (2, 72)
+            statistics = rows[tensor].statistics
+            assert (rows[tensor].executions, statistics.elements) == (2, 72)
             np.testing.assert_allclose(
                 (statistics.least, statistics.most), (array.min(), array.max()), rtol=1e-5
             )
-        assert f"output 0 [{i}]" in found
+        assert f"output 0 [{i}]" in rows
 
 
 def test_stacks_without_a_name_are_told() -> None:
@@ -170,7 +170,7 @@ class Scanned(eqx.Module):
 
     def __call__(self, x: Any) -> Any:
         arrays, static = eqx.partition(self.layers, eqx.is_array)
-        return jax.lax.scan(lambda h, one: (eqx.combine(one, static)(h), None), x, arrays)[0]
+        return jax.lax.scan(lambda h, layer: (eqx.combine(layer, static)(h), None), x, arrays)[0]
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, eqx.filter_jit])
@@ -183,7 +183,7 @@ def test_layers_of_equinox_are_pruned_and_finalized_by_slice(wrap: Any) -> None:
     finalized = tool.finalize(model).model
     np.testing.assert_array_equal(
         finalized.layers.linear.weight,
-        np.stack([half(np.asarray(one)) for one in model.layers.linear.weight]),
+        np.stack([half(np.asarray(weight)) for weight in model.layers.linear.weight]),
     )
     np.testing.assert_allclose(value, wrap(finalized)(X), rtol=1e-5)
 
@@ -198,11 +198,13 @@ def test_modules_of_nnx_are_pruned_and_finalized_by_slice(kind: str) -> None:
     @nnx.jit
     def run(model: Any, x: Any) -> Any:
         if kind == "vmap":
-            return nnx.vmap(lambda one, x: one(x), in_axes=(0, None))(model, x)
-        return nnx.scan(lambda x, one: jnp.tanh(one(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model)
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(model, x)
+        return nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, model
+        )
 
     model, tool = models(nnx.Rngs(0)), PruneTool(sparsity=0.5)
-    expected = np.stack([half(np.asarray(one)) for one in model.kernel[...]])
+    expected = np.stack([half(np.asarray(kernel)) for kernel in model.kernel[...]])
     with amanda.apply(tool):
         value = run(model, X)
     tool.finalize(model)
@@ -221,7 +223,7 @@ def test_sequence_that_is_scanned_is_no_weight() -> None:
 
     with amanda.apply(tool):
         jax.jit(net)({"w": weight}, sequence)
-    assert [one.path for one in tool.weights] == ["params.w"]
+    assert [entry.path for entry in tool.weights] == ["params.w"]
 
 
 scan = jax.lax.scan

@@ -54,9 +54,9 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "grad of jit": lambda f: jax.value_and_grad(jax.jit(f)),
 }
 KINDS: dict[str, tuple[Callable[[int], Any], int]] = {
-    "array": (lambda one: jnp.full((2, 3), float(one)), 1),
+    "array": (lambda number: jnp.full((2, 3), float(number)), 1),
     "scalar": (jnp.float32, 1),
-    "NumPy": (lambda one: np.full((2, 3), one, np.float32), 1),
+    "NumPy": (lambda number: np.full((2, 3), number, np.float32), 1),
     "number": (float, TIMES),
 }
 """Makers of a scale, and how often a function is traced for as many scales."""
@@ -64,7 +64,7 @@ KINDS: dict[str, tuple[Callable[[int], Any], int]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("program", [nested, scanned], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("program", [nested, scanned], ids=lambda item: item.__name__)
 def test_a_routine_reads_what_its_tool_holds_at_each_call(
     program: Callable[..., Any], step: str, kind: str
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_routine_reads_what_its_tool_holds_at_each_call(
         def scaled(w: Any, x: Any) -> Any:
             if program is nested:
                 return (jnp.tanh(x @ w) * scale).sum()
-            return lax.scan(lambda one, _: (jnp.tanh(one @ w) * scale, None), x, None, length=3)[0].sum()
+            return lax.scan(lambda h, _: (jnp.tanh(h @ w) * scale, None), x, None, length=3)[0].sum()
 
         return scaled
 
@@ -219,8 +219,8 @@ def test_a_replacement_that_sets_something_is_reported() -> None:
 
     with amanda.apply(Setting(replacing, 0)) as scope:
         jax.jit(nested)(W, X)
-    ((what, reason, _),) = scope.report
-    assert "replace_op" in what
+    ((subject, reason, _),) = scope.report
+    assert "replace_op" in subject
     assert reason.startswith("it sets scale, as the function is traced")
 
 

@@ -58,7 +58,7 @@ def trained(*tools: amanda.Tool, scale: float = 1.0) -> tuple[list[float], Netwo
     return losses, model
 
 
-@pytest.mark.parametrize("make", [FlopsTool, TraceTool, StatsTool, NanTool], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", [FlopsTool, TraceTool, StatsTool, NanTool], ids=lambda item: item.__name__)
 def test_training_goes_on_as_without_the_tool(make: Callable[[], amanda.Tool]) -> None:
     plain, _ = trained(amanda.Tool())
     assert np.allclose(trained(make())[0], plain, rtol=1e-5)
@@ -67,8 +67,8 @@ def test_training_goes_on_as_without_the_tool(make: Callable[[], amanda.Tool]) -
 def test_macs_are_those_of_the_layers() -> None:
     tool = FlopsTool()
     trained(tool)
-    places = [one for one in tool.result.places if one.type in ("conv2d", "linear")]
-    macs = {one.type: one.calls * (one.macs or 0) for one in places}
+    places = [place for place in tool.result.places if place.type in ("conv2d", "linear")]
+    macs = {place.type: place.calls * (place.macs or 0) for place in places}
     assert macs["conv2d"] == STEPS * 4 * 8 * 8 * 2 * 9
     assert macs["linear"] == STEPS * 4 * 128 * 3
 
@@ -76,7 +76,9 @@ def test_macs_are_those_of_the_layers() -> None:
 def test_statistics_are_of_the_values_of_each_step() -> None:
     tool = StatsTool()
     trained(tool)
-    (row,) = [one for one in tool.result.rows() if "conv2d" in one and "output 0" in one]
+    (row,) = [
+        candidate for candidate in tool.result.rows() if "conv2d" in candidate and "output 0" in candidate
+    ]
     assert STEPS * 4 * 8 * 8 * 2 in row
 
 
@@ -89,17 +91,17 @@ def test_nan_is_named_where_it_begins() -> None:
 
 
 def test_masks_are_in_the_program_of_every_step() -> None:
-    seen: list[Any] = []
+    weights: list[Any] = []
     tool, watch = PruneTool(sparsity=0.5, type="linear"), amanda.Tool()
 
     def insert(context: amanda.OpContext) -> None:
         if context.get_op_type() == "dot_general":
-            context.insert_before_op(lambda weight: seen.append(np.asarray(weight).copy()), inputs=[1])
+            context.insert_before_op(lambda weight: weights.append(np.asarray(weight).copy()), inputs=[1])
 
     watch.add_inst_for_op(insert)
     trained(tool, watch)
-    assert len(seen) == STEPS
-    assert all((weight == 0).mean() == pytest.approx(0.5, abs=0.01) for weight in seen)
+    assert len(weights) == STEPS
+    assert all((weight == 0).mean() == pytest.approx(0.5, abs=0.01) for weight in weights)
 
 
 def test_a_graph_has_the_ops_of_the_program() -> None:
@@ -109,8 +111,8 @@ def test_a_graph_has_the_ops_of_the_program() -> None:
         trained(tool)
         graphs.append(sorted((op.type, op.module) for op in tool.result.graph.ops))
     assert graphs[0] == graphs[1] == graphs[2]
-    wanted = {("conv2d", "conv"), ("relu", ""), ("linear", "linear"), ("linear_backward", "linear")}
-    assert wanted <= set(graphs[0])
+    expected = {("conv2d", "conv"), ("relu", ""), ("linear", "linear"), ("linear_backward", "linear")}
+    assert expected <= set(graphs[0])
     assert [type for type, _ in graphs[0]].count("conv2d_backward") == 1
 
 
@@ -133,14 +135,14 @@ def test_architectures_compute_what_their_candidates_do(jit: bool) -> None:
     tool.prepare(run, x)
     assert list(tool.space.values()) == [tuple(ACTIVATIONS)] * 2
     with amanda.apply(tool) as scope:
-        for chosen in product(ACTIVATIONS, repeat=2):  # more of them than programs follow by themselves
-            tool.architecture = dict(zip(tool.space, chosen, strict=True))
+        for names in product(ACTIVATIONS, repeat=2):  # more of them than programs follow by themselves
+            tool.architecture = dict(zip(tool.space, names, strict=True))
             with amanda.disabled():
-                wanted = network(x, *(ACTIVATIONS[one] for one in chosen))
-            np.testing.assert_allclose(run(x), wanted, rtol=1e-5, atol=1e-6)
+                expected = network(x, *(ACTIVATIONS[name] for name in names))
+            np.testing.assert_allclose(run(x), expected, rtol=1e-5, atol=1e-6)
         assert list(scope.report) == []
     search = Search(tool, lambda: float(run(x).sum()), "random", metric="sum", progress=False)
     best = search.run(trials=8).best
     with amanda.disabled():
-        wanted = network(x, *(ACTIVATIONS[one] for one in best.architecture.values()))
-    np.testing.assert_allclose(best.metric, wanted.sum(), rtol=1e-5)
+        expected = network(x, *(ACTIVATIONS[name] for name in best.architecture.values()))
+    np.testing.assert_allclose(best.metric, expected.sum(), rtol=1e-5)

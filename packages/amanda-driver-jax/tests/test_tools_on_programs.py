@@ -62,7 +62,7 @@ def test_a_graph_has_the_weights_and_the_edges_of_the_program(jit: bool) -> None
     chain = [("conv", "conv2d"), ("conv", "add"), ("", "relu"), ("", "reshape"), ("linear", "linear")]
     for before, after in pairwise(chain):
         assert ops[before].outputs[0] in ops[after].inputs
-    parameters = {one.name for one in tool.graph.tensors if one.kind == "parameter"}
+    parameters = {tensor.name for tensor in tool.graph.tensors if tensor.kind == "parameter"}
     assert parameters == {"conv.kernel", "conv.bias", "linear.kernel", "linear.bias"}
 
 
@@ -76,18 +76,18 @@ def test_a_subgraph_is_replaced(jit: bool) -> None:
         ) + match["bias"])  # fmt: skip
 
     run = runner(jit)
-    tool, seen = RewriteTool(Rule(pattern, replacement, name="double")), amanda.Tool()
+    tool, idle = RewriteTool(Rule(pattern, replacement, name="double")), amanda.Tool()
     plain = run()
-    with amanda.apply(tool, seen) as scope:
+    with amanda.apply(tool, idle) as scope:
         assert np.array_equal(run(), plain)  # the match is not known yet
         rewritten = [run(), run()]
     if jit:  # functions of JAX that are under jit themselves lie between: each has symbols of its own
-        assert all(np.array_equal(one, plain) for one in rewritten)
-        assert "its ops came otherwise" in str(tool.result)
+        assert all(np.array_equal(output, plain) for output in rewritten)
+        assert "its ops ran in another way" in str(tool.result)
         return
     model = Network()
     model.conv.kernel.set_value(model.conv.kernel[...] * 2)
-    assert all(np.allclose(one, model(IMAGES), atol=1e-5) for one in rewritten)
+    assert all(np.allclose(output, model(IMAGES), atol=1e-5) for output in rewritten)
     assert not list(scope.report)
     assert np.array_equal(run(), plain)
 
@@ -96,7 +96,7 @@ def test_a_subgraph_is_replaced(jit: bool) -> None:
 def test_a_sweep_prunes_one_op_at_a_time(jit: bool) -> None:
     run = runner(jit)
     swept = SparsitySweep(lambda: float(run().sum()), sparsities=[0.5]).run()
-    found = {row[2]: row[6] for row in swept.rows() if row[1] in ("linear", "conv2d")}
+    metrics = {row[2]: row[6] for row in swept.rows() if row[1] in ("linear", "conv2d")}
     model = Network()
     for module, name in ((model.conv, "conv"), (model.linear, "linear")):
         kernel = np.array(module.kernel[...])
@@ -104,7 +104,7 @@ def test_a_sweep_prunes_one_op_at_a_time(jit: bool) -> None:
         masked = kernel.reshape(-1).copy()
         masked[order[: kernel.size // 2]] = 0
         module.kernel.set_value(jnp.asarray(masked.reshape(kernel.shape)))
-        assert found[name] == pytest.approx(float(model(IMAGES).sum()), abs=1e-3)
+        assert metrics[name] == pytest.approx(float(model(IMAGES).sum()), abs=1e-3)
         module.kernel.set_value(jnp.asarray(kernel))
 
 
@@ -125,9 +125,9 @@ def test_ops_of_a_program_have_no_time_of_their_own() -> None:
         runner(jit=True)()
     with amanda.apply(eager):
         runner(jit=False)()
-    assert not [one for one in compiled.result.places if one.module]
+    assert not [place for place in compiled.result.places if place.module]
     assert "because XLA compiled and fused them" in str(compiled.result)
-    (conv,) = [one for one in eager.result.places if one.type == "conv2d"]
+    (conv,) = [place for place in eager.result.places if place.type == "conv2d"]
     assert conv.calls == 1
     assert conv.total > 0
     assert not eager.result.remarks

@@ -27,7 +27,7 @@ PROJECTIONS = ("query", "key", "value", "out", "up", "down")
 
 
 def attend(query: Any, key: Any, value: Any) -> Any:
-    heads = (one.reshape(*one.shape[:-1], HEADS, -1) for one in (query, key, value))
+    heads = (projected.reshape(*projected.shape[:-1], HEADS, -1) for projected in (query, key, value))
     query, key, value = heads
     scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key), axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", scores, value).reshape(*query.shape[:2], -1)
@@ -120,13 +120,13 @@ def tool_with(routine: Callable[..., Any] | None) -> amanda.Tool:
 
 @amanda.traceable
 def equal(*values: Any) -> Any:
-    made = [jnp.where(True, one, one) if isinstance(one, jax.Array) else one for one in values]
-    return made if len(made) != 1 else made[0]
+    copies = [jnp.where(True, value, value) if isinstance(value, jax.Array) else value for value in values]
+    return copies if len(copies) != 1 else copies[0]
 
 
 def copied(*values: Any) -> Any:
-    made = [one.copy() if isinstance(one, np.ndarray) else one for one in values]
-    return made if len(made) != 1 else made[0]
+    copies = [value.copy() if isinstance(value, np.ndarray) else value for value in values]
+    return copies if len(copies) != 1 else copies[0]
 
 
 @pytest.mark.slow
@@ -134,12 +134,14 @@ def copied(*values: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_as_without_a_tool(name: str) -> None:
     run, params = gradients(name)
-    bare = [np.asarray(one) for one in jax.tree.leaves(run(params))]
+    bare = [np.asarray(leaf) for leaf in jax.tree.leaves(run(params))]
     for routine, tolerance in ((None, 0), (equal, 0), (copied, 1e-5)):  # callbacks keep XLA from fusing
         with amanda.apply(tool_with(routine)) as scope:
             values = jax.tree.leaves(run(params))
-        for one, other in zip(values, bare, strict=True):
-            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance / 10, err_msg=str(routine))
+        for value, expected in zip(values, bare, strict=True):
+            np.testing.assert_allclose(
+                value, expected, rtol=tolerance, atol=tolerance / 10, err_msg=str(routine)
+            )
         assert not list(scope.report)
 
 
@@ -178,11 +180,11 @@ def test_layers_are_pruned_and_finalized_each_for_itself(name: str) -> None:
         value = run(params)
     finalized = tool.finalize(params).model
     for projection, stack in kernels(finalized).items():
-        for i, (own, weight) in enumerate(zip(stack, before[projection], strict=True)):
-            np.testing.assert_array_equal(own, weight * (np.abs(weight) > np.median(np.abs(weight))))
-            assert any(one.path.endswith(f"{projection}.kernel[{i}]") for one in tool.weights)
+        for i, (slice_weight, weight) in enumerate(zip(stack, before[projection], strict=True)):
+            np.testing.assert_array_equal(slice_weight, weight * (np.abs(weight) > np.median(np.abs(weight))))
+            assert any(entry.path.endswith(f"{projection}.kernel[{i}]") for entry in tool.weights)
     np.testing.assert_allclose(value, run(finalized), rtol=1e-5)
-    assert {one.tensor for one in stats.result} >= {f"weight [{i}]" for i in range(LAYERS)}
+    assert {entry.tensor for entry in stats.result} >= {f"weight [{i}]" for i in range(LAYERS)}
 
 
 def with_kernels(params: Any, change: Callable[[Any], Any]) -> Any:

@@ -22,14 +22,16 @@ X = jnp.ones((3, 2))
 
 
 def noise(row: Any) -> Any:
-    key, other = jax.random.split(jax.random.key(1))
-    return jnp.where(jax.random.bernoulli(key, 0.5, row.shape), row, 0) + jax.random.normal(other, row.shape)
+    key, noise_key = jax.random.split(jax.random.key(1))
+    return jnp.where(jax.random.bernoulli(key, 0.5, row.shape), row, 0) + jax.random.normal(
+        noise_key, row.shape
+    )
 
 
 def carried(row: Any) -> Any:
     def step(key: Any, _: Any) -> Any:
-        key, other = jax.random.split(key)
-        return key, jax.random.normal(other, ())
+        key, noise_key = jax.random.split(key)
+        return key, jax.random.normal(noise_key, ())
 
     return lax.scan(step, jax.random.key(0), None, length=2)[1] + row
 
@@ -75,15 +77,15 @@ def test_tools_run_programs_with_keys(name: str, tool: Callable[[], amanda.Tool]
     "dtype", ["int4", "uint4", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float4_e2m1fn"]
 )
 def test_small_types_are_read_in_programs(dtype: str) -> None:
-    x, seen = jnp.ones(4, dtype), []
+    x, dtypes = jnp.ones(4, dtype), []
     tool = amanda.Tool()
     tool.add_inst_for_op(
-        lambda context: context.insert_before_op(lambda *values: seen.append(values[0].dtype) or values)
+        lambda context: context.insert_before_op(lambda *values: dtypes.append(values[0].dtype) or values)
     )
     step = jax.jit(lambda x: lax.rev(x, (0,)))
     with amanda.apply(tool):
         result = step(x)
-    assert seen == [x.dtype]
+    assert dtypes == [x.dtype]
     assert np.asarray(result).tobytes() == np.asarray(x).tobytes()
 
 

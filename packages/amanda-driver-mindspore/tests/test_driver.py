@@ -89,10 +89,10 @@ class MindSporeSample(Sample):
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
         executor.set_grad_flag(True)
-        made = Tensor(np.array(values, np.float64)).astype(dtype or ms.float64)
+        tensor = Tensor(np.array(values, np.float64)).astype(dtype or ms.float64)
         if requires_grad:
-            made.requires_grad_()
-        return made
+            tensor.requires_grad_()
+        return tensor
 
     def parameter(self, values: Sequence[Any]) -> Any:
         executor.set_grad_flag(True)
@@ -141,9 +141,9 @@ class MindSporeViewSample(MindSporeSample, ViewSample):
     write = property(lambda self: _add_into)
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
-        made = super().tensor(values, dtype, requires_grad)
+        tensor = super().tensor(values, dtype, requires_grad)
         executor.set_grad_flag(False)  # in a gradient an assignment gives a tensor other memory
-        return made
+        return tensor
 
 
 def _add_into(x: Any, number: float) -> None:

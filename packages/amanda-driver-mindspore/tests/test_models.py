@@ -145,10 +145,10 @@ def twins(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     theirs = dict(module.named_parameters())
     for name, parameter in network.parameters_and_names():
         path, _, last = name.rpartition(".")
-        if (own := theirs.get(f"{path}.{NAMES.get(last, last)}")) is not None:
+        if (twin_parameter := theirs.get(f"{path}.{NAMES.get(last, last)}")) is not None:
             value = random.normal(size=parameter.shape).astype(np.float32) * 0.3
             parameter.set_data(Tensor(value))
-            own.data = torch.from_numpy(value.copy())
+            twin_parameter.data = torch.from_numpy(value.copy())
     assert len(theirs) == len(network.trainable_params())
     network.set_train(False)
     module.eval()
@@ -171,17 +171,17 @@ def trained(network: Any, example: Any, steps: int = 3) -> list[bytes]:
     optimizer = nn.SGD(parameters, 0.1)
     loss_of = nn.CrossEntropyLoss()
     step = ms.value_and_grad(lambda x: loss_of(network(x), labels), None, parameters)
-    seen = []
+    contents = []
     for _ in range(steps):
         _, gradients = step(x)
         optimizer(gradients)
-        seen += [one.asnumpy().tobytes() for one in gradients]
-    return [*seen, *(one.asnumpy().tobytes() for one in network.get_parameters())]
+        contents += [gradient.asnumpy().tobytes() for gradient in gradients]
+    return [*contents, *(parameter.asnumpy().tobytes() for parameter in network.get_parameters())]
 
 
 def again(network: Any) -> Callable[[], None]:
     """What gives the network the weights that it has now."""
-    values = [(one, one.asnumpy().copy()) for one in network.get_parameters()]
+    values = [(parameter, parameter.asnumpy().copy()) for parameter in network.get_parameters()]
 
     def restore() -> None:
         for parameter, value in values:
@@ -264,8 +264,8 @@ def test_ops_are_counted_as_mindspore_dispatches_them(twins: Any) -> None:
     counting = Counting()
     with amanda.apply(counting):
         network(Tensor(example))
-    counted = {own: counting.forward[name] for name, own in OWN_NAMES.items()}
-    assert counted == {own: dispatched.names[own] for own in OWN_NAMES.values()}
+    counted = {native_name: counting.forward[name] for name, native_name in OWN_NAMES.items()}
+    assert counted == {native_name: dispatched.names[native_name] for native_name in OWN_NAMES.values()}
     products = sum(dispatched.names[name] for name in ("MatMul", "BatchMatMul", "MatMulExt"))
     assert sum(counting.forward[name] for name in ("matmul", "batch_mat_mul", "matmul_ext")) == products
     assert sum(counted.values()) > 8
@@ -279,11 +279,11 @@ def test_backward_ops_are_those_of_the_graph_of_gradients(twins: Any) -> None:
 
     def summed(x: Any) -> Any:
         result = network(x).sum()
-        seen, waiting = set(), [result._grad_node]
+        visited, waiting = set(), [result._grad_node]
         while waiting:
             node = waiting.pop()
-            if node is not None and node._unique_id() not in seen:
-                seen.add(node._unique_id())
+            if node is not None and node._unique_id() not in visited:
+                visited.add(node._unique_id())
                 if not node.is_leaf():
                     name = f"{node.name()}Backward"
                     node.register_prehook(lambda _, name=name: expected.update([name]))
@@ -315,33 +315,33 @@ def test_pruned_weights_are_those_of_pytorchs_twin(twins: Any, pattern: str) -> 
     network, module, example = twins
     ours, theirs = PruneTool(0.5, pattern, exclude="stem"), PruneTool(0.5, pattern, exclude="stem")
     with amanda.apply(ours):
-        own = network(Tensor(example)).asnumpy()
+        output = network(Tensor(example)).asnumpy()
     with amanda.apply(theirs), torch.no_grad():
-        other = module(torch.from_numpy(example)).numpy()
+        expected = module(torch.from_numpy(example)).numpy()
     ours.finalize(network)
     theirs.finalize(module)
     weights = dict(module.named_parameters())
     pruned = 0
     for name, parameter in network.parameters_and_names():
         if isinstance(parameter, Parameter) and name.endswith(".weight"):
-            kept = parameter.asnumpy() != 0
-            np.testing.assert_array_equal(kept, weights[name].detach().numpy() != 0)
-            pruned += int((~kept).sum())
+            remaining = parameter.asnumpy() != 0
+            np.testing.assert_array_equal(remaining, weights[name].detach().numpy() != 0)
+            pruned += int((~remaining).sum())
     assert pruned > 100
-    np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-3)  # kernels add up in another order
+    np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-3)  # kernels add up in another order
 
 
 def test_words_and_scopes_are_the_vocabularys(twins: Any) -> None:
     network, _, example = twins
-    seen: set[tuple[str, str]] = set()
+    scopes_and_types: set[tuple[str, str]] = set()
 
     class Words(amanda.Tool):
         def __init__(self) -> None:
             self.depends_on(StandardMapping())
-            self.add_inst_for_op(lambda context: seen.add((context.get_scope(), context["type"])))
+            self.add_inst_for_op(lambda context: scopes_and_types.add((context.get_scope(), context["type"])))
 
     with amanda.apply(Words()):
         network(Tensor(example))
     attention = {("words", "embedding"), ("norm1", "layer_norm"), ("", "softmax"), ("query", "matmul")}
     convolution = {("layer1.conv1", "conv2d"), ("layer2.norm2", "batch_norm"), ("pool", "max_pool2d")}
-    assert (attention if isinstance(network, Transformer) else convolution) <= seen
+    assert (attention if isinstance(network, Transformer) else convolution) <= scopes_and_types

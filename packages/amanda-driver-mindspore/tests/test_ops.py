@@ -86,7 +86,7 @@ def test_ops_that_write_give_what_they_gave_and_write_what_routines_return(call:
         assert written() == plain
     if call != "setitem":  # whose routine after it gets nothing
         with amanda.apply(Named(call, "insert_after_op", lambda value: value * 10)):
-            assert written() == [10 * one for one in plain]
+            assert written() == [10 * value for value in plain]
 
 
 def test_gradients_of_value_and_grad_are_changed_at_backward_ops_and_at_leaves() -> None:
@@ -137,19 +137,19 @@ def test_recomputation_under_grad_gives_the_same_and_runs_the_ops_twice(reentran
     layer, x = Layer(), numbers([1.0, -2.0])
     gradient = ms.grad(lambda x: ms.recompute(layer, x, use_reentrant=reentrant).sum())
     plain = gradient(x).asnumpy().tolist()
-    seen: list[int] = []
+    op_ids: list[int] = []
     tool = amanda.Tool()
 
     def look(context: amanda.OpContext) -> None:
         if context.get_op_type() == "relu":
             op_id = context.get_op_id()
-            context.insert_before_op(lambda *_: seen.append(op_id))
+            context.insert_before_op(lambda *_: op_ids.append(op_id))
 
     tool.add_inst_for_op(look)
     with amanda.apply(tool):
         assert gradient(x).asnumpy().tolist() == plain
-    assert len(seen) == 2
-    assert len(set(seen)) == 1
+    assert len(op_ids) == 2
+    assert len(set(op_ids)) == 1
 
 
 @ms.jit
@@ -172,20 +172,20 @@ def test_compiled_functions_are_reported_and_run_op_by_op_where_mindspore_is_tol
 
 
 def test_threads_train_in_scopes_of_their_own() -> None:
-    seen: dict[int, list[str]] = {}
+    ops_by_thread: dict[int, list[str]] = {}
 
     def train(number: int) -> None:
         tool = Named()
         with amanda.apply(tool):
             ms.grad(lambda x: ops.relu(x * number).sum())(numbers([1.0]))
-        seen[number] = [*tool.forward, *tool.backward]
+        ops_by_thread[number] = [*tool.forward, *tool.backward]
 
     for number in (1, 2):  # gradients on two threads at once fail in MindSpore itself
         thread = threading.Thread(target=train, args=(number,))
         thread.start()
         thread.join(60)
-    assert seen[1] == seen[2]
-    assert {"relu", "ReLUBackward"} <= set(seen[1])
+    assert ops_by_thread[1] == ops_by_thread[2]
+    assert {"relu", "ReLUBackward"} <= set(ops_by_thread[1])
 
 
 @pytest.mark.parametrize("page", ["docs/mindspore.md", "packages/amanda-driver-mindspore/README.md"])

@@ -37,7 +37,7 @@ def test_weights_and_activations_are_quantised_and_gradients_pass(method: Any) -
     assert len(tool.result.rows()) == 4
     assert scope.report == []
     assert 0 < np.abs(quantised - plain).max() < 0.1
-    assert all(np.abs(one.asnumpy()).sum() > 0 for one in gradients)
+    assert all(np.abs(gradient.asnumpy()).sum() > 0 for gradient in gradients)
 
 
 def test_an_lstm_is_counted_layer_by_layer() -> None:
@@ -55,9 +55,9 @@ def test_weights_that_are_read_transposed_are_pruned_and_written_into_the_model(
     with amanda.apply(tool):
         pruned = model(x).asnumpy()
     tool.finalize(model)
-    matrices = {name: one for name, one in model.parameters_and_names() if one.ndim == 2}
+    matrices = {name: parameter for name, parameter in model.parameters_and_names() if parameter.ndim == 2}
     assert len(matrices) == 4
-    assert all(np.mean(one.asnumpy() == 0) == 0.5 for one in matrices.values())
+    assert all(np.mean(parameter.asnumpy() == 0) == 0.5 for parameter in matrices.values())
     np.testing.assert_array_equal(model(x).asnumpy(), pruned)
 
 
@@ -68,4 +68,4 @@ def test_a_nan_is_found_at_its_op_beside_ops_that_write() -> None:
         x[0] = 1.0
         x[:, 1] += 2
         ops.relu(ops.log(x - 3))
-    assert [one.type for one in tool.result.findings] == ["log"]
+    assert [finding.type for finding in tool.result.findings] == ["log"]

@@ -11,7 +11,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import amanda
-from amanda.drivers.mindspore._writes import declaration_of
+from amanda.drivers.mindspore._signatures import declaration_of
 from amanda.tools.nan import NanTool
 
 
@@ -60,7 +60,10 @@ def test_updates_reach_parameters_and_moments_where_routines_give_copies(name: s
         optimizer = OPTIMIZERS[name](network.trainable_params())
         for _ in range(2):
             optimizer((numbers((2, 3)), numbers((2,))))
-        return [one.asnumpy().tobytes() for one in (*network.get_parameters(), *optimizer.get_parameters())]
+        return [
+            parameter.asnumpy().tobytes()
+            for parameter in (*network.get_parameters(), *optimizer.get_parameters())
+        ]
 
     plain = updated()
     with amanda.apply(copying("before", "after")):
@@ -83,7 +86,7 @@ def test_running_statistics_are_written_in_training_alone() -> None:
         layer = nn.BatchNorm2d(3)
         layer.set_train(training)
         layer(numbers((2, 3, 4, 4)))
-        return [one.asnumpy().tobytes() for one in (layer.moving_mean, layer.moving_variance)]
+        return [statistic.asnumpy().tobytes() for statistic in (layer.moving_mean, layer.moving_variance)]
 
     plain = statistics(True), statistics(False)
     assert plain[0] != plain[1]
@@ -91,7 +94,9 @@ def test_running_statistics_are_written_in_training_alone() -> None:
         assert (statistics(True), statistics(False)) == plain
     tool = amanda.Tool()
     tool.add_inst_for_op(
-        lambda context: context.insert_before_op(lambda *values: [one * 2 for one in values], [1, 2, 3, 4])
+        lambda context: context.insert_before_op(
+            lambda *values: [value * 2 for value in values], [1, 2, 3, 4]
+        )
         if context.get_op_type() == "batch_norm" else None
     )  # fmt: skip
     with amanda.apply(tool):
@@ -99,14 +104,16 @@ def test_running_statistics_are_written_in_training_alone() -> None:
 
 
 def test_batch_norm_gives_tools_no_unwritten_memory() -> None:
-    layer, seen = nn.BatchNorm2d(3), []
+    layer, absent_outputs = nn.BatchNorm2d(3), []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append([one is None for one in context.get_outputs()]),
-                         require_outputs=True)  # fmt: skip
+    tool.add_inst_for_op(
+        lambda context: absent_outputs.append([output is None for output in context.get_outputs()]),
+        require_outputs=True,
+    )
     with amanda.apply(tool):
         result = layer(numbers((2, 3, 4, 4)))
     assert result.shape == (2, 3, 4, 4)
-    assert [False, True, True, True, True] in seen
+    assert [False, True, True, True, True] in absent_outputs
 
 
 def test_primitives_declare_what_they_write() -> None:
@@ -166,10 +173,10 @@ def parameter() -> list[Any]:
 def test_views_and_bases_are_one_memory_where_routines_give_copies(
     program: Callable[[], list[Any]], sides: tuple[str, ...]
 ) -> None:
-    plain = [one.asnumpy().tobytes() for one in program()]
+    plain = [tensor.asnumpy().tobytes() for tensor in program()]
     with amanda.apply(copying(*sides)):
         for _ in range(2):
-            assert [one.asnumpy().tobytes() for one in program()] == plain
+            assert [tensor.asnumpy().tobytes() for tensor in program()] == plain
 
 
 def test_a_changed_view_of_a_parameter_is_what_the_program_gets() -> None:

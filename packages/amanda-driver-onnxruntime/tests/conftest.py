@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def created_sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The sessions that are made, the driver's among them."""
     sessions: list[Any] = []
     create = onnxruntime.InferenceSession.__init__

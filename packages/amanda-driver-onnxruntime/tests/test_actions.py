@@ -31,8 +31,8 @@ def result(session: Any, *tools: amanda.Tool) -> Any:
         return session.run(None, {"x": X})[0]
 
 
-def close(one: Any, other: Any) -> None:
-    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+def close(values: Any, expected: Any) -> None:
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_values_without_axes_are_changed() -> None:
@@ -96,7 +96,7 @@ def test_writing_into_a_value_is_an_error_that_says_what_to_do(session: Any) -> 
         result(session, tool(lambda c: c.insert_before_op(write), "Relu"))
 
 
-def test_a_traceable_routine_runs_in_the_one_session(session: Any, made: list[Any]) -> None:
+def test_a_traceable_routine_runs_in_the_one_session(session: Any, created_sessions: list[Any]) -> None:
     calls: list[Any] = []
 
     @amanda.traceable
@@ -108,7 +108,7 @@ def test_a_traceable_routine_runs_in_the_one_session(session: Any, made: list[An
     with amanda.apply(inserting) as scope:
         first, second = (session.run(None, {"x": X})[0] for _ in range(2))
     assert calls == ["TracedArray"]
-    assert len(made) == 1
+    assert len(created_sessions) == 1
     assert [entry.reason for entry in scope.report] == ["they set calls; a graph does not"]
     np.testing.assert_array_equal(first, second)
     close(first, (np.rint(np.maximum(HIDDEN, 0) * 4) / 4) @ SECOND)
@@ -117,61 +117,61 @@ def test_a_traceable_routine_runs_in_the_one_session(session: Any, made: list[An
 def test_a_traceable_routine_that_cannot_be_traced_runs_as_python_and_that_is_said(session: Any) -> None:
     odd = amanda.traceable(lambda x: x if x.sum() > 0 else -x)
     with amanda.apply(tool(lambda c: c.insert_after_op(odd), "Relu")) as scope:
-        (given,) = session.run(None, {"x": X})
-    close(given, np.maximum(HIDDEN, 0) @ SECOND)
-    ((what, reason, _),) = scope.report
-    assert what.startswith("traceable insert_after_op(")
+        (output,) = session.run(None, {"x": X})
+    close(output, np.maximum(HIDDEN, 0) @ SECOND)
+    ((subject, reason, _),) = scope.report
+    assert subject.startswith("traceable insert_after_op(")
     assert "so it runs as Python" in reason
 
 
 def test_observers_of_every_op_need_one_session_and_a_changing_routine_two(
-    session: Any, made: list[Any]
+    session: Any, created_sessions: list[Any]
 ) -> None:
     looking = tool(lambda c: c.insert_after_op(amanda.observer(lambda *values: None)))
     result(session, looking)
-    assert len(made) == 1
+    assert len(created_sessions) == 1
     result(session, tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu"))
-    assert len(made) == 3
+    assert len(created_sessions) == 3
 
 
-def test_routines_on_weights_need_no_cut(session: Any, made: list[Any]) -> None:
+def test_routines_on_weights_need_no_cut(session: Any, created_sessions: list[Any]) -> None:
     close(
         result(session, tool(lambda c: c.insert_before_op(lambda w: w * 2, inputs=[1]), "MatMul")),
         4 * np.maximum(HIDDEN, 0) @ SECOND,
     )
-    assert len(made) == 1
+    assert len(created_sessions) == 1
 
 
-def test_nothing_is_made_where_nothing_is_inserted(session: Any, made: list[Any]) -> None:
+def test_nothing_is_made_where_nothing_is_inserted(session: Any, created_sessions: list[Any]) -> None:
     bare = session.run(None, {"x": X})[0]
     np.testing.assert_array_equal(result(session, tool(lambda c: None)), bare)
-    assert made == []
+    assert created_sessions == []
 
 
 def test_a_copy_is_made_once_for_a_tool_and_at_each_run_without_the_cache(
-    session: Any, made: list[Any]
+    session: Any, created_sessions: list[Any]
 ) -> None:
     analysed: list[str] = []
-    one = tool(lambda c: (analysed.append(c.get_op().name), c.insert_after_op(lambda y: y)), "Relu")
+    unchanging = tool(lambda c: (analysed.append(c.get_op().name), c.insert_after_op(lambda y: y)), "Relu")
     for _ in range(3):
-        result(session, one)
-    assert (len(analysed), len(made)) == (1, 2)
+        result(session, unchanging)
+    assert (len(analysed), len(created_sessions)) == (1, 2)
     with amanda.cache_disabled():
         for _ in range(2):
-            result(session, one)
-    assert (len(analysed), len(made)) == (3, 6)
+            result(session, unchanging)
+    assert (len(analysed), len(created_sessions)) == (3, 6)
 
 
-def test_copies_share_the_weights_and_die_with_the_session(made: list[Any]) -> None:
+def test_copies_share_the_weights_and_die_with_the_session(created_sessions: list[Any]) -> None:
     import gc
     import weakref
 
     session = session_of(two_layers())
-    one = tool(lambda c: c.insert_after_op(lambda y: y), "Relu")
-    result(session, one)
-    copies = [weakref.ref(part) for part in made[1:]]
+    unchanging = tool(lambda c: c.insert_after_op(lambda y: y), "Relu")
+    result(session, unchanging)
+    copies = [weakref.ref(part) for part in created_sessions[1:]]
     assert len(copies) == 2
-    made.clear()
+    created_sessions.clear()
     del session
     gc.collect()
     assert [copy() for copy in copies] == [None, None]
@@ -183,20 +183,20 @@ def test_all_copies_of_a_model_use_one_array_for_a_weight(monkeypatch: pytest.Mo
         node("MatMul", "x first", "h", "one"), node("Relu", "h", "r"), node("MatMul", "r second", "y", "two"),
     ]  # fmt: skip
     session = session_of(model_of(nodes, {"x": ["N", 32]}, ["y"], weights))
-    held: list[int] = []
+    addresses: list[int] = []
     create = onnxruntime.OrtValue.ortvalue_from_numpy
 
     def recording(array: Any, *args: Any) -> Any:
-        made = create(array, *args)
-        held.append(made.data_ptr())
-        return made
+        value = create(array, *args)
+        addresses.append(value.data_ptr())
+        return value
 
     monkeypatch.setattr(onnxruntime.OrtValue, "ortvalue_from_numpy", recording)
     for _ in range(3):
         with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y), "Relu")):
             session.run(None, {"x": random(2, 32)})
-    assert len(held) >= 6
-    assert len(set(held)) == 2
+    assert len(addresses) >= 6
+    assert len(set(addresses)) == 2
 
 
 def test_tools_run_in_the_order_of_apply_and_inner_scopes_last(session: Any) -> None:
@@ -211,16 +211,16 @@ def test_tools_run_in_the_order_of_apply_and_inner_scopes_last(session: Any) -> 
 
 
 def test_run_is_handed_from_routine_to_routine_of_an_execution(session: Any) -> None:
-    seen: list[Any] = []
+    sums: list[Any] = []
 
     def before(x: Any, run: dict[str, Any]) -> None:
         run["x"] = x.sum()
 
     def after(y: Any, run: dict[str, Any]) -> None:
-        seen.append(run["x"])
+        sums.append(run["x"])
 
     result(session, tool(lambda c: (c.insert_before_op(before), c.insert_after_op(after)), "Relu"))
-    assert seen == [pytest.approx(HIDDEN.sum(), rel=1e-4)]
+    assert sums == [pytest.approx(HIDDEN.sum(), rel=1e-4)]
 
 
 def test_threads_run_a_session_side_by_side(session: Any) -> None:
@@ -232,10 +232,10 @@ def test_threads_run_a_session_side_by_side(session: Any) -> None:
             results[number] = session.run(None, {"x": X * number})[0]
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     for number, value in results.items():
         close(value / number, 2 * np.maximum(HIDDEN, 0) @ SECOND)
 
@@ -254,16 +254,16 @@ def test_runs_in_an_executor_are_in_the_scope_that_submits_them(session: Any) ->
 
 def test_an_asynchronous_run_is_instrumented_in_its_scope(session: Any) -> None:
     done = threading.Event()
-    told: list[Any] = []
+    callbacks: list[Any] = []
 
     def callback(results: Any, user_data: Any, error: str) -> None:
-        told.append((results, user_data, error))
+        callbacks.append((results, user_data, error))
         done.set()
 
     with amanda.apply(tool(lambda c: c.insert_after_op(lambda y: y * 2), "Relu")):
         session.run_async(None, {"x": X}, callback, "mine")
         assert done.wait(60)
-    ((results, user_data, error),) = told
+    ((results, user_data, error),) = callbacks
     assert (user_data, error) == ("mine", "")
     close(results[0], 2 * np.maximum(HIDDEN, 0) @ SECOND)
 
@@ -273,8 +273,8 @@ def test_external_data_are_read_where_they_lie(tmp_path: Path) -> None:
     onnx.save(two_layers(), path, save_as_external_data=True, size_threshold=0, location="weights.bin")
     session = onnxruntime.InferenceSession(path, session_options())
     bare = session.run(None, {"x": X})[0]
-    kept = tool(lambda c: c.insert_before_op(lambda *values: values))
-    np.testing.assert_array_equal(result(session, kept), bare)
+    unchanging = tool(lambda c: c.insert_before_op(lambda *values: values))
+    np.testing.assert_array_equal(result(session, unchanging), bare)
     masked = tool(lambda c: c.insert_before_op(lambda w: w * 0, inputs=[1]), "MatMul")
     assert not result(session, masked).any()
 
@@ -300,15 +300,15 @@ def test_bound_runs_are_left_alone_and_that_is_said(session: Any) -> None:
     assert "call run or run_with_ort_values" in str(scope.report)
 
 
-def test_the_options_of_the_session_hold_for_its_copies(made: list[Any], tmp_path: Path) -> None:
+def test_the_options_of_the_session_hold_for_its_copies(created_sessions: list[Any], tmp_path: Path) -> None:
     options = session_options()
     options.intra_op_num_threads = 1
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     session = onnxruntime.InferenceSession(two_layers().SerializeToString(), options)
     (tmp_path / "optimized.onnx").unlink()
     result(session, tool(lambda c: c.insert_after_op(lambda y: y), "Relu"))
-    assert len(made) == 3
-    for copy in made[1:]:
+    assert len(created_sessions) == 3
+    for copy in created_sessions[1:]:
         assert copy.get_session_options().graph_optimization_level.name == "ORT_DISABLE_ALL"
         assert copy.get_session_options().intra_op_num_threads == 1
     assert list(tmp_path.iterdir()) == []
@@ -318,8 +318,8 @@ def test_the_options_of_the_session_hold_for_its_copies(made: list[Any], tmp_pat
 def test_with_fusion_a_run_is_within_rounding() -> None:
     session = session_of(two_layers(), plain=False)
     bare = session.run(None, {"x": X})[0]
-    kept = tool(lambda c: c.insert_after_op(lambda *values: values))
-    np.testing.assert_allclose(result(session, kept), bare, rtol=1e-5, atol=1e-5)
+    unchanging = tool(lambda c: c.insert_after_op(lambda *values: values))
+    np.testing.assert_allclose(result(session, unchanging), bare, rtol=1e-5, atol=1e-5)
 
 
 def looping() -> onnx.ModelProto:
@@ -364,19 +364,21 @@ def test_traceable_routines_run_in_every_round_of_a_loop() -> None:
         "Add",
     )
     with amanda.apply(inserting) as scope:
-        (given,) = session.run(None, FEED)
+        (output,) = session.run(None, FEED)
     expected = -FEED["x"]
     for _ in range(3):
         expected = expected * 2 + 0.5
-    np.testing.assert_array_equal(given, expected)
+    np.testing.assert_array_equal(output, expected)
     assert scope.report == []
 
 
 def test_a_changed_value_is_what_a_body_reads_from_outside() -> None:
     then = onnx.helper.make_graph([node("Relu", "h", "t")], "then", [], [onnx.ValueInfoProto(name="t")])
-    other = onnx.helper.make_graph([node("Neg", "h", "e")], "other", [], [onnx.ValueInfoProto(name="e")])
+    else_branch = onnx.helper.make_graph(
+        [node("Neg", "h", "e")], "other", [], [onnx.ValueInfoProto(name="e")]
+    )
     branching = model_of(
-        [node("Neg", "x", "h", "first"), node("If", "go", "y", then_branch=then, else_branch=other)],
+        [node("Neg", "x", "h", "first"), node("If", "go", "y", then_branch=then, else_branch=else_branch)],
         {"x": [3], "go": []}, ["y"], types={"go": onnx.TensorProto.BOOL},
     )  # fmt: skip
     session = session_of(branching)
@@ -445,7 +447,7 @@ def test_a_list_of_tensors_is_one_input_and_one_output() -> None:
     x, shapes = random(2, 4), []
 
     def swapped(values: Any) -> Any:
-        shapes.append([one.shape for one in values])
+        shapes.append([value.shape for value in values])
         return values[::-1]
 
     with amanda.apply(tool(lambda c: c.insert_before_op(swapped, inputs=[0]), "Concat")):
@@ -469,29 +471,31 @@ def test_bfloat16_sequences_and_text_pass_between_sessions() -> None:
     session = session_of(model)
     feed = {"x": np.array([1.001, 2, 3], np.float32), "t": np.array(["a", "b"], object)}
     bare = session.run(None, feed)
-    seen: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
 
     def look(*values: Any, name: str) -> Any:
-        seen[name] = str(getattr(values[0], "dtype", type(values[0]).__name__))
+        dtypes[name] = str(getattr(values[0], "dtype", type(values[0]).__name__))
         return values
 
     with amanda.apply(tool(lambda c: c.insert_after_op(look, name=c.get_op().name))) as scope:
-        given = session.run(None, feed)
-    for one, other in zip(given, bare, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert seen["narrow"] == "bfloat16"
-    assert seen["text"] == "object"
+        instrumented = session.run(None, feed)
+    for value, expected in zip(instrumented, bare, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    assert dtypes["narrow"] == "bfloat16"
+    assert dtypes["text"] == "object"
     assert scope.report == []
 
 
 def test_a_routine_that_changes_a_dictionary_is_told_that_it_cannot() -> None:
     labelled = node("ZipMap", "x", "y", domain="ai.onnx.ml", classlabels_int64s=[1, 2, 3])
-    given = onnx.helper.make_tensor_value_info("x", 1, [1, 3])
-    graph = onnx.helper.make_graph([labelled], "graph", [given], [onnx.ValueInfoProto(name="y")])
+    input_info = onnx.helper.make_tensor_value_info("x", 1, [1, 3])
+    graph = onnx.helper.make_graph([labelled], "graph", [input_info], [onnx.ValueInfoProto(name="y")])
     imports = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("ai.onnx.ml", 1)]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=9)
     session, feed = session_of(model), {"x": np.zeros((1, 3), np.float32)}
-    copying = tool(lambda c: c.insert_after_op(lambda values: [dict(one) for one in values]))
+    copying = tool(
+        lambda c: c.insert_after_op(lambda values: [dict(probabilities) for probabilities in values])
+    )
     with amanda.apply(copying), pytest.raises(RoutineError, match="which holds no tensor"):
         session.run(None, feed)
 

@@ -103,9 +103,11 @@ def test_bodies_compute_the_same_under_routines_that_change_nothing(name: str, m
     feed = {"x": abs(X) + 3, **feed}
     bare = session.run(None, feed)
     with amanda.apply(make()) as scope:
-        given = session.run(None, feed)
+        instrumented = session.run(None, feed)
     assert scope.report == []
-    assert [(one.shape, one.tobytes()) for one in given] == [(one.shape, one.tobytes()) for one in bare]
+    assert [(value.shape, value.tobytes()) for value in instrumented] == [
+        (value.shape, value.tobytes()) for value in bare
+    ]
 
 
 def test_a_routine_in_a_loop_runs_in_each_round_and_hands_on_within_the_round() -> None:
@@ -190,9 +192,9 @@ def test_the_one_output_of_a_node_may_be_a_sequence(type: str) -> None:
 
     def hand_back(context: amanda.OpContext) -> None:
         context.insert_after_op(lambda value: value, [0])
-        context.insert_after_op(lambda value: [[one.copy() for one in value[0]]], [0])
+        context.insert_after_op(lambda value: [[element.copy() for element in value[0]]], [0])
 
     with amanda.apply(tool(hand_back, type)) as scope:
-        (given,) = session.run(None, feed)
+        (instrumented,) = session.run(None, feed)
     assert scope.report == []
-    np.testing.assert_array_equal(given, bare)
+    np.testing.assert_array_equal(instrumented, bare)

@@ -63,13 +63,15 @@ class Building:
     def add(self, type: str, inputs: Sequence[Any], outputs: int = 1, **attributes: Any) -> Any:
         names = [f"v{len(self.nodes)}_{i}" for i in range(outputs)]
         label = "/".join(["", *self.path, f"{type}_{len(self.nodes)}"])
-        given = [self.name(one) for one in inputs]
-        node = helper.make_node(type, given, names, label, **attributes)
-        lines = traceback.format_list(one for one in traceback.extract_stack() if one.filename != __file__)
+        input_names = [self.name(value) for value in inputs]
+        node = helper.make_node(type, input_names, names, label, **attributes)
+        lines = traceback.format_list(
+            frame for frame in traceback.extract_stack() if frame.filename != __file__
+        )
         node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value="".join(lines))  # as torch.onnx does
         self.nodes.append(node)
-        made = [Value(self, name) for name in names]
-        return made[0] if outputs == 1 else Pair(*made)
+        values = [Value(self, name) for name in names]
+        return values[0] if outputs == 1 else Pair(*values)
 
 
 class Program:
@@ -77,16 +79,16 @@ class Program:
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         graph = Building()
-        self.given = [i for i, one in enumerate(args) if isinstance(one, (np.ndarray, list))]
+        self.array_positions = [i for i, arg in enumerate(args) if isinstance(arg, (np.ndarray, list))]
         symbols, inputs = list(args), []
-        for i in self.given:
+        for i in self.array_positions:
             arrays = args[i] if isinstance(args[i], list) else [args[i]]
             values = [Value(graph, f"x{i}_{k}") for k in range(len(arrays))]
             inputs += [
                 helper.make_tensor_value_info(
-                    value.name, helper.np_dtype_to_tensor_dtype(one.dtype), [None] * one.ndim
+                    value.name, helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim
                 )
-                for value, one in zip(values, arrays, strict=True)
+                for value, array in zip(values, arrays, strict=True)
             ]
             symbols[i] = values if isinstance(args[i], list) else values[0]
         Module.building.append(graph)
@@ -95,23 +97,23 @@ class Program:
         finally:
             Module.building.pop()
         outputs = list(self.form) if isinstance(self.form, Pair) else [self.form]
-        made = helper.make_model(
+        model = helper.make_model(
             helper.make_graph(
-                graph.nodes, "graph", inputs, [onnx.ValueInfoProto(name=one.name) for one in outputs],
+                graph.nodes, "graph", inputs, [onnx.ValueInfoProto(name=output.name) for output in outputs],
                 [numpy_helper.from_array(value, name) for name, value in graph.weights.items()],
             ),
             opset_imports=[helper.make_opsetid("", 18)], ir_version=9,
         )  # fmt: skip
-        self.names = [one.name for one in outputs]
+        self.names = [output.name for output in outputs]
         self.session = onnxruntime.InferenceSession(
-            made.SerializeToString(), session_options(), ["CPUExecutionProvider"]
+            model.SerializeToString(), session_options(), ["CPUExecutionProvider"]
         )
 
     def __call__(self, args: Sequence[Any]) -> Any:
         feed = {}
-        for i in self.given:
+        for i in self.array_positions:
             arrays = args[i] if isinstance(args[i], list) else [args[i]]
-            feed |= {f"x{i}_{k}": one for k, one in enumerate(arrays)}
+            feed |= {f"x{i}_{k}": array for k, array in enumerate(arrays)}
         results = self.session.run(self.names, feed)
         return Pair(*results) if isinstance(self.form, Pair) else results[0]
 
@@ -136,7 +138,7 @@ class Module:
         return {**self.__dict__, "programs": {}}
 
     def __call__(self, *args: Any) -> Any:
-        if not any(isinstance(one, (np.ndarray, list)) and not _is_symbolic(one) for one in args):
+        if not any(isinstance(arg, (np.ndarray, list)) and not _is_symbolic(arg) for arg in args):
             path = self.building[-1].path
             path += [self.scope] * bool(self.scope)
             try:
@@ -151,7 +153,7 @@ class Module:
 
 
 def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(one, Value) for one in value)
+    return isinstance(value, list) and any(isinstance(element, Value) for element in value)
 
 
 def _signature(value: Any) -> Any:
@@ -227,9 +229,9 @@ class OnnxSample(Sample):
     @property
     def pair(self) -> Any:
         def largest(x: Any) -> Any:
-            made = Module.building[-1]
-            made.weights["count"] = np.array([2], np.int64)
-            return made.add("TopK", [x, Value(made, "count")], 2)
+            graph = Module.building[-1]
+            graph.weights["count"] = np.array([2], np.int64)
+            return graph.add("TopK", [x, Value(graph, "count")], 2)
 
         return self.ops.setdefault("TopK", Module(largest))
 

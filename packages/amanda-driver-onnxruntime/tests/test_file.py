@@ -41,9 +41,9 @@ WEIGHT = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
 X = np.linspace(-1, 1, 2 * 64, dtype=np.float32).reshape(2, 64)
 
 
-def alone(model: Path, given: NDArray[Any], tmp_path: Path) -> dict[str, NDArray[Any]]:
+def alone(model: Path, example: NDArray[Any], tmp_path: Path) -> dict[str, NDArray[Any]]:
     """What a model gives in a process that has no Amanda."""
-    np.save(tmp_path / "given.npy", given)
+    np.save(tmp_path / "given.npy", example)
     out = tmp_path / "out.npz"
     command = [sys.executable, "-c", ALONE, str(model), str(tmp_path / "given.npy"), str(out)]
     done = children.run(command)
@@ -62,10 +62,10 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     ]
     graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(WEIGHT, "weight")])
     imports = [helper.make_opsetid("", 18)]
-    made = helper.make_model(graph, opset_imports=imports, ir_version=9, producer_name="someone")
-    helper.set_model_props(made, {"licence": "theirs"})
+    proto = helper.make_model(graph, opset_imports=imports, ir_version=9, producer_name="someone")
+    helper.set_model_props(proto, {"licence": "theirs"})
     path = tmp_path / "model.onnx"
-    onnx.save_model(made, path, save_as_external_data=request.param == "external", location="model.data")
+    onnx.save_model(proto, path, save_as_external_data=request.param == "external", location="model.data")
     assert (tmp_path / "model.data").exists() == (request.param == "external")
     return path
 
@@ -95,17 +95,17 @@ def test_a_copy_runs_without_amanda_and_keeps_what_the_model_says(model: Path, t
     before = model.read_bytes()
     done = amanda.instrument(model, Shifting(), out=tmp_path / "out.onnx")
     amanda.instrument(tmp_path / "out.onnx", Shifting(), out=tmp_path / "twice.onnx")
-    wanted = np.maximum(X @ (WEIGHT * (WEIGHT > 0)), 0) + 1
-    np.testing.assert_allclose(alone(tmp_path / "out.onnx", X, tmp_path)["y"], wanted, rtol=1e-5)
-    np.testing.assert_allclose(alone(tmp_path / "twice.onnx", X, tmp_path)["y"], wanted + 1, rtol=1e-5)
+    expected = np.maximum(X @ (WEIGHT * (WEIGHT > 0)), 0) + 1
+    np.testing.assert_allclose(alone(tmp_path / "out.onnx", X, tmp_path)["y"], expected, rtol=1e-5)
+    np.testing.assert_allclose(alone(tmp_path / "twice.onnx", X, tmp_path)["y"], expected + 1, rtol=1e-5)
     assert model.read_bytes() == before
-    assert [one.stored for one in done.inlined] == [True, False]
-    made = onnx.load(tmp_path / "twice.onnx")
-    onnx.checker.check_model(made, full_check=True)
-    told = {one.key: one.value for one in made.metadata_props}
-    assert (made.producer_name, made.ir_version, told["licence"]) == ("someone", 9, "theirs")
-    assert len(json.loads(told["amanda"])) == 2
-    sizes = [numpy_helper.to_array(one).size for one in made.graph.initializer]
+    assert [entry.stored for entry in done.inlined] == [True, False]
+    copy = onnx.load(tmp_path / "twice.onnx")
+    onnx.checker.check_model(copy, full_check=True)
+    properties = {entry.key: entry.value for entry in copy.metadata_props}
+    assert (copy.producer_name, copy.ir_version, properties["licence"]) == ("someone", 9, "theirs")
+    assert len(json.loads(properties["amanda"])) == 2
+    sizes = [numpy_helper.to_array(tensor).size for tensor in copy.graph.initializer]
     assert sizes.count(WEIGHT.size) == 1
     external = (tmp_path / "model.data").exists()
     assert (tmp_path / "out.onnx.data").exists() == external
@@ -117,8 +117,8 @@ def test_a_pruned_copy_gives_what_the_tool_gives_when_it_runs(model: Path, tmp_p
     session = onnxruntime.InferenceSession(model, session_options())
     with amanda.apply(PruneTool()):
         running = session.run(None, {"x": X})[0]
-    made = onnxruntime.InferenceSession(tmp_path / "pruned.onnx", session_options())
-    np.testing.assert_array_equal(made.run(None, {"x": X})[0], running)
+    pruned_session = onnxruntime.InferenceSession(tmp_path / "pruned.onnx", session_options())
+    np.testing.assert_array_equal(pruned_session.run(None, {"x": X})[0], running)
     assert not np.allclose(running, session.run(None, {"x": X})[0])
 
 
@@ -139,28 +139,28 @@ def test_a_trained_model_is_pruned_as_when_it_runs_and_as_by_hand(tmp_path: Path
     audio = (np.sin(2764 * time) + np.sin(4140 * time)).astype(np.float32)[None, :, None]
     tool = PruneTool()
     done = amanda.instrument(model, tool, out=tmp_path / "pruned.onnx")
-    found = alone(tmp_path / "pruned.onnx", audio, tmp_path)
+    outputs = alone(tmp_path / "pruned.onnx", audio, tmp_path)
     session = onnxruntime.InferenceSession(model, session_options())
-    (given,), names = session.get_inputs(), [one.name for one in session.get_outputs()]
+    (input_info,), names = session.get_inputs(), [output.name for output in session.get_outputs()]
     with amanda.apply(PruneTool()):
-        running = session.run(None, {given.name: audio})
+        running = session.run(None, {input_info.name: audio})
     by_hand = onnx.load(model)
     convolutions = [node for node in by_hand.graph.node if node.op_type == "Conv"]
     masked = 0
     for tensor in by_hand.graph.initializer:
         if any(node.input[1] == tensor.name for node in convolutions):
             weight = numpy_helper.to_array(tensor)
-            kept = np.ones(weight.size, bool)
-            kept[np.argsort(np.abs(weight), axis=None, kind="stable")[: weight.size // 2]] = False
-            tensor.CopyFrom(numpy_helper.from_array(weight * kept.reshape(weight.shape), tensor.name))
+            mask = np.ones(weight.size, bool)
+            mask[np.argsort(np.abs(weight), axis=None, kind="stable")[: weight.size // 2]] = False
+            tensor.CopyFrom(numpy_helper.from_array(weight * mask.reshape(weight.shape), tensor.name))
             masked += 1
     assert masked == len(tool.result.rows()) == 9  # of which several convolutions read one
     assert len(done.inlined) == len(convolutions) == 32
     hand = onnxruntime.InferenceSession(by_hand.SerializeToString(), session_options())
-    for name, value, other in zip(names, running, hand.run(None, {given.name: audio}), strict=True):
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-        np.testing.assert_array_equal(other, value, err_msg=name)
-    assert np.abs(session.run(None, {given.name: audio})[0] - running[0]).max() > 0.05
+    for name, value, expected in zip(names, running, hand.run(None, {input_info.name: audio}), strict=True):
+        np.testing.assert_array_equal(outputs[name], value, err_msg=name)
+        np.testing.assert_array_equal(expected, value, err_msg=name)
+    assert np.abs(session.run(None, {input_info.name: audio})[0] - running[0]).max() > 0.05
 
 
 class Counting(amanda.Tool):
@@ -179,7 +179,7 @@ def test_faults_are_told_and_nothing_is_written(model: Path, tmp_path: Path) -> 
     content = model.read_bytes()
     for name, part in (("empty.onnx", b""), ("half.onnx", content[: len(content) // 2]), ("no.onnx", b"no")):
         (tmp_path / name).write_bytes(part)
-        with pytest.raises(ArtefactError, match=rf"{name} is no whole ONNX model"):
+        with pytest.raises(ArtefactError, match=rf"{name} is not a complete ONNX model"):
             amanda.instrument(tmp_path / name, Shifting(), out=tmp_path / "out.onnx")
     if (tmp_path / "model.data").exists():
         (tmp_path / "model.data").unlink()

@@ -22,10 +22,10 @@ class Values(GraphSample):
 
     op: ClassVar = "Tanh"
 
-    def __init__(self, made: list[Any]) -> None:
+    def __init__(self, created_sessions: list[Any]) -> None:
         nodes = [node("Tanh", "x", "t"), node("Mul", "t weight", "y")]
         self.session = session_of(model_of(nodes, {"x": ["N", 3]}, ["y"], {"weight": WEIGHT}))
-        self.made = made
+        self.created_sessions = created_sessions
 
     def check(self, scale: float) -> None:
         close(run(self.session), np.tanh(X) * WEIGHT * np.float32(scale))
@@ -34,7 +34,7 @@ class Values(GraphSample):
         return np.full(3, number, np.float32)
 
     def copies(self) -> int:
-        return len(self.made)
+        return len(self.created_sessions)
 
 
 class Weights(Values):
@@ -49,9 +49,9 @@ class Weights(Values):
 class Body(Values):
     """tanh, three times, in the body of a loop."""
 
-    def __init__(self, made: list[Any]) -> None:
+    def __init__(self, created_sessions: list[Any]) -> None:
         self.session = looping()
-        self.made = made
+        self.created_sessions = created_sessions
 
     def check(self, scale: float) -> None:
         value = X
@@ -78,8 +78,8 @@ def run(session: Any) -> Any:
     return session.run(None, {"x": X})[0]
 
 
-def close(one: Any, other: Any) -> None:
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+def close(values: Any, expected: Any) -> None:
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
 
 
 class TestGraphDriver(GraphDriverTests):
@@ -90,17 +90,17 @@ class TestGraphDriver(GraphDriverTests):
     }
 
     @pytest.fixture(params=[Values, Weights])
-    def sample(self, request: pytest.FixtureRequest, made: list[Any]) -> GraphSample:
-        sample: GraphSample = request.param(made)
+    def sample(self, request: pytest.FixtureRequest, created_sessions: list[Any]) -> GraphSample:
+        sample: GraphSample = request.param(created_sessions)
         return sample
 
 
-def test_bodies_of_control_flow_read_what_is_set_anew_however_often(made: list[Any]) -> None:
-    sample = Body(made)
+def test_bodies_of_control_flow_read_what_is_set_anew_however_often(created_sessions: list[Any]) -> None:
+    sample = Body(created_sessions)
     tool = Scaling(sample, 1.0)
     with amanda.apply(tool) as scope:
-        for held in range(10):
-            tool.hold(held / 4)
-            sample.check(held / 4)
+        for number in range(10):
+            tool.hold(number / 4)
+            sample.check(number / 4)
     ((_, reason, _),) = scope.report
     assert reason.startswith("what it reads changes often: held, so it runs as Python")

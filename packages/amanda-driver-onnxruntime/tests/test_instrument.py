@@ -36,20 +36,20 @@ def quantising() -> amanda.Tool:
 
 
 def test_what_a_routine_makes_of_weights_is_written_once() -> None:
-    made = instrument(two_layers(), pruning())
-    onnx.checker.check_model(made, full_check=True)
-    assert [one.op_type for one in made.graph.node] == ["MatMul", "Relu", "MatMul"]
+    copy = instrument(two_layers(), pruning())
+    onnx.checker.check_model(copy, full_check=True)
+    assert [item.op_type for item in copy.graph.node] == ["MatMul", "Relu", "MatMul"]
     expected = np.maximum(X @ mask(FIRST), 0) @ mask(SECOND)
-    np.testing.assert_allclose(run(made, x=X)[0], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(copy, x=X)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_traceable_routine_becomes_nodes_that_compute_what_numpy_does() -> None:
-    made = instrument(two_layers(), quantising())
-    onnx.checker.check_model(made, full_check=True)
-    assert {one.op_type for one in made.graph.node} >= {"Round", "Div", "Mul"}
+    copy = instrument(two_layers(), quantising())
+    onnx.checker.check_model(copy, full_check=True)
+    assert {item.op_type for item in copy.graph.node} >= {"Round", "Div", "Mul"}
     hidden = np.maximum(run(two_layers_up_to("h"), x=X)[0], 0)
     (expected,) = run(last_layer(), r=quantise(hidden))
-    np.testing.assert_array_equal(run(made, x=X)[0], expected)
+    np.testing.assert_array_equal(run(copy, x=X)[0], expected)
 
 
 def two_layers_up_to(name: str) -> onnx.ModelProto:
@@ -61,25 +61,25 @@ def last_layer() -> onnx.ModelProto:
 
 
 def test_an_instrumented_model_runs_in_a_runtime_that_knows_nothing_of_amanda() -> None:
-    made = instrument(two_layers(), pruning(), quantising())
-    (reference,) = ReferenceEvaluator(made).run(None, {"x": X})
-    np.testing.assert_allclose(run(made, x=X)[0], reference, rtol=1e-5, atol=1e-5)
+    copy = instrument(two_layers(), pruning(), quantising())
+    (reference,) = ReferenceEvaluator(copy).run(None, {"x": X})
+    np.testing.assert_allclose(run(copy, x=X)[0], reference, rtol=1e-5, atol=1e-5)
 
 
 def test_inputs_outputs_and_the_given_model_stay_as_they_are() -> None:
-    given = two_layers()
-    before = given.SerializeToString()
+    model = two_layers()
+    before = model.SerializeToString()
     doubled = tool(lambda context: context.insert_after_op(amanda.traceable(lambda y: y * 2)), "MatMul")
-    made = instrument(given, doubled)
-    assert given.SerializeToString() == before
-    assert [one.name for one in made.graph.input] == ["x"]
-    assert [one.name for one in made.graph.output] == ["y"]
-    np.testing.assert_allclose(run(made, x=X)[0], run(given, x=X)[0] * 4, rtol=1e-6)
+    copy = instrument(model, doubled)
+    assert model.SerializeToString() == before
+    assert [value.name for value in copy.graph.input] == ["x"]
+    assert [value.name for value in copy.graph.output] == ["y"]
+    np.testing.assert_allclose(run(copy, x=X)[0], run(model, x=X)[0] * 4, rtol=1e-6)
 
 
 def test_a_model_that_no_tool_changes_is_given_back_byte_by_byte() -> None:
-    given = two_layers()
-    assert instrument(given, tool(lambda context: None)).SerializeToString() == given.SerializeToString()
+    model = two_layers()
+    assert instrument(model, tool(lambda context: None)).SerializeToString() == model.SerializeToString()
 
 
 def test_a_file_is_read_from_its_path(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_what_cannot_be_written_is_listed_with_op_tool_and_reason() -> None:
 
 def test_a_replacement_that_is_traceable_takes_the_place_of_the_node() -> None:
     leaky = amanda.traceable(lambda x: np.where(x > 0, x, x * 0.1))
-    made = instrument(two_layers(), tool(lambda context: context.replace_op(leaky), "Relu"))
-    assert "Relu" not in {one.op_type for one in made.graph.node}
+    copy = instrument(two_layers(), tool(lambda context: context.replace_op(leaky), "Relu"))
+    assert "Relu" not in {item.op_type for item in copy.graph.node}
     hidden = X @ FIRST
     expected = np.where(hidden > 0, hidden, hidden * np.float32(0.1)) @ SECOND
-    np.testing.assert_allclose(run(made, x=X)[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run(copy, x=X)[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def branching() -> onnx.ModelProto:
@@ -140,7 +140,7 @@ def branching() -> onnx.ModelProto:
 @pytest.mark.parametrize("go", [True, False])
 def test_traceable_routines_are_written_into_bodies_of_control_flow(go: bool) -> None:
     scaled = tool(lambda context: context.insert_after_op(amanda.traceable(lambda y: y * 3)), "Relu")
-    made = instrument(branching(), scaled)
+    copy = instrument(branching(), scaled)
     x = np.array([-1.0, 2.0, 3.0], np.float32)
-    (result,) = run(made, x=x, go=np.array(go))
+    (result,) = run(copy, x=x, go=np.array(go))
     np.testing.assert_array_equal(result, np.maximum(x, 0) * 3 if go else -x)

@@ -47,14 +47,14 @@ def test_nothing_stays_behind(error: type[BaseException]) -> None:
         tenfold = run()
 
     def check() -> list[str]:
-        found = patches.left()
+        leftovers = patches.left()
         if run().tobytes() != bare.tobytes():
-            found.append("values")
+            leftovers.append("values")
         with amanda.apply(Tenfold()):
             if run().tobytes() != tenfold.tobytes():
-                found.append("values in a later scope")
-        return found
+                leftovers.append("values in a later scope")
+        return leftovers
 
     assert failures(run, check, Tenfold, error, 10) == {}
-    known = Tenfold()
-    assert failures(run, check, lambda: known, error, 6) == {}
+    analysed_tool = Tenfold()
+    assert failures(run, check, lambda: analysed_tool, error, 6) == {}

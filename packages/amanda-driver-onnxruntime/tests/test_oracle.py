@@ -22,25 +22,25 @@ def graph(
     nodes: Sequence[NodeProto], outputs: str, inputs: dict[str, Any], **weights: Any
 ) -> tuple[ModelProto, dict[str, Any]]:
     """A model of nodes and its feed; outputs: their names."""
-    for i, one in enumerate(nodes):
-        one.name = f"/{one.op_type}_{i}"
-    given = [
+    for i, item in enumerate(nodes):
+        item.name = f"/{item.op_type}_{i}"
+    input_infos = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
         for name, value in inputs.items()
     ]
-    made = helper.make_graph(
-        nodes, "graph", given, [ValueInfoProto(name=name) for name in outputs.split()],
+    graph_proto = helper.make_graph(
+        nodes, "graph", input_infos, [ValueInfoProto(name=name) for name in outputs.split()],
         [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()],
     )  # fmt: skip
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(made, opset_imports=imports, ir_version=9)
-    known = {one.name: one for one in given}
-    for one in model.graph.output:
-        if one.name in known:  # an input that is given back
-            one.CopyFrom(known[one.name])
-        elif one.name in weights:
-            array = np.asarray(weights[one.name])
-            one.type.CopyFrom(helper.make_tensor_type_proto(1, array.shape))
+    model = helper.make_model(graph_proto, opset_imports=imports, ir_version=9)
+    infos_by_name = {info.name: info for info in input_infos}
+    for output in model.graph.output:
+        if output.name in infos_by_name:  # an input that is given back
+            output.CopyFrom(infos_by_name[output.name])
+        elif output.name in weights:
+            array = np.asarray(weights[output.name])
+            output.type.CopyFrom(helper.make_tensor_type_proto(1, array.shape))
     return onnx.shape_inference.infer_shapes(model), inputs
 
 
@@ -48,10 +48,10 @@ def body(nodes: Sequence[NodeProto], inputs: Sequence[Any], outputs: Sequence[An
     """A body of control flow; inputs and outputs: name, type and shape."""
     sides = [
         [
-            ValueInfoProto(name=one)
-            if isinstance(one, str)
-            else helper.make_tensor_value_info(one[0], one[1], one[2])
-            for one in side
+            ValueInfoProto(name=entry)
+            if isinstance(entry, str)
+            else helper.make_tensor_value_info(entry[0], entry[1], entry[2])
+            for entry in side
         ]
         for side in (inputs, outputs)
     ]
@@ -179,14 +179,14 @@ MODELS: dict[str, Callable[[], tuple[ModelProto, dict[str, Any]]]] = {
 def anew(value: Any) -> Any:
     """An equal value in other memory."""
     if isinstance(value, list):
-        return [anew(one) for one in value]
+        return [anew(element) for element in value]
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 KINDS: dict[str, Callable[..., Any]] = {
     "looks": lambda *values: None,
     "echoes": lambda *values: values,
-    "gives anew": lambda *values: [anew(one) for one in values],
+    "gives anew": lambda *values: [anew(value) for value in values],
     "observes": amanda.observer(lambda *values: None),
 }
 
@@ -203,15 +203,19 @@ class Everywhere(amanda.Tool):
         context.insert_after_op(self.routine)
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(value: Any, expected: Any) -> None:
     """Equal to the last bit, sequences value by value."""
-    if isinstance(one, list):
-        assert isinstance(other, list)
-        for mine, theirs in zip(one, other, strict=True):
+    if isinstance(value, list):
+        assert isinstance(expected, list)
+        for mine, theirs in zip(value, expected, strict=True):
             assert_same(mine, theirs)
         return
-    assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    assert one.tolist() == other.tolist() if one.dtype.kind == "O" else one.tobytes() == other.tobytes()
+    assert (value.dtype, value.shape) == (expected.dtype, expected.shape)
+    assert (
+        value.tolist() == expected.tolist()
+        if value.dtype.kind == "O"
+        else value.tobytes() == expected.tobytes()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,9 +238,9 @@ def test_float16_differs_by_its_rounding_alone() -> None:
     session = session_of(model)
     (bare,) = session.run(None, feed)
     with amanda.apply(Everywhere(KINDS["gives anew"])) as scope:
-        (found,) = session.run(None, feed)
+        (output,) = session.run(None, feed)
     assert scope.report == []
-    np.testing.assert_allclose(found, bare, rtol=0, atol=4 * np.finfo(np.float16).eps * np.abs(bare).max())
+    np.testing.assert_allclose(output, bare, rtol=0, atol=4 * np.finfo(np.float16).eps * np.abs(bare).max())
 
 
 def test_a_routine_may_change_a_sequence_and_what_reads_it_sees_that() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from onnx_models import node
 
+from amanda.drivers.onnxruntime._graph_runner import ScheduledStep, schedule
 from amanda.drivers.onnxruntime._items import ComputedNode, GraphItem, RoutineCall
-from amanda.drivers.onnxruntime._schedule import ScheduledStep, schedule
 
 
-def told(steps: list[ScheduledStep]) -> list[tuple[list[int], list[str], list[str], list[str]]]:
+def described(steps: list[ScheduledStep]) -> list[tuple[list[int], list[str], list[str], list[str]]]:
     """Slots, nodes, inputs and outputs of each step."""
     return [
-        ([call.slot for call in step.calls], [one.name for one in step.nodes], step.inputs, step.outputs)
+        ([call.slot for call in step.calls], [item.name for item in step.nodes], step.inputs, step.outputs)
         for step in steps
     ]
 
@@ -25,7 +25,7 @@ def test_a_routine_that_gives_a_value_cuts_where_it_is_read() -> None:
         compute("a", "x w", "a"), RoutineCall(0, ["a"], ["b"], []), compute("c", "b w", "c"), compute("d",
         "x", "d"), compute("e", "c d", "e"),
     ]  # fmt: skip
-    assert told(schedule(items, {"w"}, {"e"})) == [
+    assert described(schedule(items, {"w"}, {"e"})) == [
         ([], ["a", "d"], ["x"], ["a", "d"]),
         ([0], ["c", "e"], ["b", "d"], ["e"]),
     ]
@@ -37,13 +37,13 @@ def test_branches_share_a_cut() -> None:
         compute("d", "x", "d"), RoutineCall(1, ["d"], ["e"], []), compute("f", "e c", "f"),
     ]  # fmt: skip
     steps = schedule(items, (), {"f"})
-    assert [[one.name for one in step.nodes] for step in steps] == [["a", "d"], ["c", "f"]]
+    assert [[item.name for item in step.nodes] for step in steps] == [["a", "d"], ["c", "f"]]
     assert [call.slot for call in steps[1].calls] == [0, 1]
 
 
 def test_routines_on_weights_and_inputs_run_before_the_first_session() -> None:
     items: list[GraphItem] = [RoutineCall(0, ["w"], ["v"], []), compute("a", "x v", "a")]
-    assert told(schedule(items, {"w"}, {"a"})) == [([0], ["a"], ["x", "v"], ["a"])]
+    assert described(schedule(items, {"w"}, {"a"})) == [([0], ["a"], ["x", "v"], ["a"])]
 
 
 def test_an_observer_needs_no_cut_and_one_without_values_waits_for_its_op() -> None:
@@ -51,7 +51,7 @@ def test_an_observer_needs_no_cut_and_one_without_values_waits_for_its_op() -> N
         compute("a", "x", "a"), RoutineCall(0, ["a"], [], []), RoutineCall(1, [], [], ["a"]), compute("b",
         "a", "b"), RoutineCall(2, ["b"], [], []),
     ]  # fmt: skip
-    assert told(schedule(items, (), {"b"})) == [
+    assert described(schedule(items, (), {"b"})) == [
         ([], ["a", "b"], ["x"], ["a", "b"]),
         ([0, 1, 2], [], [], []),
     ]

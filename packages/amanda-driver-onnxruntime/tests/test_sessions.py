@@ -50,16 +50,16 @@ ORDER = [
 @pytest.mark.parametrize("observing", [False, True])
 def test_routines_run_in_order_and_leave_every_bit(session: Any, observing: bool) -> None:
     (bare,) = session.run(None, {"x": X})
-    made = Everywhere(observing)
-    with amanda.apply(made) as scope:
+    tool = Everywhere(observing)
+    with amanda.apply(tool) as scope:
         for _ in range(2):
             (result,) = session.run(None, {"x": X})
             np.testing.assert_array_equal(result, bare)
-    assert sorted(made.ran) == sorted(ORDER * 2)
-    assert observing or made.ran == ORDER * 2
+    assert sorted(tool.ran) == sorted(ORDER * 2)
+    assert observing or tool.ran == ORDER * 2
     assert scope.report == []
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], bare)
-    assert len(made.ran) == 2 * len(ORDER)
+    assert len(tool.ran) == 2 * len(ORDER)
 
 
 def test_a_routine_changes_a_weight_and_an_activation(session: Any) -> None:
@@ -80,11 +80,11 @@ def test_ort_values_go_in_and_out(session: Any) -> None:
 
 
 def test_contexts_tell_names_values_and_scope(session: Any) -> None:
-    seen: list[Any] = []
+    facts: list[Any] = []
 
     def look(context: amanda.OpContext) -> None:
         x, weight = context.get_inputs()
-        seen.append(
+        facts.append(
             (context.get_scope(), context.get_op().domain, context.get_input_names(), x.name, weight.shape)
         )
         np.testing.assert_array_equal(
@@ -93,7 +93,7 @@ def test_contexts_tell_names_values_and_scope(session: Any) -> None:
 
     with amanda.apply(tool(look, "MatMul")):
         session.run(None, {"x": X})
-    assert seen == [("first", "", ("A", "B"), "x", (16, 16)), ("second", "", ("A", "B"), "r", (16, 16))]
+    assert facts == [("first", "", ("A", "B"), "x", (16, 16)), ("second", "", ("A", "B"), "r", (16, 16))]
 
 
 def test_wrong_calls_fail_as_they_do_without_a_scope(session: Any) -> None:

@@ -47,11 +47,11 @@ def test_a_traced_routine_computes_what_numpy_does(name: str) -> None:
     function = SAME_SHAPE[name]
     identity = model_of([node("Identity", "x", "y")], {"x": [4, 6]}, ["y"])
     inserting = tool(lambda context: context.insert_after_op(amanda.traceable(function)))
-    made = instrument(identity, inserting)
-    onnx.checker.check_model(made, full_check=True)
-    assert len(made.graph.node) > 1
+    copy = instrument(identity, inserting)
+    onnx.checker.check_model(copy, full_check=True)
+    assert len(copy.graph.node) > 1
     expected = np.asarray(function(X), np.float32)
-    np.testing.assert_allclose(run(made, x=X)[0], expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(run(copy, x=X)[0], expected, rtol=2e-5, atol=2e-5)
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -64,9 +64,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_has_no_counterpart_is_told(what: str) -> None:
-    function, reason = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_counterpart_is_told(case: str) -> None:
+    function, reason = REFUSED[case]
     identity = model_of([node("Identity", "x", "y")], {"x": [4, 6]}, ["y"])
     inserting = tool(lambda context: context.insert_after_op(amanda.traceable(function)))
     with pytest.raises(NotTraceableError, match=reason):
@@ -86,9 +86,9 @@ def test_extents_that_are_not_known_are_no_numbers() -> None:
 def test_nodes_are_those_of_the_models_opset(opset: int) -> None:
     model = model_of([node("Identity", "x", "y")], {"x": [4, 6]}, ["y"], opset=opset)
     scaled = amanda.traceable(lambda x: (x / x.max(axis=1, keepdims=True)).reshape(4, 6) - x.mean(0))
-    made = instrument(model, tool(lambda context: context.insert_after_op(scaled)))
-    onnx.checker.check_model(made, full_check=True)
-    np.testing.assert_allclose(run(made, x=X)[0], scaled(X), rtol=1e-5, atol=1e-5)
+    copy = instrument(model, tool(lambda context: context.insert_after_op(scaled)))
+    onnx.checker.check_model(copy, full_check=True)
+    np.testing.assert_allclose(run(copy, x=X)[0], scaled(X), rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_of_an_old_opset_is_told_to_be_converted() -> None:

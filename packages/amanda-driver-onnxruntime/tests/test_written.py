@@ -29,10 +29,10 @@ def products(inputs: str, *nodes: Any, ir_version: int = 9, **weights: Any) -> M
     """A product with each of these factors in turn."""
     names = inputs.split()
     values = ["x", *(f"h{i}" for i in range(len(names) - 1)), "y"]
-    made = [
+    product_nodes = [
         node("MatMul", f"{a} {w}", b, f"/{b}") for a, w, b in zip(values[:-1], names, values[1:], strict=True)
     ]
-    model = model_of([*nodes, *made], {"x": [4, 48]}, ["y"], weights)
+    model = model_of([*nodes, *product_nodes], {"x": [4, 48]}, ["y"], weights)
     model.ir_version = ir_version
     return model
 
@@ -60,27 +60,27 @@ def test_a_pruned_file_is_no_larger_and_gives_what_the_running_tool_gives(name: 
     model = MODELS[name]()
     onnx.save(model, tmp_path / "model.onnx")
     amanda.instrument(tmp_path / "model.onnx", PruneTool(), out=tmp_path / "pruned.onnx")
-    made = onnx.load(tmp_path / "pruned.onnx")
-    onnx.checker.check_model(made, full_check=True)
+    copy = onnx.load(tmp_path / "pruned.onnx")
+    onnx.checker.check_model(copy, full_check=True)
     with amanda.apply(PruneTool()):
         (expected,) = session_of(model).run(None, {"x": X})
-    np.testing.assert_array_equal(run(made, x=X)[0], expected)
-    assert {one.op_type for one in made.graph.node} == {"MatMul"}
-    (stored,) = made.graph.initializer
+    np.testing.assert_array_equal(run(copy, x=X)[0], expected)
+    assert {item.op_type for item in copy.graph.node} == {"MatMul"}
+    (stored,) = copy.graph.initializer
     assert np.count_nonzero(numpy_helper.to_array(stored)) == WEIGHT.size // 2
-    sizes = [(tmp_path / f"{one}.onnx").stat().st_size for one in ("model", "pruned")]
+    sizes = [(tmp_path / f"{name}.onnx").stat().st_size for name in ("model", "pruned")]
     assert sizes[1] <= sizes[0] + FEW
-    assert [one.name for one in session_of(made).get_inputs()] == ["x"]
+    assert [argument.name for argument in session_of(copy).get_inputs()] == ["x"]
 
 
 def test_a_weight_that_others_read_as_well_stays_for_them() -> None:
     model = products("w s", node("Add", "w w", "s", "/s"), w=WEIGHT)
-    made = instrument(model, PruneTool())
+    copy = instrument(model, PruneTool())
     with amanda.apply(PruneTool()):
         (expected,) = session_of(model).run(None, {"x": X})
-    np.testing.assert_array_equal(run(made, x=X)[0], expected)
-    assert [one.name for one in made.graph.initializer][:1] == ["w"]
-    assert len(made.graph.initializer) == 2
+    np.testing.assert_array_equal(run(copy, x=X)[0], expected)
+    assert [tensor.name for tensor in copy.graph.initializer][:1] == ["w"]
+    assert len(copy.graph.initializer) == 2
 
 
 def test_a_default_of_an_input_stays_and_its_mask_is_stored_once(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ def test_a_default_of_an_input_stays_and_its_mask_is_stored_once(tmp_path: Path)
     model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, WEIGHT.shape))
     onnx.save(model, tmp_path / "model.onnx")
     amanda.instrument(tmp_path / "model.onnx", PruneTool(), out=tmp_path / "pruned.onnx")
-    made = onnx.load(tmp_path / "pruned.onnx")
+    copy = onnx.load(tmp_path / "pruned.onnx")
     session = session_of(model)
     with amanda.apply(PruneTool()):
         (expected,) = session.run(None, {"x": X})
-    np.testing.assert_array_equal(run(made, x=X)[0], expected)
-    assert [one.name for one in session_of(made).get_overridable_initializers()] == ["w"]
-    assert len(made.graph.initializer) == 2
+    np.testing.assert_array_equal(run(copy, x=X)[0], expected)
+    assert [argument.name for argument in session_of(copy).get_overridable_initializers()] == ["w"]
+    assert len(copy.graph.initializer) == 2
 
 
 def branching() -> ModelProto:
@@ -107,11 +107,11 @@ def branching() -> ModelProto:
 
 
 def test_constants_of_bodies_that_nothing_reads_are_left_out() -> None:
-    made = instrument(branching(), PruneTool())
-    onnx.checker.check_model(made, full_check=True)
-    assert made.ByteSize() < WEIGHT.nbytes * 1.1
+    copy = instrument(branching(), PruneTool())
+    onnx.checker.check_model(copy, full_check=True)
+    assert copy.ByteSize() < WEIGHT.nbytes * 1.1
     for go in (True, False):
-        (result,) = run(made, x=X, go=np.array(go))
+        (result,) = run(copy, x=X, go=np.array(go))
         np.testing.assert_array_equal(result, run(instrument(products("w", w=WEIGHT), PruneTool()), x=X)[0])
 
 
@@ -121,9 +121,9 @@ def test_outputs_that_a_routine_swaps_are_swapped_in_the_file_too() -> None:
     swapping = tool(lambda c: c.insert_after_op(amanda.traceable(lambda parts: parts[::-1])), "Split")
     with amanda.apply(swapping):
         running = session_of(model).run(None, {"x": x})
-    for found in (running, run(instrument(model, swapping), x=x)):
-        np.testing.assert_array_equal(found[0], x[:, 2:])
-        np.testing.assert_array_equal(found[1], x[:, :2])
+    for outputs in (running, run(instrument(model, swapping), x=x)):
+        np.testing.assert_array_equal(outputs[0], x[:, 2:])
+        np.testing.assert_array_equal(outputs[1], x[:, :2])
 
 
 @pytest.mark.parametrize("type", ["Neg", "Abs"])
@@ -133,6 +133,6 @@ def test_a_traceable_identity_removes_the_op(type: str) -> None:
     with amanda.apply(removing):
         running = session_of(model).run(None, {"x": X})
     first = X if type == "Neg" else -X
-    for found in (running, run(instrument(model, removing), x=X)):
-        np.testing.assert_array_equal(found[0], first)
-        np.testing.assert_array_equal(found[1], abs(X) if type == "Neg" else -X)
+    for outputs in (running, run(instrument(model, removing), x=X)):
+        np.testing.assert_array_equal(outputs[0], first)
+        np.testing.assert_array_equal(outputs[1], abs(X) if type == "Neg" else -X)

@@ -75,9 +75,9 @@ def eagerly(program: Loss, scope: Scope) -> list[Any]:
 MODES = [in_a_session, in_a_function_with_its_tape, in_a_function_under_a_tape, eagerly]
 
 
-def straight(value: Any, other: Any) -> Any:
+def straight(value: Any, replacement: Any) -> Any:
     """The other's value with the gradient of the first."""
-    return value + tf.stop_gradient(other - value)
+    return value + tf.stop_gradient(replacement - value)
 
 
 def scaled(factor: float) -> Any:
@@ -101,8 +101,8 @@ def tripled(value: Any) -> Any:
 
 
 @amanda.differentiable
-def two_and_three_times(one: Any, other: Any) -> Any:
-    return one * 2, other * 3
+def two_and_three_times(first: Any, second: Any) -> Any:
+    return first * 2, second * 3
 
 
 # What is inserted: action, type of op, routine, and what is selected; and the same by hand.
@@ -128,11 +128,11 @@ CASES: dict[str, tuple[tuple[Any, ...], Loss]] = {
         lambda x, w: loss(x, w, relu=tf.nn.sigmoid),
     ),
     "a replaced square": (
-        ("replace_op", "Mul", lambda one, other: one * other * other),
+        ("replace_op", "Mul", lambda x, y: x * y * y),
         lambda x, w: product(x, w, lambda h: h * h * h),
     ),
     "a replaced product with a weight": (
-        ("replace_op", "MatMul", lambda one, other: tf.matmul(one, other) * 5),
+        ("replace_op", "MatMul", lambda x, y: tf.matmul(x, y) * 5),
         lambda x, w: loss(x, w, before=lambda v: v * 5),
     ),
     "differentiable routines at both factors of a square": (
@@ -170,7 +170,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Loss]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_action_gives_what_the_program_by_hand_does(name: str, mode: Any) -> None:
     inserted, by_hand = CASES[name]
-    wanted = eagerly(by_hand, nullcontext)
-    found = mode(loss, lambda: amanda.apply(inserting(*inserted)))
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)  # the same operations, in another order
+    expected_results = eagerly(by_hand, nullcontext)
+    results = mode(loss, lambda: amanda.apply(inserting(*inserted)))
+    for result, expected in zip(results, expected_results, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5)  # the same operations, in another order

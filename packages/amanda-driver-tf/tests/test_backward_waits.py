@@ -25,9 +25,9 @@ class Handing(amanda.Tool):
         self.add_inst_for_op(self.analyse_backward, backward=True)
 
     def analyse(self, context) -> None:
-        kept = self.keep if self.change else amanda.observer(self.keep)
-        context.insert_before_op(kept, key="before")
-        context.insert_after_op(kept, key="after")
+        routine = self.keep if self.change else amanda.observer(self.keep)
+        context.insert_before_op(routine, key="before")
+        context.insert_after_op(routine, key="after")
 
     def analyse_backward(self, context) -> None:
         context.insert_before_backward_op(self.take, type=context.get_op().type)
@@ -84,9 +84,9 @@ def test_of_functions(kind: str, change: bool) -> None:
 
     vanilla, tool = step(), Handing(change)
     with amanda.apply(tool):
-        found = step()
-    np.testing.assert_array_equal(found[0], vanilla[0])
-    np.testing.assert_array_equal(found[1], vanilla[1])
+        results = step()
+    np.testing.assert_array_equal(results[0], vanilla[0])
+    np.testing.assert_array_equal(results[1], vanilla[1])
     assert "Mul" in tool.took
 
 
@@ -120,7 +120,7 @@ def test_of_sessions(kind: str, change: bool, version: int) -> None:
         fetched, feed = [y, *tf1.gradients(y, x)], {x: [1.0, 2.0]}
         vanilla, tool = session.run(fetched, feed), Handing(change)
         with amanda.apply(tool):
-            found = session.run(fetched, feed)
-    np.testing.assert_array_equal(found[0], vanilla[0])
-    np.testing.assert_array_equal(found[1], vanilla[1])
+            results = session.run(fetched, feed)
+    np.testing.assert_array_equal(results[0], vanilla[0])
+    np.testing.assert_array_equal(results[1], vanilla[1])
     assert "Mul" in tool.took

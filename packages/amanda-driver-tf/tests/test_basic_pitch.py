@@ -68,10 +68,10 @@ def call(request: pytest.FixtureRequest) -> Call:
     return CALLS[request.param]
 
 
-def assert_same(one: Outputs, other: Outputs) -> None:
-    assert set(one) == set(other) == {"contour", "note", "onset"}
-    for name, value in one.items():
-        np.testing.assert_array_equal(value, other[name], err_msg=name)
+def assert_same(outputs: Outputs, expected: Outputs) -> None:
+    assert set(outputs) == set(expected) == {"contour", "note", "onset"}
+    for name, value in outputs.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
 class Passing(amanda.Tool):
@@ -154,16 +154,16 @@ def node_types(function: str) -> Counter[str]:
 
     definition = context.context().get_function_def(function)
     nodes = {node.name: node for node in definition.node_def}
-    wanted = [*definition.ret.values(), *definition.control_ret.values()]
-    wanted += [name for name, node in nodes.items() if op_def_registry.get(node.op).is_stateful]
-    seen: set[str] = set()
-    while wanted:
-        name = wanted.pop().lstrip("^").split(":")[0]
-        if name in nodes and name not in seen:
-            seen.add(name)
-            wanted.extend(nodes[name].input)
+    pending = [*definition.ret.values(), *definition.control_ret.values()]
+    pending += [name for name, node in nodes.items() if op_def_registry.get(node.op).is_stateful]
+    reached: set[str] = set()
+    while pending:
+        name = pending.pop().lstrip("^").split(":")[0]
+        if name in nodes and name not in reached:
+            reached.add(name)
+            pending.extend(nodes[name].input)
     types: Counter[str] = Counter()
-    for name in seen:
+    for name in reached:
         types[nodes[name].op] += 1
         for attribute in nodes[name].attr.values():
             if attribute.HasField("func"):
@@ -198,7 +198,7 @@ def test_activations_are_those_of_an_independent_run(model: Any, audio: Any) -> 
     independent = all_activations(model, audio)
     compared: Counter[str] = Counter()
     for name, (type, value) in independent.items():
-        mine = [given for key, given in tool.activations.items() if name.endswith(key)]
+        mine = [activation for key, activation in tool.activations.items() if name.endswith(key)]
         if mine and not name.endswith(RESERVED):
             np.testing.assert_array_equal(mine[0], value, err_msg=name)
             compared[type] += 1
@@ -213,13 +213,13 @@ def all_activations(model: Any, audio: Any) -> dict[str, tuple[str, NDArray[Any]
     frozen = convert_variables_to_constants_v2(model.signatures["serving_default"], lower_control_flow=False)
     with tf.Graph().as_default() as graph:
         tf.import_graph_def(frozen.graph.as_graph_def(), name="")
-    (given,) = (op.outputs[0] for op in graph.get_operations() if op.type == "Placeholder")
+    (audio_input,) = (op.outputs[0] for op in graph.get_operations() if op.type == "Placeholder")
     tensors = [value for op in graph.get_operations() for value in op.outputs if value.dtype.is_floating]
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     with tf.compat.v1.Session(graph=graph, config=config) as session:
-        values = session.run(tensors, {given: audio.numpy()})
-    return {one.name: (one.op.type, value) for one, value in zip(tensors, values, strict=True)}
+        values = session.run(tensors, {audio_input: audio.numpy()})
+    return {tensor.name: (tensor.op.type, value) for tensor, value in zip(tensors, values, strict=True)}
 
 
 KERNEL = "conv2d_2/kernel:0"
@@ -249,7 +249,7 @@ def mask_of(weight: NDArray[np.float32]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("loaded", ["before", "within"])
 def test_a_pruned_weight_is_as_one_pruned_by_hand(model: Any, audio: Any, call: Call, loaded: str) -> None:
     bare = call(model, audio)
-    (variable,) = (one for one in model.variables if one.name == KERNEL)
+    (variable,) = (candidate for candidate in model.variables if candidate.name == KERNEL)
     tool = PruningOne(variable.numpy())
     scope: AbstractContextManager[Any] = amanda.apply(tool)
     with scope if loaded == "within" else nullcontext():

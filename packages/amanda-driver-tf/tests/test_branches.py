@@ -44,8 +44,8 @@ class ByHand:
         return x
 
     @staticmethod
-    def cond(test, one, other):
-        return one() if test else other()
+    def cond(test, if_true, if_false):
+        return if_true() if test else if_false()
 
 
 def branch(flow, tanh, mul, x):
@@ -128,7 +128,7 @@ def loop(flow, tanh, mul, x):
 
 def through(before: Callable[..., Any] = tf.identity, after: Callable[..., Any] = tf.identity):
     """Functions as they are with a routine before the product's first factor, and one after the other."""
-    return (lambda y: after(tf.tanh(y))), (lambda one, other: tf.multiply(before(one), other))
+    return (lambda y: after(tf.tanh(y))), (lambda x, y: tf.multiply(before(x), y))
 
 
 @pytest.mark.parametrize("run", [with_version_1, in_a_session, in_a_function, outside_a_function])
@@ -139,9 +139,9 @@ def test_gradients_in_branches_read_what_their_op_read_and_gave(run, program) ->
     giving = inserting("insert_after_op", "Tanh", squared)
     reading = inserting("insert_before_op", "Mul", lambda y, x: (squared(y), x))
     with amanda.apply(giving, reading):
-        found = run(lambda x: program(InGraph, *through(), x))
+        results = run(lambda x: program(InGraph, *through(), x))
     expected = differentiated(lambda x: program(ByHand, *through(straight, straight), x))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(results, expected, rtol=1e-5)
 
 
 def scan(flow, tanh, mul, x):
@@ -157,10 +157,10 @@ def scan(flow, tanh, mul, x):
 def test_gradients_in_control_flow_of_version_1_go_through_differentiable_routines(program, action) -> None:
     place = action.split("_")[1]
     with amanda.apply(inserting(action, "Tanh", amanda.differentiable(lambda value: value * value))):
-        found = with_version_1(lambda x: program(InGraph, tf.tanh, tf.multiply, x))
+        results = with_version_1(lambda x: program(InGraph, tf.tanh, tf.multiply, x))
     routine = {"before": lambda y: tf.tanh(squared(y)), "after": lambda y: squared(tf.tanh(y))}[place]
     expected = differentiated(lambda x: program(ByHand, routine, tf.multiply, x))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(results, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("run", [in_a_session, in_a_function, outside_a_function])
@@ -168,9 +168,9 @@ def test_gradients_in_branches_go_through_differentiable_routines(run) -> None:
     with amanda.apply(
         inserting("insert_after_op", "Tanh", amanda.differentiable(lambda value: value * value))
     ):
-        found = run(lambda x: case_in_a_loop(InGraph, *through(), x))
+        results = run(lambda x: case_in_a_loop(InGraph, *through(), x))
     expected = differentiated(lambda x: case_in_a_loop(ByHand, *through(after=squared), x))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(results, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("run", [in_a_session, in_a_function])
@@ -188,6 +188,6 @@ def test_gradients_in_loops_read_what_an_identity_and_its_reader_were_given(run)
     giving.add_inst_for_op(only_marked, require_outputs=True)
     for tools, after in ([giving], straight), ([giving, reading], lambda y: straight(straight(y))):
         with amanda.apply(*tools):
-            found = run(lambda x: loop(InGraph, tf.tanh, marked, x))
+            results = run(lambda x: loop(InGraph, tf.tanh, marked, x))
         expected = differentiated(lambda x: loop(ByHand, *through(after), x))  # noqa: B023
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(results, expected, rtol=1e-5)

@@ -25,7 +25,7 @@ def differentiated(program: Any) -> Any:
     return step
 
 
-def made(tape: str) -> Any:
+def gradient_function(tape: str) -> Any:
     """The gradient of a function that calls one twice, with the tape inside of it or outside."""
     called = tf.function(lambda x: tf.tanh(x) * x)
     if tape == "inside":
@@ -37,29 +37,29 @@ def made(tape: str) -> Any:
 @pytest.mark.parametrize("traced", ["traced before", "traced in the scope"])
 def test_gradients_of_each_call_read_what_that_call_computed(tape: str, traced: str) -> None:
     with unfused():
-        gradient = made(tape)
+        gradient = gradient_function(tape)
         expected = gradient(tf.constant(X))
         if traced == "traced in the scope":
-            gradient = made(tape)
+            gradient = gradient_function(tape)
         with amanda.apply(Unchanged()):
-            found = gradient(tf.constant(X))
-    np.testing.assert_array_equal(found, expected)
+            result = gradient(tf.constant(X))
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("tape", ["inside", "outside"])
 @pytest.mark.parametrize("traced", ["traced before", "traced in the scope"])
 def test_each_call_hands_on_to_its_own_backward_ops(tape: str, traced: str) -> None:
     gave: list[Any] = []
-    taken: list[Any] = []
+    values: list[Any] = []
 
     def keep(value: Any, run: dict[str, Any]) -> None:
         run["gave"] = value.numpy()
         gave.append(value.numpy())
 
     def take(gradient: Any, run: dict[str, Any]) -> None:
-        taken.append(run["gave"])
+        values.append(run["gave"])
 
-    gradient = made(tape)
+    gradient = gradient_function(tape)
     if traced == "traced before":
         gradient(tf.constant(X))
 
@@ -76,5 +76,5 @@ def test_each_call_hands_on_to_its_own_backward_ops(tape: str, traced: str) -> N
     tool.add_inst_for_op(analyse_backward, backward=True)
     with amanda.apply(tool):
         gradient(tf.constant(X))
-    np.testing.assert_array_equal(taken, gave[::-1])
+    np.testing.assert_array_equal(values, gave[::-1])
     assert len(gave) == 2

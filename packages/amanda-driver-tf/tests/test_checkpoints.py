@@ -43,7 +43,7 @@ class OwnVariables(amanda.Tool):
     @property
     def calls(self) -> int:
         """How often all routines were called."""
-        return sum(int(one.numpy()) for one in self.counts)
+        return sum(int(count.numpy()) for count in self.counts)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -55,7 +55,7 @@ def contents(path: str) -> dict[str, Any]:
     """Names of a checkpoint with dtype, shape and bytes of their values."""
     reader = tf.train.load_checkpoint(path)
     values = {name: np.asarray(reader.get_tensor(name)) for name, _ in tf.train.list_variables(path)}
-    return {name: (str(one.dtype), one.shape, one.tobytes()) for name, one in values.items()}
+    return {name: (str(value.dtype), value.shape, value.tobytes()) for name, value in values.items()}
 
 
 def train_and_write(folder: Path, compiled: bool, scope: Scope) -> str:
@@ -68,10 +68,10 @@ def train_and_write(folder: Path, compiled: bool, scope: Scope) -> str:
     optimizer.build(model.trainable_variables)
     generator = tf.random.Generator.from_seed(3)
 
-    def train_step(given: Any) -> Any:
+    def train_step(batch: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(given + generator.normal([2, 4]), training=True) ** 2)
-        gradients = tape.gradient(loss, [one.value for one in model.trainable_variables])
+            loss = tf.reduce_sum(model(batch + generator.normal([2, 4]), training=True) ** 2)
+        gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     step = tf.function(train_step) if compiled else train_step
@@ -131,8 +131,8 @@ def test_what_was_written_in_a_scope_is_restored_without_and_the_other_way(tmp_p
         within = checkpoint.write(str(tmp_path / "within"))
     outside = checkpoint.write(str(tmp_path / "outside"))
     for path, scope in ((within, nullcontext()), (outside, amanda.apply(OwnVariables()))):
-        model.set_weights([np.zeros_like(one) for one in first])
+        model.set_weights([np.zeros_like(value) for value in first])
         with scope:
             checkpoint.read(path).assert_consumed()
-        for one, other in zip(model.get_weights(), first, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for value, expected in zip(model.get_weights(), first, strict=True):
+            np.testing.assert_array_equal(value, expected)

@@ -64,38 +64,38 @@ EVALUATIONS = {doubling: 3, doubling_in_a_call: 3, doubling_twice: 5}
 
 
 def counting(action: str, mark=lambda func: func, **select):
-    seen: list[int] = []
+    counts: list[int] = []
 
     def count(*values) -> None:
-        seen.append(len(values))
+        counts.append(len(values))
 
-    return seen, inserting(action, "MatMul", mark(count), **select)
+    return counts, inserting(action, "MatMul", mark(count), **select)
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("program", EVALUATIONS)
 def test_observers_in_a_condition_run_at_each_of_its_evaluations(run, program) -> None:
     expected = run(program)
-    seen, tool = counting("insert_after_op", amanda.observer)
+    counts, tool = counting("insert_after_op", amanda.observer)
     with amanda.apply(tool):
         np.testing.assert_array_equal(run(program), expected)
-    assert seen == [1] * EVALUATIONS[program]
+    assert counts == [1] * EVALUATIONS[program]
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("action", ["insert_before_op", "insert_after_op"])
 def test_routines_in_a_condition_run_that_are_given_nothing(run, action) -> None:
     select = {"inputs": []} if action == "insert_before_op" else {"outputs": []}
-    seen, tool = counting(action, **select)
+    counts, tool = counting(action, **select)
     with amanda.apply(tool):
         run(doubling)
-    assert seen == [0, 0, 0]
+    assert counts == [0, 0, 0]
 
 
 ACTIONS = {
-    "insert_before_op": lambda one, other: (one * 2.0, other),
+    "insert_before_op": lambda x, y: (x * 2.0, y),
     "insert_after_op": lambda product: product * 2.0,
-    "replace_op": lambda one, other: tf.matmul(one, other) * 2.0,
+    "replace_op": lambda x, y: tf.matmul(x, y) * 2.0,
 }
 
 
@@ -103,22 +103,22 @@ ACTIONS = {
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("mark", [lambda func: func, amanda.traceable], ids=["runtime", "traceable"])
 def test_a_changed_condition_ends_the_loop(run, action, mark) -> None:
-    seen, counts = counting("insert_after_op", amanda.observer)
+    evaluations, counts = counting("insert_after_op", amanda.observer)
     with amanda.apply(inserting(action, "MatMul", mark(ACTIONS[action])), counts):
-        found = run(lambda x: doubling(x * 2.0))
-    assert len(seen) == 2  # 2 * 32, 2 * 128
-    np.testing.assert_array_equal(found[0] if run is differentiated else found, np.full((2, 2), 4.0))
+        result = run(lambda x: doubling(x * 2.0))
+    assert len(evaluations) == 2  # 2 * 32, 2 * 128
+    np.testing.assert_array_equal(result[0] if run is differentiated else result, np.full((2, 2), 4.0))
 
 
 def test_the_condition_of_a_map_is_seen() -> None:
-    seen: list[str] = []
+    dtypes: list[str] = []
 
     def analysis(context) -> None:
         if context.get_op().type in ("Less", "LogicalAnd"):
-            context.insert_after_op(amanda.observer(lambda value: seen.append(value.dtype.name)))
+            context.insert_after_op(amanda.observer(lambda value: dtypes.append(value.dtype.name)))
 
     tool = amanda.Tool()
     tool.add_inst_for_op(analysis, require_outputs=True)
     with amanda.apply(tool):
-        tf.function(lambda x: tf.map_fn(lambda one: one + 1.0, x))(tf.ones([3]))
-    assert seen == ["bool"] * 12  # two comparisons and what joins them, before each round and at the end
+        tf.function(lambda x: tf.map_fn(lambda element: element + 1.0, x))(tf.ones([3]))
+    assert dtypes == ["bool"] * 12  # two comparisons and what joins them, before each round and at the end

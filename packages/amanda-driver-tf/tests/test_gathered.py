@@ -16,7 +16,7 @@ class Seeing(amanda.Tool):
 
     def __init__(self, fails_at: str = "") -> None:
         super().__init__()
-        self.seen: list[tuple[str, str, list[float]]] = []
+        self.notes: list[tuple[str, str, list[float]]] = []
         self.calls = 0
         self.fails_at = fails_at
         self.add_inst_for_op(self.analyse)
@@ -38,7 +38,7 @@ class Seeing(amanda.Tool):
     def note(self, point: str, kind: str, values: Sequence[Any]) -> None:
         if kind == self.fails_at:
             raise ZeroDivisionError(kind)
-        self.seen.append((point, kind, [float(tf.reduce_sum(one)) for one in values]))
+        self.notes.append((point, kind, [float(tf.reduce_sum(value)) for value in values]))
 
 
 class Gathering(Seeing):
@@ -55,9 +55,13 @@ class Gathering(Seeing):
     @amanda.gathered(begin, end)
     def both(self, executions: Sequence[Observed]) -> None:
         self.calls += 1
-        for one in executions:
-            self.note("end" if "given" in one.run else "begin", one.kwargs["kind"], one.values)
-            one.run["given"] = True
+        for observation in executions:
+            self.note(
+                "end" if "given" in observation.run else "begin",
+                observation.kwargs["kind"],
+                observation.values,
+            )
+            observation.run["given"] = True
 
 
 ONES, TWOS = tf.ones([3]), tf.fill([3], 2.0)
@@ -75,7 +79,7 @@ def test_a_gathered_form_sees_what_its_observers_would_have_seen() -> None:
         with amanda.apply(tool):
             program(ONES)
             program(TWOS)
-    assert together.seen == one_by_one.seen
+    assert together.notes == one_by_one.notes
     assert together.calls == 2
 
 
@@ -99,7 +103,7 @@ def test_a_tensor_that_several_observe_enters_the_node_once() -> None:
     class Same(amanda.Tool):
         def __init__(self) -> None:
             super().__init__()
-            self.given: list[Any] = []
+            self.tensors: list[Any] = []
             self.add_inst_for_op(self.analyse)
 
         def analyse(self, context: amanda.OpContext) -> None:
@@ -108,13 +112,13 @@ def test_a_tensor_that_several_observe_enters_the_node_once() -> None:
 
         @amanda.observer
         def see(self, *values: Any) -> None:
-            self.given.extend(values)
+            self.tensors.extend(values)
 
     tool = Same()
     with amanda.apply(tool):
         program(ONES)
-    by_id = {id(one) for one in tool.given}
-    assert len(by_id) < len(tool.given)
+    by_id = {id(tensor) for tensor in tool.tensors}
+    assert len(by_id) < len(tool.tensors)
 
 
 @amanda.observer
@@ -124,8 +128,8 @@ def see(*values: Any, seen: list[Any]) -> None:
 
 @amanda.gathered(see)
 def see_all(executions: Sequence[Observed]) -> None:
-    for one in executions:
-        one.kwargs["seen"].append((see_all, len(one.values)))
+    for observation in executions:
+        observation.kwargs["seen"].append((see_all, len(observation.values)))
 
 
 def test_functions_outside_of_classes_have_gathered_forms_too() -> None:
@@ -135,7 +139,7 @@ def test_functions_outside_of_classes_have_gathered_forms_too() -> None:
     with amanda.apply(tool):
         program(ONES)
     assert seen
-    assert all(one == (see_all, 1) for one in seen)
+    assert all(call == (see_all, 1) for call in seen)
 
 
 class Static(amanda.Tool):
@@ -143,7 +147,7 @@ class Static(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = 0
+        self.preparations = 0
         self.kinds: list[list[str]] = []
         self.sums: list[list[float]] = []
         self.add_inst_for_op(lambda context: context.insert_after_op(self.see, kind=context.get_op_type()))
@@ -155,15 +159,15 @@ class Static(amanda.Tool):
     @amanda.gathered(see)
     def see_all(self, executions: Executions) -> None:
         self.kinds.append(executions.prepared(self.kinds_of))
-        self.sums.append(sorted(float(tf.reduce_sum(one)) for one in executions.tensors))
-        assert executions.values() == [one.values for one in executions]
-        assert [one.values for one in executions[1:]] == [
+        self.sums.append(sorted(float(tf.reduce_sum(tensor)) for tensor in executions.tensors))
+        assert executions.values() == [observation.values for observation in executions]
+        assert [observation.values for observation in executions[1:]] == [
             executions[i].values for i in range(1, len(executions))
         ]
 
     def kinds_of(self, executions: Sequence[Observed]) -> list[str]:
-        self.made += 1
-        return [one.kwargs["kind"] for one in executions]
+        self.preparations += 1
+        return [observation.kwargs["kind"] for observation in executions]
 
 
 def test_a_gathered_form_is_given_all_tensors_and_prepares_once_what_does_not_change() -> None:
@@ -172,21 +176,21 @@ def test_a_gathered_form_is_given_all_tensors_and_prepares_once_what_does_not_ch
         with amanda.apply(each):
             program(ONES)
             program(TWOS)
-    ends = [(kind, sums) for point, kind, sums in one_by_one.seen if point == "end"]
-    assert tool.made == 1
+    ends = [(kind, sums) for point, kind, sums in one_by_one.notes if point == "end"]
+    assert tool.preparations == 1
     assert tool.kinds[0] + tool.kinds[1] == [kind for kind, _ in ends]
-    assert sorted(tool.sums[0] + tool.sums[1]) == sorted(one for _, sums in ends for one in sums)
+    assert sorted(tool.sums[0] + tool.sums[1]) == sorted(total for _, sums in ends for total in sums)
 
 
 def test_threads_of_tensorflow_keep_what_is_local_to_them() -> None:
-    threads, made = set(), []
+    threads, created = set(), []
 
     class Local(threading.local):
         def __init__(self) -> None:
-            made.append(threading.get_ident())
+            created.append(threading.get_ident())
 
     local = Local()
-    made.clear()
+    created.clear()
 
     class Plain(amanda.Tool):
         def __init__(self) -> None:
@@ -195,9 +199,9 @@ def test_threads_of_tensorflow_keep_what_is_local_to_them() -> None:
 
         def see(self, *values: Any) -> None:
             threads.add(threading.get_ident())
-            local.seen = True
+            local.created = True
 
     with amanda.apply(Plain()):
         for _ in range(10):
             program(ONES)
-    assert len(made) <= len(threads) < 30, "each thread's is made once, not at each of the 50 calls"
+    assert len(created) <= len(threads) < 30, "each thread's is made once, not at each of the 50 calls"

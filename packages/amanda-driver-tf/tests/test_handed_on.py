@@ -65,9 +65,9 @@ def in_a_function(function: Callable[[Any, Any], Any], tool: amanda.Tool | None)
 @pytest.mark.parametrize("kind", ROUTINES)
 def test_gradients_are_those_of_the_function_that_the_routine_makes_of_the_op(run: Any, kind: str) -> None:
     routine, function = ROUTINES[kind]
-    found = run(lambda x, y: x / y, Handing(routine))
-    for one, wanted in zip(found, run(function, None), strict=True):
-        np.testing.assert_array_equal(one, wanted)
+    results = run(lambda x, y: x / y, Handing(routine))
+    for result, expected in zip(results, run(function, None), strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 class Doubling(amanda.Tool):
@@ -87,16 +87,16 @@ class Doubling(amanda.Tool):
 
 @pytest.mark.parametrize("run", [in_a_session, in_a_function])
 def test_gradients_of_what_several_ops_read_pass_the_routines_of_each(run: Any) -> None:
-    found = run(lambda x, y: (x * y) * y, Doubling())
-    for one, wanted in zip(found, (16.0 * X * Y * Y, 16.0 * Y * Y, 32.0 * X * Y), strict=True):
-        np.testing.assert_array_equal(one, wanted)
+    results = run(lambda x, y: (x * y) * y, Doubling())
+    for result, expected in zip(results, (16.0 * X * Y * Y, 16.0 * Y * Y, 32.0 * X * Y), strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 class Held(amanda.Tool):
     """Which of the values that routines were given still live as gradients of the first operation arrive."""
 
     def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
+        self.references: dict[str, Any] = {}
         self.alive: list[str] = []
         self.add_inst_for_op(self.analyse)
         self.add_inst_for_op(self.analyse_backward, backward=True)
@@ -111,11 +111,15 @@ class Held(amanda.Tool):
 
     @amanda.differentiable
     def double(self, *values, name) -> Any:
-        self.given[name] = [weakref.ref(value) for value in values]
+        self.references[name] = [weakref.ref(value) for value in values]
         return [2.0 * value for value in values]
 
     def look(self, *gradients) -> None:
-        self.alive += [name for name, refs in self.given.items() if any(one() is not None for one in refs)]
+        self.alive += [
+            name
+            for name, refs in self.references.items()
+            if any(reference() is not None for reference in refs)
+        ]
 
 
 def test_values_are_let_go_as_soon_as_gradients_have_passed_them() -> None:
@@ -125,8 +129,8 @@ def test_values_are_let_go_as_soon_as_gradients_have_passed_them() -> None:
         z = tf.multiply(tf.multiply(x, y, name="first"), 3.0, name="second")
         fetched = [z, *tf1.gradients(z, [x, y])]
         with amanda.apply(tool):
-            found = session.run(fetched, {x: X, y: Y})
-    for one, wanted in zip(found, (48.0 * X * Y, 48.0 * Y, 48.0 * X), strict=True):
-        np.testing.assert_array_equal(one, wanted)
-    assert set(tool.given) == {"first", "second"}
+            results = session.run(fetched, {x: X, y: Y})
+    for result, expected in zip(results, (48.0 * X * Y, 48.0 * Y, 48.0 * X), strict=True):
+        np.testing.assert_array_equal(result, expected)
+    assert set(tool.references) == {"first", "second"}
     assert set(tool.alive) == {"first"}

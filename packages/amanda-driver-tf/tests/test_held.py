@@ -12,7 +12,7 @@ import tensorflow as tf
 from acting import inserting
 
 import amanda
-from amanda.drivers.tensorflow.graph import _traced_routines
+from amanda.drivers.tensorflow.graph import _routines
 from amanda.testing import GraphDriverTests, GraphSample, Scaling
 
 tf1 = tf.compat.v1
@@ -32,8 +32,8 @@ class InModule(Scaling):
     def scaled(self, output: Any) -> Any:
         return self.module(output)
 
-    def hold(self, held: Any) -> None:
-        self.module.scale = held
+    def hold(self, scale: Any) -> None:
+        self.module.scale = scale
 
 
 class InLayer(Scaling):
@@ -53,8 +53,8 @@ class InLayer(Scaling):
     def scaled(self, output: Any) -> Any:
         return self.layer(output)
 
-    def hold(self, held: Any) -> None:
-        self.layer.scale = held
+    def hold(self, scale: Any) -> None:
+        self.layer.scale = scale
 
 
 @tf.function
@@ -68,9 +68,9 @@ class Elsewhere:
     half: float
 
 
-def _twice(one: Elsewhere) -> float:
+def _twice(holder: Elsewhere) -> float:
     with tf.init_scope():
-        return round(float(doubled(tf.constant(one.half))), 3)
+        return round(float(doubled(tf.constant(holder.half))), 3)
 
 
 _twice.__module__ = "another_package"
@@ -86,8 +86,8 @@ class InProperty(Scaling):
     def scaled(self, output: Any) -> Any:
         return output * self.elsewhere.scale
 
-    def hold(self, held: Any) -> None:
-        self.elsewhere.half = float(held) / 2
+    def hold(self, scale: Any) -> None:
+        self.elsewhere.half = float(scale) / 2
 
 
 def function() -> tuple[Callable[[], Any], int]:
@@ -152,24 +152,24 @@ def by_hand(times: int, scale: float) -> Any:
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The routines that are traced, in order."""
-    made: list[Any] = []
-    create = _traced_routines.TracedRoutine.__init__
+    actions: list[Any] = []
+    create = _routines.TracedRoutine.__init__
 
     def recording(self: Any, *args: Any) -> None:
         create(self, *args)
-        made.append(args[0].actions[0])
+        actions.append(args[0].actions[0])
 
-    monkeypatch.setattr(_traced_routines.TracedRoutine, "__init__", recording)
-    return made
+    monkeypatch.setattr(_routines.TracedRoutine, "__init__", recording)
+    return actions
 
 
-def told(scope: amanda.Scope) -> list[str]:
+def reasons_of_traceable(scope: amanda.Scope) -> list[str]:
     """What the report says of traceable routines."""
     return [entry.reason for entry in scope.report if entry.what.startswith("traceable")]
 
 
-def close(one: Any, other: Any) -> None:
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+def close(values: Any, expected: Any) -> None:
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
 
 
 class Program(GraphSample):
@@ -207,9 +207,9 @@ def test_what_is_set_anew_is_read_in_every_mode(program: Any, traces: list[Any])
     sample = Program(program, traces)
     tool = Scaling(sample, 2.0)
     with amanda.apply(tool) as scope:
-        for held in (2.0, 2.0, 5.0, 5.0, 2.0):
-            tool.hold(held)
-            sample.check(held)
+        for scale in (2.0, 2.0, 5.0, 5.0, 2.0):
+            tool.hold(scale)
+            sample.check(scale)
         assert len(traces) == 2 * (sample.times if program is nested else 1)
     tool.hold(3.0)
     sample.check(1.0)
@@ -218,23 +218,23 @@ def test_what_is_set_anew_is_read_in_every_mode(program: Any, traces: list[Any])
         tool.hold(5.0)
         sample.check(5.0)
     assert len(traces) == 3 * (sample.times if program is nested else 1)
-    assert not told(scope)
+    assert not reasons_of_traceable(scope)
 
 
 @pytest.mark.parametrize("program", [nested, loop, session_in_functions])
 def test_what_changes_often_is_read_by_python(program: Any, traces: list[Any]) -> None:
     sample = Program(program, traces)
     tool = Scaling(sample, 0.0)
-    other = inserting("insert_after_op", "Tanh", amanda.traceable(lambda y: y + 0.0))
+    unchanging = inserting("insert_after_op", "Tanh", amanda.traceable(lambda y: y + 0.0))
     counts = []
-    with amanda.apply(tool, other) as scope:
+    with amanda.apply(tool, unchanging) as scope:
         for i in range(12):
             tool.hold(i / 4)
             sample.check(i / 4)
-            counts.append(len([one for one in traces if one.tool is tool]))
+            counts.append(len([action for action in traces if action.tool is tool]))
     assert counts[8:] == [counts[7]] * 4
     assert counts[7] == 8 * counts[0]
-    assert set(told(scope)) == {"what it reads changes often: held, so it runs as Python"}
+    assert set(reasons_of_traceable(scope)) == {"what it reads changes often: held, so it runs as Python"}
 
 
 def test_few_values_in_many_combinations_do_not_make_copies_without_end(traces: list[Any]) -> None:
@@ -283,9 +283,9 @@ def test_gradients_follow_what_is_set_anew(inside: bool, traces: list[Any]) -> N
     x = tf.constant(X)
     bare, tool = run(x), Gradients(Program(function, traces), 2.0)
     with amanda.apply(tool):
-        for held in (2.0, 5.0, 2.0, 3.0):
-            tool.hold(held)
-            close(run(x), bare * held)
+        for scale in (2.0, 5.0, 2.0, 3.0):
+            tool.hold(scale)
+            close(run(x), bare * scale)
 
 
 @pytest.mark.slow
@@ -302,13 +302,13 @@ def test_a_scale_that_a_callback_sets_holds_for_the_next_epoch(traces: list[Any]
         return model.get_weights()[0], history.history["loss"]
 
     with amanda.apply(tool) as scope:
-        found = trained()
+        results = trained()
     tool.hold(1.0)
     with amanda.apply(inserting("insert_after_op", "Tanh", lambda y: y * tool.held)):
-        wanted = trained()
-    close(found[0], wanted[0])
-    close(found[1], wanted[1])
-    assert not told(scope)
+        expected = trained()
+    close(results[0], expected[0])
+    close(results[1], expected[1])
+    assert not reasons_of_traceable(scope)
 
 
 class Numbering(Scaling):
@@ -331,7 +331,7 @@ def test_what_the_analysis_of_later_ops_sets_is_read_from_then_on(traces: list[A
         for _ in range(2):
             sample.check(2.0)
     assert len(traces) == 4
-    assert not told(scope)
+    assert not reasons_of_traceable(scope)
 
 
 def test_a_variable_is_read_by_python_when_it_is_assigned(traces: list[Any]) -> None:
@@ -339,7 +339,7 @@ def test_a_variable_is_read_by_python_when_it_is_assigned(traces: list[Any]) -> 
     sample = Program(function, traces)
     tool = Scaling(sample, scale)
     with amanda.apply(tool) as scope:
-        for held in (2.0, 5.0):
-            scale.assign(held)
-            sample.check(held)
-    assert told(scope) == ["it cannot be traced: it reads a variable, so it runs as Python"]
+        for number in (2.0, 5.0):
+            scale.assign(number)
+            sample.check(number)
+    assert reasons_of_traceable(scope) == ["it cannot be traced: it reads a variable, so it runs as Python"]

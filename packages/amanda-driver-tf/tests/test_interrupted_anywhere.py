@@ -68,7 +68,7 @@ def function() -> Callable[[], list[Any]]:
             y = tf.nn.relu(x @ w)
         return y, tape.gradient(y, w)
 
-    return lambda: [one.numpy() for one in step(tf.constant(X))]
+    return lambda: [tensor.numpy() for tensor in step(tf.constant(X))]
 
 
 def session() -> Callable[[], list[Any]]:
@@ -95,20 +95,20 @@ def test_nothing_stays_behind(
         tenfold = _bits(run())
 
     def check() -> list[str]:
-        found = patches.left()
+        leftovers = patches.left()
         if not pywrap_tfe.TFE_Py_TapeSetIsEmpty():
-            found.append("a tape that still records")
+            leftovers.append("a tape that still records")
         if _bits(run()) != bare:
-            found.append("values")
+            leftovers.append("values")
         with amanda.apply(Tenfold()):
             if _bits(run()) != tenfold:
-                found.append("values in a later scope")
-        return found
+                leftovers.append("values in a later scope")
+        return leftovers
 
     assert tenfold != bare
     assert failures(run, check, Tenfold, error, 12) == {}
-    known = Tenfold()
-    assert failures(run, check, lambda: known, error, 6) == {}
+    analysed_tool = Tenfold()
+    assert failures(run, check, lambda: analysed_tool, error, 6) == {}
 
 
 def _bits(values: list[Any]) -> list[bytes]:

@@ -34,8 +34,8 @@ class Scopes(amanda.Tool):
     def of(self, program: Callable[[], Any]) -> dict[str, list[tuple[str, ...]]]:
         with amanda.apply(self):
             program()
-        found = {kind: self.forward.get(kind, []) for kind in ("MatMul", "Relu")}
-        return {**found, "backward": self.backward}
+        scopes = {kind: self.forward.get(kind, []) for kind in ("MatMul", "Relu")}
+        return {**scopes, "backward": self.backward}
 
 
 class Twice(keras.Model):
@@ -105,7 +105,7 @@ MODELS: dict[Any, dict[str, set[tuple[str, ...]]]] = {
 }
 
 
-def made(make: Any) -> Any:
+def model_of(make: Any) -> Any:
     model = make()
     model(np.ones((2, 3), np.float32))
     model.compile("sgd", "mse")
@@ -132,15 +132,15 @@ def in_fit(model: Any) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["run before", "not run before"])
 @pytest.mark.parametrize("make", MODELS)
 def test_an_op_lies_in_its_layer(make: Any, run: Any, before: bool) -> None:
-    model = made(make)
+    model = model_of(make)
     if before:
         run(model)
-    found = Scopes().of(lambda: run(model))
+    scopes = Scopes().of(lambda: run(model))
     expected = MODELS[make]
-    assert set(found["MatMul"]) == expected["MatMul"]
-    assert set(found["Relu"]) == expected["Relu"]
-    assert set(found["backward"]) <= expected["MatMul"]
-    assert found["backward"]
+    assert set(scopes["MatMul"]) == expected["MatMul"]
+    assert set(scopes["Relu"]) == expected["Relu"]
+    assert set(scopes["backward"]) <= expected["MatMul"]
+    assert scopes["backward"]
 
 
 def test_layers_of_one_name_are_told_apart_by_their_variables() -> None:
@@ -152,11 +152,11 @@ def test_layers_of_one_name_are_told_apart_by_their_variables() -> None:
         def call(self, x: Any) -> Any:
             return self.only(x)
 
-    models = [made(Other), made(Twice), made(Other), made(Twice)]
+    models = [model_of(Other), model_of(Twice), model_of(Other), model_of(Twice)]
     for model in models:
-        found = Scopes().of(lambda: tf.function(lambda x: model(x))(tf.ones((2, 3))))  # noqa: B023
+        scopes = Scopes().of(lambda: tf.function(lambda x: model(x))(tf.ones((2, 3))))  # noqa: B023
         path = "only" if type(model) is Other else "first"
-        assert found["MatMul"][0] == (path, "twice/dense", "dense")
+        assert scopes["MatMul"][0] == (path, "twice/dense", "dense")
 
 
 def test_a_session_tells_the_layers_of_its_graph() -> None:
@@ -166,8 +166,8 @@ def test_a_session_tells_the_layers_of_its_graph() -> None:
         initialized = tf.compat.v1.global_variables_initializer()
     with tf.compat.v1.Session(graph=graph) as session:
         session.run(initialized)
-        found = Scopes().of(lambda: session.run(y, {"x:0": np.ones((2, 3))}))
-    assert set(found["MatMul"]) == MODELS[Twice]["MatMul"]
+        scopes = Scopes().of(lambda: session.run(y, {"x:0": np.ones((2, 3))}))
+    assert set(scopes["MatMul"]) == MODELS[Twice]["MatMul"]
 
 
 def test_variables_of_a_loaded_model_name_its_layers(tmp_path: Any) -> None:
@@ -179,12 +179,12 @@ def test_variables_of_a_loaded_model_name_its_layers(tmp_path: Any) -> None:
     keras.Sequential(layers, name="whole").export(str(tmp_path), verbose=False)
     loaded = tf.saved_model.load(str(tmp_path))
     del layers
-    found = Scopes().of(lambda: loaded.serve(tf.ones((2, 3))))
-    assert found["MatMul"] == [("dense", "whole/dense"), ("dense_1", "whole/dense_1")]
+    scopes = Scopes().of(lambda: loaded.serve(tf.ones((2, 3))))
+    assert scopes["MatMul"] == [("dense", "whole/dense"), ("dense_1", "whole/dense_1")]
 
 
 def test_an_op_outside_of_layers_lies_in_its_name_scope() -> None:
-    made(Twice)
+    model_of(Twice)
 
     @tf.function
     def program(x: Any) -> Any:

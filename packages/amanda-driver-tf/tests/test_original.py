@@ -42,9 +42,9 @@ def test_ops_whose_arguments_python_calls_otherwise_are_computed(
             return original(*inputs)
 
     traced = tf.function(function)
-    wanted = traced(tf.constant(X))
+    expected = traced(tf.constant(X))
     tool = Same()
     with amanda.apply(tool):
-        found = traced(tf.constant(X))
+        result = traced(tf.constant(X))
     assert tool.replaced == 1
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(result, expected)

@@ -50,9 +50,9 @@ def tool(type, action):
         if op.type == type and (type != "Identity" or symbol is None or op.name.startswith("pass")):
             getattr(context, action)(ACTIONS[action])
 
-    made = amanda.Tool()
-    made.add_inst_for_op(analysis, require_outputs=action == "insert_after_op")
-    return made
+    created_tool = amanda.Tool()
+    created_tool.add_inst_for_op(analysis, require_outputs=action == "insert_after_op")
+    return created_tool
 
 
 def gradients(program, x, b):
@@ -77,9 +77,9 @@ def by_tape_outside(program, applied):
 def by_session(program, applied):
     with tf.Graph().as_default(), tf1.Session() as session:
         x, b = tf1.placeholder("float32", X.shape), tf1.placeholder("float32", B.shape)
-        wanted = tf.gradients(program(x, b), [x, b], unconnected_gradients="zero")
+        fetches = tf.gradients(program(x, b), [x, b], unconnected_gradients="zero")
         with amanda.apply(applied) as scope:
-            return session.run(wanted, {x: X, b: B}), scope
+            return session.run(fetches, {x: X, b: B}), scope
 
 
 @pytest.mark.parametrize("run", [by_tape_inside, by_tape_outside, by_session])
@@ -88,10 +88,12 @@ def by_session(program, applied):
 def test_its_gradient_is_pulled_back_through_the_routine(run, action, program) -> None:
     type, compute = PROGRAMS[program]
     with amanda.apply(tool(type, action)):
-        wanted = [one.numpy() for one in gradients(compute, tf.constant(X), tf.constant(B))]
-    found, scope = run(compute, tool(type, action))
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4)
+        expected_gradients = [
+            gradient.numpy() for gradient in gradients(compute, tf.constant(X), tf.constant(B))
+        ]
+    gradients_found, scope = run(compute, tool(type, action))
+    for gradient, expected in zip(gradients_found, expected_gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4)
     assert not scope.report
 
 
@@ -102,7 +104,7 @@ def test_it_is_said_where_names_tell_whose_the_gradients_are(before) -> None:
         compute(X, B)
     with amanda.apply(tool("Identity", "insert_after_op")) as scope:
         compute(X, B)
-    said = [
+    subjects = [
         entry.what for entry in scope.report if entry.what.startswith("the gradient of the routines at pass")
     ]
-    assert bool(said) == before
+    assert bool(subjects) == before

@@ -88,7 +88,7 @@ def test_a_patch_that_the_program_makes_in_a_scope_stays(
     def same(values: list[Any]) -> bool:
         return all(map(np.array_equal, values, expected))
 
-    own, expected, bare = vars(holder)[name], program(), Seen()
+    unpatched, expected, bare = vars(holder)[name], program(), Seen()
     with amanda.apply(bare):
         program()
     try:
@@ -106,13 +106,13 @@ def test_a_patch_that_the_program_makes_in_a_scope_stays(
         assert vars(holder)[name] is wrapper
         assert same(within)
         assert same(program())
-        seen = Seen()
+        tool = Seen()
         calls.clear()
-        with amanda.apply(seen):
+        with amanda.apply(tool):
             later = program()
         assert calls
         assert vars(holder)[name] is wrapper
         assert same(later)
-        assert sorted(seen.executions) == sorted(bare.executions)
+        assert sorted(tool.executions) == sorted(bare.executions)
     finally:
-        setattr(holder, name, own)
+        setattr(holder, name, unpatched)

@@ -101,7 +101,7 @@ def in_eager_mode(batches: Any, scope: Scope, by_hand: bool, compiled: bool = Fa
 
     def train_step(images: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = loss_of(images, labels, [one.read_value() for one in weights], by_hand)
+            loss = loss_of(images, labels, [variable.read_value() for variable in weights], by_hand)
         for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
             weight.assign_sub(RATE * gradient)
         return loss
@@ -109,7 +109,7 @@ def in_eager_mode(batches: Any, scope: Scope, by_hand: bool, compiled: bool = Fa
     step = tf.function(train_step) if compiled else train_step
     with scope():
         losses = [float(step(tf.constant(images), tf.constant(labels))) for images, labels in batches]
-    return losses, [one.numpy() for one in weights]
+    return losses, [weight.numpy() for weight in weights]
 
 
 def in_a_function(batches: Any, scope: Scope, by_hand: bool) -> Curve:
@@ -122,7 +122,7 @@ def in_a_session(batches: Any, scope: Scope, by_hand: bool) -> Curve:
         images = tf.compat.v1.placeholder(tf.float32, [None, 8, 8, 1])
         labels = tf.compat.v1.placeholder(tf.int32, [None])
         weights = [tf.compat.v1.Variable(value) for value in first_weights()]
-        loss = loss_of(images, labels, [tf.convert_to_tensor(one) for one in weights], by_hand)
+        loss = loss_of(images, labels, [tf.convert_to_tensor(weight) for weight in weights], by_hand)
         train = tf.compat.v1.train.GradientDescentOptimizer(RATE).minimize(loss)
         initialize = tf.compat.v1.global_variables_initializer()
     config = tf.compat.v1.ConfigProto()
@@ -130,7 +130,7 @@ def in_a_session(batches: Any, scope: Scope, by_hand: bool) -> Curve:
     with tf.compat.v1.Session(graph=graph, config=config) as session:
         session.run(initialize)
         with scope():
-            feeds = [{images: given, labels: wanted} for given, wanted in batches]
+            feeds = [{images: image_batch, labels: label_batch} for image_batch, label_batch in batches]
             losses = [float(session.run([loss, train], feed)[0]) for feed in feeds]
         return losses, session.run(weights)
 
@@ -158,7 +158,7 @@ def in_keras_fit(batches: Any, scope: Scope, by_hand: bool) -> Curve:
     model.compile(keras.optimizers.SGD(RATE), loss, jit_compile=False)
     losses: list[float] = []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
-    images, labels = (np.concatenate(one) for one in zip(*batches, strict=True))
+    images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
     with scope():
         model.fit(images, labels, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[record])
     return losses, model.get_weights()
@@ -171,8 +171,8 @@ def test_a_pruned_model_trains_as_one_masked_by_hand(train: Callable[..., Curve]
     tool = Pruning()
     pruned, weights = train(batches, lambda: amanda.apply(tool), by_hand=False)
     assert pruned == by_hand
-    for one, other in zip(weights, weights_by_hand, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for weight, expected in zip(weights, weights_by_hand, strict=True):
+        np.testing.assert_array_equal(weight, expected)
     assert (tool.forward_calls, tool.backward_calls) == (2 * len(batches), 2 * len(batches))
     dense, _ = train(batches, nullcontext, by_hand=False)
     assert dense != by_hand

@@ -56,9 +56,9 @@ def in_a_session() -> Any:
     with tf.Graph().as_default():
         x, w = v1.placeholder(tf.float32, (3,)), v1.placeholder(tf.float32, (3,))
         y = program(x, w)
-        wanted = [y, *v1.gradients(y, [x, w])]
+        fetches = [y, *v1.gradients(y, [x, w])]
         with v1.Session() as session:
-            return [session.run(wanted, {x: X, w: W}) for _ in range(2)][-1]
+            return [session.run(fetches, {x: X, w: W}) for _ in range(2)][-1]
 
 
 def in_a_function() -> Any:
@@ -90,8 +90,8 @@ def test_values_and_gradients_pass_the_ops_in_between(run: Callable[[], Any]) ->
         y, *gradients = map(np.asarray, run())
     assert tool.runs == 2
     np.testing.assert_allclose(y, fused(X, W) + 3, rtol=1e-5)
-    for found, wanted in zip(gradients, GRADIENTS, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for gradient, expected in zip(gradients, GRADIENTS, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
     assert not scope.report
     with amanda.apply(amanda.Tool()):
         np.testing.assert_allclose(np.asarray(run()[0]), np.tanh(X * W) + 3, rtol=1e-5)
@@ -140,18 +140,18 @@ def test_a_function_is_left_as_it_is_where_only_names_tell_its_gradients() -> No
             y = program(x, w)
         return y, tape.gradient(y, w)
 
-    wanted = step(tf.constant(X), tf.constant(W))
+    expected_results = step(tf.constant(X), tf.constant(W))
     with amanda.apply(Fuse()) as scope:
-        found = step(tf.constant(X), tf.constant(W))
-    for one, other in zip(found, wanted, strict=True):
-        assert np.array_equal(one, other)
+        results = step(tf.constant(X), tf.constant(W))
+    for result, expected in zip(results, expected_results, strict=True):
+        assert np.array_equal(result, expected)
     assert any("replacement of Tanh" in entry.what for entry in scope.report)
 
 
 def test_functions_whose_ops_were_read_can_go() -> None:
     tool = Fuse()
 
-    def used() -> Any:
+    def graph_of_called_function() -> Any:
         function, x = tf.function(lambda x: program(x, tf.constant(W))), tf.constant(X)
         with amanda.apply(tool), tf.GradientTape() as tape:
             tape.watch(x)
@@ -159,7 +159,7 @@ def test_functions_whose_ops_were_read_can_go() -> None:
         tape.gradient(y, x)
         return weakref.ref(function.get_concrete_function(x).graph)
 
-    graph = used()
+    graph = graph_of_called_function()
     gc.collect()
     assert tool.runs == 1
     assert graph() is None
@@ -179,15 +179,15 @@ def test_a_replaced_normalisation_has_the_gradients_of_scale_and_offset() -> Non
     generator = np.random.default_rng(0)
     with tf.Graph().as_default():
         x = tf.constant(generator.random((2, 4, 4, 3)).astype(np.float32))
-        given = [tf.constant(generator.uniform(0.5, 1.5, 3).astype(np.float32)) for _ in range(4)]
-        y = v1.nn.fused_batch_norm(x, *given, is_training=False)[0]
-        gradients = v1.gradients(tf.reduce_sum(y**2), [x, *given[:2]])
+        parameters = [tf.constant(generator.uniform(0.5, 1.5, 3).astype(np.float32)) for _ in range(4)]
+        y = v1.nn.fused_batch_norm(x, *parameters, is_training=False)[0]
+        gradients = v1.gradients(tf.reduce_sum(y**2), [x, *parameters[:2]])
         with v1.Session() as session:
-            wanted = session.run([y, *gradients])
+            expected_results = session.run([y, *gradients])
             with amanda.apply(tool):
-                found = session.run([y, *gradients])
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+                results = session.run([y, *gradients])
+    for result, expected in zip(results, expected_results, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_replacement_in_the_slow_path_gives_one_tensor(recwarn: Any) -> None:

@@ -38,15 +38,15 @@ def test_one_mode_is_off_and_says_what_is_missing(mode: str, monkeypatch: pytest
     table = {**_requirements.REQUIRED, mode: (*_requirements.REQUIRED[mode], "framework.ops:gone")}
     monkeypatch.setattr(_requirements, "REQUIRED", table)
     _requirements.missing.cache_clear()
-    seen: list[str] = []
+    modes: list[str] = []
     try:
-        for one, run in RUNS.items():
-            tool = inserting("insert_before_op", "Relu", lambda _, one=one: seen.append(one))
+        for name, run in RUNS.items():
+            tool = inserting("insert_before_op", "Relu", lambda _, name=name: modes.append(name))
             with amanda.apply(tool) as scope:
                 assert run() == [1.0]
     finally:
         _requirements.missing.cache_clear()
-    assert seen == [one for one in RUNS if one != mode]
+    assert modes == [name for name in RUNS if name != mode]
     (entry,) = scope.report
     assert f"tensorflow {tf.__version__} lacks framework.ops:gone" in entry.reason
     assert f"{mode} mode" in entry.reason

@@ -84,7 +84,9 @@ def after_another(x):
 
 
 PROGRAMS = [(simple, 4), (nested, 3), (called, 3), (branching, 2), (after_another, 4)]
-programs = pytest.mark.parametrize(("program", "count"), PROGRAMS, ids=[one.__name__ for one, _ in PROGRAMS])
+programs = pytest.mark.parametrize(
+    ("program", "count"), PROGRAMS, ids=[program.__name__ for program, _ in PROGRAMS]
+)
 
 
 @inside
@@ -102,8 +104,8 @@ def test_a_round_hands_on_to_its_own_gradient_in_a_function(program, count, insi
     vanilla = gradient(x)
     tool = Handing()
     with amanda.apply(tool):
-        found = (tf.function(gradient) if inside else gradient)(x)
-    assert found == vanilla
+        result = (tf.function(gradient) if inside else gradient)(x)
+    assert result == vanilla
     assert len(set(tool.forward)) == count
     assert tool.backward == tool.forward[::-1]
 
@@ -138,11 +140,11 @@ def test_rounds_that_run_at_the_same_time_are_told_apart(inside) -> None:
     values = tf.linspace(0.1, 0.9, 16)
 
     def total(values):
-        found = tf.constant(0.0)
+        sum_of_rounds = tf.constant(0.0)
         for i in tf.range(16):
             tf.autograph.experimental.set_loop_options(parallel_iterations=8)
-            found += tf.tanh(values[i])
-        return found
+            sum_of_rounds += tf.tanh(values[i])
+        return sum_of_rounds
 
     compute = tf.function(total)
 
@@ -162,8 +164,8 @@ def test_rounds_that_run_at_the_same_time_are_told_apart(inside) -> None:
         )
     )
     with amanda.apply(squared, tool):
-        found = (tf.function(gradient) if inside else gradient)(values)
-    np.testing.assert_allclose(found, 2 * values * (1 - np.tanh(values**2) ** 2), rtol=1e-5)
+        result = (tf.function(gradient) if inside else gradient)(values)
+    np.testing.assert_allclose(result, 2 * values * (1 - np.tanh(values**2) ** 2), rtol=1e-5)
     assert sorted(tool.backward) == sorted(tool.forward)
     assert len(set(tool.forward)) == 16
 
@@ -241,9 +243,9 @@ def test_gradients_go_through_routines_in_loops_of_a_session(action, kind, routi
     with tf1.Session(graph=graph) as session:
         vanilla = session.run([y, gradient], {x: 0.7})
         with amanda.apply(inserting(action, kind, routine)):
-            found = session.run([y, gradient], {x: 0.7})
+            results = session.run([y, gradient], {x: 0.7})
         assert session.run([y, gradient], {x: 0.7}) == vanilla
-    np.testing.assert_allclose(found, by_hand(**places), rtol=1e-5)
+    np.testing.assert_allclose(results, by_hand(**places), rtol=1e-5)
 
 
 def test_rounds_of_version_1_that_run_at_the_same_time_are_told_apart() -> None:
@@ -256,11 +258,11 @@ def test_rounds_of_version_1_that_run_at_the_same_time_are_told_apart() -> None:
     finally:
         tf1.enable_control_flow_v2()
     tool = Handing()
-    given = np.linspace(0.1, 0.9, 8)
+    inputs = np.linspace(0.1, 0.9, 8)
     with tf1.Session(graph=graph) as session, amanda.apply(tool):
-        session.run(gradient, {x: given})
+        session.run(gradient, {x: inputs})
     assert sorted(tool.forward) == sorted(tool.backward)
-    np.testing.assert_allclose(sorted(tool.forward), np.tanh(given), rtol=1e-5)
+    np.testing.assert_allclose(sorted(tool.forward), np.tanh(inputs), rtol=1e-5)
 
 
 @pytest.mark.usefixtures("control_flow")
@@ -270,8 +272,8 @@ def test_a_loop_of_a_session_is_differentiated_twice_over() -> None:
         y = tf1.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, tf.tanh(y) * x), [0, x])[1]
         gradients = [*tf.gradients(y, x), *tf.gradients(2 * y, x)]
     with tf1.Session(graph=graph) as session, amanda.apply(inserting("insert_after_op", "Tanh", squared)):
-        one, other = session.run(gradients, {x: 0.7})
-    assert other == 2 * one
+        expected, gradient_in_scope = session.run(gradients, {x: 0.7})
+    assert gradient_in_scope == 2 * expected
 
 
 @pytest.mark.usefixtures("control_flow")
@@ -285,11 +287,11 @@ def test_gradients_of_a_branch_in_a_loop_read_what_the_op_gave() -> None:
         y = tf1.while_loop(lambda i, _: i < 3, turned, [0, x])[1]
         (gradient,) = tf.gradients(y, x)
     with tf1.Session(graph=graph) as session, amanda.apply(inserting("insert_after_op", "Tanh", squared)):
-        found = session.run(gradient, {x: 0.7})
+        result = session.run(gradient, {x: 0.7})
     x = tf.constant(0.7)
     with tf.GradientTape() as tape:
         tape.watch(x)
         y = x
         for _ in range(3):
             y = straight(tf.tanh(y)) * x
-    np.testing.assert_allclose(found, tape.gradient(y, x), rtol=1e-5)
+    np.testing.assert_allclose(result, tape.gradient(y, x), rtol=1e-5)

@@ -45,15 +45,15 @@ def under_a_tape() -> float:
 @pytest.mark.parametrize("program", [in_a_session, in_a_function, eagerly, under_a_tape])
 @pytest.mark.parametrize("mark", [lambda routine: routine, amanda.observer], ids=["plain", "observer"])
 def test_a_routine_differentiates_what_it_computes(program: Any, mark: Any) -> None:
-    found: list[float] = []
+    slopes: list[float] = []
 
     def routine(value: Any) -> Any:
-        found.append(float(slope_of_square(value)))
+        slopes.append(float(slope_of_square(value)))
         return None if mark is amanda.observer else slope_of_square(value)
 
     with amanda.apply(inserting("insert_after_op", "Relu", mark(routine))):
         result = program()
-    assert found == [6.0]
+    assert slopes == [6.0]
     assert result == (3.0 if mark is amanda.observer else 6.0)
 
 
@@ -63,9 +63,9 @@ def test_recording_that_the_user_stopped_stays_stopped() -> None:
         tape.watch(x)
         with tape.stop_recording():
             result = tf.nn.relu(x)
-        other = x * 2
+        doubled = x * 2
     assert tape.gradient(result, x) is None
     with tf.GradientTape() as tape:
         tape.watch(x)
-        other = x * 2
-    assert float(tape.gradient(other, x)) == 2.0
+        doubled = x * 2
+    assert float(tape.gradient(doubled, x)) == 2.0

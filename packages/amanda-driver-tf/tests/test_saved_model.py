@@ -48,9 +48,9 @@ np.savez(out, **found)
 """
 
 
-def alone(folder: Path, given: NDArray[Any], tmp_path: Path) -> Outputs:
+def alone(folder: Path, example: NDArray[Any], tmp_path: Path) -> Outputs:
     """What a SavedModel gives in a process that has no Amanda: by signature, call, and in a session."""
-    np.save(tmp_path / "given.npy", given)
+    np.save(tmp_path / "given.npy", example)
     out = tmp_path / "out.npz"
     command = [sys.executable, "-c", ALONE, str(folder), str(tmp_path / "given.npy"), str(out)]
     done = children.run(command)
@@ -77,7 +77,7 @@ def test_a_pruned_copy_of_basic_pitch_gives_what_the_tool_gives_when_it_runs(tmp
     time = np.arange(43844) / 22050
     audio = (np.sin(2764 * time) + np.sin(4140 * time)).astype(np.float32)[None, :, None]
     done = amanda.instrument(basic_pitch(), PruneTool(), out=tmp_path / "pruned")
-    found = alone(tmp_path / "pruned", audio, tmp_path)
+    outputs = alone(tmp_path / "pruned", audio, tmp_path)
     model = tf.saved_model.load(str(basic_pitch()))
     bare = model.signatures["serving_default"](tf.constant(audio))
     tool = PruneTool()
@@ -86,16 +86,16 @@ def test_a_pruned_copy_of_basic_pitch_gives_what_the_tool_gives_when_it_runs(tmp
     assert len(tool.result.rows()) == 32
     for name, value in running.items():
         for way in ("signature", "call"):
-            np.testing.assert_array_equal(found[f"{way} {name}"], value, err_msg=f"{way} {name}")
+            np.testing.assert_array_equal(outputs[f"{way} {name}"], value, err_msg=f"{way} {name}")
         # A session folds what is constant, with or without an optimizer of graphs.
-        np.testing.assert_allclose(found[f"session {name}"], value, atol=1e-5)
+        np.testing.assert_allclose(outputs[f"session {name}"], value, atol=1e-5)
         assert np.abs(value - bare[name]).max() > 0.05
     assert done.analysed > 600
-    assert {one.type for one in done.inlined} == {"conv2d"}
+    assert {item.type for item in done.inlined} == {"conv2d"}
     (about,) = json.loads((tmp_path / "pruned/assets.extra/amanda.json").read_text())
     assert about["tools"] == ["amanda.tools.prune._tool.PruneTool"]
-    names = [one.name for one in model.variables]
-    assert [one.name for one in tf.saved_model.load(str(tmp_path / "pruned")).variables] == names
+    names = [item.name for item in model.variables]
+    assert [item.name for item in tf.saved_model.load(str(tmp_path / "pruned")).variables] == names
 
 
 class Small(tf.Module):
@@ -168,21 +168,23 @@ class Halving(amanda.Tool):
 def test_loops_branches_tables_and_compiled_functions_stay(small: Path, tmp_path: Path) -> None:
     done = amanda.instrument(small, Halving(), out=tmp_path / "halved")
     x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
-    found = alone(tmp_path / "halved", x, tmp_path)
+    outputs = alone(tmp_path / "halved", x, tmp_path)
     model = tf.saved_model.load(str(small))
     weight = model.weight.numpy() / 2
     y = x @ weight @ weight
-    wanted = np.maximum((y if y.sum() > 0 else -y) @ weight, 0) + 1
+    expected = np.maximum((y if y.sum() > 0 else -y) @ weight, 0) + 1
     for way in ("signature", "call", "session"):
-        np.testing.assert_allclose(found[f"{way} y"], wanted, rtol=1e-5)
-    made = tf.saved_model.load(str(tmp_path / "halved"))
-    assert made.signatures["look_up"](tf.constant(["two", "three"]))["ids"].numpy().tolist() == [1, -1]
+        np.testing.assert_allclose(outputs[f"{way} y"], expected, rtol=1e-5)
+    loaded_copy = tf.saved_model.load(str(tmp_path / "halved"))
+    assert loaded_copy.signatures["look_up"](tf.constant(["two", "three"]))["ids"].numpy().tolist() == [1, -1]
     square = np.eye(4, dtype=np.float32)
-    np.testing.assert_array_equal(made.signatures["compiled"](tf.constant(square))["y"], weight)
-    np.testing.assert_array_equal(made.weight, model.weight)
+    np.testing.assert_array_equal(loaded_copy.signatures["compiled"](tf.constant(square))["y"], weight)
+    np.testing.assert_array_equal(loaded_copy.weight, model.weight)
     assert (tmp_path / "halved/assets/words.txt").read_text() == "one\ntwo\n"
-    assert {one.action for one in done.inlined} == {"insert_before_op", "insert_after_op"}
-    prints = [tf.saved_model.experimental.read_fingerprint(str(one)) for one in (small, tmp_path / "halved")]
+    assert {entry.action for entry in done.inlined} == {"insert_before_op", "insert_after_op"}
+    prints = [
+        tf.saved_model.experimental.read_fingerprint(str(path)) for path in (small, tmp_path / "halved")
+    ]
     assert prints[0].saved_model_checksum != prints[1].saved_model_checksum
     assert prints[0].signature_def_hash == prints[1].signature_def_hash
 
@@ -192,12 +194,12 @@ def test_a_copy_is_differentiated_and_instrumented_again(small: Path, tmp_path: 
     amanda.instrument(small, Halving(), out=tmp_path / "once")
     amanda.instrument(tmp_path / "once", Halving(), out=tmp_path / "twice")
     assert len(json.loads((tmp_path / "twice/assets.extra/amanda.json").read_text())) == 2
-    model, made = (tf.saved_model.load(str(one)) for one in (small, tmp_path / "twice"))
+    model, loaded_copy = (tf.saved_model.load(str(folder)) for folder in (small, tmp_path / "twice"))
     x = tf.eye(4)
-    np.testing.assert_array_equal(made.compiled(x)["y"], model.weight / 4)
+    np.testing.assert_array_equal(loaded_copy.compiled(x)["y"], model.weight / 4)
     with tf.GradientTape() as tape:
-        y = made.product(x)
-    np.testing.assert_array_equal(tape.gradient(y, made.weight), np.full((4, 4), 0.25, np.float32))
+        y = loaded_copy.product(x)
+    np.testing.assert_array_equal(tape.gradient(y, loaded_copy.weight), np.full((4, 4), 0.25, np.float32))
 
 
 class Replacing(amanda.Tool):
@@ -218,10 +220,10 @@ class Replacing(amanda.Tool):
 def test_a_replacement_is_in_the_copy(small: Path, tmp_path: Path) -> None:
     amanda.instrument(small, Replacing(), out=tmp_path / "replaced")
     x = tf.constant(np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4))
-    model, made = (tf.saved_model.load(str(one)) for one in (small, tmp_path / "replaced"))
+    model, loaded_copy = (tf.saved_model.load(str(folder)) for folder in (small, tmp_path / "replaced"))
     with amanda.apply(Replacing()):
         running = model(x)["y"]
-    np.testing.assert_array_equal(made(x)["y"], running)
+    np.testing.assert_array_equal(loaded_copy(x)["y"], running)
     assert np.abs(running - model(x)["y"]).max() > 0.1
 
 
@@ -258,13 +260,13 @@ def test_folders_that_hold_no_whole_saved_model_are_refused(small: Path, tmp_pat
         content = (small / "saved_model.pb").read_bytes()
         length = {"empty": 0, "truncated": len(content) // 2}.get(fault, len(content))
         (model / "saved_model.pb").write_bytes(content[:length])
-    wanted = {
+    message = {
         "empty": "is of TensorFlow 1|is no SavedModel", "truncated": "is no SavedModel that can be read",
         "no variables": "cannot be loaded by TensorFlow", "TensorFlow 1": "tf.saved_model.save",
     }[fault]  # fmt: skip
-    with pytest.raises(ArtefactError, match=wanted):
+    with pytest.raises(ArtefactError, match=message):
         amanda.instrument(model, Halving(), out=tmp_path / "out")
-    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("where", ["a link", "a folder", "a pipe"])

@@ -40,7 +40,7 @@ def in_a_function(scope, compute=compute):
         return first, outer.gradient(first, x)
 
     with scope:
-        return [one.numpy() for one in gradients(tf.constant(X))]
+        return [gradient.numpy() for gradient in gradients(tf.constant(X))]
 
 
 def in_a_called_function(scope):

@@ -14,35 +14,35 @@ class Held(amanda.Tool):
     """What holds the second factor of each product."""
 
     def __init__(self) -> None:
-        self.found: list[Any] = []
+        self.variables: list[Any] = []
         self.add_inst_for_op(self.look)
 
     def look(self, context: amanda.OpContext) -> None:
         if context.get_op_type() == "MatMul":
             assert context.get_variable(0) is None
-            self.found.append(context.get_variable(1))
+            self.variables.append(context.get_variable(1))
 
 
-def held(program: Any) -> list[Any]:
+def variables_read(program: Any) -> list[Any]:
     tool = Held()
     with amanda.apply(tool):
         program()
-    return tool.found
+    return tool.variables
 
 
 X = np.ones((2, 3), np.float32)
 
 
 def test_eagerly_and_in_a_function_it_is_the_handle_of_the_variable() -> None:
-    weight, other = tf.Variable(tf.ones((3, 3))), tf.Variable(tf.ones((3, 3)))
+    weight, second_weight = tf.Variable(tf.ones((3, 3))), tf.Variable(tf.ones((3, 3)))
 
     def products(x: Any) -> Any:
-        return tf.matmul(tf.matmul(tf.matmul(x, weight), other), weight)
+        return tf.matmul(tf.matmul(tf.matmul(x, weight), second_weight), weight)
 
     for program in (products, tf.function(products)):
-        found = held(lambda program=program: program(tf.constant(X)))
-        assert [one is weight.handle for one in found] == [True, False, True]
-        assert found[1] is other.handle
+        handles = variables_read(lambda program=program: program(tf.constant(X)))
+        assert [handle is weight.handle for handle in handles] == [True, False, True]
+        assert handles[1] is second_weight.handle
 
 
 def test_functions_and_loops_within_a_function_pass_it_on() -> None:
@@ -56,9 +56,9 @@ def test_functions_and_loops_within_a_function_pass_it_on() -> None:
             x = tf.matmul(x, tf.cast(weight, tf.float32))
         return tf.matmul(x, tf.ones((3, 3)))
 
-    found = held(lambda: outer(tf.constant(X)))
-    assert [one is weight.handle for one in found] == [True, True, False]
-    assert found[-1] is None
+    handles = variables_read(lambda: outer(tf.constant(X)))
+    assert [handle is weight.handle for handle in handles] == [True, True, False]
+    assert handles[-1] is None
 
 
 def test_in_a_session_it_is_the_tensor_that_makes_the_variable() -> None:
@@ -69,5 +69,5 @@ def test_in_a_session_it_is_the_tensor_that_makes_the_variable() -> None:
         y = called(tf.matmul(tf.matmul(tf.constant(X), resource), reference))
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
-            found = held(lambda: session.run(y))
-    assert [one.op.name for one in found] == [resource.op.name, reference.op.name, resource.op.name]
+            tensors = variables_read(lambda: session.run(y))
+    assert [tensor.op.name for tensor in tensors] == [resource.op.name, reference.op.name, resource.op.name]

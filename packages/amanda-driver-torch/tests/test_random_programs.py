@@ -15,7 +15,7 @@ from random_programs import Step, programs, run
 import amanda
 from amanda.testing import Fresh, Silent, Unchanged
 
-EXAMPLES = int(os.environ.get("AMANDA_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("AMANDA_EXAMPLES", "30"))
 """How many programs each test runs; `nox -s opdb` runs more."""
 
 

@@ -10,7 +10,7 @@ import torch
 
 import amanda
 from amanda import interceptor
-from amanda.eager.execution import EagerExecution
+from amanda.eager.driver import EagerDriver
 
 
 class Handing(amanda.Tool):
@@ -81,7 +81,7 @@ def test_native_code_calls_routines_that_share_a_dict(monkeypatch: pytest.Monkey
     with amanda.apply(tool):
         for execution in range(5):
             if execution == 2 and interceptor.NATIVE:  # the first ones are analysed, and learnt
-                monkeypatch.setattr(EagerExecution, "_execute_plan", None)
+                monkeypatch.setattr(EagerDriver, "_execute_plan", None)
             tool.handed.clear()
             model(x, x)
             assert tool.handed == FORWARD

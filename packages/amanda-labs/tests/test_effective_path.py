@@ -74,7 +74,7 @@ def extracted(model: Callable[[Tensor], Any], images: Tensor, **options: Any) ->
 
 
 def indices(mask: Any) -> set[tuple[int, ...]]:
-    return {tuple(map(int, one)) for one in np.argwhere(mask)}
+    return {tuple(map(int, position)) for position in np.argwhere(mask)}
 
 
 @pytest.mark.parametrize("theta", [0.3, 0.9])
@@ -86,17 +86,19 @@ def test_paths_are_those_that_are_extracted_element_by_element(theta: float) -> 
         "/mean": "mean", "fc/linear": "linear",
     }  # fmt: skip
     for image, path in zip(images.numpy(), extracted(model, images, theta=theta), strict=True):
-        reference, made = reference_path(image, weights_of(model), theta)
-        assert path.label == made["scores"].argmax()
-        if made["scores"].max() <= 0:
+        reference, values = reference_path(image, weights_of(model), theta)
+        assert path.label == values["scores"].argmax()
+        if values["scores"].max() <= 0:
             continue
         assert list(path.layers) == list(layers)
-        for name, other in layers.items():
+        for name, reference_name in layers.items():
             layer = path.layers[name]
-            assert len(layer.synapses) == reference.synapses[other], name
-            assert indices(layer.mask("weights")) == reference.weights[other] or not layer.weight_shape
-            if other != "add":
-                assert indices(layer.mask()) == reference.neurons[other], name
+            assert len(layer.synapses) == reference.synapses[reference_name], name
+            assert (
+                indices(layer.mask("weights")) == reference.weights[reference_name] or not layer.weight_shape
+            )
+            if reference_name != "add":
+                assert indices(layer.mask()) == reference.neurons[reference_name], name
                 checked += len(layer.neurons)
         assert len(path.layers["/add"].neurons) == len(reference.neurons["add"])
     assert checked > 100
@@ -106,8 +108,8 @@ def test_no_smaller_set_of_contributions_reaches_the_share() -> None:
     random = np.random.default_rng(0)
     contributions = random.normal(size=(200, 7))
     value = contributions.sum(1) + random.normal(size=200)
-    chosen = leading(contributions, value, 0.6)
-    for terms, of, mine in zip(contributions, value, chosen, strict=True):
+    is_leading = leading(contributions, value, 0.6)
+    for terms, of, mine in zip(contributions, value, is_leading, strict=True):
         if of <= 0:
             assert not mine.any()
             continue
@@ -120,8 +122,8 @@ def test_no_smaller_set_of_contributions_reaches_the_share() -> None:
 def test_of_many_equal_contributions_the_first_are_taken() -> None:
     contributions = np.random.default_rng(0).normal(size=(60, 300)).round(1)
     value = np.linspace(0.5, 90, 60)
-    chosen = leading(contributions, value, 0.9)
-    for terms, of, mine in zip(contributions, value, chosen, strict=True):
+    is_leading = leading(contributions, value, 0.9)
+    for terms, of, mine in zip(contributions, value, is_leading, strict=True):
         total, expected = 0.0, set()
         for i in sorted(range(300), key=lambda i: (-terms[i], i)):
             if total >= 0.9 * of - 1e-9 or terms[i] <= 0:
@@ -133,8 +135,8 @@ def test_of_many_equal_contributions_the_first_are_taken() -> None:
 
 def test_infinite_contributions_come_first_and_the_first_of_them_is_enough() -> None:
     contributions = np.array([[1.0, np.inf, np.inf, -np.inf], [np.nan, 1.0, 3.0, 2.0]])
-    chosen = leading(contributions, np.array([np.inf, np.nan]), 0.7)
-    assert chosen.tolist() == [[False, True, False, False], [False, False, True, True]]
+    is_leading = leading(contributions, np.array([np.inf, np.nan]), 0.7)
+    assert is_leading.tolist() == [[False, True, False, False], [False, False, True, True]]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -242,7 +244,7 @@ SAME: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "maximum": [
         lambda x: F.max_pool2d(x, (7, 2), (7, 2)), lambda x: F.adaptive_max_pool2d(x, (1, 3)),
         lambda x: x.view(-1, 2, 7, 3, 2).transpose(2, 3).amax((3, 4)),
-        lambda x: torch.cat([one.amax((2, 3)) for one in x.chunk(3, 3)], 1)[:, [0, 2, 4, 1, 3, 5]],
+        lambda x: torch.cat([part.amax((2, 3)) for part in x.chunk(3, 3)], 1)[:, [0, 2, 4, 1, 3, 5]],
     ],
     "moves": [rolled, gathered, turned],
     "axes": [
@@ -271,8 +273,8 @@ def test_a_loop_over_layers_without_modules_has_the_path_of_the_layers_unrolled(
             looped(batch)
     paths, expected = tool.paths(), extracted(unrolled, images, theta=0.6)
     assert len(paths) == samples
-    for path, other in zip(paths, expected, strict=True):
-        masks = [[layer.mask() for layer in one.layers.values()] for one in (path, other)]
+    for path, expected_path in zip(paths, expected, strict=True):
+        masks = [[layer.mask() for layer in side.layers.values()] for side in (path, expected_path)]
         assert len(masks[0]) == len(masks[1]) > 2
         assert all(map(np.array_equal, *masks))
 
@@ -290,8 +292,8 @@ def test_ways_to_compute_the_same_have_the_same_path(name: str) -> None:
         )
         masks.append([next(iter(path.layers.values())).mask() for path in paths])
     assert np.sum(masks[0]) > 4
-    for other in masks[1:]:
-        assert np.array_equal(masks[0], other)
+    for other_masks in masks[1:]:
+        assert np.array_equal(masks[0], other_masks)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -310,9 +312,9 @@ def test_fused_attention_leads_to_the_values_that_its_product_leads_to(causal: b
         shares = (query @ key.mT / 2).masked_fill(~allowed, -torch.inf).softmax(-1)
         return head((shares @ value).sum(1).flatten(1))  # type: ignore[no-any-return]
 
-    for one, other in zip(extracted(fused, x), extracted(spelled_out, x), strict=True):
-        mine = one.layers["/scaled_dot_product_attention"]
-        theirs = other.layers[max(name for name in other.layers if "matmul" in name)]
+    for fused_path, spelled_out_path in zip(extracted(fused, x), extracted(spelled_out, x), strict=True):
+        mine = fused_path.layers["/scaled_dot_product_attention"]
+        theirs = spelled_out_path.layers[max(name for name in spelled_out_path.layers if "matmul" in name)]
         assert set(mine.neurons) == {index - 50 for index in theirs.neurons if index >= 50}
         assert len(mine.synapses) == len(theirs.synapses) > 0
 
@@ -334,9 +336,9 @@ def test_an_op_without_a_rule_ends_the_path_and_a_rule_of_the_user_leads_on() ->
         model(torch.rand(2, 4))
     assert "fliplr" in str(tool.result)
     assert len(tool.paths()[0].layers) == 1
-    told = extracted(model, torch.rand(2, 4), rules={"fliplr": flipped})
-    assert np.array_equal(told[0].layers["/linear.1"].mask(), told[0].layers["/linear.1"].mask())
-    assert len(told[0].layers) == 2
+    paths = extracted(model, torch.rand(2, 4), rules={"fliplr": flipped})
+    assert np.array_equal(paths[0].layers["/linear.1"].mask(), paths[0].layers["/linear.1"].mask())
+    assert len(paths[0].layers) == 2
 
 
 def test_a_path_is_of_the_label_and_the_module_that_are_asked_for() -> None:
@@ -403,11 +405,11 @@ def test_the_union_of_paths_has_all_of_each_and_a_file_keeps_it(tmp_path: Path) 
     whole = union(paths)
     assert all(path.overlap(whole) == 1 for path in paths)
     assert min(path.jaccard(whole) for path in paths) < 1
-    kept = EffectivePath.load(whole.save(tmp_path / "class.npz"))
-    assert kept.jaccard(whole, "weights") == kept.overlap(whole) == 1
-    assert kept.layers["conv1/conv2d"].weight_layout == "OIHW"
-    other = extracted(nn.Linear(3, 2), torch.rand(1, 3))[0]
-    assert other.overlap(whole) == 0
+    loaded = EffectivePath.load(whole.save(tmp_path / "class.npz"))
+    assert loaded.jaccard(whole, "weights") == loaded.overlap(whole) == 1
+    assert loaded.layers["conv1/conv2d"].weight_layout == "OIHW"
+    other_path = extracted(nn.Linear(3, 2), torch.rand(1, 3))[0]
+    assert other_path.overlap(whole) == 0
     (tmp_path / "other.npz").write_bytes(b"no file of numpy")
     with pytest.raises(PathError, match=r"other\.npz is no file of an effective path"):
         EffectivePath.load(tmp_path / "other.npz")

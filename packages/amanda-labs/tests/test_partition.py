@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionError, PartitionResult, PartitionTool
-from amanda.tools.partition._result import bubble_share, schedule_slots
+from amanda.tools.partition._cut import bubble_share, schedule_slots
 from amanda.tools.partition._step_work import StepWork
 from amanda.tools.trace import TraceTool
 from amanda.tools.view import to_page
@@ -27,10 +27,10 @@ class Branches(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        chosen = np.random.default_rng(seed).integers(8, 64, 6).tolist()
-        self.left = nn.Sequential(nn.Linear(16, chosen[0]), nn.ReLU(), nn.Linear(chosen[0], chosen[1]))
-        self.right = nn.Sequential(nn.Linear(16, chosen[2]), nn.Linear(chosen[2], chosen[3]))
-        self.top = nn.Sequential(nn.Linear(chosen[1] + chosen[3], chosen[4]), nn.Linear(chosen[4], 4))
+        widths = np.random.default_rng(seed).integers(8, 64, 6).tolist()
+        self.left = nn.Sequential(nn.Linear(16, widths[0]), nn.ReLU(), nn.Linear(widths[0], widths[1]))
+        self.right = nn.Sequential(nn.Linear(16, widths[2]), nn.Linear(widths[2], widths[3]))
+        self.top = nn.Sequential(nn.Linear(widths[1] + widths[3], widths[4]), nn.Linear(widths[4], 4))
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.top(torch.cat([self.left(x), self.right(x)], 1))
@@ -54,7 +54,7 @@ def cuts(work: StepWork, stages: int) -> Iterator[np.ndarray]:
     """Yield the stages of the ops in every cut that no tensor crosses backwards."""
     edges = [(span.produced_at, read) for span in work.spans for read in span.read_at]
     for sides in product(range(stages), repeat=len(work.ops)):
-        if all(sides[made] <= sides[read] for made, read in edges):
+        if all(sides[producer] <= sides[read] for producer, read in edges):
             yield np.array(sides)
 
 
@@ -103,7 +103,7 @@ def test_cut_in_order_sends_the_fewest_bytes_within_the_tolerance(seed: int) -> 
 
 def test_backward_ops_are_in_the_stage_of_their_forward_ops_and_gradients_cross() -> None:
     result = run(chain(4), torch.rand(8, 16), backward=True)
-    assert [(one.source, one.target, one.made_by) for one in result.crossings] == [
+    assert [(crossing.source, crossing.target, crossing.made_by) for crossing in result.crossings] == [
         (0, 1, "linear"), (1, 0, "linear_backward"),
     ]  # fmt: skip
     assert all(stage.backward > stage.forward > 0 for stage in result.stages)
@@ -145,7 +145,7 @@ def test_memory_of_a_device_moves_the_cut() -> None:
 def test_slow_link_moves_the_cut_to_where_few_bytes_cross() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64))
     result = run(model, torch.rand(8, 16), stages=2, tolerance=0.0, byte_cost=1000.0)
-    assert [str(one.tensor) for one in result.crossings] == ["float32[8,4]"]
+    assert [str(crossing.tensor) for crossing in result.crossings] == ["float32[8,4]"]
 
 
 def test_measured_time_is_a_cost() -> None:
@@ -166,33 +166,33 @@ def test_cost_is_that_of_one_step() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 4), (4, 16), (3, 2)])
 def test_bubble_of_equal_stages(schedule: Any, stages: int, microbatches: int) -> None:
-    found = schedule_slots(schedule, [1.0] * stages, [2.0] * stages, microbatches)
-    assert len(found) == 2 * stages * microbatches
-    assert bubble_share(found, stages) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    slots = schedule_slots(schedule, [1.0] * stages, [2.0] * stages, microbatches)
+    assert len(slots) == 2 * stages * microbatches
+    assert bubble_share(slots, stages) == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_no_stage_computes_two_micro_batches_at_once_or_before_they_arrive(schedule: Any) -> None:
-    found = schedule_slots(schedule, [1.0, 3.0, 2.0], [2.0, 5.0, 4.0], 5)
-    ends = {(one.stage, one.microbatch, one.backward): one.end for one in found}
-    for one in found:
-        before = one.stage + (1 if one.backward else -1)
-        assert one.begin >= ends.get((before, one.microbatch, one.backward), 0.0)
-    for one, other in combinations(found, 2):
-        assert one.stage != other.stage or one.end <= other.begin or other.end <= one.begin
+    slots = schedule_slots(schedule, [1.0, 3.0, 2.0], [2.0, 5.0, 4.0], 5)
+    ends = {(slot.stage, slot.microbatch, slot.backward): slot.end for slot in slots}
+    for slot in slots:
+        before = slot.stage + (1 if slot.backward else -1)
+        assert slot.begin >= ends.get((before, slot.microbatch, slot.backward), 0.0)
+    for slot, other_slot in combinations(slots, 2):
+        assert slot.stage != other_slot.stage or slot.end <= other_slot.begin or other_slot.end <= slot.begin
 
 
 def test_one_forward_one_backward_holds_fewer_activations() -> None:
-    made = [run(chain(4), torch.rand(8, 16), schedule=one, stages=2) for one in ("gpipe", "1f1b")]
-    assert made[0].stages[0].memory > made[1].stages[0].memory
+    results = [run(chain(4), torch.rand(8, 16), schedule=name, stages=2) for name in ("gpipe", "1f1b")]
+    assert results[0].stages[0].memory > results[1].stages[0].memory
 
 
 def test_result_in_its_forms(tmp_path: Path) -> None:
     result = run(chain(4), torch.rand(8, 16), backward=True)
     assert str(result).startswith("2 stages: the slowest has ")
     assert "Cut 1: 512 B forward (linear float32[8,16])" in str(result)
-    told = json.loads(result.save(tmp_path / "stages.json").read_text())
-    assert {(one["phase"], one["stage"]) for one in told["ops"]} == set(
+    content = json.loads(result.save(tmp_path / "stages.json").read_text())
+    assert {(op["phase"], op["stage"]) for op in content["ops"]} == set(
         product(("forward", "backward"), (0, 1))
     )
     assert list(result.to_pandas()["stage"]) == [0, 1]
@@ -223,7 +223,7 @@ def test_clear_forgets() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 0}, "stages is 0; give a whole number from 1"),
+        ({"stages": 0}, "stages is 0; give an integer >= 1"),
         ({"cost": "bytes"}, "cost is 'bytes'; give 'flops' or 'time'"),
         ({"tolerance": "little"}, "tolerance is 'little'; give a number from 0 to 1"),
         ({"tolerance": 2.0}, "tolerance is 2.0; give a number from 0 to 1"),

@@ -36,16 +36,18 @@ def model_of(
     weights: dict[str, Array], kinds: dict[str, int] | None = None,
 ) -> ModelProto:  # fmt: skip
     """Return a model; inputs: shapes by name, of float32 unless `kinds` says otherwise."""
-    given = [
+    inputs_info = [
         helper.make_tensor_value_info(name, (kinds or {}).get(name, TensorProto.FLOAT), shape)
         for name, shape in inputs.items()
     ]
-    held = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "graph", given, [onnx.ValueInfoProto(name=one) for one in outputs], held)
+    initializers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph(
+        nodes, "graph", inputs_info, [onnx.ValueInfoProto(name=name) for name in outputs], initializers
+    )
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.example", 3)]
-    made = helper.make_model(graph, opset_imports=imports, ir_version=9, producer_name="someone")
-    helper.set_model_props(made, {"licence": "theirs"})
-    return onnx.shape_inference.infer_shapes(made)
+    model = helper.make_model(graph, opset_imports=imports, ir_version=9, producer_name="someone")
+    helper.set_model_props(model, {"licence": "theirs"})
+    return onnx.shape_inference.infer_shapes(model)
 
 
 def mlp() -> ModelProto:
@@ -88,14 +90,14 @@ def branching() -> ModelProto:
     then = helper.make_graph(
         [node("MatMul", "h w1", "t0"), node("Add", "t0 x", "t")], "then", [], [onnx.ValueInfoProto(name="t")]
     )
-    other = helper.make_graph(
+    otherwise = helper.make_graph(
         [node("Mul", "h factor", "e")], "else", [], [onnx.ValueInfoProto(name="e")],
         [numpy_helper.from_array(np.array(3, np.float32), "factor")],
     )  # fmt: skip
     nodes = [
         node("MatMul", "x w0", "m", "/first/MatMul"),
         node("Tanh", "m", "h", "/first/Tanh"),
-        helper.make_node("If", ["choice"], ["i"], "/middle/If", then_branch=then, else_branch=other),
+        helper.make_node("If", ["choice"], ["i"], "/middle/If", then_branch=then, else_branch=otherwise),
         node("MatMul", "i w2", "y", "/last/MatMul"),
     ]
     weights = {f"w{i}": random(16, 16, seed=i) for i in range(3)}
@@ -106,7 +108,7 @@ def branching() -> ModelProto:
 FEEDS: dict[Callable[[], ModelProto], list[dict[str, Array]]] = {
     mlp: [{"x": random(n, 16)} for n in (1, 5)],
     residual: [{"x": random(2, 8, 12, 12), "scale": np.array([0.5], np.float32)}],
-    branching: [{"x": random(4, 16), "choice": np.array(one)} for one in (True, False)],
+    branching: [{"x": random(4, 16), "choice": np.array(flag)} for flag in (True, False)],
 }
 
 
@@ -138,50 +140,53 @@ def plan_of(folder: Path) -> Any:
 
 @pytest.mark.parametrize("options", [None, plain()], ids=["fused", "plain"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("made", FEEDS)
+@pytest.mark.parametrize("build", FEEDS)
 def test_stages_give_the_bits_of_the_whole(
-    made: Callable[[], ModelProto], stages: int, options: Any, tmp_path: Path
+    build: Callable[[], ModelProto], stages: int, options: Any, tmp_path: Path
 ) -> None:
-    _, folder = written(tmp_path, made(), stages=stages)
-    assert [one["file"] for one in plan_of(folder)["files"]] == [
+    _, folder = written(tmp_path, build(), stages=stages)
+    assert [output["file"] for output in plan_of(folder)["files"]] == [
         f"model.stage{i}.onnx" for i in range(stages)
     ]
     chain = StageChain(folder, options)
-    for feed in FEEDS[made]:
-        for one, other in zip(
+    for feed in FEEDS[build]:
+        for output, expected in zip(
             chain.run(None, feed), whole(tmp_path / "model.onnx", feed, options), strict=True
         ):
-            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(output, expected)
 
 
-@pytest.mark.parametrize("made", FEEDS)
-def test_minimum_cut_gives_the_bits_of_the_whole(made: Callable[[], ModelProto], tmp_path: Path) -> None:
-    _, folder = written(tmp_path, made(), method="min_cut", tolerance=0.9)
-    for feed in FEEDS[made]:
-        for one, other in zip(
+@pytest.mark.parametrize("build", FEEDS)
+def test_minimum_cut_gives_the_bits_of_the_whole(build: Callable[[], ModelProto], tmp_path: Path) -> None:
+    _, folder = written(tmp_path, build(), method="min_cut", tolerance=0.9)
+    for feed in FEEDS[build]:
+        for output, expected in zip(
             StageChain(folder).run(None, feed), whole(tmp_path / "model.onnx", feed), strict=True
         ):
-            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(output, expected)
 
 
 def test_initializers_are_where_they_are_read_and_the_rest_is_kept(tmp_path: Path) -> None:
     result, folder = written(tmp_path, mlp(), stages=4)
     stages = [onnx.load(path) for path in sorted(folder.glob("*.onnx"))]
-    assert [sorted(one.name for one in stage.graph.initializer) for stage in stages] == [
+    assert [sorted(entry.name for entry in stage.graph.initializer) for stage in stages] == [
         ["w0"], ["w1"], ["w2"], ["w0"],
     ]  # fmt: skip
     assert result.shared == {"w0": [0, 3]}
     assert "In the files of several parts: w0 (0, 3)." in str(result)
     for number, stage in enumerate(stages):
         onnx.checker.check_model(stage, full_check=True)
-        assert [(one.domain, one.version) for one in stage.opset_import] == [("", 18), ("com.example", 3)]
-        told = {one.key: one.value for one in stage.metadata_props}
-        assert (stage.ir_version, stage.producer_name, told["licence"]) == (9, "someone", "theirs")
-        (note,) = json.loads(told["amanda"])
+        assert [(entry.domain, entry.version) for entry in stage.opset_import] == [
+            ("", 18),
+            ("com.example", 3),
+        ]
+        properties = {entry.key: entry.value for entry in stage.metadata_props}
+        assert (stage.ir_version, stage.producer_name, properties["licence"]) == (9, "someone", "theirs")
+        (note,) = json.loads(properties["amanda"])
         assert (note["model"], note["part"]) == ("model.onnx", f"stage{number}")
     # An extent that is open stays open between the stages.
-    (given,) = stages[1].graph.input
-    assert given.type.tensor_type.shape.dim[0].dim_param == "n"
+    (input_info,) = stages[1].graph.input
+    assert input_info.type.tensor_type.shape.dim[0].dim_param == "n"
 
 
 def test_plan_names_what_crosses(tmp_path: Path) -> None:
@@ -190,12 +195,13 @@ def test_plan_names_what_crosses(tmp_path: Path) -> None:
     assert plan["inputs"] == ["x", "scale"]
     assert plan["outputs"] == ["y"]
     assert [
-        (one["name"], one["from"], one["to"], one["shape"], one["bytes"]) for one in plan["crossings"]
+        (entry["name"], entry["from"], entry["to"], entry["shape"], entry["bytes"])
+        for entry in plan["crossings"]
     ] == [("s1", 0, 1, [2, 8, 12, 12], 4 * 2 * 8 * 144)]
     # The model's input goes to both stages that read it.
-    assert [one["inputs"] for one in plan["files"]] == [["x"], ["x", "scale", "s1"]]
-    assert [one["outputs"] for one in plan["files"]] == [["s1"], ["y"]]
-    assert [one["bytes"] for one in plan["files"]] == [2 * 4 * (8 * 8 * 9 + 8)] * 2
+    assert [entry["inputs"] for entry in plan["files"]] == [["x"], ["x", "scale", "s1"]]
+    assert [entry["outputs"] for entry in plan["files"]] == [["s1"], ["y"]]
+    assert [entry["bytes"] for entry in plan["files"]] == [2 * 4 * (8 * 8 * 9 + 8)] * 2
 
 
 def test_outputs_that_no_op_makes_and_inputs_with_a_default(tmp_path: Path) -> None:
@@ -267,11 +273,11 @@ def test_command_writes_a_folder(
     monkeypatch.chdir(tmp_path)
     onnx.save_model(mlp(), "model.onnx")
     assert instrument(["model.onnx", "-t", "partition:stages=2", "-o", "parts"]) == 0
-    told = capsys.readouterr()
-    assert told.out == "parts\n"
-    assert "2 stages: the slowest has 51.5% of the FLOPs" in told.err
-    assert "Run in this order: model.stage0.onnx, model.stage1.onnx." in told.err
-    assert "routines" not in told.err
+    captured = capsys.readouterr()
+    assert captured.out == "parts\n"
+    assert "2 stages: the slowest has 51.5% of the FLOPs" in captured.err
+    assert "Run in this order: model.stage0.onnx, model.stage1.onnx." in captured.err
+    assert "routines" not in captured.err
     assert sorted(path.name for path in Path("parts").iterdir()) == [
         "model.stage0.onnx", "model.stage1.onnx", "partition.json",
     ]  # fmt: skip
@@ -287,8 +293,8 @@ def test_command_writes_a_folder(
         (["model.onnx", "-t", "partition:stages=99"], 1, "stages=99, but model.onnx has 12 ops"),
         (["model.onnx", "-t", "partition:stagse=2"], 2, "did you mean stages?"),
         (["model.onnx", "-t", "partition:cost=time"], 1, "cost='time' is measured while a session runs"),
-        (["text.onnx", "-t", "partition"], 1, "text.onnx is no whole ONNX model"),
-        (["model.pt", "-t", "partition"], 1, "model.pt is no file that an installed driver reads"),
+        (["text.onnx", "-t", "partition"], 1, "text.onnx is not a complete ONNX model"),
+        (["model.pt", "-t", "partition"], 1, "model.pt is not a file that an installed driver reads"),
         (["model.onnx", "-t", "partition", "-t", "prune"], 1, "PartitionTool, PruneTool: a tool that writes"),
         (
             ["model.onnx", "-t", "partition:protect=module=nowhere"],
@@ -326,7 +332,7 @@ def test_chain_of_a_folder_without_a_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("protect", "made", "kinds", "secret"),
+    ("protect", "build", "kinds", "secret"),
     [
         ("module=block1|block2", residual, ["public", "protected", "public"], ["k1", "k2", "c1", "c2"]),
         ("module=block0", residual, ["protected", "public"], ["k0", "c0"]),
@@ -339,18 +345,18 @@ def test_chain_of_a_folder_without_a_plan(tmp_path: Path) -> None:
     ],
 )
 def test_public_files_hold_no_byte_of_what_is_protected(
-    protect: str, made: Callable[[], ModelProto], kinds: list[str], secret: list[str], tmp_path: Path
+    protect: str, build: Callable[[], ModelProto], kinds: list[str], secret: list[str], tmp_path: Path
 ) -> None:
-    model = made()
+    model = build()
     result, folder = written(tmp_path, model, protect=protect)
     plan = plan_of(folder)
-    assert [one["kind"] for one in plan["files"]] == kinds
-    assert [one["file"] for one in plan["files"]] == [
+    assert [item["kind"] for item in plan["files"]] == kinds
+    assert [item["file"] for item in plan["files"]] == [
         f"model.{i}.{kind}.onnx" for i, kind in enumerate(kinds)
     ]
-    values = {one.name: numpy_helper.to_array(one).tobytes() for one in model.graph.initializer}
-    constants = [one for one in model.graph.node if one.op_type == "Constant"]
-    values |= {one.output[0]: numpy_helper.to_array(one.attribute[0].t).tobytes() for one in constants}
+    values = {item.name: numpy_helper.to_array(item).tobytes() for item in model.graph.initializer}
+    constants = [item for item in model.graph.node if item.op_type == "Constant"]
+    values |= {item.output[0]: numpy_helper.to_array(item.attribute[0].t).tobytes() for item in constants}
     for file, kind in zip(plan["files"], kinds, strict=True):
         content = (folder / file["file"]).read_bytes()
         for name in secret:
@@ -360,11 +366,11 @@ def test_public_files_hold_no_byte_of_what_is_protected(
     everything = b"".join(path.read_bytes() for path in folder.glob("*protected.onnx"))
     assert all(values[name] in everything for name in secret)
     assert "are in model." in result.title
-    for feed in FEEDS[made]:
-        for one, other in zip(
+    for feed in FEEDS[build]:
+        for item, expected in zip(
             StageChain(folder).run(None, feed), whole(tmp_path / "model.onnx", feed), strict=True
         ):
-            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(item, expected)
 
 
 def test_protected_external_data_are_in_no_public_file(tmp_path: Path) -> None:
@@ -428,32 +434,32 @@ def functions() -> ModelProto:
         "com.example", "Twice", ["x", "w"], ["z"], inner, [helper.make_opsetid("", 18)]
     )
     nodes = [node("MatMul", "x w0", "a", "/a"), node("MatMul", "a w1", "y", "/b")]
-    made = model_of(nodes, {"x": [4, 16]}, ["y"], weights(0, 1))
-    for one in made.graph.node:
-        one.op_type, one.domain = "Twice", "com.example"
-    made.functions.append(twice)
-    return made
+    model = model_of(nodes, {"x": [4, 16]}, ["y"], weights(0, 1))
+    for call in model.graph.node:
+        call.op_type, call.domain = "Twice", "com.example"
+    model.functions.append(twice)
+    return model
 
 
 def old() -> ModelProto:
     """Initializers are inputs, as before IR version 4."""
-    made = mlp()
-    made.ir_version = 3
-    made.graph.input.extend(
+    model = mlp()
+    model.ir_version = 3
+    model.graph.input.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, [16, 16]) for name in ("w0", "w1", "w2")
     )
-    return made
+    return model
 
 
 def runtimes_own() -> ModelProto:
     """Ops of ONNX Runtime, whose types ONNX does not infer."""
-    made = mlp()
-    made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    for one in made.graph.node:
-        if one.op_type == "Relu":
-            one.op_type, one.domain = "Gelu", "com.microsoft"
-    del made.graph.value_info[:]
-    return made
+    model = mlp()
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    for node in model.graph.node:
+        if node.op_type == "Relu":
+            node.op_type, node.domain = "Gelu", "com.microsoft"
+    del model.graph.value_info[:]
+    return model
 
 
 def looping() -> ModelProto:
@@ -468,19 +474,19 @@ def looping() -> ModelProto:
     )  # fmt: skip
     loop = helper.make_node("Loop", ["times", "yes", "h"], ["l"], "/loop/Loop", body=body)
     nodes = [node("MatMul", "x w0", "h", "/a/MatMul"), loop, node("MatMul", "l w2", "y", "/b/MatMul")]
-    held = {**weights(0, 1, 2), "times": np.array(3), "yes": np.array(True)}
-    return model_of(nodes, {"x": [4, 16]}, ["y"], held)
+    initializers = {**weights(0, 1, 2), "times": np.array(3), "yes": np.array(True)}
+    return model_of(nodes, {"x": [4, 16]}, ["y"], initializers)
 
 
 def sparse() -> ModelProto:
     """A sparse initializer."""
-    made = mlp()
-    number = [one.name for one in made.graph.initializer].index("w2")
-    del made.graph.initializer[number]
+    model = mlp()
+    number = [tensor.name for tensor in model.graph.initializer].index("w2")
+    del model.graph.initializer[number]
     values = numpy_helper.from_array(np.array([1, 2, 3], np.float32), "w2")
     places = numpy_helper.from_array(np.array([0, 17, 34]), "places")
-    made.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [16, 16]))
-    return made
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [16, 16]))
+    return model
 
 
 def drawing() -> ModelProto:
@@ -523,14 +529,14 @@ def test_trained_model_of_a_package(tmp_path: Path) -> None:
     amanda.instrument(path, tool, out=tmp_path / "parts")
     audio = np.random.default_rng(0).normal(0, 0.2, (1, 43844, 1)).astype(np.float32)
     feed = {onnxruntime.InferenceSession(path).get_inputs()[0].name: audio}
-    for one, other in zip(
+    for item, expected in zip(
         StageChain(tmp_path / "parts", plain()).run(None, feed), whole(path, feed, plain()), strict=True
     ):
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(item, expected)
     result = tool.result
     assert isinstance(result, PartitionResult)
     # One convolution has two thirds of all FLOPs.
-    assert max(one.cost for one in result.stages) < 1.05 * result.work.total.max()
+    assert max(item.cost for item in result.stages) < 1.05 * result.work.total.max()
 
 
 @pytest.mark.slow

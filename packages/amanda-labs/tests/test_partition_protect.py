@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import amanda
 from amanda.errors import ToolError
 from amanda.tools.partition import PartitionTool, ProtectedResult, ProtectError
-from amanda.tools.partition._enclave import Enclave
-from amanda.tools.partition._ipc import ProcessLink, pack_tensor, receive, send, unpack_tensor
+from amanda.tools.partition._enclave import Enclave, ProcessLink, pack_tensor, receive, send, unpack_tensor
 from amanda.tools.partition._pytorch_stand_ins import ParameterStandIns, ProtectedOptimizers
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -51,14 +50,14 @@ class Net(nn.Module):
 
 def train(model: nn.Module, optimizer: Optimizer, accumulate: int = 1, steps: int = 3) -> list[float]:
     torch.manual_seed(1)
-    made, losses = optimizer(model.parameters()), []
+    stepper, losses = optimizer(model.parameters()), []
     for _ in range(steps):
-        made.zero_grad()
+        stepper.zero_grad()
         for _ in range(accumulate):
             loss = nn.functional.cross_entropy(model(torch.rand(4, 3, 8, 8)), torch.randint(0, 10, (4,)))
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
-        made.step()
+        stepper.step()
     return losses
 
 
@@ -97,7 +96,7 @@ def test_training_is_the_same_to_the_bit(
         tool.finalize(Net())
     assert tool.finalize(model).model is model
     states = zip(plain.state_dict().items(), model.state_dict().values(), strict=True)
-    assert all(torch.equal(one, other) for (_, one), other in states)
+    assert all(torch.equal(state, other_state) for (_, state), other_state in states)
 
 
 @pytest.mark.slow
@@ -127,9 +126,9 @@ def test_inference_needs_no_gradients(protect: Callable[[str], Protecting]) -> N
 
 def found_in_memory(masked: list[bytes]) -> list[bool]:
     """Return which bytes are in writable memory of this process; they are given and compared under a mask."""
-    found, longest = [False] * len(masked), max(map(len, masked))
+    is_readable, longest = [False] * len(masked), max(map(len, masked))
     regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    writable = [one[0].split("-") for one in regions if "w" in one[1]]
+    writable = [item[0].split("-") for item in regions if "w" in item[1]]
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         for start, end in ((int(first, 16), int(last, 16)) for first, last in writable):
             for at in range(start, end, 1 << 24):
@@ -141,10 +140,11 @@ def found_in_memory(masked: list[bytes]) -> list[bool]:
                 content = np.frombuffer(read, np.uint8) ^ 0x5A
                 if content.size and (content != 0x5A).any():
                     text = content.tobytes()
-                    found = [
-                        one or text.find(pattern) >= 0 for one, pattern in zip(found, masked, strict=True)
+                    is_readable = [
+                        item or text.find(pattern) >= 0
+                        for item, pattern in zip(is_readable, masked, strict=True)
                     ]
-    return found
+    return is_readable
 
 
 @pytest.mark.slow
@@ -365,11 +365,11 @@ def test_number_of_an_optimizer_that_is_gone_is_not_given_again() -> None:
     optimizers, numbers = ProtectedOptimizers(stand_ins), []
     alive = [torch.optim.SGD(linear.parameters()) for _ in range(2)]
     for _ in range(2):
-        numbers += [optimizers.step_message(one, (one,), {}) for one in alive]
+        numbers += [optimizers.step_message(item, (item,), {}) for item in alive]
         del alive[0]
         gc.collect()
         alive = [torch.optim.SGD(linear.parameters())]
-    assert [one["optimizer"] for one in numbers if one is not None] == [0, 1, 2]
+    assert [item["optimizer"] for item in numbers if item is not None] == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -393,7 +393,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(
 @pytest.mark.slow
 def test_process_serves_who_knows_the_key(protect: Callable[[str], Protecting], monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "amanda.tools.partition._ipc.Client",
+        "amanda.tools.partition._enclave.Client",
         lambda address, family, key: Client(address, family, b"other"),
     )
     with amanda.apply(protect("module=0")), pytest.raises(AuthenticationError):
@@ -420,7 +420,7 @@ def test_stages_and_protect_are_one_or_the_other() -> None:
         PartitionTool(stages=2, protect="module=a")  # type: ignore[call-overload]
     with pytest.raises(ToolError, match="memory is 9 and protect is 'module=a'"):
         PartitionTool(memory=9, protect="module=a")  # type: ignore[call-overload]
-    with pytest.raises(ToolError, match="protect is 5; give a text"):
+    with pytest.raises(ToolError, match="protect is 5; give a string"):
         PartitionTool(protect=5)  # type: ignore[call-overload]
 
 
@@ -443,8 +443,8 @@ TENSORS = [
 def test_tensors_arrive_as_they_were(tensor: Tensor) -> None:
     ours, theirs = Pipe()
     send(ours, {"kind": "test"}, [pack_tensor(tensor)])
-    header, made = receive(theirs)
-    arrived = unpack_tensor(*made[0])
+    header, packed = receive(theirs)
+    arrived = unpack_tensor(*packed[0])
     assert header == {"kind": "test"}
     assert arrived.dtype == tensor.dtype
     assert torch.equal(arrived, tensor)
@@ -514,9 +514,9 @@ def test_writes_into_views_of_outputs_reach_them(protect: Callable[[str], Protec
     (gradient,) = torch.autograd.grad(expected.sum(), x)
     tool = protect("module=0|0.*")
     with amanda.apply(tool):
-        found = model(x)
-        assert torch.equal(torch.autograd.grad(found.sum(), x)[0], gradient)
-    assert torch.equal(found, expected)
+        output = model(x)
+        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], gradient)
+    assert torch.equal(output, expected)
     assert {row[1] for row in tool.result.rows()} == {"parameter", "linear", "add", "mul"}
 
 
@@ -530,8 +530,8 @@ def test_output_without_a_gradient_has_none_outside() -> None:
     (gradient,) = torch.autograd.grad(expected.sum(), model[0].weight)
     tool = PartitionTool(protect="module=1")
     with amanda.apply(tool):
-        made = model(x)
-        made.sum().backward()
+        output = model(x)
+        output.sum().backward()
     tool.finalize(model)
-    assert torch.equal(made, expected)
+    assert torch.equal(output, expected)
     assert torch.equal(model[0].weight.grad, gradient)

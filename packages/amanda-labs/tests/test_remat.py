@@ -41,7 +41,7 @@ def chain() -> tuple[nn.Module, Run]:
 def step(model: nn.Module, run: Run, tool: amanda.Tool | None = None, *more: amanda.Tool) -> list[Tensor]:
     """Loss, gradients and buffers of one step, from the same state of the random generator."""
     torch.manual_seed(1)
-    buffers = {name: one.clone() for name, one in model.named_buffers()}
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     model.zero_grad()
     if tool is None:
         loss = run()
@@ -50,16 +50,19 @@ def step(model: nn.Module, run: Run, tool: amanda.Tool | None = None, *more: ama
         with amanda.apply(tool, *more):
             loss = run()
             loss.backward()
-    tensors = [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
-    tensors += [one.clone() for one in model.buffers()]
+    tensors = [
+        loss.detach(),
+        *(tensor.grad.clone() for tensor in model.parameters() if tensor.grad is not None),
+    ]
+    tensors += [tensor.clone() for tensor in model.buffers()]
     with torch.no_grad():
-        for name, one in model.named_buffers():
-            one.copy_(buffers[name])
+        for name, tensor in model.named_buffers():
+            tensor.copy_(buffers[name])
     return tensors
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def equal(tensors: list[Tensor], other_tensors: list[Tensor]) -> bool:
+    return len(tensors) == len(other_tensors) and all(map(torch.equal, tensors, other_tensors))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ def test_a_budget_that_cannot_be_held_is_said_or_an_error(
         assert equal(step(*chain, tool), step(*chain))
         step(*chain, tool)
     assert tool.result.short == tool.result.peak - peak // 20 > 0
-    assert [one.message[:32] for one in caplog.records] == ["the budget of memory is exceeded"]
+    assert [record.message[:32] for record in caplog.records] == ["the budget of memory is exceeded"]
     assert "was exceeded by up to" in str(tool.result)
     with pytest.raises(
         BudgetError, match=r"(linear|tanh) at .*test_remat.py:\d+ needs 0 bytes more than the 8,192 that"

@@ -176,14 +176,14 @@ def test_an_op_that_may_be_absent_fits_no_input_that_an_op_lacks() -> None:
     x, weight, bias = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
 
     def matches_of(pattern: Op, program: Callable[[], Any]) -> list[dict[str, bool]]:
-        kept: list[dict[str, bool]] = []
+        matches: list[dict[str, bool]] = []
 
         def original(match: Match) -> Any:
-            kept.append({"bias": "bias" in match, "mul": "mul" in match.ops})
+            matches.append({"bias": "bias" in match, "mul": "mul" in match.ops})
             return match.original()
 
         torch.testing.assert_close(rewritten(RewriteTool([Rule(pattern, original)]), program), program())
-        return kept
+        return matches
 
     linear = Op("linear", None, None, scaled)
     assert matches_of(linear, lambda: F.linear(x, weight)) == []
@@ -200,7 +200,7 @@ def test_an_op_that_may_be_absent_fits_no_input_that_an_op_lacks() -> None:
 def test_a_condition_is_asked_at_each_execution() -> None:
     rule = Rule(TEN.pattern, TEN.replacement, when=lambda match: match.original().sum() > 1)
     tool = RewriteTool([rule])
-    inputs = [torch.tensor([one]) for one in (-2.0, -2.0, 2.0, -2.0)]
+    inputs = [torch.tensor([number]) for number in (-2.0, -2.0, 2.0, -2.0)]
     with amanda.apply(tool):
         results = [negated_relu(x).item() for x in inputs]
     assert results == [2, 12, 0, 12]
@@ -209,7 +209,7 @@ def test_a_condition_is_asked_at_each_execution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda: Op(""), "type"),
         (lambda: Op("relu", "neg"), "'neg'"),  # type: ignore[arg-type]
@@ -222,8 +222,8 @@ def test_a_condition_is_asked_at_each_execution() -> None:
         (lambda: RewriteTool(3), "rules is 3"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_wrong_with_a_rule_is_said(wrong: Callable[[], Any], told: str) -> None:
-    with pytest.raises(PatternError, match=told):
+def test_what_is_wrong_with_a_rule_is_said(wrong: Callable[[], Any], message: str) -> None:
+    with pytest.raises(PatternError, match=message):
         wrong()
 
 
@@ -318,24 +318,24 @@ def test_an_op_that_reads_an_intermediate_in_a_list_reads_it() -> None:
 
 
 def test_an_intermediate_that_the_user_keeps_is_right_and_ends_the_match() -> None:
-    kept: list[Tensor] = []
+    intermediates: list[Tensor] = []
     weight = torch.tensor([2.0], requires_grad=True)
 
     def program() -> Tensor:
-        kept.append(torch.neg(weight))
-        return torch.relu(kept[-1])
+        intermediates.append(torch.neg(weight))
+        return torch.relu(intermediates[-1])
 
     tool = RewriteTool([TEN])
     model = Model(program)
     with amanda.apply(tool):
         for _ in range(4):
             model()
-        assert [one.item() for one in kept] == [-2] * 4
+        assert [tensor.item() for tensor in intermediates] == [-2] * 4
         for _ in range(2):
             model()
-    assert [one.item() for one in kept] == [-2] * 6
+    assert [tensor.item() for tensor in intermediates] == [-2] * 6
     assert "read by" in tool.result.matches[0].obstacle
-    (gradient,) = torch.autograd.grad(sum(kept).sum(), weight)  # type: ignore[union-attr]
+    (gradient,) = torch.autograd.grad(sum(intermediates).sum(), weight)  # type: ignore[union-attr]
     assert gradient.item() == -6
 
 
@@ -350,46 +350,46 @@ def test_an_intermediate_that_the_user_keeps_is_right_and_ends_the_match() -> No
     ],
 )  # fmt: skip
 def test_whatever_reads_an_intermediate_has_its_value(read: Callable[[Tensor], Any]) -> None:
-    x, kept = torch.tensor([1.0, -2.0]), []
+    x, intermediates = torch.tensor([1.0, -2.0]), []
 
     def program() -> None:
-        kept.append(torch.neg(x))
-        torch.relu(kept[-1])
+        intermediates.append(torch.neg(x))
+        torch.relu(intermediates[-1])
 
     model = Model(program)
     with amanda.apply(RewriteTool([TEN])):
         for _ in range(3):
             model()
-        value_read = read(kept[-1])
+        value_read = read(intermediates[-1])
     assert np.array_equal(value_read, read(torch.neg(x)))
-    assert np.array_equal(read(kept[-1]), read(torch.neg(x)))
+    assert np.array_equal(read(intermediates[-1]), read(torch.neg(x)))
 
 
 def test_an_intermediate_that_outlives_the_scope_has_the_value_of_its_time() -> None:
-    x, kept = torch.tensor([1.0, -2.0]), []
+    x, intermediates = torch.tensor([1.0, -2.0]), []
 
     def program() -> None:
-        kept.append(torch.neg(x))
-        torch.relu(kept[-1])
+        intermediates.append(torch.neg(x))
+        torch.relu(intermediates[-1])
 
     rewritten(RewriteTool([TEN]), program)
     x.mul_(100)
-    assert kept[-1].tolist() == [-1, 2]
+    assert intermediates[-1].tolist() == [-1, 2]
 
 
 def test_writing_what_an_intermediate_is_computed_of_comes_after_it() -> None:
-    kept: list[Tensor] = []
+    intermediates: list[Tensor] = []
 
     def program(x: Tensor) -> Tensor:
-        kept.append(torch.neg(x))
+        intermediates.append(torch.neg(x))
         x.mul_(100)
-        return torch.relu(kept[-1])
+        return torch.relu(intermediates[-1])
 
     model = Model(program)
     with amanda.apply(RewriteTool([TEN])):
         for _ in range(3):
             result = model(torch.tensor([1.0, -2.0]))
-    assert kept[-1].tolist() == [-1, 2]
+    assert intermediates[-1].tolist() == [-1, 2]
     assert result.tolist() in ([0, 2], [10, 12])
 
 
@@ -407,15 +407,15 @@ def test_writing_through_data_what_an_op_was_given_is_a_write() -> None:
 
 def test_a_detached_intermediate_is_read_without_its_gradient() -> None:
     model = normalised()
-    kept: list[Any] = []
+    intermediates: list[Any] = []
 
     def program() -> Tensor:
-        kept.append(model[0](IMAGES))
-        result: Tensor = model[1](kept[-1])
+        intermediates.append(model[0](IMAGES))
+        result: Tensor = model[1](intermediates[-1])
         return result
 
     rewritten(RewriteTool("fold_batch_norm"), program)
-    assert np.array_equal(kept[-1].detach().numpy(), model[0](IMAGES).detach().numpy())
+    assert np.array_equal(intermediates[-1].detach().numpy(), model[0](IMAGES).detach().numpy())
 
 
 @pytest.mark.parametrize("first", [1, 3])
@@ -423,7 +423,7 @@ def test_a_detached_intermediate_is_read_without_its_gradient() -> None:
 def test_hooks_on_an_intermediate_have_its_gradient_and_end_the_match(
     first: int, later: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, kept = normalised(), []
+    model, recorded = normalised(), []
 
     def hook(y: Tensor, gradients: list[Tensor]) -> None:
         y.register_hook(lambda gradient: gradients.append(gradient) or 2 * gradient)
@@ -445,8 +445,8 @@ def test_hooks_on_an_intermediate_have_its_gradient_and_end_the_match(
     tool = RewriteTool("fold_batch_norm")
     with amanda.apply(tool):
         for i in range(6):
-            kept.append(program(i >= first))
-    for gradients in kept[4 if later else first :]:
+            recorded.append(program(i >= first))
+    for gradients in recorded[4 if later else first :]:
         assert all(map(torch.equal, gradients, plain))
     assert "read by register_hook" in tool.result.matches[0].obstacle
     assert later == ("no gradient arrives there" in caplog.text)
@@ -495,7 +495,7 @@ def test_a_branch_that_is_taken_after_the_match_is_known_is_right_and_told() -> 
         results = [module(broken).item() for broken in (False, False, True, False)]
     assert results == [2, 12, 2, 12]
     (match,) = tool.result.matches
-    assert match.fallbacks == {FIRST: 1, "control flow: its ops came otherwise": 1}
+    assert match.fallbacks == {FIRST: 1, "control flow: its ops ran in another way": 1}
     assert "control flow" in str(tool.result)
 
 
@@ -533,7 +533,7 @@ def test_nothing_is_kept_of_an_execution() -> None:
         died = [weakref.ref(x), weakref.ref(y)]
         del x, y
         gc.collect()
-        assert [one() for one in died] == [None, None]
+        assert [reference() for reference in died] == [None, None]
         assert not tool._executions["pytorch"].delayed
 
 
@@ -595,7 +595,7 @@ def test_a_folded_normalisation_gives_what_it_gave_and_its_gradients() -> None:
     model = normalised()
     expected = model(IMAGES)
     expected.pow(2).sum().backward()
-    gradients = {name: one.grad for name, one in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     tool, flops = RewriteTool(["fold_batch_norm"]), FlopsTool()
     with amanda.apply(tool, flops):
@@ -604,8 +604,8 @@ def test_a_folded_normalisation_gives_what_it_gave_and_its_gradients() -> None:
         result.pow(2).sum().backward()
     assert type(result) is Tensor
     torch.testing.assert_close(result, expected)
-    for name, one in model.named_parameters():
-        torch.testing.assert_close(one.grad, gradients[name], rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-4)
     assert tool.result.count("fold_batch_norm") == 2
 
 
@@ -676,7 +676,7 @@ def test_attention_of_a_transformer_is_fused_forward_and_backward(make: Any, tor
         return output.detach()
 
     expected = step()
-    gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     with amanda.apply(tool):
         for _ in range(3):
             result = step()
@@ -684,7 +684,7 @@ def test_attention_of_a_transformer_is_fused_forward_and_backward(make: Any, tor
     assert [match.replaced for match in tool.result.matches] == [2, 2]
     assert [match.why for match in tool.result.matches] == [f"{FIRST} (1)"] * 2
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-    fused_gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    fused_gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch.testing.assert_close(fused_gradients, gradients, rtol=1e-3, atol=1e-5)
     model.eval()
     with torch.no_grad():
@@ -757,7 +757,7 @@ def test_compiled_graphs_keep_matches_of_several_ops_and_say_so() -> None:
     with amanda.apply(tool, compiled="instrument"):
         for _ in range(2):
             assert torch.equal(compiled(IMAGES), expected)
-    assert [(one.replaced, "single ops are replaced" in one.why) for one in tool.result.matches] == [
+    assert [(match.replaced, "single ops are replaced" in match.why) for match in tool.result.matches] == [
         (0, True), (0, True)
     ]  # fmt: skip
     layers = nn.Sequential(model[0], nn.ReLU(), model[3])

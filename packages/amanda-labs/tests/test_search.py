@@ -98,8 +98,8 @@ def test_flops_are_those_of_the_finalized_model(model: nn.Module, images: Tensor
         finalized_model = tool.finalize(model)
         with amanda.apply(flops):
             finalized_model(images)
-        assert tool.flops() == sum(one.calls * (one.flops or 0) for one in flops.result.places)
-        assert tool.size() == sum(4 * one.numel() for one in finalized_model.parameters())
+        assert tool.flops() == sum(place.calls * (place.flops or 0) for place in flops.result.places)
+        assert tool.size() == sum(4 * parameter.numel() for parameter in finalized_model.parameters())
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -109,19 +109,19 @@ def test_a_residual_block_is_skipped(in_place: bool, images: Tensor) -> None:
     (name,) = tool.space
     whole = tool.flops()
     tool.architecture = {name: "skip"}
-    x, own = images.clone().requires_grad_(), images.clone().requires_grad_()
+    x, x_by_hand = images.clone().requires_grad_(), images.clone().requires_grad_()
     with amanda.apply(tool):
         output = model(x)
         output.sum().backward()
-    expected = model[2](model[0](own))
+    expected = model[2](model[0](x_by_hand))
     expected.sum().backward()
     assert torch.equal(output, expected)
-    assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, x_by_hand.grad)  # type: ignore[arg-type]
     with amanda.apply(tool), torch.inference_mode():
         assert torch.equal(model(images), expected)
-    rest = prepared(nn.Sequential(model[0], model[2]), images, [])
-    assert tool.flops() == rest.flops() < whole
-    assert tool.size() == rest.size()
+    remaining_model = prepared(nn.Sequential(model[0], model[2]), images, [])
+    assert tool.flops() == remaining_model.flops() < whole
+    assert tool.size() == remaining_model.size()
     with pytest.raises(SearchError, match=r"'skip' of 1/__i?add__ at .*test_search.py:\d+ is no module"):
         tool.finalize(model)
 
@@ -136,16 +136,16 @@ class InPlace(nn.Module):
 
 
 def test_ops_in_place_keep_their_settings(images: Tensor) -> None:
-    x, own = ((images - 0.5).requires_grad_() for _ in range(2))
+    x, x_by_hand = ((images - 0.5).requires_grad_() for _ in range(2))
     tool = prepared(InPlace(), x, ["add=keep|skip", "elu=keep|gelu"])
     assert set(tool.space.values()) == {("keep", "skip"), ("keep", "gelu")}
     with amanda.apply(tool):
         output = InPlace()(x)
         output.sum().backward()
-    expected = InPlace()(own)
+    expected = InPlace()(x_by_hand)
     expected.sum().backward()
     assert torch.equal(output, expected)
-    assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, x_by_hand.grad)  # type: ignore[arg-type]
 
 
 class Shared(nn.Module):
@@ -187,7 +187,7 @@ class Cell(nn.Module):
     def __init__(self, conv: nn.Conv2d, wide: Tensor, alphas: list[Tensor]) -> None:
         super().__init__()
         self.conv, self.wide = conv, nn.Parameter(wide.detach().clone())
-        self.alphas = nn.ParameterList(nn.Parameter(one.detach().clone()) for one in alphas)
+        self.alphas = nn.ParameterList(nn.Parameter(alpha.detach().clone()) for alpha in alphas)
 
     def forward(self, x: Tensor) -> Tensor:
         ops: list[list[Callable[[Tensor], Tensor]]] = [
@@ -209,15 +209,15 @@ def test_gradients_of_a_mixture_are_those_of_a_cell_by_hand(images: Tensor, comp
     cell = Cell(nn.Conv2d(4, 4, 3, padding=1), next(iter(tool.weights())), list(tool.alphas()))
     cell.conv.load_state_dict(model[0].state_dict())
     run = torch.compile(model, backend="aot_eager") if compiled == "instrument" else model
-    x, own = images.clone().requires_grad_(), images.clone().requires_grad_()
+    x, x_by_hand = images.clone().requires_grad_(), images.clone().requires_grad_()
     with amanda.apply(tool, compiled=compiled):
         outputs = run(x)
         outputs.square().sum().backward()
-    expected = cell(own)
+    expected = cell(x_by_hand)
     expected.square().sum().backward()
     assert torch.equal(outputs, expected)
     mine = [x, *model.parameters(), *tool.weights(), *tool.alphas()]
-    theirs = [own, *cell.conv.parameters(), cell.wide, *cell.alphas]
+    theirs = [x_by_hand, *cell.conv.parameters(), cell.wide, *cell.alphas]
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))
     assert len(list(tool.parameters())) == 3
 
@@ -262,7 +262,7 @@ def test_costs_that_are_not_finite_are_errors(model: nn.Module, images: Tensor) 
 
     search = Search(prepared(model, images), lambda: 1.0, "random", costs=[latency], progress=False)
     result = search.run(trials=2)
-    assert [one.error for one in result.trials] == ["ValueError: latency is nan"] * 2
+    assert [trial.error for trial in result.trials] == ["ValueError: latency is nan"] * 2
     assert result.best is None
 
 
@@ -282,20 +282,20 @@ def test_a_search_over_bits_finds_the_front_of_an_enumeration(tmp_path: Path) ->
     points = []
     for bits in product((None, 8, 4, 3, 2), repeat=2):
         tools = [
-            select(QuantizeTool(method="dynamic", weight_bits=one, activation_bits=None), module=module)
-            for module, one in zip("02", bits, strict=True) if one is not None
+            select(QuantizeTool(method="dynamic", weight_bits=width, activation_bits=None), module=module)
+            for module, width in zip("02", bits, strict=True) if width is not None
         ]  # fmt: skip
         with amanda.apply(amanda.Tool(), *tools):
             metric = accuracy()
-        size = sum((one or 32) / 8 * part for one, part in zip(bits, (128, 64), strict=True)) + 4 * 20
+        size = sum((width or 32) / 8 * part for width, part in zip(bits, (128, 64), strict=True)) + 4 * 20
         points.append((metric, size))
     front = [p for p in points if not any(q != p and q[0] >= p[0] and q[1] <= p[1] for q in points)]
     assert len(result.trials) == 25
-    assert [(one.metric, one.costs["size"]) for one in result.front] == sorted(set(front), reverse=True)
+    assert [(trial.metric, trial.costs["size"]) for trial in result.front] == sorted(set(front), reverse=True)
     assert len(front) > 3
     assert tool.architecture == result.front[0].architecture
-    told = json.loads(result.save(tmp_path / "search.json").read_text())
-    assert told["schema"] == "amanda.search"
+    content = json.loads(result.save(tmp_path / "search.json").read_text())
+    assert content["schema"] == "amanda.search"
     assert len(result.to_pandas()) == 25
     assert "<svg" in result.save(tmp_path / "search.svg").read_text()
     assert "The search ended: every architecture that was drawn is known" in str(result)
@@ -312,10 +312,10 @@ def test_evolution_finds_the_front_of_an_enumeration_with_fewer_visits() -> None
             return float((model(x).argmax(1) == labels).float().mean())
 
     tool = prepared(model, x[:1], ["linear=keep|bits8|bits4|bits3|bits2"])
-    made: dict[str, Any] = {"costs": ["size"], "progress": False}
-    whole = Search(tool, accuracy, "random", **made).run(trials=125)
-    some = Search(tool, accuracy, Evolution(population=20, sample=10), **made).run(trials=90)
-    fronts = [[(one.metric, one.costs["size"]) for one in result.front] for result in (whole, some)]
+    options: dict[str, Any] = {"costs": ["size"], "progress": False}
+    whole = Search(tool, accuracy, "random", **options).run(trials=125)
+    some = Search(tool, accuracy, Evolution(population=20, sample=10), **options).run(trials=90)
+    fronts = [[(trial.metric, trial.costs["size"]) for trial in result.front] for result in (whole, some)]
     assert (len(whole.trials), len(some.trials), len(fronts[0])) == (125, 90, 13)
     assert fronts[0] == fronts[1]
 
@@ -340,7 +340,7 @@ def test_evolution_and_the_policy_find_more_than_chance(model: nn.Module, images
     }  # fmt: skip
     for name, controller in controllers.items():
         search = Search(tool, reward(tool), controller, train=lambda: None, progress=False)
-        means[name] = float(np.mean([one.metric or 0 for one in search.run(trials=200).trials[-40:]]))
+        means[name] = float(np.mean([trial.metric or 0 for trial in search.run(trials=200).trials[-40:]]))
     assert means["evolution"] > means["random"] + 1.5
     assert means["policy"] > means["random"] + 1.5
 
@@ -361,9 +361,9 @@ def test_limits_and_failures_and_budgets(
 
     search = Search(tool, evaluate, "random", costs=["flops", latency], limits={"flops": limit})
     trials = search.run(trials=30).trials
-    assert all(one.costs["flops"] <= limit for one in trials if one.metric is not None)
-    assert {one.error for one in trials} == {"", "ValueError: no gelu here", "ValueError: metric is nan"}
-    assert {one.costs["latency"] for one in trials if one.metric is not None} == {0.5}
+    assert all(trial.costs["flops"] <= limit for trial in trials if trial.metric is not None)
+    assert {trial.error for trial in trials} == {"", "ValueError: no gelu here", "ValueError: metric is nan"}
+    assert {trial.costs["latency"] for trial in trials if trial.metric is not None} == {0.5}
     assert "30/30" in capsys.readouterr().err
     assert len(search.run(seconds=0.0).trials) == 30
     nothing = Search(tool, evaluate, limits={"flops": 1}, progress=False).run(trials=3)
@@ -374,8 +374,8 @@ def test_limits_and_failures_and_budgets(
 def test_state_and_architecture_survive_a_restart(model: nn.Module, images: Tensor, tmp_path: Path) -> None:
     tool = prepared(model, images, mixture=True)
     with torch.no_grad():
-        for one in tool.parameters():
-            one.add_(0.5)
+        for parameter in tool.parameters():
+            parameter.add_(0.5)
     tool.settle()
     tool.architecture = {"0/conv2d": "conv5", "5/linear": "width0.5"}
     again = SearchTool(CHOICES, mixture=True, architecture=tool.save(tmp_path / "architecture.json"))
@@ -445,7 +445,7 @@ def test_a_shared_choice_is_one_of_all_its_ops() -> None:
         output = model(x)
     finalized = tool.finalize(model)
     assert torch.equal(finalized(x), output)
-    assert [type(one) for one in finalized][1::2] == [nn.Tanh, nn.Tanh]
+    assert [type(module) for module in finalized][1::2] == [nn.Tanh, nn.Tanh]
     assert [finalized[i].kernel_size for i in (0, 2)] == [(5, 5), (5, 5)]
     assert {(row[5], row[7]) for row in tool.result.rows()} == {
         (SHARED, "tanh"),
@@ -459,7 +459,7 @@ def test_a_shared_choice_is_one_of_all_its_ops() -> None:
 def test_a_search_tries_each_shared_choice_once(name: Any) -> None:
     tool = prepared(Activations(), torch.rand(2, 1, 4, 4), [ACTIVATION])
     result = Search(tool, lambda: 1.0, name, progress=False).run(trials=10)
-    assert sorted(one.architecture[SHARED] for one in result.trials) == ["gelu", "keep", "tanh"]
+    assert sorted(trial.architecture[SHARED] for trial in result.trials) == ["gelu", "keep", "tanh"]
 
 
 def test_a_shared_mixture_has_the_sum_of_the_gradients_of_its_ops(tmp_path: Path) -> None:
@@ -469,15 +469,15 @@ def test_a_shared_mixture_has_the_sum_of_the_gradients_of_its_ops(tmp_path: Path
     alone = prepared(model, x, [Choice(["keep", "gelu", "tanh"], type=["sigmoid", "relu"])], mixture=True)
     (alpha,) = shared.alphas()
     with torch.no_grad():
-        for one in alone.alphas():
-            one.copy_(alpha)
+        for parameter in alone.alphas():
+            parameter.copy_(alpha)
     outputs = []
     for tool in (shared, alone):
         with amanda.apply(tool):
             outputs.append(model(x))
             outputs[-1].square().sum().backward()
     assert torch.equal(*outputs)
-    torch.testing.assert_close(alpha.grad, sum(one.grad for one in alone.alphas()))
+    torch.testing.assert_close(alpha.grad, sum(parameter.grad for parameter in alone.alphas()))
     assert len(list(shared.parameters())) == 1
     again = SearchTool([ACTIVATION], mixture=True)
     again.load_state_dict(shared.state_dict())
@@ -501,7 +501,7 @@ def test_a_mixture_drops_what_a_later_op_cannot_have() -> None:
     with amanda.apply(tool), torch.no_grad():
         second(first(x))
     assert tool.space == {"all type=linear": ("keep", "bits4")}
-    assert any("no skip at all type=linear" in one for one in tool.result.remarks)
+    assert any("no skip at all type=linear" in remark for remark in tool.result.remarks)
     with amanda.apply(tool):
         inside = first(x)
         inside.square().sum().backward()
@@ -520,7 +520,7 @@ def test_a_mixture_drops_what_a_later_op_cannot_have() -> None:
 def test_an_op_that_has_too_little_of_a_shared_choice_is_left_out() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)), torch.rand(3, 4)
     tool = prepared(model, x, "all linear=keep|skip")
-    assert [one.name for one in tool.sites] == ["0/linear"]
+    assert [site.name for site in tool.sites] == ["0/linear"]
     assert list(tool.result.remarks) == [
         "There is no skip at 1/linear: its output may have another shape than its input."
     ]

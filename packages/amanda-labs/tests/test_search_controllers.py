@@ -49,23 +49,25 @@ def reward(tool: SearchTool) -> Callable[[], float]:
 
 def test_a_storage_of_optuna_keeps_the_trials(tool: SearchTool) -> None:
     storage = optuna.storages.InMemoryStorage()
-    made: dict[str, Any] = {"costs": ["size"], "progress": False}
+    options: dict[str, Any] = {"costs": ["size"], "progress": False}
     limits = {"size": 0.9 * tool.size()}
-    first = Search(tool, reward(tool), OptunaController(study(storage)), limits=limits, **made)
-    known = first.run(trials=12)
-    again = Search(tool, reward(tool), OptunaController(study(storage)), limits=limits, **made)
-    assert [one.architecture for one in again.result.trials] == [one.architecture for one in known.trials]
-    found = again.run(trials=30)
-    assert len({tuple(one.architecture.values()) for one in found.trials}) == len(found.trials) == 30
-    assert all(one.costs["size"] <= limits["size"] for one in found.trials)
-    best = {(one.values[0], one.values[1]) for one in study(storage).best_trials}
-    assert best == {(one.metric, one.costs["size"]) for one in found.front}
+    first = Search(tool, reward(tool), OptunaController(study(storage)), limits=limits, **options)
+    first_result = first.run(trials=12)
+    again = Search(tool, reward(tool), OptunaController(study(storage)), limits=limits, **options)
+    assert [trial.architecture for trial in again.result.trials] == [
+        trial.architecture for trial in first_result.trials
+    ]
+    result = again.run(trials=30)
+    assert len({tuple(trial.architecture.values()) for trial in result.trials}) == len(result.trials) == 30
+    assert all(trial.costs["size"] <= limits["size"] for trial in result.trials)
+    best = {(trial.values[0], trial.values[1]) for trial in study(storage).best_trials}
+    assert best == {(trial.metric, trial.costs["size"]) for trial in result.front}
     with pytest.raises(SearchError, match=r"study is .*, and the controller has another; give one of them"):
-        Search(tool, reward(tool), OptunaController(study(storage)), study="sqlite://", **made)
-    other = SearchTool("sigmoid=keep|relu")
-    other.prepare(nn.Sigmoid(), torch.rand(2))
+        Search(tool, reward(tool), OptunaController(study(storage)), study="sqlite://", **options)
+    other_tool = SearchTool("sigmoid=keep|relu")
+    other_tool.prepare(nn.Sigmoid(), torch.rand(2))
     with pytest.raises(SearchError, match=r"trial \d+ of 'bits' is over .* not over \{'/sigmoid'"):
-        Search(other, reward(other), OptunaController(study(storage)), **made)
+        Search(other_tool, reward(other_tool), OptunaController(study(storage)), **options)
 
 
 @pytest.mark.parametrize("name", ["random", "evolution", "policy", "optuna"])
@@ -78,22 +80,22 @@ def test_a_search_goes_on_from_a_study_as_it_would_have_gone_on(name: Any, tool:
             raise ValueError("no silu")
         return reward(tool)()
 
-    made: dict[str, Any] = {"costs": ["size"], "progress": False, "seed": 4}
+    options: dict[str, Any] = {"costs": ["size"], "progress": False, "seed": 4}
     interrupted = [-1]
-    whole = Search(tool, evaluate, name, **made).run(trials=24).trials
+    whole = Search(tool, evaluate, name, **options).run(trials=24).trials
     study, interrupted = optuna.storages.InMemoryStorage(), [14]
     with pytest.raises(KeyboardInterrupt):
-        Search(tool, evaluate, name, study=study, **made).run(trials=24)
-    again = Search(tool, evaluate, name, study=study, **made)
+        Search(tool, evaluate, name, study=study, **options).run(trials=24)
+    again = Search(tool, evaluate, name, study=study, **options)
     assert len(again.result.trials) == 14
     interrupted = [-1]
-    found = again.run(trials=24).trials
-    for trials in (found, Search(tool, evaluate, name, study=study, **made).result.trials):
-        assert [(one.architecture, one.metric, one.error) for one in trials] == [
-            (one.architecture, one.metric, one.error) for one in whole
+    continued = again.run(trials=24).trials
+    for trials in (continued, Search(tool, evaluate, name, study=study, **options).result.trials):
+        assert [(trial.architecture, trial.metric, trial.error) for trial in trials] == [
+            (trial.architecture, trial.metric, trial.error) for trial in whole
         ]
-    assert any(one.error == "ValueError: no silu" for one in whole)
-    states = {one.state.name for one in optuna.load_study(study_name="search", storage=study).trials}
+    assert any(trial.error == "ValueError: no silu" for trial in whole)
+    states = {trial.state.name for trial in optuna.load_study(study_name="search", storage=study).trials}
     assert states == {"COMPLETE", "FAIL"}
 
 
@@ -105,9 +107,9 @@ def test_searches_that_share_a_study_have_the_trials_of_all(tool: SearchTool, tm
     ]  # type: ignore[call-overload]
     for trials in range(1, 9):
         searches[trials % 2].run(trials=trials)
-    known = [one.architecture for one in searches[0].result.trials]
-    assert len(known) == len({str(one) for one in known}) == 8
-    assert [one.architecture for one in searches[1].result.trials] == known[:7]
+    architectures = [trial.architecture for trial in searches[0].result.trials]
+    assert len(architectures) == len({str(architecture) for architecture in architectures}) == 8
+    assert [trial.architecture for trial in searches[1].result.trials] == architectures[:7]
 
 
 def test_a_trial_that_a_storage_did_not_take_is_in_the_result_and_written_later(
@@ -137,13 +139,13 @@ def test_an_evaluation_that_fails_is_a_failed_trial(tool: SearchTool) -> None:
             raise ValueError("no relu")
         return 1.0
 
-    kept = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
-    result = Search(tool, evaluate, OptunaController(kept), progress=False).run(trials=20)
-    scored = [one.architecture for one in result.trials if one.metric is not None]
-    complete = kept.get_trials(states=[optuna.trial.TrialState.COMPLETE])
-    assert [one.params for one in complete] == scored
+    optuna_study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
+    result = Search(tool, evaluate, OptunaController(optuna_study), progress=False).run(trials=20)
+    scored = [trial.architecture for trial in result.trials if trial.metric is not None]
+    complete = optuna_study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
+    assert [trial.params for trial in complete] == scored
     assert 0 < len(scored) < 20
-    assert not kept.get_trials(states=[optuna.trial.TrialState.RUNNING])
+    assert not optuna_study.get_trials(states=[optuna.trial.TrialState.RUNNING])
 
 
 def test_a_study_of_another_kind_is_an_error(tool: SearchTool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +165,8 @@ def test_with_costs_the_oldest_that_another_dominates_dies() -> None:
     controller = Evolution(population=2, sample=2)
     for label, scores in (("a", (1.0, -1.0)), ("b", (0.0, -2.0)), ("c", (2.0, -3.0))):
         controller.tell({}, {"op": label}, scores)
-    assert [one["op"] for one, _ in controller._alive] == ["a", "c"]
+    assert [architecture["op"] for architecture, _ in controller._alive] == ["a", "c"]
     alone = Evolution(population=2)
     for label, score in (("a", 1.0), ("b", 0.0), ("c", 2.0)):
         alone.tell({}, {"op": label}, (score,))
-    assert [one["op"] for one, _ in alone._alive] == ["b", "c"]
+    assert [architecture["op"] for architecture, _ in alone._alive] == ["b", "c"]

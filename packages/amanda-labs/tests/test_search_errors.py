@@ -57,19 +57,19 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: tool.settle({"time": 1}), "its key is 'time'"),  # type: ignore[dict-item]
     (lambda tool: Search(tool, lambda: 1).run(), "the budget is None; give trials, seconds"),
     (lambda tool: Search(tool, lambda: "x", progress=False).run(trials=1), "gave 'x'; give a number"),
-    (lambda tool: Evolution(sample="few"), "sample is 'few'; give a whole number from 1 on"),  # type: ignore[arg-type]
-    (lambda tool: Evolution(population=0), "population is 0; give a whole number from 1 on"),
+    (lambda tool: Evolution(sample="few"), "sample is 'few'; give an integer >= 1"),  # type: ignore[arg-type]
+    (lambda tool: Evolution(population=0), "population is 0; give an integer >= 1"),
     (lambda tool: SearchTool(architecture=Path("none.json")), "there is no such file"),
     (lambda tool: Choice([], type="conv2d"), "candidates is []; give a list"),
     (lambda tool: Choice(5, type="conv2d"), "candidates is 5; give a list of"),  # type: ignore[arg-type]
-    (lambda tool: Choice({"keep", "relu"}), "give a list of texts or functions"),  # type: ignore[arg-type]
+    (lambda tool: Choice({"keep", "relu"}), "give a list of strings or functions"),  # type: ignore[arg-type]
     (lambda tool: Choice(["keep", 5], type="conv2d"), "item 1 is 5"),  # type: ignore[list-item]
     (lambda tool: Choice(["keep", "relu"], "relu", shared=1), "shared is 1; give True or False"),  # type: ignore[arg-type]
     (lambda tool: Choice(["keep", "width0"]), "is 'width0'; it is one of keep"),
-    (lambda tool: SearchTool(5), "SearchTool: choices is 5; give a list of Choices or texts"),  # type: ignore[arg-type]
-    (lambda tool: SearchTool([5]), "SearchTool: choices is [5]; give a list of Choices or texts"),  # type: ignore[list-item]
+    (lambda tool: SearchTool(5), "SearchTool: choices is 5; give a list of Choices or strings"),  # type: ignore[arg-type]
+    (lambda tool: SearchTool([5]), "SearchTool: choices is [5]; give a list of Choices or strings"),  # type: ignore[list-item]
     (lambda tool: SearchTool(mixture="yes"), "SearchTool: mixture is 'yes'; give True or False"),  # type: ignore[arg-type]
-    (lambda tool: SearchTool(seed=-1), "SearchTool: seed is -1; give a whole number from 0 on"),
+    (lambda tool: SearchTool(seed=-1), "SearchTool: seed is -1; give an integer >= 0"),
     (lambda tool: SearchTool(architecture=5), "SearchTool: architecture is 5; give the path"),  # type: ignore[arg-type]
     (lambda tool: setattr(tool, "architecture", 5),
      "SearchTool.architecture: the architecture is 5; give a dict"),
@@ -83,7 +83,7 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: tool.settle({"flops": "x"}), "its value of 'flops' is 'x'"),  # type: ignore[dict-item]
     (lambda tool: tool.settle({"flops": float("nan")}), "its value of 'flops' is nan"),
     (lambda tool: tool.save("none/architecture.json"), "none/architecture.json cannot be written"),
-    (lambda tool: tool.save(5), "SearchTool.save: path is 5; give a text or a path"),  # type: ignore[arg-type]
+    (lambda tool: tool.save(5), "SearchTool.save: path is 5; give a string or a path"),  # type: ignore[arg-type]
     (lambda tool: tool.finalize(5), "SearchTool.finalize: model is 5; give the module"),
     (lambda tool: Search(5, lambda: 1), "Search: tool is 5; give a SearchTool"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, 5), "Search: controller is 5; give one of 'random'"),  # type: ignore[arg-type]
@@ -98,15 +98,15 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: Search(tool, lambda: 1, limits={"size": float("inf")}), "its value of 'size' is inf"),
     (lambda tool: Search(tool, lambda: 1, limits={"flops": True}), "its value of 'flops' is True"),
     (lambda tool: Search(tool, lambda: 1, limits={"time": 1}), "its key is 'time'"),
-    (lambda tool: Search(tool, lambda: 1, metric=5), "Search: metric is 5; give a text"),  # type: ignore[arg-type]
-    (lambda tool: Search(tool, lambda: 1, seed=-1), "Search: seed is -1; give a whole number from 0 on"),
-    (lambda tool: Search(tool, lambda: 1, seed="x"), "Search: seed is 'x'; give a whole number from 0 on"),  # type: ignore[arg-type]
+    (lambda tool: Search(tool, lambda: 1, metric=5), "Search: metric is 5; give a string"),  # type: ignore[arg-type]
+    (lambda tool: Search(tool, lambda: 1, seed=-1), "Search: seed is -1; give an integer >= 0"),
+    (lambda tool: Search(tool, lambda: 1, seed="x"), "Search: seed is 'x'; give an integer >= 0"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, study=5), "Search: study is 5; give a study of Optuna"),
     (lambda tool: Search(tool, lambda: 1, progress="no"), "Search: progress is 'no'; give True"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1, compiled="x"), "Search: compiled is 'x'; give 'eager'"),  # type: ignore[arg-type]
-    (lambda tool: Search(tool, lambda: 1).run(trials="3"), "Search.run: trials is '3'; give a whole number"),  # type: ignore[arg-type]
+    (lambda tool: Search(tool, lambda: 1).run(trials="3"), "Search.run: trials is '3'; give an integer"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1).run(trials=-1),
-     "Search.run: trials is -1; give a whole number from 0 on"),
+     "Search.run: trials is -1; give an integer >= 0"),
     (lambda tool: Search(tool, lambda: 1).run(trials=1.5), "Search.run: trials is 1.5"),  # type: ignore[arg-type]
     (lambda tool: Search(tool, lambda: 1).run(seconds="3"),  # type: ignore[arg-type]
      "Search.run: seconds is '3'; give a number"),
@@ -115,7 +115,7 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
     (lambda tool: Search(tool, lambda: 1, Stubborn({}), progress=False).run(trials=1),
      "Stubborn.ask gave {}"),
     (lambda tool: Search(tool, lambda: 1, Stubborn(5), progress=False).run(trials=1), "Stubborn.ask gave 5"),
-    (lambda tool: Evolution(population=True), "Evolution: population is True; give a whole number from 1 on"),
+    (lambda tool: Evolution(population=True), "Evolution: population is True; give an integer >= 1"),
     (lambda tool: PolicyGradient(rate="x"), "PolicyGradient: rate is 'x'; give a number"),  # type: ignore[arg-type]
     (lambda tool: PolicyGradient(decay=2), "PolicyGradient: decay is 2; give a number from 0 to 1"),
 ]  # fmt: skip
@@ -123,13 +123,13 @@ WRONG: list[tuple[Callable[[SearchTool], Any], str]] = [
 
 def test_a_choice_of_no_name_is_an_error() -> None:
     for options in ({"type": 5}, {"module": 5}, {"type": [5]}):
-        expected = f"Choice: {next(iter(options))} is .*5.*; give a list of texts, a text, or None"
+        expected = f"Choice: {next(iter(options))} is .*5.*; give a list of strings, a string, or None"
         with pytest.raises(SearchError, match=expected):
             Choice(["keep", "relu"], **options)
 
 
-@pytest.mark.parametrize(("wrong", "told"), WRONG)
-def test_bad_input_is_an_error(wrong: Any, told: str, tool: SearchTool) -> None:
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_bad_input_is_an_error(wrong: Any, message: str, tool: SearchTool) -> None:
     with pytest.raises((SearchError, FileError)) as caught:
         wrong(tool)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

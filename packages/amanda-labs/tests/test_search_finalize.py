@@ -24,8 +24,8 @@ def trained(tool: SearchTool) -> None:
 
 def evaluated(tool: SearchTool, model: nn.Module, x: Tensor) -> Tensor:
     with amanda.apply(tool), torch.no_grad():
-        made: Tensor = model(x)
-    return made
+        output: Tensor = model(x)
+    return output
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -60,9 +60,9 @@ def test_padding_of_another_window_is_that_of_the_finalized_module(mode: str, ra
     for label in labels:
         trained(tool)
         tool.architecture = {name: label}
-        found = tool.finalize(model)
-        assert torch.equal(found(x), evaluated(tool, model, x))
-        assert found[0].padding_mode == mode
+        finalized = tool.finalize(model)
+        assert torch.equal(finalized(x), evaluated(tool, model, x))
+        assert finalized[0].padding_mode == mode
 
 
 def test_window_whose_reflections_the_input_lacks_is_refused() -> None:
@@ -121,9 +121,9 @@ def test_skip_before_an_op_in_place_is_trained_on_a_copy() -> None:
     for run in (model, tool.finalize(model)):
         model.zero_grad()
         with amanda.apply(*([tool] if run is model else [])):
-            made = run(x)
-            made.sum().backward()
-        assert torch.equal(made, expected)
+            output = run(x)
+            output.sum().backward()
+        assert torch.equal(output, expected)
         assert torch.equal(run.first.weight.grad, gradient)
     assert model.relu.inplace
 

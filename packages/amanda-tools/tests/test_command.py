@@ -12,11 +12,9 @@ import pytest
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
-from amanda.tools.command._config import read_config
-from amanda.tools.command._launch import command_of
-from amanda.tools.command._options import Unreadable, read
-from amanda.tools.command._run import _separated
-from amanda.tools.command._spec import combined, made, split_tools
+from amanda.tools.command._line import read_config
+from amanda.tools.command._run import _separated, command_of
+from amanda.tools.command._specs import Unreadable, combined, made, read, split_tools
 from amanda.tools.coverage import CoverageResult, OpCoverage
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
@@ -48,11 +46,11 @@ def test_values_are_read_as_annotated(text: Any, kind: Any, value: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "part"),
     [
-        ("1.5", int, "whole number"), ("x", float, "a number"), ("maybe", bool, "true or false"),
+        ("1.5", int, "integer"), ("x", float, "a number"), ("maybe", bool, "true or false"),
         ("ful", Literal["no", "full"], "no or full; did you mean full?"),
-        ("x", int | None, "whole number or none"),
-        ("1+x", list[int], "list of whole number"), (["1", "2"], int, "not several"), (3, str, "text"),
-        (True, int, "whole number"), ("x", dict[str, int], "make the tool in Python"),
+        ("x", int | None, "integer or none"),
+        ("1+x", list[int], "list of integer"), (["1", "2"], int, "not several"), (3, str, "string"),
+        (True, int, "integer"), ("x", dict[str, int], "make the tool in Python"),
         ("x", dict[str, int] | None, "make the tool in Python"),
     ],
 )  # fmt: skip
@@ -64,7 +62,7 @@ def test_what_cannot_be_read_says_what_is_expected(given: Any, kind: Any, part: 
 def test_options_are_those_of_the_constructor() -> None:
     assert list(map(str, options_of(NanTool).values())) == [
         "stop: true or false = false", "inf: true or false = false", "backward: true or false = true",
-        "limit: whole number from 1 on = 20",
+        "limit: integer >= 1 = 20",
     ]  # fmt: skip
     assert not options_of(FlopsTool)["formulas"].readable
     assert str(options_of(StatsTool)["quantiles"]) == "quantiles: list of number from 0 to 1 = 0.01+0.5+0.99"
@@ -104,13 +102,16 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
     [
         ("flop", ["no distribution registers a tool 'flop'", "did you mean flops?"]),
         ("nan:stap", ["tool nan has no option 'stap'", "did you mean stop?"]),
-        ("nan:limit=few", ["tool nan, option limit", "expected a whole number", "'few'"]),
+        ("nan:limit=few", ["tool nan, option limit", "expected an integer", "'few'"]),
         ("flops:formulas=x", ["tool flops, option formulas", "make the tool in Python"]),
         ("flops:phase=front", ["option phase", "forward or backward", "'front'"]),
         ("flops:start=5,end=2", ["tool flops: end is 2, start 5"]),
         ("stats:every=0", ["tool stats", "every"]),
         ("flops:module='a", ["quotation mark"]),
-        ("mapping", ["tool mapping needs rules, and its values are no text: make the tool in Python"]),
+        (
+            "mapping",
+            ["tool mapping needs rules, and text cannot express its values: make the tool in Python"],
+        ),
         (":limit=3", ["':limit=3' names no tool; give TOOL or TOOL:option=value,..."]),
         ("standard_mapping:out=a.json", ["option out: the tool has no result"]),
         ("prune:xyzzy=1", ["there are begin, ", "module, norm, out, pattern"]),

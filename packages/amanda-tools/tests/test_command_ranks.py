@@ -194,7 +194,7 @@ def test_a_rank_that_waits_in_native_code_is_saved_when_it_is_told_to_end(tmp_pa
 
 LOST = """
 import os, signal, sys, time
-from amanda.tools.command._saving import Saving
+from amanda.tools.command._session import Saving
 
 def handler(number, frame):
     sys.exit(3)

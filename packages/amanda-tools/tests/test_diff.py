@@ -31,26 +31,26 @@ from amanda.tools.stats import StatsTool
 def line_of(function: Callable[..., Any], text: str) -> str:
     """The "file:line" of the one line of a function that has this text."""
     lines, start = inspect.getsourcelines(function)
-    (found,) = [start + i for i, line in enumerate(lines) if text in line]
-    return f"{inspect.getsourcefile(function)}:{found}"
+    (number,) = [start + i for i, line in enumerate(lines) if text in line]
+    return f"{inspect.getsourcefile(function)}:{number}"
 
 
 def training(model: nn.Module, *inputs: Tensor) -> Callable[[], None]:
     def program() -> None:
-        made = model(*inputs)
-        made = made if isinstance(made, Tensor) else made.last_hidden_state
-        made.float().square().mean().backward()
+        output = model(*inputs)
+        output = output if isinstance(output, Tensor) else output.last_hidden_state
+        output.float().square().mean().backward()
 
     return program
 
 
-def inferred(model: nn.Module, other: nn.Module, *inputs: Tensor, **options: Any) -> DiffResult:
+def inferred(model: nn.Module, other_model: nn.Module, *inputs: Tensor, **options: Any) -> DiffResult:
     with torch.no_grad():
-        return diff(lambda: model(*inputs), lambda: other(*inputs), **options)
+        return diff(lambda: model(*inputs), lambda: other_model(*inputs), **options)
 
 
-def compared(model: nn.Module, other: nn.Module, *inputs: Tensor, **options: Any) -> DiffResult:
-    return diff(training(model, *inputs), training(other, *inputs), **options)
+def compared(model: nn.Module, other_model: nn.Module, *inputs: Tensor, **options: Any) -> DiffResult:
+    return diff(training(model, *inputs), training(other_model, *inputs), **options)
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def test_two_runs_of_one_model_are_the_same_to_the_last_bit(bert: nn.Module, tok
     assert result.first_difference is None
     assert (result.only_a, result.only_b) == ((), ())
     assert len(result.comparisons) > 200
-    assert {one.phase for one in result.comparisons} == {"forward", "backward"}
+    assert {comparison.phase for comparison in result.comparisons} == {"forward", "backward"}
     assert "No divergence" in str(result)
 
 
 def test_a_wrong_epsilon_deep_in_bert_is_found(bert: nn.Module, tokens: Tensor) -> None:
-    other = copy.deepcopy(bert)
-    other.encoder.layer[2].output.LayerNorm.eps = 1e-2
-    first = inferred(bert, other, tokens).first
+    other_model = copy.deepcopy(bert)
+    other_model.encoder.layer[2].output.LayerNorm.eps = 1e-2
+    first = inferred(bert, other_model, tokens).first
     assert first is not None
     assert (first.phase, first.type) == ("forward", "layer_norm")
     assert first.module == "encoder.layer.2.output.LayerNorm"
@@ -90,14 +90,14 @@ def test_a_wrong_epsilon_deep_in_bert_is_found(bert: nn.Module, tokens: Tensor) 
 
 
 def test_an_epsilon_within_tolerance_is_the_first_difference(bert: nn.Module, tokens: Tensor) -> None:
-    other = copy.deepcopy(bert)
-    other.encoder.layer[2].attention.output.LayerNorm.eps = 1e-7
-    result = inferred(bert, other, tokens)
+    other_model = copy.deepcopy(bert)
+    other_model.encoder.layer[2].attention.output.LayerNorm.eps = 1e-7
+    result = inferred(bert, other_model, tokens)
     assert not result
     assert result.first_difference is not None
     assert result.first_difference.module == "encoder.layer.2.attention.output.LayerNorm"
     assert result.first_difference.verdict == "close"
-    strict = inferred(bert, other, tokens, rtol=0.0).first
+    strict = inferred(bert, other_model, tokens, rtol=0.0).first
     assert strict is not None
     assert strict.module == "encoder.layer.2.attention.output.LayerNorm"
 
@@ -108,10 +108,10 @@ def test_a_transposed_weight_in_a_resnet_is_found(transformers: Any) -> None:
         embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"
     )
     model = transformers.ResNetModel(config).eval()
-    other = copy.deepcopy(model)
-    weight = other.encoder.stages[1].layers[1].layer[0].convolution.weight
+    other_model = copy.deepcopy(model)
+    weight = other_model.encoder.stages[1].layers[1].layer[0].convolution.weight
     weight.data = weight.data.transpose(0, 1).contiguous()
-    first = inferred(model, other, torch.randn(1, 3, 64, 64)).first
+    first = inferred(model, other_model, torch.randn(1, 3, 64, 64)).first
     assert first is not None
     assert (first.type, first.module) == ("conv2d", "encoder.stages.1.layers.1.layer.0.convolution")
     assert first.inputs is True
@@ -142,15 +142,15 @@ class ByHand(Attention):
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
-def twin(model: nn.Module, other: nn.Module) -> nn.Module:
-    other.load_state_dict(model.state_dict())
-    return other
+def twin(model: nn.Module, other_model: nn.Module) -> nn.Module:
+    other_model.load_state_dict(model.state_dict())
+    return other_model
 
 
 def test_a_dropped_scale_in_attention_is_found_at_its_line() -> None:
     model = nn.Sequential(Attention(), nn.LayerNorm(16), Attention())
-    other = twin(model, nn.Sequential(Attention(), nn.LayerNorm(16), Attention(1.0)))
-    first = compared(model, other, torch.randn(2, 5, 16)).first
+    other_model = twin(model, nn.Sequential(Attention(), nn.LayerNorm(16), Attention(1.0)))
+    first = compared(model, other_model, torch.randn(2, 5, 16)).first
     assert first is not None
     assert (first.type, first.module) == ("scaled_dot_product_attention", "2")
     assert first.source == line_of(Attention.forward, "scaled_dot_product_attention")
@@ -158,8 +158,8 @@ def test_a_dropped_scale_in_attention_is_found_at_its_line() -> None:
 
 def test_an_op_that_one_run_lacks_is_named_before_the_op_that_reads_its_result() -> None:
     model = nn.Sequential(ByHand(0.5), ByHand(0.5))
-    other = twin(model, nn.Sequential(ByHand(0.5), ByHand(None)))
-    result = compared(model, other, torch.randn(2, 5, 16))
+    other_model = twin(model, nn.Sequential(ByHand(0.5), ByHand(None)))
+    result = compared(model, other_model, torch.randn(2, 5, 16))
     assert {(op.phase, op.type) for op in result.only_a} == {("forward", "mul"), ("backward", "mul_backward")}
     assert result.only_b == ()
     assert result.first_forward is not None
@@ -193,7 +193,7 @@ def test_an_op_ends_after_those_that_it_calls(by: Any) -> None:
     for i in (0, 2):
         rounded[i].weight = nn.Parameter(model[i].weight.detach().as_subclass(Rounded))
     result = inferred(model, rounded, torch.rand(4, 8), by=by)
-    assert [(one.module, one.other_type) for one in result.comparisons] == [
+    assert [(comparison.module, comparison.other_type) for comparison in result.comparisons] == [
         ("0", "linear"), ("1", "relu"), ("2", "linear")
     ]  # fmt: skip
     assert result.first is not None
@@ -202,26 +202,30 @@ def test_an_op_ends_after_those_that_it_calls(by: Any) -> None:
 
 def test_another_way_to_compute_the_same_diverges_nowhere() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Attention())
-    other = twin(model, nn.Sequential(nn.Linear(16, 16), ByHand(0.5)))
-    result = compared(model, other, torch.randn(2, 5, 16))
+    other_model = twin(model, nn.Sequential(nn.Linear(16, 16), ByHand(0.5)))
+    result = compared(model, other_model, torch.randn(2, 5, 16))
     assert not result
-    found = [one for one in result.comparisons if one.type == "scaled_dot_product_attention"]
-    assert [(one.other_type, one.verdict) for one in found] == [("matmul", "close")]
+    attentions = [
+        comparison for comparison in result.comparisons if comparison.type == "scaled_dot_product_attention"
+    ]
+    assert [(comparison.other_type, comparison.verdict) for comparison in attentions] == [("matmul", "close")]
     assert "softmax" in {op.type for op in result.only_b}
 
 
 def test_bfloat16_agrees_with_float32_within_its_precision(bert: nn.Module, tokens: Tensor) -> None:
     result = inferred(bert, copy.deepcopy(bert).bfloat16(), tokens, rtol=8e-2)
     assert not result.first_forward
-    assert {one.tolerance for one in result.comparisons if one.type == "linear"} == {8e-2}
-    errors = [one.relative for one in result.comparisons if one.type == "linear"]
+    assert {comparison.tolerance for comparison in result.comparisons if comparison.type == "linear"} == {
+        8e-2
+    }
+    errors = [comparison.relative for comparison in result.comparisons if comparison.type == "linear"]
     assert 1e-4 < max(errors) < 8e-2
 
 
 def test_a_bug_in_bfloat16_is_found_among_its_errors(bert: nn.Module, tokens: Tensor) -> None:
-    other = copy.deepcopy(bert).bfloat16()
-    other.encoder.layer[1].attention.self.key.bias.data += 0.5
-    first = inferred(bert, other, tokens, rtol=8e-2).first
+    other_model = copy.deepcopy(bert).bfloat16()
+    other_model.encoder.layer[1].attention.self.key.bias.data += 0.5
+    first = inferred(bert, other_model, tokens, rtol=8e-2).first
     assert first is not None
     assert first.module == "encoder.layer.1.attention.self.key"
 
@@ -249,17 +253,17 @@ def test_one_product_in_bfloat16_diverges_from_float32() -> None:
 
 
 def test_precision_that_both_runs_lack_raises_no_tolerance_where_nothing_differs() -> None:
-    model, other = layers(Lower), layers(Lower)
-    other[4].bias.data *= 1.01
-    first = inferred(model, other, torch.randn(3, 6)).first
+    model, other_model = layers(Lower), layers(Lower)
+    other_model[4].bias.data *= 1.01
+    first = inferred(model, other_model, torch.randn(3, 6)).first
     assert first is not None
     assert (first.module, first.tolerance) == ("4", 1e-4)
 
 
 def test_what_a_raised_tolerance_hides_is_told() -> None:
-    model, other = layers(Lower), layers(Lower)
-    other[2].bias.data *= 1.01
-    result = inferred(model, other, torch.randn(3, 6))
+    model, other_model = layers(Lower), layers(Lower)
+    other_model[2].bias.data *= 1.01
+    result = inferred(model, other_model, torch.randn(3, 6))
     assert not result
     assert result.hidden is not None
     assert result.hidden.by_type == 1e-4 < result.hidden.relative < result.hidden.tolerance == 8e-2
@@ -278,14 +282,18 @@ class Squared(nn.Module):
 
 def test_a_wrong_backward_is_found_where_forward_agrees() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Squared(Double), nn.Linear(6, 6), nn.Tanh())
-    other = twin(model, nn.Sequential(nn.Linear(6, 6), Squared(Single), nn.Linear(6, 6), nn.Tanh()))
-    result = compared(model, other, torch.randn(3, 6))
+    other_model = twin(model, nn.Sequential(nn.Linear(6, 6), Squared(Single), nn.Linear(6, 6), nn.Tanh()))
+    result = compared(model, other_model, torch.randn(3, 6))
     first = result.first  # the backward function's own op, at its line
     assert first is not None
     assert first.type == "mul"
     assert first.source == line_of(Double.backward, "return 2 * x")
     assert first.other_source == line_of(Single.backward, "return x")
-    backward = next(one for one in result.comparisons if one.diverges and one.type == "Double_backward")
+    backward = next(
+        comparison
+        for comparison in result.comparisons
+        if comparison.diverges and comparison.type == "Double_backward"
+    )
     assert (backward.phase, backward.module) == ("backward", "1")
     assert backward.other_type == "Single_backward"
     assert backward.source == line_of(Squared.forward, "apply")
@@ -296,9 +304,9 @@ def test_a_hook_that_spoils_a_gradient_is_found_in_the_backward_pass() -> None:
         return (inputs[0] * 1.5,)
 
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
-    other = copy.deepcopy(model)
-    other[2].register_full_backward_hook(spoil)
-    result = compared(model, other, torch.randn(3, 6))
+    other_model = copy.deepcopy(model)
+    other_model[2].register_full_backward_hook(spoil)
+    result = compared(model, other_model, torch.randn(3, 6))
     assert result.first_forward is None
     assert result.first_backward is not None
     assert result.first_backward.type == "mul"
@@ -308,13 +316,13 @@ def test_a_hook_that_spoils_a_gradient_is_found_in_the_backward_pass() -> None:
 
 def test_modules_are_compared_where_ops_are_not_the_same() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Attention(), nn.Linear(16, 4))
-    other = twin(model, nn.Sequential(nn.Linear(16, 16), ByHand(0.5), nn.Linear(16, 4)))
+    other_model = twin(model, nn.Sequential(nn.Linear(16, 16), ByHand(0.5), nn.Linear(16, 4)))
     x = torch.randn(2, 5, 16)
-    result = compared(model, other, x, by="module")
+    result = compared(model, other_model, x, by="module")
     assert not result
     assert set(result.modules) == {"0", "1", "1.qkv", "1.out", "2"}
-    other[2].bias.data += 1
-    first = compared(model, other, x, by="module", mapping={"1": "1", "2": "2"}).first
+    other_model[2].bias.data += 1
+    first = compared(model, other_model, x, by="module", mapping={"1": "1", "2": "2"}).first
     assert first is not None
     assert first.module == "2"
 
@@ -326,23 +334,23 @@ def test_long_runs_of_equal_ops_are_aligned_at_once() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_alignment_pairs_equal_keys_in_order(one: list[int], other: list[int]) -> None:
-    pairs = list(matching_positions(one, other))
-    assert all(one[i] == other[j] for i, j in pairs)
+def test_alignment_pairs_equal_keys_in_order(keys: list[int], other_keys: list[int]) -> None:
+    pairs = list(matching_positions(keys, other_keys))
+    assert all(keys[i] == other_keys[j] for i, j in pairs)
     assert all(i < k and j < m for (i, j), (k, m) in itertools.pairwise(pairs))
-    assert len(list(matching_positions(one, one))) == len(one)
+    assert len(list(matching_positions(keys, keys))) == len(keys)
 
 
 def test_a_renamed_module_is_compared_by_its_name_in_the_other_run() -> None:
     names = [("conv", "stem"), ("head", "classifier")]
     layers = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)
     model = nn.Sequential()
-    other = nn.Sequential()
+    other_model = nn.Sequential()
     for (name, renamed), layer in zip(names, layers, strict=True):
         model.add_module(name, layer)
-        other.add_module(renamed, copy.deepcopy(layer))
-    other.classifier.bias.data += 1
-    first = compared(model, other, torch.randn(1, 3, 8, 8), mapping=dict(names)).first
+        other_model.add_module(renamed, copy.deepcopy(layer))
+    other_model.classifier.bias.data += 1
+    first = compared(model, other_model, torch.randn(1, 3, 8, 8), mapping=dict(names)).first
     assert first is not None
     assert (first.module, first.other_module) == ("head", "classifier")
 
@@ -350,8 +358,8 @@ def test_a_renamed_module_is_compared_by_its_name_in_the_other_run() -> None:
 def test_a_gradient_that_is_noise_does_not_diverge() -> None:
     # The bias ahead of a normalisation over the batch has no gradient but what rounding leaves.
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
-    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    result = compared(model, other, torch.randn(4, 3, 10, 10))
+    other_model = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    result = compared(model, other_model, torch.randn(4, 3, 10, 10))
     assert result.first_forward is None
     assert result.first_backward is None
 
@@ -374,7 +382,7 @@ def test_later_steps_diverge_where_the_optimizer_does() -> None:
     first = result.first
     assert first is not None
     assert (first.module, first.execution) in {("", 0), ("0", 1)}  # the step itself, or what reads its result
-    assert any(one.phase == "optimizer" and one.diverges for one in result.comparisons)
+    assert any(comparison.phase == "optimizer" and comparison.diverges for comparison in result.comparisons)
     assert "First divergence, optimizer: " in str(result)
 
 
@@ -391,8 +399,8 @@ def test_complex_integer_and_boolean_tensors_are_compared() -> None:
     x = torch.randn(8, dtype=torch.complex64)
     assert not diff(lambda: torch.fft.fft(x), lambda: torch.fft.fft(x))
     assert diff(lambda: x.conj().mul(x), lambda: x.mul(x))
-    ones = torch.arange(5)
-    first = diff(lambda: ones.add(1).gt(3), lambda: ones.add(2).gt(3)).first
+    integers = torch.arange(5)
+    first = diff(lambda: integers.add(1).gt(3), lambda: integers.add(2).gt(3)).first
     assert first is not None
     assert (first.type, first.tolerance) == ("add", 0.0)
 
@@ -409,9 +417,9 @@ def dumped(folder: Path, program: Callable[[], Any], **options: Any) -> Path:
 def models() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
-    other = copy.deepcopy(model)
-    other[2].weight.data = other[2].weight.data.t().contiguous()
-    return model, other
+    other_model = copy.deepcopy(model)
+    other_model[2].weight.data = other_model[2].weight.data.t().contiguous()
+    return model, other_model
 
 
 def test_summaries_show_where_dumps_diverge(models: Any, tmp_path: Path) -> None:
@@ -442,40 +450,40 @@ def test_the_command_has_the_status_of_diff(
     models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     x = torch.randn(5, 6)
-    one, other = (
+    dump, other_dump = (
         str(dumped(tmp_path / name, training(model, x), outputs="full"))
         for name, model in zip("ab", models, strict=True)
     )
-    assert main(["diff", one, one]) == 0
+    assert main(["diff", dump, dump]) == 0
     assert "No divergence" in capsys.readouterr().out
     page = tmp_path / "diff.html"
-    assert main(["diff", one, other, "--save", str(page)]) == 1
+    assert main(["diff", dump, other_dump, "--save", str(page)]) == 1
     assert "First divergence, forward: linear in 2 (forward)" in capsys.readouterr().out
     assert "<svg" in page.read_text()
-    assert main(["diff", "-q", one, other, "--rtol", "1e9"]) == 0
-    assert main(["diff", one, str(tmp_path / "nothing")]) == 2
+    assert main(["diff", "-q", dump, other_dump, "--rtol", "1e9"]) == 0
+    assert main(["diff", dump, str(tmp_path / "nothing")]) == 2
     assert "does not exist" in capsys.readouterr().err
-    assert main(["diff", one]) == 2
+    assert main(["diff", dump]) == 2
     assert main(["diff", "--help"]) == 0
-    assert main(["diff", one, other, "--map", "no.json"]) == 2
-    assert main(["diff", one, other, "--rtol", "-1"]) == 2
-    assert main(["diff", one, other, "--save", str(tmp_path / "diff.pdf")]) == 2
+    assert main(["diff", dump, other_dump, "--map", "no.json"]) == 2
+    assert main(["diff", dump, other_dump, "--rtol", "-1"]) == 2
+    assert main(["diff", dump, other_dump, "--save", str(tmp_path / "diff.pdf")]) == 2
     assert "diff.pdf ends in none of .html, .json, .csv, .txt" in capsys.readouterr().err
     (tmp_path / "weights.pt").write_bytes(b"PK" + bytes(range(256)) * 9)
-    assert main(["diff", one, str(tmp_path / "weights.pt")]) == 2
-    told = capsys.readouterr().err
-    assert "weights.pt is no file of statistics that can be read: it is no JSON (" in told
-    assert len(told) < 400
+    assert main(["diff", dump, str(tmp_path / "weights.pt")]) == 2
+    errors = capsys.readouterr().err
+    assert "weights.pt is no file of statistics that can be read: it is no JSON (" in errors
+    assert len(errors) < 400
     names = tmp_path / "names.json"
     names.write_text('{"0": "0"}')
-    assert main(["diff", one, other, "--map", str(names), "--map", "2=2"]) == 1
+    assert main(["diff", dump, other_dump, "--map", str(names), "--map", "2=2"]) == 1
 
 
 def test_a_result_goes_to_every_form(models: Any, tmp_path: Path) -> None:
     result = compared(*models, torch.full((2, 6), float("inf")))
-    found = json.loads(result.save(tmp_path / "diff.json").read_text(), parse_constant=pytest.fail)
-    assert found["schema"] == "amanda.diff"
-    assert found["rows"][found["first"]["forward"] or 0]["phase"] == "forward"
+    content = json.loads(result.save(tmp_path / "diff.json").read_text(), parse_constant=pytest.fail)
+    assert content["schema"] == "amanda.diff"
+    assert content["rows"][content["first"]["forward"] or 0]["phase"] == "forward"
     assert len(result.to_pandas()) == len(result.comparisons)
     html = result.to_html()
     picture = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
@@ -506,8 +514,8 @@ def test_what_runs_at_once_is_compared_with_the_same_in_pieces() -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.rand(2, 6, 4)
 
     def in_pieces(*sizes: int, offset: float = 0.0) -> None:
-        for one in x.split(sizes, 1):
-            model(one + offset * (one.shape[1] == 1))
+        for piece in x.split(sizes, 1):
+            model(piece + offset * (piece.shape[1] == 1))
 
     agree = diff(lambda: model(x), lambda: in_pieces(3, 1, 1, 1))
     assert not agree
@@ -556,8 +564,8 @@ def test_micro_batches_are_compared_with_the_batch() -> None:
         (F.mse_loss(model(x), y) / share).backward()
 
     def accumulated(share: float) -> None:
-        for one, other in zip(x.split(2), y.split(2), strict=True):
-            loss(one, other, share)
+        for part, target in zip(x.split(2), y.split(2), strict=True):
+            loss(part, target, share)
 
     assert not diff(lambda: loss(x, y, 1.0), lambda: accumulated(4.0)).first
     wrong = diff(lambda: loss(x, y, 1.0), lambda: accumulated(2.0)).first
@@ -575,31 +583,31 @@ def test_executions_that_one_run_has_more_than_the_other_are_told() -> None:
             value = model(value)
 
     for numbers in ((1, 3), (3, 2)):
-        found = diff(lambda: rounds(numbers[0]), lambda: rounds(numbers[1]))  # noqa: B023
-        assert not found
-        left = abs(numbers[0] - numbers[1])
-        told = f"{left} executions of ops that one run has more than the other were not compared"
-        assert found.told == (told,)
+        result = diff(lambda: rounds(numbers[0]), lambda: rounds(numbers[1]))  # noqa: B023
+        assert not result
+        count = abs(numbers[0] - numbers[1])
+        sentence = f"{count} executions of ops that one run has more than the other were not compared"
+        assert result.told == (sentence,)
 
 
 def test_a_value_that_was_joined_of_pieces_replaces_none() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.rand(2, 6, 4)
-    found = diff(lambda: model(x), lambda: [model(one + 0.1) for one in x.split(2, 1)], bisect=True)
-    assert found.remaining is None
-    assert any("no op can give a's value in b" in one for one in found.told)
+    result = diff(lambda: model(x), lambda: [model(item + 0.1) for item in x.split(2, 1)], bisect=True)
+    assert result.remaining is None
+    assert any("no op can give a's value in b" in item for item in result.told)
 
 
 def test_pieces_of_modules_are_joined() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.rand(6, 4)
 
-    def loss(one: Tensor) -> None:
-        model(one).square().sum().backward()
+    def loss(batch: Tensor) -> None:
+        model(batch).square().sum().backward()
 
     def accumulated(offset: float = 0.0) -> None:
-        for one in x.split([3, 2, 1]):
-            loss(one + offset * (len(one) == 1))
+        for piece in x.split([3, 2, 1]):
+            loss(piece + offset * (len(piece) == 1))
 
     for sides in (lambda a, b: (a, b)), (lambda a, b: (b, a)):
         agree = diff(*sides(lambda: loss(x), accumulated), by="module", rtol=1e-5)
@@ -623,9 +631,9 @@ def test_modules_that_are_called_another_number_of_times_are_told() -> None:
             return sum(self.linear(x * scale) for scale in self.scales)
 
     x = torch.rand(3, 8)
-    for one, other in (((2, 1), (1,)), ((2, 1), (3, 2, 1))):
-        told = diff(Calls(*one), Calls(*other), x, by="module").told
-        assert told == (
+    for calls, other_calls in (((2, 1), (1,)), ((2, 1), (3, 2, 1))):
+        sentences = diff(Calls(*calls), Calls(*other_calls), x, by="module").told
+        assert sentences == (
             "Modules that one run called more often than the other, of which the last outputs alone were "
             "compared: linear",
         )

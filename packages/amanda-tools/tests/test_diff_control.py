@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.diff import Command, Float64Tool, diff
-from amanda.tools.diff._diff import open_bundle
+from amanda.tools.diff._run import open_bundle
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.stats import StatsTool
 
@@ -250,9 +250,9 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     with amanda.apply(dump):
         small()(X)
     folder = dump.result.folder
-    with pytest.raises(AmandaError, match="a is no program to run; give a dump as the control"):
+    with pytest.raises(AmandaError, match="a is not a program to run; give a dump as the control"):
         diff(folder, small(), X, control="again")
-    with pytest.raises(AmandaError, match="bisect runs b again, and b is no program"):
+    with pytest.raises(AmandaError, match="bisect runs b again, but b is not a program"):
         diff(with_eps(1e-2), Dump(folder), X, bisect=True)
     with pytest.raises(AmandaError, match="1 inputs were given, and neither a nor b is a function"):
         diff(folder, folder, X)

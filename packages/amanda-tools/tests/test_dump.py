@@ -195,7 +195,7 @@ def test_a_folder_with_other_things_is_refused(folder: Path, model: nn.Module) -
     (folder / "thesis.txt").touch()
     with pytest.raises(AmandaError, match=r"has thesis\.txt in it"):
         DumpTool(folder)
-    with pytest.raises(AmandaError, match="is no folder"):
+    with pytest.raises(AmandaError, match="is not a folder"):
         DumpTool(folder / "thesis.txt")
     (folder / "thesis.txt").unlink()
     dumped(folder, lambda: model(torch.rand(1, 6)), outputs="full")

@@ -52,8 +52,8 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_costs_what_its_formula_says(name: str) -> None:
-    program, wanted = PRODUCTS[name]
-    assert macs(program) == wanted
+    program, expected = PRODUCTS[name]
+    assert macs(program) == expected
 
 
 OF_VECTORS = {"dot", "vector by matrix", "matmul with a vector"}
@@ -62,8 +62,8 @@ OF_VECTORS = {"dot", "vector by matrix", "matmul with a vector"}
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in OF_VECTORS])
 def test_both_gradients_of_a_product_cost_as_much_again(name: str) -> None:
-    program, wanted = PRODUCTS[name]
-    assert macs(lambda: program().sum().backward(), "backward") == 2 * wanted
+    program, expected = PRODUCTS[name]
+    assert macs(lambda: program().sum().backward(), "backward") == 2 * expected
 
 
 def test_a_gradient_that_is_not_wanted_costs_nothing() -> None:
@@ -111,16 +111,16 @@ def test_einsum_costs_the_extents_of_all_its_letters(equation: str) -> None:
     sizes = {"i": 2, "j": 3, "k": 4, "b": 5, "h": 2, "l": 6, "d": 7, "s": 3}
     operands = [torch.rand([sizes[one] for one in term]) for term in equation.split("->")[0].split(",")]
     letters = {*equation} - {",", "-", ">"}
-    wanted = 1
+    expected = 1
     for letter in letters:
-        wanted *= sizes[letter]
-    assert macs(lambda: torch.einsum(equation, *operands)) == wanted
+        expected *= sizes[letter]
+    assert macs(lambda: torch.einsum(equation, *operands)) == expected
 
 
 def test_a_recurrent_layer_costs_its_matrices_at_every_step() -> None:
     lstm = nn.LSTM(3, 5, num_layers=2)
-    wanted = 7 * 2 * (4 * 5 * (3 + 5) + 4 * 5 * (5 + 5))
-    assert macs(lambda: lstm(torch.rand(7, 2, 3))) == wanted
+    expected = 7 * 2 * (4 * 5 * (3 + 5) + 4 * 5 * (5 + 5))
+    assert macs(lambda: lstm(torch.rand(7, 2, 3))) == expected
 
 
 def test_it_agrees_with_the_counter_of_torch_on_a_training_step() -> None:
@@ -159,7 +159,9 @@ def test_an_optimizer_is_a_phase_of_its_own() -> None:
 
     result = counted(program).result
     assert {row[0] for row in result.by("phase").rows()} == {"forward", "backward", "optimizer"}
-    assert result.total("flops", "optimizer") >= 4 * sum(one.numel() for one in layer.parameters())
+    assert result.total("flops", "optimizer") >= 4 * sum(
+        parameter.numel() for parameter in layer.parameters()
+    )
     assert not result.unsupported
 
 
@@ -186,8 +188,8 @@ def test_what_no_formula_knows_is_told_with_its_share() -> None:
     x = torch.rand(4, 4)
     result = counted(lambda: twice(x)).result
     assert result.unsupported == {"flops_tests::twice": 1}
-    told = "No formula, or no shapes, for 33.3 % of the calls, which count as 0: flops_tests::twice (1)."
-    assert told in str(result)
+    sentence = "No formula, or no shapes, for 33.3 % of the calls, which count as 0: flops_tests::twice (1)."
+    assert sentence in str(result)
 
 
 def test_a_formula_of_the_users_comes_first() -> None:
@@ -217,7 +219,10 @@ def test_counting_changes_nothing() -> None:
     plain = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     counted(lambda: model(x).sum().backward())
-    assert all(torch.equal(one, other.grad) for one, other in zip(plain, model.parameters(), strict=True))
+    assert all(
+        torch.equal(gradient, parameter.grad)
+        for gradient, parameter in zip(plain, model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("cached", [False, True])

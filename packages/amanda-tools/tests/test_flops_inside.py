@@ -125,16 +125,16 @@ def test_experts_of_a_mixture_cost_what_they_do_one_by_one(transformers: Any) ->
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4,
     )  # fmt: skip
-    found = []
+    totals = []
     for experts, backend in (("grouped_mm", None), ("grouped_mm", "aot_eager"), ("eager", None)):
         torch.manual_seed(0)
         model = transformers.MixtralForCausalLM._from_config(config, experts_implementation=experts)
         run, tool = model if backend is None else torch.compile(model, backend=backend), FlopsTool()
         with amanda.apply(tool, compiled="instrument"):
             run(torch.arange(32)[None]).logits.sum().backward()
-        found.append((tool.result.total("macs", "forward"), tool.result.total("macs", "backward")))
+        totals.append((tool.result.total("macs", "forward"), tool.result.total("macs", "backward")))
         assert not tool.result.missing
-    assert found[0] == found[1] == found[2]
+    assert totals[0] == totals[1] == totals[2]
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], int]] = {
@@ -240,11 +240,11 @@ def test_a_script_with_effects_is_not_run_to_be_counted() -> None:
 @pytest.mark.parametrize("twice", ["data", "both"])
 def test_the_double_backward_of_a_convolution_is_counted(twice: str) -> None:
     image, kernel = rand(1, 2, 4, 4), rand(3, 2, 3, 3)
-    wanted = [image, kernel] if twice == "both" else [image]
+    differentiated = [image, kernel] if twice == "both" else [image]
 
     def program() -> None:
-        grads = torch.autograd.grad(F.conv2d(image, kernel).square().sum(), wanted, create_graph=True)
-        sum(one.square().sum() for one in grads).backward()
+        grads = torch.autograd.grad(F.conv2d(image, kernel).square().sum(), differentiated, create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
 
     places = counted(program).places
     macs = [place.macs for place in places if place.type == "conv2d_backward_backward"]
@@ -310,5 +310,5 @@ def test_a_product_without_a_formula_is_told_by_its_share_of_the_work(caplog: An
     with caplog.at_level(logging.WARNING, "amanda"):
         assert result.total("macs") == 6 * 4 * 5
         result.total("flops")
-    told = [record.message.split(",")[0] for record in caplog.records]
-    assert told == ["FLOPs: No formula", "FLOPs: Perhaps products"]
+    messages = [record.message.split(",")[0] for record in caplog.records]
+    assert messages == ["FLOPs: No formula", "FLOPs: Perhaps products"]

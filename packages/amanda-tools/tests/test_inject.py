@@ -27,41 +27,41 @@ def injected(program: Callable[[], Any], **options: Any) -> tuple[Any, InjectToo
     return output, tool
 
 
-def changed(one: Tensor, other: Tensor) -> list[tuple[int, ...]]:
+def changed(before: Tensor, after: Tensor) -> list[tuple[int, ...]]:
     """Where two tensors differ in any byte, NaN and the sign of zero included."""
-    width = one.element_size()
-    raw = [t.detach().contiguous().view(-1, 1).view(torch.uint8).view(-1, width) for t in (one, other)]
+    width = before.element_size()
+    raw = [t.detach().contiguous().view(-1, 1).view(torch.uint8).view(-1, width) for t in (before, after)]
     flat = (raw[0] != raw[1]).any(1).nonzero()[:, 0].tolist()
-    return [tuple(int(i) for i in np.unravel_index(position, one.shape)) for position in flat]
+    return [tuple(int(i) for i in np.unravel_index(position, before.shape)) for position in flat]
 
 
 def test_sites_are_noted_while_nothing_is_injected() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(3, 4)
-    wanted = model(x)
+    expected = model(x)
     tool = InjectTool("zero", type="linear")
     with amanda.apply(tool):
         with tool.calibrating():
-            assert torch.equal(model(x), wanted)
-        assert [(one.module, one.elements) for one in tool.sites] == [("0", 12), ("1", 6)]
-        assert not torch.equal(model(x), wanted)
+            assert torch.equal(model(x), expected)
+        assert [(site.module, site.elements) for site in tool.sites] == [("0", 12), ("1", 6)]
+        assert not torch.equal(model(x), expected)
         with pytest.warns(DeprecationWarning, match="look is deprecated since .* use calibrating"):
             tool.look()
-        assert torch.equal(model(x), wanted)
+        assert torch.equal(model(x), expected)
     assert len(tool.sites) == 2
 
 
 def test_an_excluded_module_has_no_fault() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(3, 4)
-    wanted = model(x)
-    given, tool = injected(
+    expected = model(x)
+    output, tool = injected(
         lambda: model(x), fault="zero", module=["0", "1"], exclude="1", count=12, type="linear"
     )
-    assert torch.equal(given, model[1](torch.zeros(3, 4)))
+    assert torch.equal(output, model[1](torch.zeros(3, 4)))
     tool = InjectTool("zero", target="grad_outputs", exclude="1", type="linear", count=12)
     with amanda.apply(tool):
         model(x).sum().backward()
-    assert {one.module for one in tool.result.injections} == {"0"}
-    assert not torch.equal(given, wanted)
+    assert {injection.module for injection in tool.result.injections} == {"0"}
+    assert not torch.equal(output, expected)
 
 
 def test_a_flipped_bit_of_a_float_is_that_of_struct() -> None:
@@ -107,11 +107,11 @@ def _bytes(scalar: Tensor) -> bytes:
 def test_old_and_new_values_are_told_as_numbers() -> None:
     x = torch.tensor([1.5], dtype=torch.bfloat16)
     _, tool = injected(lambda: x.clone(), bits=[15])
-    assert [(one.old, one.new) for one in tool.result.injections] == [(1.5, -1.5)]
+    assert [(injection.old, injection.new) for injection in tool.result.injections] == [(1.5, -1.5)]
     _, tool = injected(lambda: torch.tensor([1 + 2j]).clone(), bits=[63], type="clone")
-    assert [(one.old, one.new) for one in tool.result.injections] == [(1 + 2j, 1 - 2j)]
+    assert [(injection.old, injection.new) for injection in tool.result.injections] == [(1 + 2j, 1 - 2j)]
     _, tool = injected(lambda: torch.tensor([True]).clone(), type="clone")
-    assert [(one.old, one.new) for one in tool.result.injections] == [(True, False)]
+    assert [(injection.old, injection.new) for injection in tool.result.injections] == [(True, False)]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_the_fields_of_a_number_are_where_its_format_has_them(
     dtype: torch.dtype, sign: Any, exponent: Any
 ) -> None:
     x = torch.ones(400).to(dtype)
-    for field, wanted in (("sign", sign), ("exponent", exponent)):
+    for field, expected in (("sign", sign), ("exponent", exponent)):
         _, tool = injected(lambda: x.clone(), field=field, probability=1.0)
-        assert {one.bits[0] for one in tool.result.injections} == set(wanted)
+        assert {injection.bits[0] for injection in tool.result.injections} == set(expected)
 
 
 def test_several_bits_of_an_element_are_flipped_together() -> None:
@@ -157,7 +157,7 @@ def test_a_stuck_bit_has_its_value_whatever_it_was() -> None:
 def test_values_and_zeros_take_the_place_of_elements() -> None:
     x = torch.rand(4, 5) + 1
     y, tool = injected(lambda: x.clone(), fault="zero", count=3)
-    assert sorted(one.element for one in tool.result.injections) == changed(x, y)
+    assert sorted(injection.element for injection in tool.result.injections) == changed(x, y)
     assert (y == 0).sum() == 3
     y, _ = injected(lambda: x.clone(), fault="value", value=float("inf"), count=20)
     assert y.isinf().all()
@@ -205,23 +205,25 @@ def test_exactly_so_many_elements_or_each_with_its_probability() -> None:
 def test_ops_are_selected_by_type_and_module_and_tensors_by_index() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.rand(2, 4)
     _, tool = injected(lambda: model(x), type="lin*", module="2")
-    assert [(one.type, one.module) for one in tool.result.injections] == [("linear", "2")]
+    assert [(injection.type, injection.module) for injection in tool.result.injections] == [("linear", "2")]
     _, tool = injected(lambda: model(x), type=["relu", "sigmoid"])
-    assert [one.module for one in tool.result.injections] == ["1"]
+    assert [injection.module for injection in tool.result.injections] == ["1"]
     _, tool = injected(lambda: x.max(0), index=1)
-    assert [(one.tensor, one.dtype) for one in tool.result.injections] == [("outputs[1]", "int64")]
+    assert [(injection.tensor, injection.dtype) for injection in tool.result.injections] == [
+        ("outputs[1]", "int64")
+    ]
     _, tool = injected(lambda: model(x), type="conv2d")
     assert "No op was selected; there were linear, relu" in str(tool.result)
 
 
 def test_inputs_are_changed_for_the_op_alone_and_weights_are_left_as_they_are() -> None:
     layer, x = nn.Linear(4, 3), torch.rand(2, 4)
-    weight, given = layer.weight.detach().clone(), x.clone()
+    weight, faulty_input = layer.weight.detach().clone(), x.clone()
     y, tool = injected(lambda: layer(x), target="inputs", fault="value", value=9.0)
     (hit,) = tool.result.injections
     assert hit.tensor == "inputs[0]"
-    given[hit.element] = 9.0
-    torch.testing.assert_close(y, F.linear(given, layer.weight, layer.bias))
+    faulty_input[hit.element] = 9.0
+    torch.testing.assert_close(y, F.linear(faulty_input, layer.weight, layer.bias))
     y, tool = injected(lambda: layer(x), target="weights", fault="value", value=9.0, index=1)
     (hit,) = tool.result.injections
     assert hit.tensor == "weights[1]"
@@ -234,7 +236,7 @@ def test_elements_of_tensors_in_lists_are_hit() -> None:
     parts = [torch.zeros(3), torch.zeros(2)]
     y, tool = injected(lambda: torch.cat(parts), target="inputs", fault="value", value=1.0, count=5)
     assert y.tolist() == [1.0] * 5
-    assert {one.tensor for one in tool.result.injections} == {"inputs[0][0]", "inputs[0][1]"}
+    assert {injection.tensor for injection in tool.result.injections} == {"inputs[0][0]", "inputs[0][1]"}
     y, tool = injected(lambda: torch.zeros(4).unbind(), type="unbind", fault="value", value=1.0, count=2)
     assert sum(map(float, y)) == 2
     assert not any(map(torch.any, parts))
@@ -289,11 +291,11 @@ def test_autograd_computes_with_what_was_changed() -> None:
     y, tool = injected(lambda: x.exp(), fault="value", value=3.0)
     (hit,) = tool.result.injections
     y.sum().backward()
-    wanted = x.detach().exp()
-    wanted[hit.element] = 3.0  # what exp saved is its own result, its gradient passes straight through
+    expected = x.detach().exp()
+    expected[hit.element] = 3.0  # what exp saved is its own result, its gradient passes straight through
     assert x.grad is not None
     assert torch.isfinite(x.grad).all()
-    assert y.detach().tolist() == pytest.approx(wanted.tolist())
+    assert y.detach().tolist() == pytest.approx(expected.tolist())
 
 
 def test_views_channels_last_and_in_place_ops_keep_their_meaning() -> None:
@@ -324,21 +326,23 @@ def test_what_has_no_elements_of_its_own_is_left_alone() -> None:
 def test_executions_are_chosen_by_start_end_and_frequency() -> None:
     layer, x = nn.Linear(2, 2), torch.rand(1, 2)
     _, tool = injected(lambda: [layer(x) for _ in range(10)], start=2, end=9, frequency=3)
-    assert [one.execution for one in tool.result.injections] == [2, 5, 8]
+    assert [injection.execution for injection in tool.result.injections] == [2, 5, 8]
     assert tool.result.executions == 10
     with amanda.apply(tool), amanda.cache_disabled():
         tool.clear()
         for _ in range(10):
             layer(x)
-    assert [one.execution for one in tool.result.injections] == [2, 5, 8]
+    assert [injection.execution for injection in tool.result.injections] == [2, 5, 8]
 
 
 def test_a_permanent_fault_is_the_same_at_every_execution() -> None:
     layer, x = nn.Linear(20, 20), torch.rand(1, 20)
     _, tool = injected(lambda: [layer(x) for _ in range(5)], permanent=True)
-    assert len({(one.element, one.bits) for one in tool.result.injections}) == 1
+    assert len({(injection.element, injection.bits) for injection in tool.result.injections}) == 1
     _, tool = injected(lambda: [layer(x) for _ in range(5)])
-    assert len({(one.element, one.bits) for one in tool.result.injections}) > 2  # two may be equal by chance
+    assert (
+        len({(injection.element, injection.bits) for injection in tool.result.injections}) > 2
+    )  # two may be equal by chance
 
 
 SCRIPT = """
@@ -361,13 +365,13 @@ print([faults(seed=5), faults(seed=5, target="grad_inputs")])
 
 @pytest.mark.slow
 def test_a_seed_gives_the_same_faults_again_also_in_another_process() -> None:
-    told = [children.run([sys.executable, "-c", SCRIPT], check=True).stdout for _ in range(2)]
-    assert told[0] == told[1]
-    assert told[0].count("backward") > 2
+    outputs = [children.run([sys.executable, "-c", SCRIPT], check=True).stdout for _ in range(2)]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("backward") > 2
     model, x = nn.Linear(30, 30), torch.rand(4, 30)
-    one, other = InjectTool(seed=1, probability=0.1), InjectTool(seed=2, probability=0.1)
+    tool_1, tool_2 = InjectTool(seed=1, probability=0.1), InjectTool(seed=2, probability=0.1)
     rows = []
-    for tool in (one, one, other):
+    for tool in (tool_1, tool_1, tool_2):
         tool.clear()
         with amanda.apply(tool):
             model(x)
@@ -413,10 +417,10 @@ def test_random_numbers_of_the_program_are_left_alone() -> None:
         ({"field": "signs"}, "field is 'signs'"),
         ({"probability": 2}, "from 0 to 1"),
         ({"probability": 0.1, "count": 2}, "not both"),
-        ({"count": 0}, "count is 0; give a whole number from 1 on"),
+        ({"count": 0}, "count is 0; give an integer >= 1"),
         ({"frequency": 0}, "frequency is 0"),
         ({"start": 3, "end": 2}, "end is 2, start 3"),
-        ({"bits": []}, "bits is \\[\\]; give a list of whole numbers"),
+        ({"bits": []}, "bits is \\[\\]; give a list of integers"),
         ({"bits": [1], "fault": "zero"}, "for faults of bits"),
         ({"seed": -1}, "seed is -1"),
     ],
@@ -430,9 +434,9 @@ def test_a_result_goes_to_files_and_says_what_it_left_out(tmp_path) -> None:
     _, tool = injected(
         lambda: torch.ones(9).clone(), type="clone", fault="value", value=float("nan"), count=9, limit=4
     )
-    found = json.loads(tool.result.save(tmp_path / "faults.json").read_text(), parse_constant=pytest.fail)
-    assert (found["schema"], found["injected"], len(found["rows"])) == ("amanda.inject", 9, 4)
-    assert found["rows"][0]["new"] == "nan"
+    content = json.loads(tool.result.save(tmp_path / "faults.json").read_text(), parse_constant=pytest.fail)
+    assert (content["schema"], content["injected"], len(content["rows"])) == ("amanda.inject", 9, 4)
+    assert content["rows"][0]["new"] == "nan"
     assert "The table has the first 4 elements" in str(tool.result)
     assert tool.result.counts("type") == {"clone": 4}
 
@@ -449,7 +453,7 @@ def test_the_word_of_an_op_selects_one_of_its_backward_ops(target: Any) -> None:
         for _ in range(3):
             layer(x).sum().backward()
     assert len(tool.result.injections) == 3
-    (kind,) = {one.type for one in tool.result.injections}
+    (kind,) = {injection.type for injection in tool.result.injections}
     assert kind == ("transpose_backward" if target == "weight_grads" else "linear_backward")
     both = InjectTool(type=["linear_backward", "transpose_backward"], target="grad_outputs")
     with amanda.apply(both):
@@ -464,7 +468,7 @@ def test_multi_bit_flips_adjacent_bits() -> None:
         assert all(
             hit.bits == tuple(range(hit.bits[0], hit.bits[0] + flips)) for hit in tool.result.injections
         )
-        assert all(bin(one & 0xFFFFFFFF).count("1") == flips for one in y.tolist())
+        assert all(bin(number & 0xFFFFFFFF).count("1") == flips for number in y.tolist())
         assert {hit.bits[0] for hit in tool.result.injections} == set(range(33 - flips))
     assert len(injected(lambda: x.clone(), fault="multi_bit")[1].result.injections[0].bits) == 2
     _, tool = injected(lambda: x.clone(), fault="multi_bit", bits=[3, 5, 7])
@@ -480,7 +484,7 @@ def test_a_stuck_lane_is_wrong_at_every_execution_at_the_same_index_and_bit() ->
         assert len(hits) == 2 * 6
         assert len({hit.element[1] for hit in hits}) == len({hit.bits for hit in hits}) == 1
         lane = hits[0].element[1]
-        assert all({one[1] for one in changed(layer(x), output)} <= {lane} for output in outputs)
+        assert all({element[1] for element in changed(layer(x), output)} <= {lane} for output in outputs)
         assert all(word & 1 << hits[0].bits[0] for word in outputs[0][:, lane].view(torch.int32).tolist())
 
 
@@ -489,11 +493,11 @@ def test_a_wrong_row_is_another_row() -> None:
     for seed in range(20):
         y, tool = injected(lambda: x.clone(), fault="wrong_row", seed=seed)
         (row,) = {hit.element[1] for hit in tool.result.injections}
-        others = [other for other in range(5) if torch.equal(y[:, row], x[:, other])]
-        assert len(others) == 1
-        assert others != [row]
-        kept = [i for i in range(5) if i != row]
-        assert torch.equal(y[:, kept], x[:, kept])
+        sources = [source for source in range(5) if torch.equal(y[:, row], x[:, source])]
+        assert len(sources) == 1
+        assert sources != [row]
+        unchanged = [i for i in range(5) if i != row]
+        assert torch.equal(y[:, unchanged], x[:, unchanged])
     y, _ = injected(lambda: x.clone(), fault="wrong_row", axis=0, seed=1)
     assert torch.equal(y[0], y[1])
     assert not injected(lambda: torch.rand(4).clone(), fault="wrong_row")[1].result.injections
@@ -517,7 +521,8 @@ def test_slices_have_the_same_bits_and_are_counted_as_one() -> None:
     hits = tool.result.injections
     assert len(hits) == len(changed(x, y)) == 2 * 4 * 5
     by_slice = {
-        hit.element[1]: {one.bits for one in hits if one.element[1] == hit.element[1]} for hit in hits
+        hit.element[1]: {injection.bits for injection in hits if injection.element[1] == hit.element[1]}
+        for hit in hits
     }
     assert len(by_slice) == 2
     assert all(len(bits) == 1 for bits in by_slice.values())

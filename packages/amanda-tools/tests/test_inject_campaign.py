@@ -59,10 +59,10 @@ def test_nan_crash_and_hang_are_told_apart() -> None:
     assert "IndexError" in result.trials[0].error
 
     def countdown() -> Tensor:
-        left = torch.tensor([3.0])
-        while (left := left - 1).item() != 0:
+        remaining = torch.tensor([3.0])
+        while (remaining := remaining - 1).item() != 0:
             pass
-        return left
+        return remaining
 
     result = campaign(countdown, type="sub", fault="value", value=0.5, trials=4)
     assert result.count("hang") == 4
@@ -75,9 +75,9 @@ def test_nan_crash_and_hang_are_told_apart() -> None:
 
 def test_a_program_that_swallows_the_stop_hangs_all_the_same() -> None:
     def program() -> float:
-        left = torch.tensor([3.0])
+        remaining = torch.tensor([3.0])
         try:
-            while (left := left - 1).item() != 0:
+            while (remaining := remaining - 1).item() != 0:
                 pass
         except Exception:
             pass
@@ -101,9 +101,9 @@ def test_rates_have_the_intervals_of_scipy() -> None:
 def test_the_report_counts_by_type_module_and_bit() -> None:
     model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), torch.rand(1, 6)
     result = campaign(lambda: model(x), trials=60)
-    for key, wanted in (("type", {"linear", "relu"}), ("module", {"0", "1", "2"})):
+    for key, expected in (("type", {"linear", "relu"}), ("module", {"0", "1", "2"})):
         rows = result.by(key).rows()
-        assert {row[0] for row in rows} == wanted
+        assert {row[0] for row in rows} == expected
         assert sum(row[1] for row in rows) == 60
         for row in rows:
             assert sum(row[2:7]) == row[1]
@@ -133,10 +133,10 @@ def test_a_campaign_repeats_exactly_and_any_trial_of_it() -> None:
         assert again.run(program).to_dict()["trials"][:15] == first.to_dict()["trials"]
         replayed = again.replay(program, 7)
         assert tool.result.rows() == InjectResult(first.trials[7].injections, 0, 0, {}).rows()
-        seen = differs(program().detach().numpy(), replayed.detach().numpy())
-        assert seen == (first.trials[7].outcome not in ("masked", "no_fault"))
-        other = Campaign(InjectTool(seed=10, **options), trials=15, sample=sample)  # type: ignore[arg-type]
-        assert other.run(program).to_dict()["trials"] != first.to_dict()["trials"]
+        is_different = differs(program().detach().numpy(), replayed.detach().numpy())
+        assert is_different == (first.trials[7].outcome not in ("masked", "no_fault"))
+        other_campaign = Campaign(InjectTool(seed=10, **options), trials=15, sample=sample)  # type: ignore[arg-type]
+        assert other_campaign.run(program).to_dict()["trials"] != first.to_dict()["trials"]
 
 
 @pytest.mark.slow
@@ -188,12 +188,12 @@ def test_what_cannot_be_a_campaign_is_said() -> None:
 
 
 def test_comparisons_look_into_every_structure() -> None:
-    one = {"a": [np.array([1.0, np.nan]), "x"]}
-    assert not differs(one, {"a": [np.array([1.0, np.nan]), "x"]})
-    assert differs(one, {"a": [np.array([1.0, 2.0]), "x"]})
-    assert differs(one, {"a": [np.array([1.0, np.nan]), "y"]})
-    assert differs(one, {"b": one["a"]})
-    assert differs(one, [1])
+    golden = {"a": [np.array([1.0, np.nan]), "x"]}
+    assert not differs(golden, {"a": [np.array([1.0, np.nan]), "x"]})
+    assert differs(golden, {"a": [np.array([1.0, 2.0]), "x"]})
+    assert differs(golden, {"a": [np.array([1.0, np.nan]), "y"]})
+    assert differs(golden, {"b": golden["a"]})
+    assert differs(golden, [1])
     assert differs(np.zeros(2), np.zeros(3))
     assert top1_changed([np.array([1, 2])], [np.array([2, 1])])
     with pytest.raises(InjectError, match="has none"):
@@ -201,11 +201,11 @@ def test_comparisons_look_into_every_structure() -> None:
 
 
 def test_outputs_are_copies_of_every_kind_of_tensor() -> None:
-    held = torch.zeros(3, dtype=torch.bfloat16)
+    buffer = torch.zeros(3, dtype=torch.bfloat16)
 
     def program() -> Any:
-        held.fill_(1).add_(0)
-        return {"held": held, "sparse": torch.eye(2).to_sparse(), "numbers": (1, 2.5, None, "text")}
+        buffer.fill_(1).add_(0)
+        return {"held": buffer, "sparse": torch.eye(2).to_sparse(), "numbers": (1, 2.5, None, "text")}
 
     result = campaign(program, type="add", fault="value", value=5.0, count=3)
     assert result.count("sdc") == 20
@@ -215,8 +215,8 @@ def test_a_report_goes_to_files(tmp_path) -> None:
     result = campaign(
         lambda: torch.ones(2).clone(), type="clone", fault="value", value=float("nan"), trials=3
     )
-    found = json.loads(result.save(tmp_path / "campaign.json").read_text(), parse_constant=pytest.fail)
-    assert found["schema"] == "amanda.inject_campaign"
-    assert found["rates"]["nan"]["value"] == 1
-    assert found["trials"][0]["injections"][0]["new"] == "nan"
+    content = json.loads(result.save(tmp_path / "campaign.json").read_text(), parse_constant=pytest.fail)
+    assert content["schema"] == "amanda.inject_campaign"
+    assert content["rates"]["nan"]["value"] == 1
+    assert content["trials"][0]["injections"][0]["new"] == "nan"
     assert list(result.to_pandas()["nan"]) == [3]

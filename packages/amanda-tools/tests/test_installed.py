@@ -14,7 +14,7 @@ import pytest
 import amanda
 from amanda.testing import FakeDriver, attached, fake
 from amanda.tools.kit import TensorsError, _tensors, tensors_of
-from amanda.tools.mapping import RuleError, StandardMapping, _rules
+from amanda.tools.mapping import RuleError, StandardMapping, _mapping
 
 RULE = """
 def standard(context):
@@ -39,7 +39,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Puts a distribution on the path: its name, the entry's value, and the source of `mapping_of_<name>`."""
 
     def clear() -> None:
-        _rules.forget_installed()
+        _mapping.forget_installed()
         _tensors._tensors.cache_clear()
 
     def put(name: str, value: str, source: str, group: str = "amanda.mappings", entry: str = "fake") -> None:

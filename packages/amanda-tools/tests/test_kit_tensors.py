@@ -140,7 +140,7 @@ def test_a_tool_looks_at_some_executions() -> None:
         x.split(1)
     assert [one[-1] for one in some.met if one[0] == "relu"] == [0, 2]
     assert [one[3] for one in some.met if one[0] == "split"] == [0, 1]
-    with pytest.raises(AmandaError, match="every is 0; give a whole number from 1 on"):
+    with pytest.raises(AmandaError, match="every is 0; give an integer >= 1"):
         Met("output", every=0)
 
 

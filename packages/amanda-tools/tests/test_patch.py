@@ -66,12 +66,14 @@ def test_a_vector_added_to_what_a_module_returns_equals_a_hook(model: Any, x: An
     def hook(module: Any, args: Any, result: Any) -> Any:
         return result[0] + vector, result[1]
 
-    wanted = by_hand(model.layers[1], hook, lambda: model(x))
+    expected = by_hand(model.layers[1], hook, lambda: model(x))
     tool = PatchTool("layers.1", add=vector)
     for _ in range(2):
-        assert torch.equal(under(tool, lambda: model(x)), wanted)
-    assert [(one.point, one.executions, one.changed) for one in tool.result.patched] == [("layers.1", 2, 2)]
-    assert not torch.equal(model(x), wanted)
+        assert torch.equal(under(tool, lambda: model(x)), expected)
+    assert [(record.point, record.executions, record.changed) for record in tool.result.patched] == [
+        ("layers.1", 2, 2)
+    ]
+    assert not torch.equal(model(x), expected)
     assert not torch.nn.modules.module._global_forward_hooks
 
 
@@ -87,28 +89,28 @@ def test_compiled_models_are_patched_alike(model: Any, x: Any, vector: Any, mode
     def run() -> Any:
         return by_hand(model.layers[1], hook, lambda: model(x))
 
-    wanted = by_hand(model.layers[0], hook, run)
+    expected = by_hand(model.layers[0], hook, run)
     compiled = torch.compile(model, backend="aot_eager")
-    assert torch.equal(under(tool, lambda: compiled(x), compiled=mode), wanted)
-    assert sum(one.changed for one in tool.result.patched) == 2
+    assert torch.equal(under(tool, lambda: compiled(x), compiled=mode), expected)
+    assert sum(record.changed for record in tool.result.patched) == 2
     whole = PatchTool("", scale=2.0)
     assert torch.equal(under(whole, lambda: compiled(x), compiled=mode), model(x) * 2)
 
 
 def test_saved_values_are_set_in_another_run(model: Any, x: Any) -> None:
-    other, clean = torch.rand(2, 3, 4), PatchTool("layers.0")
-    wanted = under(clean, lambda: model(x))
+    other_x, clean = torch.rand(2, 3, 4), PatchTool("layers.0")
+    expected = under(clean, lambda: model(x))
     assert torch.equal(clean.saved["layers.0"][0], model.layers[0](x)[0])
-    patched = under(PatchTool("layers.0", set=clean), lambda: model(other))
-    assert torch.equal(patched, wanted)
+    patched = under(PatchTool("layers.0", set=clean), lambda: model(other_x))
+    assert torch.equal(patched, expected)
 
     def hook(module: Any, args: Any, result: Any) -> Any:
         changed = result[0].clone()
         changed[:, 1] = clean.saved["layers.0"][0][:, 1]
         return changed, result[1]
 
-    one = under(PatchTool("layers.0", set=clean, positions=1), lambda: model(other))
-    assert torch.equal(one, by_hand(model.layers[0], hook, lambda: model(other)))
+    patched_row = under(PatchTool("layers.0", set=clean, positions=1), lambda: model(other_x))
+    assert torch.equal(patched_row, by_hand(model.layers[0], hook, lambda: model(other_x)))
 
 
 def test_a_saved_value_is_not_what_is_written_later(model: Any, x: Any) -> None:
@@ -121,8 +123,8 @@ def test_a_saved_value_is_not_what_is_written_later(model: Any, x: Any) -> None:
 def test_index_names_one_of_several_tensors(model: Any, x: Any) -> None:
     tool = PatchTool("layers.1", index=1)
     under(tool, lambda: model(x))
-    wanted = model.layers[1](model.layers[0](x)[0])[1]["hidden"]
-    assert torch.equal(tool.saved["layers.1[1]"][0], wanted)
+    expected = model.layers[1](model.layers[0](x)[0])[1]["hidden"]
+    assert torch.equal(tool.saved["layers.1[1]"][0], expected)
     both = PatchTool("layers.1", index=None)
     under(both, lambda: model(x))
     assert list(both.saved) == ["layers.1", "layers.1[1]"]
@@ -138,14 +140,16 @@ def test_heads_at_the_input_of_a_module_are_ablated(model: Any, x: Any) -> None:
         changed[..., 2:4] = 0
         return (changed,)
 
-    wanted = by_hand(model.layers[1].outer, zero, lambda: model(x), before=True)
+    expected = by_hand(model.layers[1].outer, zero, lambda: model(x), before=True)
     tool = PatchTool("layers.1.outer", side="input", set=0, heads=1, num_heads=4)
-    assert torch.equal(under(tool, lambda: model(x)), wanted)
+    assert torch.equal(under(tool, lambda: model(x)), expected)
 
     clean = PatchTool("layers.1.outer", side="input")
     under(clean, lambda: [model(x), model(x * 2)])
     mean = (
-        torch.cat([one.double() for one in clean.saved["layers.1.outer"]]).mean((0, 1), keepdim=True).float()
+        torch.cat([value.double() for value in clean.saved["layers.1.outer"]])
+        .mean((0, 1), keepdim=True)
+        .float()
     )
     assert torch.allclose(clean.mean()["layers.1.outer"], mean, rtol=1e-6)
 
@@ -154,9 +158,9 @@ def test_heads_at_the_input_of_a_module_are_ablated(model: Any, x: Any) -> None:
         changed[..., -2:] = clean.mean()["layers.1.outer"][..., -2:]
         return (changed,)
 
-    wanted = by_hand(model.layers[1].outer, means, lambda: model(x), before=True)
+    expected = by_hand(model.layers[1].outer, means, lambda: model(x), before=True)
     tool = PatchTool("layers.1.outer", side="input", set=clean.mean(), heads=-1, num_heads=4)
-    assert torch.equal(under(tool, lambda: model(x)), wanted)
+    assert torch.equal(under(tool, lambda: model(x)), expected)
 
 
 def test_a_module_names_the_points_of_all_that_lies_in_it(model: Any, x: Any) -> None:
@@ -180,11 +184,11 @@ def test_a_pattern_without_a_point_is_named(model: Any, x: Any) -> None:
     tool = PatchTool(["layers.0", "layer.1"], exclude="lost")
     with amanda.apply(tool) as scope:
         model(x)
-    told = [
+    sentences = [
         "no point was selected by points=layer.1; did you mean layers.1 or layers.1.outer?",
         "no op was excluded by exclude=lost; there were layers.0",
     ]
-    assert [entry.reason for entry in scope.report] == told
+    assert [entry.reason for entry in scope.report] == sentences
     assert len(tool.result.remarks) == 2
 
 
@@ -194,27 +198,27 @@ def test_ops_are_points_by_type(model: Any, x: Any) -> None:
     changed = copy.deepcopy(model)
     changed.layers[0].outer.weight.data.zero_()
     assert torch.equal(patched, changed(x))
-    given = PatchTool("layers.0.outer", type="linear", side="input")
-    under(given, lambda: model(x))
-    assert torch.equal(given.saved["layers.0.outer/linear"][0], model.layers[0].inner(x).relu())
+    inputs_tool = PatchTool("layers.0.outer", type="linear", side="input")
+    under(inputs_tool, lambda: model(x))
+    assert torch.equal(inputs_tool.saved["layers.0.outer/linear"][0], model.layers[0].inner(x).relu())
 
 
 def test_gradients_reach_a_vector_where_asked(model: Any, x: Any, caplog: Any) -> None:
     vector = torch.rand(4, requires_grad=True)
     under(PatchTool("layers.0", add=vector, differentiable=True), lambda: model(x).sum().backward())
-    found, vector.grad = vector.grad, None
+    patched_gradient, vector.grad = vector.grad, None
     by_hand(
         model.layers[0], lambda module, args, result: (result[0] + vector, result[1]),
         lambda: model(x).sum().backward(),
     )  # fmt: skip
-    assert torch.equal(found, vector.grad)
+    assert torch.equal(patched_gradient, vector.grad)
     assert not caplog.records
 
     compiled = torch.compile(model, backend="aot_eager")
-    wanted, vector.grad = vector.grad, None
+    expected, vector.grad = vector.grad, None
     tool = PatchTool("layers.0", add=vector, differentiable=True)
     under(tool, lambda: compiled(x).sum().backward(), compiled="instrument")
-    assert torch.equal(wanted, vector.grad)
+    assert torch.equal(expected, vector.grad)
 
     tool = PatchTool("layers.0", add=vector)
     assert "requires a gradient and gets none" in tool.result.remarks[0]
@@ -244,12 +248,12 @@ def test_steps_choose_executions(model: Any, x: Any) -> None:
 
 def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
-    clean, other = PatchTool("layers.*"), torch.rand(2, 3, 4)
+    clean, other_x = PatchTool("layers.*"), torch.rand(2, 3, 4)
     under(clean, lambda: model(x))
-    sweep = patch_sweep(lambda: model(other).sum(), "layers.*", set=clean, positions=range(3))
-    assert sweep.baseline == model(other).sum().item()
-    wanted = under(PatchTool("layers.1", set=clean, positions=2), lambda: model(other).sum().item())
-    assert sweep.rows()[-1] == ("layers.1", 2, wanted)
+    sweep = patch_sweep(lambda: model(other_x).sum(), "layers.*", set=clean, positions=range(3))
+    assert sweep.baseline == model(other_x).sum().item()
+    expected = under(PatchTool("layers.1", set=clean, positions=2), lambda: model(other_x).sum().item())
+    assert sweep.rows()[-1] == ("layers.1", 2, expected)
     assert len(sweep.to_pandas()) == 6
     assert sweep.to_dict()["baseline"] == sweep.baseline
     for suffix in ("svg", "png", "json"):
@@ -312,17 +316,17 @@ def test_a_value_saved_at_another_length_is_an_error(
     message = rf"shape \(1, {length}, 4\) and does not fit layers.0, whose shape is \(1, 3, 4\), at"
     with pytest.raises(PatchError, match=message):
         under(tool, lambda: model(torch.rand(1, 3, 4)))
-    given = PatchTool("layers.0", **{edit: clean.saved["layers.0"][0][:, -1:]}, positions=positions)
-    under(given, lambda: model(torch.rand(2, 3, 4)))
-    assert given.result.patched[0].changed == 1
+    last_token = PatchTool("layers.0", **{edit: clean.saved["layers.0"][0][:, -1:]}, positions=positions)
+    under(last_token, lambda: model(torch.rand(2, 3, 4)))
+    assert last_token.result.patched[0].changed == 1
 
 
 def test_a_saved_prompt_is_set_in_each_row_of_a_batch(model: Any) -> None:
-    clean, other = torch.rand(1, 3, 4), torch.rand(2, 3, 4)
+    clean, batch = torch.rand(1, 3, 4), torch.rand(2, 3, 4)
     saved = PatchTool("layers.0")
-    wanted = under(saved, lambda: model(clean))
-    found = under(PatchTool("layers.0", set=saved), lambda: model(other))
-    assert torch.equal(found, wanted.expand_as(found))
+    expected = under(saved, lambda: model(clean))
+    patched = under(PatchTool("layers.0", set=saved), lambda: model(batch))
+    assert torch.equal(patched, expected.expand_as(patched))
 
 
 def test_inputs_by_keyword_are_named_in_the_error() -> None:
@@ -341,11 +345,11 @@ def test_inputs_by_keyword_are_named_in_the_error() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["input", "output"])
 def test_a_model_compiled_with_fullgraph_is_steered_as_by_hooks(model: Any, x: Any, side: Any) -> None:
-    wanted = under(PatchTool("layers.0", side=side, add=1.0), lambda: model(x))
+    expected = under(PatchTool("layers.0", side=side, add=1.0), lambda: model(x))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with amanda.apply(PatchTool("layers.0", side=side, add=1.0), compiled="instrument") as scope:
-        found = compiled(x)
-    assert torch.allclose(found, wanted, atol=1e-6)
+        output = compiled(x)
+    assert torch.allclose(output, expected, atol=1e-6)
     assert not list(scope.report)
 
 
@@ -366,9 +370,9 @@ def test_generate_is_steered_as_by_hooks(torchvision: Any) -> None:
     def every(module: Any, args: Any, result: Any) -> Any:
         return result + vector
 
-    wanted = by_hand(model.model.layers[1], every, generate)
-    assert torch.equal(under(PatchTool("model.layers.1", add=vector), generate), wanted)
-    assert not torch.equal(generate(), wanted)
+    expected = by_hand(model.model.layers[1], every, generate)
+    assert torch.equal(under(PatchTool("model.layers.1", add=vector), generate), expected)
+    assert not torch.equal(generate(), expected)
 
     def last_of_prompt(module: Any, args: Any, result: Any) -> Any:
         changed = result.clone()
@@ -376,7 +380,7 @@ def test_generate_is_steered_as_by_hooks(torchvision: Any) -> None:
             changed[:, -1] += vector
         return changed
 
-    wanted = by_hand(model.model.layers[1], last_of_prompt, generate)
+    expected = by_hand(model.model.layers[1], last_of_prompt, generate)
     tool = PatchTool("model.layers.1", add=vector, positions=-1, steps=0)
-    assert torch.equal(under(tool, generate), wanted)
-    assert [(one.executions, one.changed) for one in tool.result.patched] == [(6, 1)]
+    assert torch.equal(under(tool, generate), expected)
+    assert [(record.executions, record.changed) for record in tool.result.patched] == [(6, 1)]

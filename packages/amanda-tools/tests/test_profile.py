@@ -31,12 +31,14 @@ def profiled(program: Callable[[], Any], tool: ProfileTool | None = None) -> Pro
 
 
 def place(result: ProfileResult, kind: str, phase: str = "forward") -> OpProfile:
-    (found,) = [one for one in result.places if (one.type, one.phase) == (kind, phase)]
-    return found
+    (profile,) = [
+        candidate for candidate in result.places if (candidate.type, candidate.phase) == (kind, phase)
+    ]
+    return profile
 
 
 def calls(result: ProfileResult, kind: str) -> int:
-    return sum(one.calls for one in result.places if one.type == kind)
+    return sum(place.calls for place in result.places if place.type == kind)
 
 
 class Slow(torch.autograd.Function):
@@ -88,7 +90,7 @@ class Sleeping(amanda.Tool):
 
 @pytest.mark.parametrize("order", ["before it", "after it", "in a scope around", "in a scope within"])
 def test_routines_of_other_tools_are_not_in_the_times(order: str) -> None:
-    profile, other = ProfileTool(warmup=1, active=3, repeat=1), Sleeping()
+    profile, sleeping = ProfileTool(warmup=1, active=3, repeat=1), Sleeping()
     x = torch.rand(3, requires_grad=True)
 
     def program() -> None:
@@ -96,15 +98,15 @@ def test_routines_of_other_tools_are_not_in_the_times(order: str) -> None:
             x.relu().sum().backward()
 
     groups = {
-        "before it": [(other, profile)], "after it": [(profile, other)],
-        "in a scope around": [(other,), (profile,)], "in a scope within": [(profile,), (other,)],
+        "before it": [(sleeping, profile)], "after it": [(profile, sleeping)],
+        "in a scope around": [(sleeping,), (profile,)], "in a scope within": [(profile,), (sleeping,)],
     }  # fmt: skip
     outer, *inner = groups[order]
     with amanda.apply(*outer), amanda.apply(*(inner[0] if inner else ())):
         program()
     result = profile.result
     assert result.by("phase").rows()[0][1] > 0
-    assert max(one.least for one in result.places) < 10e6  # whatever else delays one of them
+    assert max(place.least for place in result.places) < 10e6  # whatever else delays one of them
     assert result.wall > 3 * 40
 
 
@@ -133,7 +135,7 @@ def test_an_op_that_raises_leaves_nothing_open() -> None:
     result = profiled(program, tool)
     assert not calls(result, "matmul")
     outer = place(result, "Catching")
-    relus = [one.total for one in result.places if one.type == "relu"]
+    relus = [place.total for place in result.places if place.type == "relu"]
     assert len(relus) == 2
     assert outer.total - outer.own in relus
     profiled(lambda: [profiled(lambda: failing(a)) for _ in range(300)], tool)
@@ -147,7 +149,7 @@ def test_a_module_that_calls_itself() -> None:
 
     result = profiled(lambda: Nested()(torch.rand(2), 3))
     assert (calls(result, "add"), calls(result, "exp"), calls(result, "relu")) == (3, 3, 1)
-    assert all(one.own == one.total > 0 for one in result.places)
+    assert all(place.own == place.total > 0 for place in result.places)
 
 
 def test_threads_are_told_apart() -> None:
@@ -204,8 +206,8 @@ def test_training_under_the_tool_is_bit_identical() -> None:
                 optimizer.step()
         return [*parameters, *model.buffers(), torch.get_rng_state()]
 
-    for one, other in zip(trained([]), trained([ProfileTool()]), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other_parameter in zip(trained([]), trained([ProfileTool()]), strict=True):
+        assert torch.equal(parameter, other_parameter)
 
 
 def training(steps: int, tool: ProfileTool | None = None, explicit: bool = False) -> None:
@@ -251,11 +253,11 @@ def test_options_that_make_no_sense_are_errors(bad: dict[str, Any]) -> None:
 def test_what_is_kept_is_bounded_and_what_is_not_is_said() -> None:
     tool = ProfileTool(limit=20)
     result = profiled(lambda: training(40), tool)
-    kept = result.timeline
-    assert len(kept.events) == 20
-    assert len(kept.steps) <= 20
-    assert all(len(history) <= 20 for history in kept.alive.values())
-    assert result.timeline.dropped == sum(one.calls for one in result.places) - 20
+    timeline = result.timeline
+    assert len(timeline.events) == 20
+    assert len(timeline.steps) <= 20
+    assert all(len(history) <= 20 for history in timeline.alive.values())
+    assert result.timeline.dropped == sum(place.calls for place in result.places) - 20
     assert calls(result, "linear") == 40
     assert f"{result.timeline.dropped:,} more are in the table only" in str(result)
     assert result.to_dict()["executions"] == {"kept": 20, "dropped": result.timeline.dropped}
@@ -274,8 +276,8 @@ def test_a_selection_of_ops_is_measured_alone() -> None:
     tool = select(ProfileTool(), module="0")
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     result = profiled(lambda: [model(torch.rand(2, 4)).sum().backward() for _ in range(3)], tool)
-    assert {one.module for one in result.places} == {"0"}
-    assert {one.calls for one in result.places} <= {3, 6}
+    assert {place.module for place in result.places} == {"0"}
+    assert {place.calls for place in result.places} <= {3, 6}
 
 
 def test_clear_starts_anew() -> None:
@@ -303,8 +305,8 @@ def test_memory_of_a_small_mlp_is_what_one_computes_by_hand() -> None:
     first, second = 4 * (16 * 64 + 64), 4 * (64 * 8 + 8)
 
     def allocated(kind: str, module: str) -> int | None:
-        found = [one for one in result.places if (one.type, one.module) == (kind, module)]
-        return sum(one.allocated or 0 for one in found)
+        places = [place for place in result.places if (place.type, place.module) == (kind, module)]
+        return sum(place.allocated or 0 for place in places)
 
     assert allocated("linear", "0") == allocated("relu", "1") == hidden
     assert allocated("linear", "2") == out
@@ -313,7 +315,7 @@ def test_memory_of_a_small_mlp_is_what_one_computes_by_hand() -> None:
     assert allocated("linear_backward", "2") == hidden + second
     assert allocated("accumulate_grad", "0") == 0
     (peak,) = result.peaks
-    owners = {(one.type, one.module): size for one, size in peak.owners}
+    owners = {(owner.type, owner.module): size for owner, size in peak.owners}
     # As the gradient of relu is made: its input is saved, parameters and x are there; so are the gradients
     # of the second layer, and that of the hidden values.
     assert peak.size == sum(owners.values())
@@ -331,7 +333,7 @@ def test_views_and_writes_in_place_make_no_memory() -> None:
         x.view(100)[3:].add_(1)
 
     result = profiled(program)
-    sizes = [(one.type, one.allocated or 0) for one in result.places]
+    sizes = [(place.type, place.allocated or 0) for place in result.places]
     assert sum(size for _, size in sizes) == 2 * 400
     assert dict(sizes)["zeros"] == 400
 
@@ -350,7 +352,7 @@ def test_tensors_that_died_are_not_at_the_peak() -> None:
 
     (peak,) = profiled(program).peaks
     assert (peak.device, peak.size) == ("cpu", 8000)
-    assert [(one.type, size) for one, size in peak.owners] == [("ones", 8000)]
+    assert [(owner.type, size) for owner, size in peak.owners] == [("ones", 8000)]
     assert "Peak of 8 kB on cpu: 8 kB ones (forward)." in str(profiled(program))
 
 
@@ -393,21 +395,21 @@ class Mark:
 
 
 def test_a_device_is_asked_for_times_when_they_are_there_and_waited_for_at_the_end() -> None:
-    queue, one = Queue(), OpProfile("forward", "", "", "")
+    queue, profile = Queue(), OpProfile("forward", "", "", "")
     clock = DeviceClock(queue.record)
     clock.PENDING_LIMIT = 10
     for _ in range(15):
-        clock.end(one, clock.begin(one))
-    assert one.device is None
+        clock.end(profile, clock.begin(profile))
+    assert profile.device is None
     queue.done = 8
-    clock.end(one, clock.begin(one))
-    assert one.device == 4 * 500_000
+    clock.end(profile, clock.begin(profile))
+    assert profile.device == 4 * 500_000
     assert not queue.waited
-    clock.end(one, None)  # where a mark could not be put
+    clock.end(profile, None)  # where a mark could not be put
     clock.wait()
-    assert one.device == 16 * 500_000
+    assert profile.device == 16 * 500_000
     assert queue.waited
-    assert all(clock.begin(one) is not None for _ in range(40))
+    assert all(clock.begin(profile) is not None for _ in range(40))
     assert sorted(queue.used_again) == list(range(1, 33))
 
 
@@ -442,19 +444,21 @@ def test_what_torch_saw_within_an_op_is_told_of_it() -> None:
     ):  # fmt: skip
         assert rows[key][5:7] == ("cpu", 2)
     assert ("forward", "relu", "aten::addmm") not in rows
-    for one in result.places:
-        assert sum(took for _, took in one.kernels.values()) <= one.total
+    for place in result.places:
+        assert sum(took for _, took in place.kernels.values()) <= place.total
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
 def test_kernels_that_cannot_be_told_are_said_to_be_missing() -> None:
     tool = ProfileTool(kernels=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as own:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as outer_profile:
         result = profiled(lambda: torch.rand(3).relu(), tool)
     assert calls(result, "relu") == 1
     assert not result.kernels().rows()
     assert "torch.profiler recorded no kernels" in str(result)
-    assert "aten::relu" in {event.name for event in own.events() or ()}
+    assert "aten::relu" in {event.name for event in outer_profile.events() or ()}
 
 
 class Traced:
@@ -470,10 +474,10 @@ def test_kernels_belong_to_the_innermost_op_that_launched_them() -> None:
     outer = Traced(RANGE + "3")
     inner = Traced(RANGE + "5", Traced("aten::linear", outer))
     launch = Traced("cudaLaunchKernel", Traced("aten::addmm", inner), [kernel])
-    found = list(
+    kernels = list(
         kernels_in_ranges([outer, inner, launch, launch.cpu_parent, Traced("aten::mm"), inner.cpu_parent])
     )
-    assert found == [
+    assert kernels == [
         (5, "sgemm", "cuda:0", 7500), (5, "aten::addmm", "cpu", 2000), (3, "aten::linear", "cpu", 2000),
     ]  # fmt: skip
 
@@ -483,10 +487,10 @@ def test_by_groups_and_adds_up() -> None:
     result = profiled(lambda: model(torch.rand(3, 4)).sum().backward())
     rows = {row[0]: row for row in result.by("module").rows()}
     assert {"0", "1", "2", ""} == set(rows)
-    own = sum(row[3] for row in rows.values())
-    assert own == pytest.approx(result.total())
+    self_ms = sum(row[3] for row in rows.values())
+    assert self_ms == pytest.approx(result.total())
     assert sum(row[5] for row in rows.values()) == pytest.approx(1)
-    assert result.to_pandas()["calls"].sum() == sum(one.calls for one in result.places)
+    assert result.to_pandas()["calls"].sum() == sum(place.calls for place in result.places)
     assert result.wall >= result.total()
     with pytest.raises(AmandaError, match="phase, type, module, source, not by colour"):
         result.by("colour")
@@ -498,8 +502,8 @@ def test_modules_have_a_time_of_their_own_and_one_with_what_is_in_them() -> None
     result = profiled(lambda: model(torch.rand(3, 4)).sum().backward())
     rows = {row[0]: row for row in result.modules().rows()}
     assert list(rows) == ["", "0", "0.0", "0.0.0", "0.0.1", "0.1", "1"]
-    _, _, own, total, forward, backward, share, _ = rows["0"]
-    assert own == 0
+    _, _, self_ms, total, forward, backward, share, _ = rows["0"]
+    assert self_ms == 0
     assert total == pytest.approx(rows["0.0"][3] + rows["0.1"][3])
     assert total == pytest.approx(forward + backward)
     assert rows[""][3] == pytest.approx(result.total())
@@ -533,23 +537,23 @@ def test_results_of_several_processes_are_one() -> None:
         nn.Linear(4, 4)(torch.rand(2, 4)).sum().backward()
 
     tool = ProfileTool(kernels=True)
-    one, other = profiled(program, tool), profiled(program)
-    again = ProfileResult.from_dict(json.loads(other.to_json()))
-    assert again.to_dict()["rows"] == other.to_dict()["rows"]
-    assert again.to_dict()["peaks"] == other.to_dict()["peaks"]
-    both = one.merged(again)
+    first, second = profiled(program, tool), profiled(program)
+    again = ProfileResult.from_dict(json.loads(second.to_json()))
+    assert again.to_dict()["rows"] == second.to_dict()["rows"]
+    assert again.to_dict()["peaks"] == second.to_dict()["peaks"]
+    both = first.merged(again)
     assert isinstance(both, Mergeable)
-    assert both.total() == pytest.approx(one.total() + other.total())
-    assert both.wall == pytest.approx(one.wall + other.wall)
+    assert both.total() == pytest.approx(first.total() + second.total())
+    assert both.wall == pytest.approx(first.wall + second.wall)
     assert calls(both, "linear") == 2
     linear = place(both, "linear")
-    assert linear.least == min(place(one, "linear").least, place(other, "linear").least)
-    assert linear.allocated == 2 * (place(one, "linear").allocated or 0)
-    assert linear.kernels == place(one, "linear").kernels != {}
-    assert [peak.size for peak in both.peaks] == [one.peaks[0].size, other.peaks[0].size]
+    assert linear.least == min(place(first, "linear").least, place(second, "linear").least)
+    assert linear.allocated == 2 * (place(first, "linear").allocated or 0)
+    assert linear.kernels == place(first, "linear").kernels != {}
+    assert [peak.size for peak in both.peaks] == [first.peaks[0].size, second.peaks[0].size]
     assert sum(row[-1] or 0 for row in both.rows()) == sum(
         size for peak in both.peaks for owner, size in peak.owners if owner.phase != "given"
     )
-    assert len(both.timeline.events) == len(one.timeline.events)
+    assert len(both.timeline.events) == len(first.timeline.events)
     with pytest.raises(ValueError, match=r"amanda\.profile"):
         ProfileResult.from_dict({"schema": "amanda.flops", "version": 1})

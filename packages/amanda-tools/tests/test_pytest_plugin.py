@@ -155,7 +155,7 @@ def test_nothing_is_imported_until_a_test_asks(pytester: pytest.Pytester) -> Non
         def test_it(request):
             assert request.config.pluginmanager.has_plugin("amanda")
             loaded = [name for name in sys.modules if name.startswith("amanda.tools.")]
-            assert loaded == ["amanda.tools.pytest", "amanda.tools.pytest._plugin"], loaded
+            assert not loaded
             assert not {"torch", "tensorflow", "numpy", "pandas", "rich"} & set(sys.modules)
         """
     )

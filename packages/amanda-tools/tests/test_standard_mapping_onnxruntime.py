@@ -13,7 +13,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import amanda
-from amanda.tools.mapping import StandardMapping, _onnxruntime_names
+from amanda.tools.mapping import StandardMapping, _onnxruntime
 
 PAGE = Path(__file__).parents[3] / "docs" / "vocabulary.md"
 KEYS = ("type", "weight_index", "layout", "weight_layout")
@@ -120,10 +120,10 @@ def test_conv1d_is_told_from_conv3d() -> None:
 def test_the_documented_words_are_these() -> None:
     section = PAGE.read_text().split("## ONNX Runtime")[1].split("## ")[0]
     rows = [re.findall(r"`(.+?)`", row) for row in section.splitlines() if row.startswith("| `")]
-    assert {name: word for word, *names in rows for name in names} == _onnxruntime_names.WORDS
+    assert {name: word for word, *names in rows for name in names} == _onnxruntime.WORDS
 
 
-@pytest.mark.parametrize("name", sorted({*_onnxruntime_names.WORDS, *_onnxruntime_names.SPATIAL}))
+@pytest.mark.parametrize("name", sorted({*_onnxruntime.WORDS, *_onnxruntime.SPATIAL}))
 def test_every_type_of_the_table_is_one_of_onnx_or_of_onnxruntime(name: str) -> None:
     ours = {one.name for one in onnx.defs.get_all_schemas()}
     contributed = {

@@ -14,7 +14,7 @@ import tensorflow as tf
 from seen_types import types_in
 
 import amanda
-from amanda.tools.mapping import StandardMapping, _tensorflow_names
+from amanda.tools.mapping import StandardMapping, _tensorflow
 
 VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
 
@@ -65,7 +65,7 @@ def test_the_words_of_the_vocabulary_are_given(word: str, run: Callable[[], Any]
 def test_the_documented_words_are_these() -> None:
     section = VOCABULARY.read_text().split("## TensorFlow")[1].split("## ")[0]
     rows = [re.findall(r"`(.+?)`", row) for row in section.splitlines() if row.startswith("| `")]
-    assert {name: word for word, *names in rows for name in names} == _tensorflow_names.WORDS
+    assert {name: word for word, *names in rows for name in names} == _tensorflow.WORDS
 
 
 class Weights(amanda.Tool):

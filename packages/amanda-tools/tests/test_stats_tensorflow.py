@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.tools.kit._tensors_tensorflow import TensorFlowTensors
+from amanda.tools.kit._tensors_tensorflow import TensorFlowTensorLibrary
 from amanda.tools.stats import Accumulator, Bins, StatsResult, StatsTool
 
 
@@ -47,7 +47,9 @@ def test_every_element_type_is_measured_as_numpy_does(name: str) -> None:
 @pytest.mark.parametrize("on_host", [True, False])
 def test_nan_inf_and_complex_numbers(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not on_host:
-        monkeypatch.setattr(TensorFlowTensors, "blocks", lambda _, numbers: [tf.cast(numbers, tf.float64)])
+        monkeypatch.setattr(
+            TensorFlowTensorLibrary, "blocks", lambda _, numbers: [tf.cast(numbers, tf.float64)]
+        )
     accumulator = Accumulator(Bins.of(256))
     accumulator.add(tf.constant([np.nan, np.inf, -np.inf, 2.0]))
     accumulator.add(tf.constant([3 + 4j], tf.complex64))

@@ -63,14 +63,16 @@ def test_ops_tell_their_type_module_line_arguments_and_tensors() -> None:
     assert (first.phase, first.name, first.calls, first.forward) == ("forward", "linear", 1, None)
     assert last.attributes is not None
     assert last.attributes["dim"] == -1
-    assert [(one.kind, one.name, one.shape, one.dtype, one.bytes) for one in graph.inputs(first)] == [
+    assert [
+        (tensor.kind, tensor.name, tensor.shape, tensor.dtype, tensor.bytes) for tensor in graph.inputs(first)
+    ] == [
         ("input", None, (3, 4), "float32", 48),
         ("parameter", "0.weight", (8, 4), "float32", 128),
         ("parameter", "0.bias", (8,), "float32", 32),
     ]
-    (made,) = graph.outputs(first)
-    assert (made.kind, made.shape, made.producer, made.consumers) == ("activation", (3, 8), 0, (1,))
-    assert made.device == "cpu"
+    (output,) = graph.outputs(first)
+    assert (output.kind, output.shape, output.producer, output.consumers) == ("activation", (3, 8), 0, (1,))
+    assert output.device == "cpu"
 
 
 def test_tensors_lead_from_the_op_that_makes_them_to_those_that_read_them() -> None:
@@ -122,7 +124,7 @@ def test_an_lstm_is_one_op_whose_outputs_are_told_apart() -> None:
     assert shapes == [(7, 2, 5), (1, 2, 5), (1, 2, 5)]
     assert first.reads == (graph.outputs(op)[1].index,)
     assert second.reads == (graph.outputs(op)[2].index,)
-    assert {one.name for one in graph.inputs(op) if one.kind == "parameter"} == {
+    assert {tensor.name for tensor in graph.inputs(op) if tensor.kind == "parameter"} == {
         "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"
     }  # fmt: skip
 
@@ -283,8 +285,8 @@ def test_tensors_whose_extents_are_no_numbers_have_none(layout: torch.layout) ->
         warnings.simplefilter("ignore")  # nested tensors are a prototype
         nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
         graph = trace(lambda: nested.sin())
-    given, made = graph.tensors
-    assert (made.shape, made.bytes) == (None if layout == torch.strided else (2, None, 3), None)
+    given, output = graph.tensors
+    assert (output.shape, output.bytes) == (None if layout == torch.strided else (2, None, 3), None)
     assert given.consumers == (0,)
     assert Graph.from_dict(json.loads(json.dumps(graph.to_dict()))) == graph
 
@@ -366,12 +368,12 @@ def test_the_steps_of_a_recurrent_cell_are_ops_up_to_a_bound() -> None:
             state = cell(step, state)
         state.sum().backward()
 
-    for executions, kept in ((8, 5), (3, 3), (1, 1)):
+    for executions, count in ((8, 5), (3, 3), (1, 1)):
         graph = trace(program, executions=executions)
         cells = [op for op in graph.ops if op.name == "gru_cell"]
-        assert len(cells) == kept
+        assert len(cells) == count
         assert sum(op.calls or 0 for op in cells) == 5
-        assert all(cells[i] in graph.producers(cells[i + 1]) for i in range(kept - 1))
+        assert all(cells[i] in graph.producers(cells[i + 1]) for i in range(count - 1))
 
 
 def test_a_generator_and_a_discriminator_are_connected() -> None:
@@ -391,8 +393,8 @@ def test_a_generator_and_a_discriminator_are_connected() -> None:
         first = len(tool.graph.ops)
         step()
         step()
-    made = [op for op in named(tool.graph, "linear") if "0" not in op.module]
-    generated, *judged = made
+    linears = [op for op in named(tool.graph, "linear") if "0" not in op.module]
+    generated, *judged = linears
     assert len(tool.graph.ops) == first
     assert [tool.graph.producers(op)[0].type for op in judged] == ["rand", "detach", "linear"]
     assert tool.graph.producers(judged[2]) == (generated,)
@@ -452,15 +454,15 @@ def test_without_gradients_the_forward_graph_is_the_same() -> None:
         with torch.no_grad():
             model(x)
 
-    kept, bare = trace(lambda: model(x)), trace(without)
-    assert edges(kept) == edges(bare)
+    plain, bare = trace(lambda: model(x)), trace(without)
+    assert edges(plain) == edges(bare)
     assert [op.type for op in bare.ops] == ["linear", "relu", "linear"]
 
 
 def test_two_models_in_one_scope_stay_apart() -> None:
-    one, other = mlp(), mlp()
+    first_model, second_model = mlp(), mlp()
     x = torch.rand(3, 4)
-    graph = trace(lambda: (one(x), other(x)))
+    graph = trace(lambda: (first_model(x), second_model(x)))
     assert len(graph.ops) == 6
     assert not feeds(graph, graph.ops[0], graph.ops[5])
     assert len([tensor for tensor in graph.tensors if tensor.name == "0.weight"]) == 2
@@ -523,7 +525,7 @@ def test_clear_starts_anew() -> None:
 
 @pytest.mark.parametrize("options", [{"executions": 0}, {"limit": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ToolError, match="is 0; give a whole number from 1 on"):
+    with pytest.raises(ToolError, match="is 0; give an integer >= 1"):
         TraceTool(**options)  # type: ignore[arg-type]
 
 
@@ -572,9 +574,9 @@ def test_the_optimizer_reads_the_gradients_that_were_accumulated() -> None:
     graph = trace(program)
     updates = [op for op in graph.ops if op.in_place and op.phase == "optimizer"]
     assert [graph.tensors[op.reads[0]].name for op in updates] == ["weight", "bias"]
-    assert [[one.type for one in graph.producers(op)] for op in updates] == [["accumulate_grad"]] * 2
+    assert [[item.type for item in graph.producers(op)] for op in updates] == [["accumulate_grad"]] * 2
     (later,) = named(graph, "exp")
-    assert [(one.kind, one.name) for one in graph.inputs(later)] == [("parameter", "weight")]
+    assert [(item.kind, item.name) for item in graph.inputs(later)] == [("parameter", "weight")]
     assert graph.producers(later) == (updates[0],)
 
 
@@ -609,7 +611,7 @@ def test_training_is_the_same_to_the_bit() -> None:
                 model(torch.rand(6, 4)).square().mean().backward()
                 optimizer.step()
         state = [*model.state_dict().values(), torch.get_rng_state()]
-        assert not any(vars(one) for one in model.parameters())
+        assert not any(vars(parameter) for parameter in model.parameters())
         return state
 
     assert all(map(torch.equal, train(), train(TraceTool())))
@@ -620,11 +622,11 @@ def test_tensors_are_not_kept_alive() -> None:
     tool = TraceTool()
     with amanda.apply(tool):
         y = model(torch.rand(3, 4))
-        kept = weakref.ref(y)
+        reference = weakref.ref(y)
         y.sum().backward()
         del y
         gc.collect()
-        assert kept() is None
+        assert reference() is None
         again = weakref.ref(model)
         del model
         gc.collect()
@@ -637,10 +639,10 @@ def test_the_storage_of_a_tensor_that_is_gone_is_freed() -> None:
         y = torch.rand(1000).exp()
         view = y[10:]
         view.mul_(2)
-        held = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+        storage = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
         del y, view
         gc.collect()
-        assert held.expired()
+        assert storage.expired()
 
 
 def test_a_new_tensor_is_not_taken_for_one_that_is_gone() -> None:
@@ -652,8 +654,8 @@ def test_a_new_tensor_is_not_taken_for_one_that_is_gone() -> None:
         del fresh
         with amanda.apply(tool):
             torch.rand(4).sin()
-    exp, *rest = named(tool.graph, "exp")
-    assert (exp.calls, rest) == (50, [])
+    exp, *further_ops = named(tool.graph, "exp")
+    assert (exp.calls, further_ops) == (50, [])
     assert tool.graph.producers(exp) == ()
 
 
@@ -662,7 +664,7 @@ class Looker(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, list[str]] = {}
+        self.producers_by_type: dict[str, list[str]] = {}
         self.above: dict[str, list[str]] = {}
         self.depends_on(TraceTool())
         self.add_inst_for_op(self.look)
@@ -670,14 +672,14 @@ class Looker(amanda.Tool):
 
     def look(self, context: amanda.OpContext) -> None:
         graph = context["graph"]
-        self.found[context["type"]] = [op.type for op in graph.producers(context)]
+        self.producers_by_type[context["type"]] = [op.type for op in graph.producers(context)]
         self.above[context["type"]] = [op.type for op in graph.ancestors(context)]
         assert graph.op(context) is None
-        assert len(graph.graph.ops) == len(self.found) - 1
+        assert len(graph.graph.ops) == len(self.producers_by_type) - 1
 
     def look_backward(self, context: amanda.OpContext) -> None:
         graph = context["graph"]
-        self.found[context["backward_type"]] = [op.type for op in graph.producers(context)]
+        self.producers_by_type[context["backward_type"]] = [op.type for op in graph.producers(context)]
 
 
 def test_a_dependent_tool_finds_the_producers_of_an_op() -> None:
@@ -686,12 +688,12 @@ def test_a_dependent_tool_finds_the_producers_of_an_op() -> None:
     with amanda.apply(looker):
         y = x.exp()
         (y.sin() * y).sum().backward()
-    found = looker.found
-    assert found["exp"] == []
-    assert found["mul"] == ["sin", "exp"]
+    producers = looker.producers_by_type
+    assert producers["exp"] == []
+    assert producers["mul"] == ["sin", "exp"]
     assert looker.above["sum"] == ["mul", "sin", "exp"]
-    assert found["mul_backward"] == ["sum_backward"]
-    assert sorted(found["exp_backward"]) == ["mul_backward", "sin_backward"]
+    assert producers["mul_backward"] == ["sum_backward"]
+    assert sorted(producers["exp_backward"]) == ["mul_backward", "sin_backward"]
 
 
 def test_a_dependent_tool_that_changes_outputs_does_not_break_the_graph() -> None:
@@ -701,7 +703,7 @@ def test_a_dependent_tool_that_changes_outputs_does_not_break_the_graph() -> Non
             self.tracer = TraceTool()
             self.depends_on(self.tracer)
             self.add_inst_for_op(
-                lambda context: context.insert_after_op(lambda *y: tuple(one * 2 for one in y))
+                lambda context: context.insert_after_op(lambda *y: tuple(output * 2 for output in y))
             )
 
     tool = Doubling()
@@ -717,10 +719,10 @@ def test_a_saved_graph_is_read_back_as_it_was(tmp_path: Path) -> None:
     with amanda.apply(tool):
         model(x).sum().backward()
     path = tool.result.save(tmp_path / "graph.json")
-    found = json.loads(path.read_text())
-    assert (found["schema"], found["version"], found["executions"]) == ("amanda.trace", 1, 8)
-    assert len(found["ops"][0]["id"]) == 16
-    assert found["frameworks"] == [f"pytorch/{torch.__version__.split('+')[0]}/eager"]
+    content = json.loads(path.read_text())
+    assert (content["schema"], content["version"], content["executions"]) == ("amanda.trace", 1, 8)
+    assert len(content["ops"][0]["id"]) == 16
+    assert content["frameworks"] == [f"pytorch/{torch.__version__.split('+')[0]}/eager"]
     assert load(path) == tool.graph
 
 
@@ -742,10 +744,17 @@ def test_a_later_version_is_refused(tmp_path: Path) -> None:
 def test_networkx_has_a_node_for_each_op_and_an_edge_for_each_tensor() -> None:
     model, x = mlp(), torch.rand(3, 4)
     graph = trace(lambda: model(x))
-    made = graph.to_networkx()
-    assert networkx.is_directed_acyclic_graph(made)
-    assert [made.nodes[i]["type"] for i in networkx.topological_sort(made)] == ["linear", "relu", "linear"]
-    assert [(a, b, data["shape"]) for a, b, data in made.edges(data=True)] == [(0, 1, (3, 8)), (1, 2, (3, 8))]
+    digraph = graph.to_networkx()
+    assert networkx.is_directed_acyclic_graph(digraph)
+    assert [digraph.nodes[i]["type"] for i in networkx.topological_sort(digraph)] == [
+        "linear",
+        "relu",
+        "linear",
+    ]
+    assert [(a, b, data["shape"]) for a, b, data in digraph.edges(data=True)] == [
+        (0, 1, (3, 8)),
+        (1, 2, (3, 8)),
+    ]
 
 
 def test_the_listing_has_a_line_for_each_op() -> None:
@@ -782,8 +791,8 @@ def test_model_explorer_is_given_nodes_and_edges_by_their_names(tmp_path: Path) 
         assert {"id", "label", "namespace"} <= node.keys()
         for edge in node.get("incomingEdges", ()):
             source = nodes[edge["sourceNodeId"]]
-            assert edge["sourceNodeOutputId"] in [one["id"] for one in source["outputsMetadata"]]
-        assert all(isinstance(one["value"], str) for one in node["attrs"])
+            assert edge["sourceNodeOutputId"] in [entry["id"] for entry in source["outputsMetadata"]]
+        assert all(isinstance(entry["value"], str) for entry in node["attrs"])
     assert nodes["op0"]["namespace"] == "0"
     assert {node["namespace"].split("/")[0] for node in nodes.values() if "backward" in node["label"]} == {
         "backward"

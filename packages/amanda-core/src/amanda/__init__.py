@@ -1,5 +1,6 @@
 """Amanda: operator-level instrumentation of neural networks."""
 
+# Other distributions have packages below `amanda` in folders of their own, also in an editable installation.
 __path__ = __import__("pkgutil").extend_path(__path__, __name__)
 
 import importlib
@@ -9,7 +10,7 @@ from amanda._api import *  # noqa: F403
 from amanda._api import AmandaError
 from amanda._api import __all__ as __all__
 from amanda.errors import did_you_mean
-from amanda.plugins.offered import installation
+from amanda.plugins.entries import installation
 
 
 def _resolve_lazily(package: str) -> None:
@@ -23,6 +24,7 @@ def _resolve_lazily(package: str) -> None:
         try:
             return importlib.import_module(f"{package}.{name}")
         except ModuleNotFoundError as error:
+            # Something that the package itself imports is missing: that error says more.
             if error.name != f"{package}.{name}":
                 raise
             public_names = [
@@ -32,6 +34,7 @@ def _resolve_lazily(package: str) -> None:
             hint = command or did_you_mean(name, public_names)
             raise AttributeError(f"no distribution that is installed has {package}.{name}; {hint}") from None
 
+    # On the namespace package, since no distribution may ship an `__init__` for it.
     namespace.__getattr__ = member  # type: ignore[method-assign]
 
 

@@ -1,27 +1,22 @@
-"""The `amanda` command, which is `python -m amanda`: subcommands of the core and of other distributions."""
+"""The `amanda` command, which is `python -m amanda`: `info`, `tools`, `doctor`, and those of others."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import platform
 import sys
-from collections.abc import Sequence
-from inspect import getdoc
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
-from amanda.plugins.commands import (
-    OWN,
-    TAKEN,
-    Command,
-    UsageError,
-    names_of_commands,
-    say,
-    table,
-    version_of_core,
-)
-from amanda.plugins.entries import COMMANDS, registry, rivalry
-from amanda.plugins.offered import installation
+from amanda.options import options_of
+from amanda.plugins.doctor import findings
+from amanda.plugins.entries import COMMANDS, OFFERS, Plugin, installation, registry, rivalry
+from amanda.plugins.manager import list_drivers, list_tools, tool_class
 
+Command = Callable[[Sequence[str]], "int | None"]
 HELP = frozenset({"-h", "--help"})
 
 
@@ -33,11 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "--version":
         say(f"Amanda {version_of_core()}")
         return 0
-    if name in OWN and not HELP.isdisjoint(command_arguments):
-        say(f"Usage: {_program()} {name} {TAKEN.get(name, '')}".rstrip(), "", getdoc(OWN[name]) or "")
+    if name in CORE_COMMANDS and not HELP.isdisjoint(command_arguments):
+        say(
+            f"Usage: {_program()} {name} {ARGUMENTS.get(name, '')}".rstrip(),
+            "",
+            inspect.getdoc(CORE_COMMANDS[name]) or "",
+        )
         return 0
     if name not in names_of_commands():
         command = installation(name, "commands")
+        # A command of ours that is absent needs its distribution, not a name that looks like it.
         hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
         return _fail("", f"no command {name!r}; {hint}", 2)
     try:
@@ -52,14 +52,16 @@ def console() -> None:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
+        # Python flushes standard output once more at its end, which would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)
 
 
 def _command(name: str) -> Command:
-    if name in OWN:
-        return OWN[name]
+    """Return a command of the core or of another distribution; raise PluginError where two have its name."""
+    if name in CORE_COMMANDS:
+        return CORE_COMMANDS[name]
     entries = [entry for entry in registry.entries(COMMANDS, fresh=False) if entry.name == name]
     if len(entries) > 1:
         raise PluginError(rivalry(entries))
@@ -68,16 +70,17 @@ def _command(name: str) -> Command:
 
 
 def _help() -> int:
+    """Print all commands, each with the first line of its docstring."""
     say(f"Usage: {_program()} COMMAND ...", "")
     say(*table([(name, _summary(name)) for name in sorted(names_of_commands())]))
-    say("", "`COMMAND --help` tells more, `--version` the version.")
+    say("", "`COMMAND --help` explains a command, `--version` prints the version.")
     return 0
 
 
 def _summary(name: str) -> str:
     """The first line of what a command says of itself."""
     try:
-        return next(iter((getdoc(_command(name)) or "").splitlines()), "")
+        return next(iter((inspect.getdoc(_command(name)) or "").splitlines()), "")
     except PluginError as error:
         return str(error)
 
@@ -89,6 +92,154 @@ def _program() -> str:
 def _fail(command: str, message: str, status: int) -> int:
     sys.stderr.write(f"{_program()}{command}: {printable(message)}\n")
     return status
+
+
+class UsageError(AmandaError):
+    """A command was given what it does not take."""
+
+
+def info(arguments: Sequence[str] = ()) -> int:
+    """Print what is installed, or the options of a tool: `info`, `info --load`, `info TOOL`.
+
+    `--load` imports frameworks, drivers and tools to find out more.
+    """
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    for option in arguments:
+        if option.startswith("-") and option != "--load":
+            raise UsageError(f"no option {option!r}; {did_you_mean(option, ['--load'])}")
+    if len(names) > 1:
+        raise UsageError(f"it takes one tool, not {len(names)}: {', '.join(names)}")
+    if names:
+        return _print_tool(names[0])
+    load = "--load" in arguments
+    say(f"Amanda {version_of_core()}")
+    say(f"Python {platform.python_version()}, {platform.python_implementation()}, {platform.platform()}")
+    say(f"Interceptor: {_interceptor()}")
+    say("Drivers:", *_plugin_lines(list_drivers(load), "torch"))
+    say("Tools:", *_plugin_lines(list_tools(load), "tools"))
+    say(f"Commands: {', '.join(sorted(names_of_commands()))}")
+    return 0
+
+
+def tools(arguments: Sequence[str] = ()) -> int:
+    """List the tools, with a one-line description of each."""
+    _require_no_arguments(arguments)
+    # Loaded, since the first line of a tool's docstring is in its code.
+    listed = list_tools(load=True)
+    say(
+        *(
+            table([(tool.name, tool.message or _first_line(tool.name)) for tool in listed])
+            or _none_installed("tools")
+        )
+    )
+    if listed:
+        say("", "`amanda info TOOL` lists a tool's options.")
+    installed = {tool.name for tool in listed}
+    # One tool of a distribution is enough to show that it is installed.
+    absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
+    if absent:
+        say(
+            "",
+            "Not installed:",
+            *table([(", ".join(names), str(installation(names[0], "tools"))) for names in absent]),
+        )
+    return 0
+
+
+def doctor(arguments: Sequence[str] = ()) -> int:
+    """Check the installation and suggest fixes; the exit status is 1 if a check fails.
+
+    It imports frameworks, drivers and tools.
+    """
+    _require_no_arguments(arguments)
+    results = list(findings())
+    say(*table([tuple(finding) for finding in results]))
+    wrong = sum(finding.verdict == "wrong" for finding in results)
+    say("", "Nothing is wrong." if not wrong else f"{wrong} of {len(results)} things are wrong.")
+    return int(wrong > 0)
+
+
+CORE_COMMANDS: dict[str, Command] = {"doctor": doctor, "info": info, "tools": tools}
+ARGUMENTS = {"info": "[--load] [TOOL]"}
+"""Arguments of commands, for their help."""
+
+
+def names_of_commands() -> set[str]:
+    """The core's commands and those of other distributions."""
+    return {*CORE_COMMANDS, *(entry.name for entry in registry.entries(COMMANDS, fresh=False))}
+
+
+def version_of_core() -> str:
+    """The version of the core that is installed."""
+    try:
+        return f"{version('amanda-core')} (amanda-core)"
+    except PackageNotFoundError:
+        return "from a source tree that is not installed"
+
+
+def say(*lines: str) -> None:
+    """Write lines to standard output."""
+    # Escaped: a name or a version of a stranger's distribution must not steer the terminal.
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with aligned columns; the last may be of any width."""
+    if not rows:
+        return []
+    rows = [[printable(cell, line=True) for cell in row] for row in rows]
+    # The last column is free: it may be a sentence.
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+
+
+def _require_no_arguments(arguments: Sequence[str]) -> None:
+    if arguments:
+        raise UsageError(f"it takes no argument, and was given {arguments[0]!r}")
+
+
+def _print_tool(name: str) -> int:
+    """Print where a tool comes from, its docstring and its options."""
+    kind = tool_class(name)
+    say(f"{name}: {kind.__module__}.{kind.__qualname__}", "")
+    say(*(f"  {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines()))
+    options = _options(kind)
+    say("", *(["Options:", *table(options)] if options else ["It takes no options."]))
+    return 0
+
+
+def _options(kind: type) -> list[tuple[str, str, str]]:
+    """Name, default and type of each option of a tool."""
+    return [
+        (option.name, option.default_in_words, option.type_in_words) for option in options_of(kind).values()
+    ]
+
+
+def _first_line(name: str) -> str:
+    """Return the first line of a tool's docstring, or the error of a tool that cannot be loaded."""
+    try:
+        return next(iter((inspect.getdoc(tool_class(name)) or "").splitlines()), "")
+    except PluginError as error:
+        return str(error)
+
+
+def _interceptor() -> str:
+    from amanda.interceptor import NATIVE, REASON
+
+    return "native" if NATIVE else f"pure-Python fallback ({REASON})"
+
+
+def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
+    """Return a line for each plugin with its state, or how to install some."""
+    rows = [
+        (plugin.name, f"{plugin.distribution} {plugin.version}", plugin.state, plugin.message)
+        for plugin in plugins
+    ]
+    return table(rows) or _none_installed(extra)
+
+
+def _none_installed(extra: str) -> list[str]:
+    return [f'  none is installed: pip install "amanda-core[{extra}]"']
 
 
 if __name__ == "__main__":

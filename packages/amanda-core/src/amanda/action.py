@@ -14,8 +14,7 @@ from amanda.plan.action import (
     opening,
     traceable,
 )
-from amanda.plan.gathered import Executions, Observed, gathered
-from amanda.plan.tally import ShapeTally, Tally
+from amanda.plan.observers import Executions, Observed, ShapeTally, Tally, gathered
 
 __all__ = [
     "Action",

@@ -9,32 +9,26 @@ from __future__ import annotations
 
 from amanda.action import Action
 from amanda.eager.backward import BackwardStep
-from amanda.eager.call import Call
+from amanda.eager.call import Call, Trace
 from amanda.eager.driver import EagerDriver
-from amanda.eager.trace import Trace
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
-from amanda.graph.analysis import GraphAnalysis
-from amanda.graph.driver import GraphDriver, Uninstrumented
-from amanda.graph.execution import Execution
-from amanda.graph.insertion import Insertion
+from amanda.graph.driver import CannotInstrument, GraphDriver
+from amanda.graph.execution import Execution, Insertion
 from amanda.graph.reads import Reads
 from amanda.graph.rewriter import NotTraceable, Rewriter, Value
-from amanda.graph.rewriting import Rewriting
-from amanda.graph.side import Side
+from amanda.graph.rewriting import GraphAnalysis, Rewriting, Side
 from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.imports import lacking, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
-from amanda.plan.facts import OpFacts
-from amanda.plan.gathered import Executions, Observed
-from amanda.plan.operation import Operation
-from amanda.plan.results import matched
-from amanda.plan.routine import failed, picked_by
+from amanda.plan.facts import Operation, OpFacts
+from amanda.plan.observers import Executions, Observed
+from amanda.plan.routine import failed, matched, picked_by
 from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
 from amanda.scope.driver import DRIVER_API, Driver
-from amanda.scope.recomputation import Recomputation, recomputed
-from amanda.scope.state import State, replayed
+from amanda.scope.replay import Recomputation, recomputed, replayed
+from amanda.scope.state import State
 
 __all__ = [
     "DRIVER_API",
@@ -43,6 +37,7 @@ __all__ = [
     "Attributes",
     "BackwardStep",
     "Call",
+    "CannotInstrument",
     "Driver",
     "EagerDriver",
     "Execution",
@@ -65,7 +60,6 @@ __all__ = [
     "TensorMap",
     "TensorOps",
     "Trace",
-    "Uninstrumented",
     "UnwrittenTensors",
     "Value",
     "digest",

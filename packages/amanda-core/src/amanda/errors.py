@@ -41,7 +41,7 @@ class UnknownToolError(AmandaError, LookupError):
 
 
 class ToolError(AmandaError, TypeError):
-    """An object that was applied, registered or depended on is no tool, or cannot be part of one."""
+    """An object that was applied, registered or depended on is not a tool, or not a valid part of one."""
 
 
 class OptionError(ToolError, ValueError):
@@ -61,7 +61,7 @@ class ReplaceConflictError(ActionError):
 
 
 class RoutineError(AmandaError, TypeError):
-    """An instrumentation routine gave back what cannot take the place of what it was given."""
+    """An instrumentation routine does not accept its values, or returned an unfit replacement."""
 
 
 class MutationError(RoutineError):
@@ -84,7 +84,7 @@ class ScopeError(AmandaError, RuntimeError):
 
 
 class DriverError(AmandaError, RuntimeError):
-    """A driver cannot serve its framework as it found it."""
+    """A driver cannot instrument its framework as it is installed."""
 
 
 class ArtefactError(AmandaError, ValueError):
@@ -103,7 +103,7 @@ class FileError(AmandaError, OSError):
 
 
 class MissingFileError(FileError, FileNotFoundError):
-    """A file is not there, or the folder that it is to be written to."""
+    """A file does not exist, or the folder to write it to does not exist."""
 
 
 class NotTraceableError(ArtefactError):
@@ -120,6 +120,7 @@ class NotTraceableError(ArtefactError):
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest known one, or all of them."""
     names = sorted(candidates)
+    # A typing mistake needs one name; without a near one the user has to see them all.
     if near := get_close_matches(name, names, n=1):
         return f"did you mean {near[0]}?"
     return f"there are {', '.join(names)}" if names else "there are none"
@@ -133,11 +134,13 @@ def printable(text: str, line: bool = False) -> str:
     >>> printable("conv\\x1b[2J")
     'conv\\\\x1b[2J'
     """
+    # Nearly all texts: the search for categories below takes a while.
     if text.isascii() and text.isprintable():
         return text
     allowed = "" if line else "\n\t"
 
     def escape(character: str) -> str:
+        # Control characters, formats such as those that turn the direction of text, and lone surrogates.
         steers = character not in allowed and category(character) in ("Cc", "Cf", "Cs")
         return character.encode("unicode_escape").decode() if steers else character
 

@@ -45,12 +45,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     with naming(path):
+        # A link stays a link: the file that it leads to is replaced.
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         if target.exists() and not target.is_file():
             yield target
             return
+        # Beside the target, since a file is replaced as a whole within one file system alone.
         part = target.with_name(f".{target.name[:_LONGEST]}.{token_hex(4)}.part")
         try:
+            # Created by `open`, so that the umask decides its mode; `tempfile` makes files for the owner
+            # alone.
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             yield part
             if target.exists():
@@ -128,6 +132,7 @@ def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         parent = Path(path).parent
+        # The system names the file that is to be made; what is missing is its folder.
         if isinstance(error, FileNotFoundError) and not parent.exists():
             reason = f"there is no folder {parent}"
         kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
@@ -144,6 +149,7 @@ def file_beside(path: Path, name: str, part: str) -> Path:
     place = path.parent / name
     homes = [path.parent.resolve(), path.resolve().parent]
     leads_out = Path(name).is_absolute() or ".." in Path(name).parts
+    # The name comes from a file that anybody may have written.
     if leads_out or not any(place.resolve().is_relative_to(home) for home in homes):
         raise ArtefactError(f"{part} lie outside of its folder, in {name}")
     with naming(place, "read"):
@@ -180,7 +186,7 @@ def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
         folders = (folder, *folder.absolute().parents)
         nearest = next((path for path in folders if os.path.lexists(path)), folder)
         if not nearest.is_dir():
-            raise FileError(f"{folder} cannot be written: {nearest} is no folder")
+            raise FileError(f"{folder} cannot be written: {nearest} is not a folder")
         _check_writable(nearest, folder)
 
 

@@ -28,6 +28,7 @@ class Namespace(tuple[str, ...]):
         Raises NamespaceError for a string of several tags.
         """
         if isinstance(other, str):
+            # A rule by several tags means a prefix; an equality that is never true would hide the mistake.
             if "/" in other:
                 raise NamespaceError(
                     f'a namespace is no string: matches("{other}") says whether {self} begins with these '
@@ -57,6 +58,7 @@ class Namespace(tuple[str, ...]):
         return _matches(self, Namespace(pattern) if isinstance(pattern, str) else pattern)
 
 
+# Mapping rules ask for each op, of a handful of namespaces and patterns.
 @lru_cache(maxsize=256)
 def _matches(tags: Namespace, pattern: Namespace) -> bool:
     return len(pattern) <= len(tags) and all(

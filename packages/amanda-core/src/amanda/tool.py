@@ -25,8 +25,8 @@ from amanda.plan.tools import (
     ToolState,
     Wrapper,
 )
-from amanda.scope.caller import caller
 from amanda.scope.scope import Scope, apply, scopes_with
+from amanda.scope.threads import caller
 
 __all__ = ["Scope", "Tool", "apply"]
 
@@ -53,6 +53,7 @@ class Tool:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Tool:
         self = super().__new__(cls)
+        # In `__new__`, since a subclass need not call the base's `__init__`.
         self._amanda = ToolState()
         return self
 
@@ -120,6 +121,7 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
+        """Check a routine and register it; open scopes analyse their ops anew."""
         if not _takes_context(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(
@@ -134,8 +136,9 @@ class Tool:
         """Run the routines of `tools` before this tool's; they join this one where it is applied."""
         for tool in tools:
             if not isinstance(tool, Tool):
+                # The class instead of an instance is the most frequent mistake here.
                 hint = f"; give an instance: {tool.__name__}()" if isinstance(tool, type) else ""
-                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is no Tool{hint}")
+                raise ToolError(f"{type(self).__name__} depends on {tool!r}, which is not a Tool{hint}")
         dependencies = self._amanda.dependencies
         dependencies.extend(tools)
         try:
@@ -272,12 +275,15 @@ class Tool:
         Raises ToolError where `load_state_dict` was given other state without this, unless not strict.
         """
         path = None if variable is None else context.get_variable_path(variable)
+        # A caller that names the part itself, as in "mask@64", knows better.
         if variable is not None and "@" not in name:
             name += context._facts.part_read(variable)
         op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         key = op_key if path is None else f"{self._path(path, variable)}/{name}"
+        # In `state`, which `load_state_dict` replaces as a whole: no value of the model before is left.
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
+            # Also under the op's key, which state has where the variable's path is not known.
             loaded_key = next((candidate for candidate in (key, op_key) if candidate in loaded), None)
             if loaded_key is None:
                 self._check_nothing_was_loaded(key)
@@ -297,7 +303,7 @@ class Tool:
             raise ToolError(
                 f"{type(self).__name__} has no {key} among the {len(names)} values that it was given to "
                 f"load, such as {', '.join(near)}: they are of another model, or of other options; "
-                "load_state_dict(state, strict=False) makes what is missing anew"
+                "load_state_dict(state, strict=False) creates the missing values"
             )
 
     def _path(self, path: str, variable: Any) -> str:
@@ -320,12 +326,15 @@ class Tool:
             prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
             prefix += _read_first(facts.first_path(), context.get_scope())
             shared = self._amanda.state.setdefault("shared", {}).setdefault(prefix, [])
+            # By order of first use: a module that runs an op of one name twice does so in the same order each
+            # time.
             number = _ordinal(shared, facts.graph, facts.read_variables())
             places[facts.op_id] = prefix if number == 0 else f"{prefix}.{number}"
         return places[facts.op_id]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `keep` holds, by "module path/op/name", and what was loaded but not used."""
+        # With what no op has asked for yet: saving right after loading must lose nothing.
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 
     def waiting_state(self) -> list[str]:
@@ -333,6 +342,7 @@ class Tool:
 
         Once every op has run, these are values of other modules.
         """
+        # `keep` takes out what it uses, so these are what no op has asked for.
         return sorted(self._amanda.loaded)
 
     @checked(error=ToolError)
@@ -343,7 +353,9 @@ class Tool:
         """
         tool_state = self._amanda
         tool_state.names_loaded = sorted(state) if strict else []
+        # An optimizer holds these very parameters: what is loaded has to be written into them.
         tool_state.former.update(_trained(tool_state.state.get("values", {})))
+        # A copy, since `keep` takes values out of it.
         tool_state.state, tool_state.loaded = {}, dict(state)
         forget_all(self)
 
@@ -394,6 +406,7 @@ def _renew(tool: Tool) -> None:
 def _takes_context(callback: AnalysisRoutine) -> bool:
     """Return False for a function that cannot be called with one argument."""
     try:
+        # Bound and not called: whether the routine works is seen at the first op.
         signature(callback).bind(None)
     except TypeError:
         return False

@@ -23,11 +23,11 @@ class Difference(NamedTuple):
     by: str
 
     def __str__(self) -> str:
-        shown = [str(jax.tree_util.tree_map(_shown, one))[:40] for one in self.sample.args]
-        return f"{self.sample.name}({', '.join(shown)}) {self.mode} under {self.tool}: {self.by}"
+        arguments = [str(jax.tree_util.tree_map(_describe, arg))[:40] for arg in self.sample.args]
+        return f"{self.sample.name}({', '.join(arguments)}) {self.mode} under {self.tool}: {self.by}"
 
 
-def _shown(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else value
 
 
@@ -36,8 +36,8 @@ def _echo(*values: Any) -> Any:
 
 
 def _equal(*values: Any) -> Any:
-    made = tuple(jax.tree_util.tree_map(_copy, one) for one in values)
-    return made if len(made) != 1 else made[0]
+    copies = tuple(jax.tree_util.tree_map(_copy, value) for value in values)
+    return copies if len(copies) != 1 else copies[0]
 
 
 def _copy(value: Any) -> Any:
@@ -79,34 +79,34 @@ TOOLS: dict[str, Callable[[], amanda.Tool]] = {
 def modes(sample: Sample) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield how a function may be called: as it is, under jit, its gradient, mapped over."""
     leaves, tree = jax.tree_util.tree_flatten(sample.args)
-    places = [i for i, one in enumerate(leaves) if isinstance(one, jax.Array)]
+    places = [i for i, array in enumerate(leaves) if isinstance(array, jax.Array)]
     arrays = [leaves[i] for i in places]
 
     def call(*arrays: Any) -> Any:
-        given = list(leaves)
+        values = list(leaves)
         for place, array in zip(places, arrays, strict=True):
-            given[place] = array
-        return sample.function(*jax.tree_util.tree_unflatten(tree, given))
+            values[place] = array
+        return sample.function(*jax.tree_util.tree_unflatten(tree, values))
 
     yield "eager", lambda: call(*arrays)
     yield "jit", lambda: jax.jit(call)(*arrays)
-    real = [i for i, one in enumerate(arrays) if jnp.issubdtype(one.dtype, jnp.floating)]
+    real = [i for i, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
     if real:
 
-        def loss(*chosen: Any) -> Any:
-            given = list(arrays)
-            for i, one in zip(real, chosen, strict=True):
-                given[i] = one
-            found = [
-                one
-                for one in jax.tree_util.tree_leaves(call(*given))
-                if jnp.issubdtype(one.dtype, jnp.inexact)
+        def loss(*real_arrays: Any) -> Any:
+            values = list(arrays)
+            for i, array in zip(real, real_arrays, strict=True):
+                values[i] = array
+            outputs = [
+                output
+                for output in jax.tree_util.tree_leaves(call(*values))
+                if jnp.issubdtype(output.dtype, jnp.inexact)
             ]
-            return sum(jnp.real(one * jnp.cos(one)).sum() for one in found)
+            return sum(jnp.real(output * jnp.cos(output)).sum() for output in outputs)
 
         yield "grad", lambda: jax.grad(loss, tuple(range(len(real))))(*(arrays[i] for i in real))
     if arrays:
-        yield "vmap", lambda: jax.vmap(call)(*(jnp.stack([one, one]) for one in arrays))
+        yield "vmap", lambda: jax.vmap(call)(*(jnp.stack([array, array]) for array in arrays))
 
 
 def differences(sample: Sample, counts: dict[str, int]) -> Iterator[Difference]:
@@ -120,12 +120,12 @@ def differences(sample: Sample, counts: dict[str, int]) -> Iterator[Difference]:
             counts[f"{mode} {name}"] = counts.get(f"{mode} {name}", 0) + 1
             try:
                 with amanda.apply(make()):
-                    found = _leaves(run)
+                    results = _leaves(run)
             except Exception as error:
                 message = str(error).strip().splitlines() or [""]
                 yield Difference(sample, mode, name, f"{type(error).__name__}: {message[0][:160]}")
                 continue
-            by = _difference(bare, found)
+            by = _difference(bare, results)
             if by is None:
                 continue
             key = f"{mode} {name}: other bits"
@@ -139,7 +139,7 @@ def differences(sample: Sample, counts: dict[str, int]) -> Iterator[Difference]:
 def _leaves(run: Callable[[], Any]) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [_numbers(one) for one in jax.tree_util.tree_leaves(run()) if not callable(one)]
+        return [_numbers(leaf) for leaf in jax.tree_util.tree_leaves(run()) if not callable(leaf)]
 
 
 def _numbers(value: Any) -> Any:
@@ -148,23 +148,25 @@ def _numbers(value: Any) -> Any:
     return np.asarray(value)
 
 
-def _difference(bare: list[Any], found: list[Any]) -> float | None:
+def _difference(bare: list[Any], results: list[Any]) -> float | None:
     """Return None for equal bits, else the largest difference relative to the largest magnitude."""
-    if [(one.shape, one.dtype) for one in bare] != [(one.shape, one.dtype) for one in found]:
+    if [(expected.shape, expected.dtype) for expected in bare] != [
+        (expected.shape, expected.dtype) for expected in results
+    ]:
         return np.inf
-    if all(one.tobytes() == other.tobytes() for one, other in zip(bare, found, strict=True)):
+    if all(expected.tobytes() == result.tobytes() for expected, result in zip(bare, results, strict=True)):
         return None
     by = 0.0
-    for one, other in zip(bare, found, strict=True):
-        if not np.issubdtype(one.dtype, np.inexact) and one.dtype.kind != "V":
-            by = max(by, 0.0 if np.array_equal(one, other) else np.inf)
+    for expected, result in zip(bare, results, strict=True):
+        if not np.issubdtype(expected.dtype, np.inexact) and expected.dtype.kind != "V":
+            by = max(by, 0.0 if np.array_equal(expected, result) else np.inf)
             continue
-        one, other = (
-            np.asarray(x, np.complex128 if x.dtype.kind == "c" else np.float64) for x in (one, other)
+        expected, result = (
+            np.asarray(x, np.complex128 if x.dtype.kind == "c" else np.float64) for x in (expected, result)
         )
-        if not np.array_equal(np.isfinite(one), np.isfinite(other)):
+        if not np.array_equal(np.isfinite(expected), np.isfinite(result)):
             return np.inf
-        finite = np.isfinite(one)
-        scale = max(np.abs(one[finite]).max(initial=0), 1e-2)  # terms of about 1 may cancel out
-        by = max(by, float(np.abs(one[finite] - other[finite]).max(initial=0) / scale))
+        finite = np.isfinite(expected)
+        scale = max(np.abs(expected[finite]).max(initial=0), 1e-2)  # terms of about 1 may cancel out
+        by = max(by, float(np.abs(expected[finite] - result[finite]).max(initial=0) / scale))
     return by

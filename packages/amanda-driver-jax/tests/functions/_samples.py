@@ -54,7 +54,9 @@ _B = _F > 0.5
 
 
 def _arrays(value: Any) -> Any:
-    return jax.tree_util.tree_map(lambda one: jnp.asarray(one) if isinstance(one, np.ndarray) else one, value)
+    return jax.tree_util.tree_map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value
+    )
 
 
 def _pool() -> Iterator[tuple[Any, ...]]:
@@ -62,14 +64,16 @@ def _pool() -> Iterator[tuple[Any, ...]]:
     key = jax.random.key(0)
     yield ()
     singles = (_F, _S, _V, _I, _B, 3, (3, 4), [_F, _G], _V[0], _F.astype(np.complex64), _IMAGE, "ij->ji")
-    yield from ((one,) for one in singles)
+    yield from ((first,) for first in singles)
     firsts, seconds = (
         (_F, _S, _V, _I, _B, _F[0, 0]),
         (_G, _S, _V, _V[:3], _I, _B, 1, 2.0, 0, (0, 1), (4, 3), None),
     )
     yield from product(firsts, seconds)
-    yield from ((key, one) for one in ((3, 4), _V, 3, _F, 0.5))
-    yield from ((key, one, other) for one in (_V, (3, 4), 0.5, 3) for other in (_V, (2,), 1.0, (3, 4), 0.5))
+    yield from ((key, first) for first in ((3, 4), _V, 3, _F, 0.5))
+    yield from (
+        (key, first, second) for first in (_V, (3, 4), 0.5, 3) for second in (_V, (2,), 1.0, (3, 4), 0.5)
+    )
     yield from product(((3, 4), 3), (_F, 1.0, np.float32))
     yield from product(
         (_F, _V, _I, _S, _B), (_G, _V, 0, _I, 1, (0, 0)), (_F, _V, 1, 0, 2, _I, (2, 2), (1, 1))
@@ -127,7 +131,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Return the public functions by name; each once."""
-    found: dict[str, Callable[..., Any]] = {}
+    functions_by_name: dict[str, Callable[..., Any]] = {}
     for path in MODULES:
         module = import_module(path)
         for name in sorted(vars(module)):
@@ -140,9 +144,9 @@ def functions() -> dict[str, Callable[..., Any]]:
             ):
                 continue
             full = f"{path}.{name}"
-            if full not in LEFT and not any(function is one for one in found.values()):
-                found[full] = function
-    return found
+            if full not in LEFT and not any(function is listed for listed in functions_by_name.values()):
+                functions_by_name[full] = function
+    return functions_by_name
 
 
 def _results_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +155,7 @@ def _results_of(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         result = function(*args)
         if isinstance(result, optax.GradientTransformation):
-            params, gradients = ({"w": jnp.asarray(one), "b": jnp.asarray(_V)} for one in (_F, _G))
+            params, gradients = ({"w": jnp.asarray(value), "b": jnp.asarray(_V)} for value in (_F, _G))
             return result.update(gradients, result.init(params), params)
         if not callable(result):
             return result
@@ -164,26 +168,28 @@ def _results_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def samples(name: str, wanted: int = 2) -> tuple[Sample, ...]:
+def samples(name: str, limit: int = 2) -> tuple[Sample, ...]:
     """Return the calls of a function that succeed, of different types of arguments."""
-    function, made, kinds = _results_of(functions()[name]), [], set()
+    function, created, kinds = _results_of(functions()[name]), [], set()
     tried = [_TABLE[name]] if name in _TABLE else _pool()
     for raw in tried:
         args = _arrays(raw)
-        kind = next((str(getattr(one, "dtype", type(one).__name__)) for one in args), "")
+        kind = next((str(getattr(value, "dtype", type(value).__name__)) for value in args), "")
         if kind in kinds:
             continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                results = [one for one in jax.tree_util.tree_leaves(function(*args)) if not callable(one)]
+                results = [
+                    value for value in jax.tree_util.tree_leaves(function(*args)) if not callable(value)
+                ]
         except Exception:
             continue
         if results and all(
-            isinstance(one, (jax.Array, np.ndarray, np.generic, int, float)) for one in results
+            isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)) for value in results
         ):
             kinds.add(kind)
-            made.append(Sample(name, function, args))
-        if len(made) == wanted:
+            created.append(Sample(name, function, args))
+        if len(created) == limit:
             break
-    return tuple(made)
+    return tuple(created)

@@ -22,26 +22,26 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what JAX says of functions 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Generate a test for each function, where they are not deselected anyhow."""
     if "name" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("markexpr") == "opdb"
-        metafunc.parametrize("name", list(functions()) if chosen else ["every function"])
+        is_full_run = metafunc.config.getoption("markexpr") == "opdb"
+        metafunc.parametrize("name", list(functions()) if is_full_run else ["every function"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", SAMPLE)
 def test_functions_of_the_sample_compute_the_same(sampled: str) -> None:
     counts: dict[str, int] = {}
-    found = [str(one) for sample in samples(sampled) for one in differences(sample, counts)]
-    assert found == []
+    messages = [str(difference) for sample in samples(sampled) for difference in differences(sample, counts)]
+    assert messages == []
     assert counts["eager look"]
 
 
 @pytest.mark.opdb
 def test_functions_compute_the_same(name: str, record_property: Callable[[str, int], None]) -> None:
     counts: dict[str, int] = {}
-    found = [str(one) for sample in samples(name) for one in differences(sample, counts)]
-    other = sum(count for what, count in counts.items() if what.endswith("other bits"))
+    messages = [str(difference) for sample in samples(name) for difference in differences(sample, counts)]
+    other_bits = sum(count for subject, count in counts.items() if subject.endswith("other bits"))
     record_property("functions with samples", int(bool(counts)))
-    record_property("calls", sum(counts.values()) - other)
-    record_property("of other last digits under routines", other)
+    record_property("calls", sum(counts.values()) - other_bits)
+    record_property("of other last digits under routines", other_bits)
     jax.clear_caches()  # hours of programs would fill the memory
-    assert found == []
+    assert messages == []

@@ -52,7 +52,7 @@ def traceable(*values: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)([_copied(one) for one in value])
+        return type(value)([_copied(element) for element in value])
     return value.copy() if isinstance(value, Tensor) else value
 
 
@@ -69,20 +69,20 @@ def facts(value: Any) -> Any:
     if isinstance(value, Tensor):
         return str(value.dtype), tuple(value.shape), value.asnumpy().tobytes()
     if isinstance(value, (list, tuple)):
-        return [facts(one) for one in value]
+        return [facts(element) for element in value]
     return value if isinstance(value, (int, float, str, bool)) else type(value).__name__
 
 
 def call_record(function: Routine, arguments: Callable[[], list[Any]]) -> dict[str, Any]:
     """Return what a call gives and makes of its arguments, and the gradients of its sum; or its error."""
     ms.set_seed(1)
-    given = arguments()
+    values = arguments()
     try:
-        result = function(*given)
-        record = {"result": facts(result), "arguments": facts(given), "gradients": None}
+        result = function(*values)
+        record = {"result": facts(result), "arguments": facts(values), "gradients": None}
     except Exception as error:
         return {"error": type(error).__name__}
-    floats = [i for i, one in enumerate(given) if isinstance(one, Tensor) and one.dtype in FLOATING]
+    floats = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.dtype in FLOATING]
     if floats:
         try:
             gradient = ms.grad(lambda *values: _total(function(*values)), tuple(floats))
@@ -96,10 +96,10 @@ FLOATING = (ms.float16, ms.float32, ms.float64)
 
 
 def _total(result: Any) -> Any:
-    floating = [one for one in _tensors(result) if one.dtype in FLOATING]
+    floating = [output for output in _tensors(result) if output.dtype in FLOATING]
     total = floating[0].sum()
-    for one in floating[1:]:
-        total = total + one.sum()
+    for output in floating[1:]:
+        total = total + output.sum()
     return total
 
 
@@ -107,8 +107,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+        for element in value:
+            yield from _tensors(element)
 
 
 def differences(programs: Mapping[str, Callable[[], Any]], oracle: str) -> dict[str, str]:
@@ -121,17 +121,17 @@ def differences(programs: Mapping[str, Callable[[], Any]], oracle: str) -> dict[
     with amanda.apply(ORACLES[oracle]()):
         runs = [{name: record() for name, record in programs.items()} for _ in range(2)]
     after = {name: record() for name, record in programs.items()}
-    found = {}
-    for name, wanted in bare.items():
-        if again[name] == wanted:
+    messages = {}
+    for name, expected in bare.items():
+        if again[name] == expected:
             for when, records in (("first", runs[0]), ("second", runs[1]), ("after", after)):
-                if records[name] != wanted:
-                    found.setdefault(name, f"{when}: {_apart(records[name], wanted)}")
-    return found
+                if records[name] != expected:
+                    messages.setdefault(name, f"{when}: {_apart(records[name], expected)}")
+    return messages
 
 
-def _apart(one: Any, other: Any) -> str:
-    if not (isinstance(one, dict) and isinstance(other, dict)):
+def _apart(record: Any, expected: Any) -> str:
+    if not (isinstance(record, dict) and isinstance(expected, dict)):
         return "values"
-    keys = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
-    return ", ".join(f"{key} {one[key]}" if isinstance(one.get(key), str) else key for key in keys)
+    keys = sorted(key for key in record.keys() | expected.keys() if record.get(key) != expected.get(key))
+    return ", ".join(f"{key} {record[key]}" if isinstance(record.get(key), str) else key for key in keys)

@@ -53,7 +53,7 @@ def arguments(names: str) -> list[Any]:
 
 def _argument(name: str) -> Any:
     if name.startswith("["):
-        return [_argument(one) for one in name[1:-1].split("|")]
+        return [_argument(element) for element in name[1:-1].split("|")]
     if name in FLOATS:
         return Tensor(FLOATS[name].astype(np.float32))
     return Tensor(OTHERS[name]) if name in OTHERS else VALUES[name]
@@ -62,7 +62,7 @@ def _argument(name: str) -> Any:
 def function(name: str) -> Callable[..., Any]:
     """Return a function by its name, "mint.add", or a method of tensors, "Tensor.add"."""
     path, _, last = name.rpartition(".")
-    found: Callable[..., Any] = (
+    result: Callable[..., Any] = (
         getattr(Tensor, last) if path == "Tensor" else getattr(import_module(f"mindspore.{path}"), last)
     )
-    return found
+    return result

@@ -106,7 +106,7 @@ def trained(program: Program, steps: int = 2) -> dict[str, bytes]:
     for _ in range(steps):
         _, gradients = step(x)
         optimizer(gradients)
-    kept = {f"network {one.name}": one for one in network.get_parameters()}
-    kept.update({f"optimizer {one.name}": one for one in optimizer.get_parameters()})
-    kept["drawn afterwards"] = ops.rand(2)
-    return {name: one.asnumpy().tobytes() for name, one in kept.items()}
+    state = {f"network {parameter.name}": parameter for parameter in network.get_parameters()}
+    state.update({f"optimizer {parameter.name}": parameter for parameter in optimizer.get_parameters()})
+    state["drawn afterwards"] = ops.rand(2)
+    return {name: tensor.asnumpy().tobytes() for name, tensor in state.items()}

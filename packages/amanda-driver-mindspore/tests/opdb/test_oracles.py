@@ -51,9 +51,9 @@ def test_calls_of_the_sample_are_bit_identical(oracle: str) -> None:
 def test_calls_are_bit_identical(
     oracle: str, group: int, record_property: Callable[[str, int], None]
 ) -> None:
-    chosen = calls(LINES[group::GROUPS])
-    record_property("calls", len(chosen))
-    assert differences(chosen, oracle) == {}
+    sample = calls(LINES[group::GROUPS])
+    record_property("calls", len(sample))
+    assert differences(sample, oracle) == {}
 
 
 @pytest.mark.slow
@@ -71,4 +71,4 @@ def test_training_of_the_sample_is_bit_identical(
 @pytest.mark.parametrize("oracle", ORACLES)
 def test_training_is_bit_identical(jit: str, oracle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MS_JIT", jit)
-    assert differences({name: partial(trained, one) for name, one in PROGRAMS.items()}, oracle) == {}
+    assert differences({name: partial(trained, program) for name, program in PROGRAMS.items()}, oracle) == {}

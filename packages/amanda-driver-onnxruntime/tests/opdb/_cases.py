@@ -84,11 +84,11 @@ def differences(operator: str, count: Count) -> Iterator[str]:
         for name, make in TOOLS.items():
             try:
                 with amanda.apply(make()) as scope:
-                    given = session.run(None, feed)
+                    instrumented = session.run(None, feed)
             except Exception as error:
                 yield f"{case.name}, {name}: {type(error).__name__}: {error}"
                 continue
-            if not is_same(given, bare):
+            if not is_same(instrumented, bare):
                 yield f"{case.name}, {name}: bits"
             count.reported += name == "look" and bool(scope.report)
 
@@ -98,20 +98,30 @@ def _session(case: Any) -> tuple[Any, dict[str, Any]]:
     model = ModelProto()
     model.CopyFrom(case.model)
     model.ir_version = min(model.ir_version, NEWEST_IR)
-    for one in model.opset_import:
-        one.version = min(one.version, NEWEST_OPSET) if one.domain == "" else one.version
+    for entry in model.opset_import:
+        entry.version = min(entry.version, NEWEST_OPSET) if entry.domain == "" else entry.version
     session = session_of(model)
-    return session, dict(zip([one.name for one in session.get_inputs()], case.data_sets[0][0], strict=False))
+    return session, dict(
+        zip([entry.name for entry in session.get_inputs()], case.data_sets[0][0], strict=False)
+    )
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(value: Any, expected: Any) -> bool:
     """Return True for values that are equal to the last bit, those of sequences too."""
-    if isinstance(one, (list, tuple)):
-        return isinstance(other, (list, tuple)) and len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, onnxruntime.OrtValue):
-        return isinstance(other, onnxruntime.OrtValue) and one.shape() == other.shape()
-    if not isinstance(one, np.ndarray):
-        return one is other or bool(one == other)
-    if not isinstance(other, np.ndarray) or (one.dtype, one.shape) != (other.dtype, other.shape):
+    if isinstance(value, (list, tuple)):
+        return (
+            isinstance(expected, (list, tuple))
+            and len(value) == len(expected)
+            and all(map(is_same, value, expected))
+        )
+    if isinstance(value, onnxruntime.OrtValue):
+        return isinstance(expected, onnxruntime.OrtValue) and value.shape() == expected.shape()
+    if not isinstance(value, np.ndarray):
+        return value is expected or bool(value == expected)
+    if not isinstance(expected, np.ndarray) or (value.dtype, value.shape) != (expected.dtype, expected.shape):
         return False
-    return one.tolist() == other.tolist() if one.dtype.kind == "O" else one.tobytes() == other.tobytes()
+    return (
+        value.tolist() == expected.tolist()
+        if value.dtype.kind == "O"
+        else value.tobytes() == expected.tobytes()
+    )

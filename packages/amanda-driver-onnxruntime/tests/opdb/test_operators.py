@@ -36,11 +36,15 @@ def test_sessions_of_the_sample_are_bit_identical(sampled: str) -> None:
 def test_sessions_are_bit_identical(operator: str, record_property: Callable[[str, int], None]) -> None:
     count = Count()
     assert different(operator, count) == []
-    for what, number in vars(count).items():
-        record_property(what, number)
+    for outcome, number in vars(count).items():
+        record_property(outcome, number)
 
 
 def different(operator: str, count: Count) -> list[str]:
     """How the cases of a module differ, but for bits that ONNX Runtime does not determine."""
-    found = differences(operator, count)
-    return [one for one in found if not (one.partition(",")[0] in UNDETERMINED and one.endswith(": bits"))]
+    messages = differences(operator, count)
+    return [
+        message
+        for message in messages
+        if not (message.partition(",")[0] in UNDETERMINED and message.endswith(": bits"))
+    ]

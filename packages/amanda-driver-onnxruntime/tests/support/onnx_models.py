@@ -41,8 +41,8 @@ def model_of(
         [onnx.ValueInfoProto(name=name) for name in outputs],
         [numpy_helper.from_array(value, name) for name, value in (weights or {}).items()],
     )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
-    return onnx.shape_inference.infer_shapes(made)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
+    return onnx.shape_inference.infer_shapes(model)
 
 
 def random(*shape: int, seed: int = 0) -> Array:
@@ -80,6 +80,6 @@ def tool(analyse: Callable[[amanda.OpContext], Any], *types: str) -> amanda.Tool
         if not types or context.get_op().type in types:
             analyse(context)
 
-    made = amanda.Tool()
-    made.add_inst_for_op(of_types)
-    return made
+    created_tool = amanda.Tool()
+    created_tool.add_inst_for_op(of_types)
+    return created_tool

@@ -40,13 +40,13 @@ class Attributes(amanda.Tool):
 
     def __init__(self, inserts: bool) -> None:
         super().__init__()
-        self.found: dict[str, dict[str, Any]] = {}
+        self.attributes_by_type: dict[str, dict[str, Any]] = {}
         self.inserts = inserts
         self.add_inst_for_op(self.analyse)
         self.add_inst_for_op(self.analyse_backward, backward=True)
 
     def analyse(self, context: amanda.OpContext) -> None:
-        self.found[context.get_op_type()] = context.get_attrs()
+        self.attributes_by_type[context.get_op_type()] = context.get_attrs()
         if self.inserts:
             context.insert_before_op(lambda *inputs: None)
 
@@ -64,11 +64,13 @@ def test_op_with_none_for_a_default_computes_what_it_computes_alone(name: str, i
             y = CALLS[name]()
         return y, tape.gradient(y, X) if y.dtype.is_floating else None
 
-    wanted, tool = step(), Attributes(inserts)
+    expected, tool = step(), Attributes(inserts)
     with amanda.apply(tool):
-        found = step()
-    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True) if b is not None)
-    assert not any(value is None for attributes in tool.found.values() for value in attributes.values())
+        results = step()
+    assert all(np.array_equal(a, b) for a, b in zip(results, expected, strict=True) if b is not None)
+    assert not any(
+        value is None for attributes in tool.attributes_by_type.values() for value in attributes.values()
+    )
 
 
 def test_defaults_are_those_of_the_python_functions() -> None:
@@ -80,16 +82,16 @@ def test_defaults_are_those_of_the_python_functions() -> None:
         for attribute in () if op_def is None else op_def.attr:
             if attribute.HasField("default_value") and attribute.name in parameters:
                 assert schema is not None
-                found = schema.with_defaults((attribute.name, None))[attribute.name]
-                if not _equal(found, parameters[attribute.name].default):
+                value = schema.with_defaults((attribute.name, None))[attribute.name]
+                if not _equal(value, parameters[attribute.name].default):
                     different.add(name)
     # Python says True for one attribute of these, and the registry False.
     assert different <= {"SdcaOptimizer", "SdcaOptimizerV2"}
 
 
-def _equal(found: Any, default: Any) -> bool:
+def _equal(value: Any, default: Any) -> bool:
     """Compare values; the registry's floats are of 32 bits, and lists of the functions may be tuples."""
-    values = found if isinstance(found, list) else [found]
+    values = value if isinstance(value, list) else [value]
     if any(isinstance(value, float) for value in values):
-        return np.allclose(found, default)
-    return bool(found == (list(default) if isinstance(default, tuple) else default))
+        return np.allclose(value, default)
+    return bool(value == (list(default) if isinstance(default, tuple) else default))

@@ -104,17 +104,19 @@ def test_a_persistent_tape_is_walked_twice(ops: Any) -> None:
 
 
 def test_without_the_cache_each_walk_of_a_tape_is_analysed() -> None:
-    x, seen = tf.constant([1.0, 2.0]), []
+    x, inputs = tf.constant([1.0, 2.0]), []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_inputs()[0].numpy().tolist()), backward=True)
+    tool.add_inst_for_op(
+        lambda context: inputs.append(context.get_inputs()[0].numpy().tolist()), backward=True
+    )
     with amanda.apply(tool) as scope, amanda.cache_disabled():
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(x)
             y = tf.nn.relu(x)
         tape.gradient(y, x)
-        once = len(seen)
+        once = len(inputs)
         tape.gradient(y, x)
-    assert seen == [[1.0, 2.0]] * 2 * once
+    assert inputs == [[1.0, 2.0]] * 2 * once
     assert scope.report == []
 
 
@@ -261,20 +263,23 @@ def test_gradients_of_embeddings_keep_their_kind(ops: Any) -> None:
 
     plain = gradient()
     with amanda.apply(ops):
-        seen = gradient()
-    assert type(seen) is type(plain)
-    assert tf.convert_to_tensor(seen).numpy().tolist() == tf.convert_to_tensor(plain).numpy().tolist()
+        gradient_in_scope = gradient()
+    assert type(gradient_in_scope) is type(plain)
+    assert (
+        tf.convert_to_tensor(gradient_in_scope).numpy().tolist()
+        == tf.convert_to_tensor(plain).numpy().tolist()
+    )
 
 
 def test_traces_die_with_the_tape() -> None:
     class Value:
         pass
 
-    kept: list[weakref.ref[Value]] = []
+    references: list[weakref.ref[Value]] = []
 
     def routine(value: Any, run: dict[str, Any]) -> None:
-        run["value"] = made = Value()
-        kept.append(weakref.ref(made))
+        run["value"] = saved = Value()
+        references.append(weakref.ref(saved))
 
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: context.insert_before_op(routine, [0]))
@@ -283,10 +288,10 @@ def test_traces_die_with_the_tape() -> None:
     with amanda.apply(tool):
         with tf.GradientTape() as tape:
             y = tf.nn.relu(x)
-        assert any(one() is not None for one in kept)
+        assert any(reference() is not None for reference in references)
         del tape, y
         gc.collect()
-    assert [one() for one in kept if one() is not None] == []
+    assert [reference() for reference in references if reference() is not None] == []
 
 
 def test_ops_that_a_tape_recorded_before_the_scope_are_reported(ops: Any) -> None:
@@ -310,7 +315,7 @@ CALLED = tf.function(lambda x: tf.tanh(x))
 
 
 @pytest.mark.parametrize(
-    ("compute", "what"),
+    ("compute", "type"),
     [
         (tf.identity, "Identity"),
         (lambda x: x + x, "AddV2"),
@@ -321,15 +326,15 @@ CALLED = tf.function(lambda x: tf.tanh(x))
 )
 @pytest.mark.parametrize("before", [True, False])
 def test_what_keeps_nothing_on_a_tape_is_reported_too(
-    ops: Any, compute: Any, what: str, before: bool
+    ops: Any, compute: Any, type: str, before: bool
 ) -> None:
     x = tf.Variable([1.0, 2.0])
     with amanda.apply(ops) if not before else nullcontext(), tf.GradientTape() as tape:
         y = compute(tf.convert_to_tensor(x))
     with amanda.apply(ops) as scope:
         tape.gradient(y, x)
-    said = {entry.what.removeprefix("the backward ops of ") for entry in scope.report}
-    assert (what in said) == before
+    reported_types = {entry.what.removeprefix("the backward ops of ") for entry in scope.report}
+    assert (type in reported_types) == before
 
 
 @pytest.mark.parametrize("type", ["Tanh", "Exp"])
@@ -367,33 +372,33 @@ class Converted:
         return tf.convert_to_tensor(self.value)
 
 
-@pytest.mark.parametrize("made", [lambda value: value, Converted], ids=["fast path", "slow path"])
-def test_what_replaces_an_op_is_differentiated_alone(acting: Any, made: Any) -> None:
+@pytest.mark.parametrize("convert", [lambda value: value, Converted], ids=["fast path", "slow path"])
+def test_what_replaces_an_op_is_differentiated_alone(acting: Any, convert: Any) -> None:
     weight, x = tf.Variable([[2.0, 0.0], [0.0, 3.0]]), tf.constant([[1.0, 2.0]])
-    given = made(weight)
+    operand = convert(weight)
     with amanda.apply(acting("replace_op", "MatMul", lambda a, b: tf.nn.relu(a) * 5.0)):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = tf.raw_ops.MatMul(a=x, b=given)
+            y = tf.raw_ops.MatMul(a=x, b=operand)
         gradients = tape.gradient(y, [x, weight])
     assert gradients[0].numpy().tolist() == [[5.0, 5.0]]
     assert gradients[1] is None
 
 
 @pytest.mark.parametrize("point", ["insert_before_op", "insert_after_op"])
-@pytest.mark.parametrize("made", [lambda value: value, Converted], ids=["fast path", "slow path"])
-def test_ops_of_a_routine_leave_the_record_of_its_op_alone(acting: Any, made: Any, point: str) -> None:
+@pytest.mark.parametrize("convert", [lambda value: value, Converted], ids=["fast path", "slow path"])
+def test_ops_of_a_routine_leave_the_record_of_its_op_alone(acting: Any, convert: Any, point: str) -> None:
     weight, x = tf.Variable([[2.0, 0.0], [0.0, 3.0]]), tf.constant([[1.0, 2.0]])
-    given, other = made(weight), Converted(tf.Variable([[1.0, 0.0], [0.0, 1.0]]))
+    operand, routine_operand = convert(weight), Converted(tf.Variable([[1.0, 0.0], [0.0, 1.0]]))
 
     def routine(*values: Any) -> Any:
-        return tf.raw_ops.MatMul(a=values[0], b=other)
+        return tf.raw_ops.MatMul(a=values[0], b=routine_operand)
 
     select = {"inputs": [0]} if point == "insert_before_op" else {"outputs": [0]}
     with amanda.apply(acting(point, "MatMul", routine, **select)):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = tf.raw_ops.MatMul(a=x, b=given)
+            y = tf.raw_ops.MatMul(a=x, b=operand)
         gradients = tape.gradient(y, [x, weight])
     assert gradients[0].numpy().tolist() == [[2.0, 3.0]]
     assert gradients[1].numpy().tolist() == [[1.0, 1.0], [2.0, 2.0]]

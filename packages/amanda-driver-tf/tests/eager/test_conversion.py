@@ -52,29 +52,31 @@ def test_an_array_that_a_differentiable_routine_gives_is_a_tensor_and_makes_no_s
         return x.numpy() * 2
 
     with amanda.apply(acting("insert_before_op", "Tanh", doubled)):
-        found = [tf.tanh(tf.constant(0.5)) for _ in range(4)]
-    assert found == [tf.tanh(tf.constant(1.0))] * 4
+        results = [tf.tanh(tf.constant(0.5)) for _ in range(4)]
+    assert results == [tf.tanh(tf.constant(1.0))] * 4
     assert len(calls) == 4
 
 
 def test_an_array_that_a_replacement_gives_is_a_tensor(acting: Any) -> None:
     with amanda.apply(acting("replace_op", "Tanh", lambda x: np.float32(2) * x.numpy())):
-        found = tf.tanh(tf.constant(0.5))
-    assert isinstance(found, tf.Tensor)
-    assert found == 1.0
+        result = tf.tanh(tf.constant(0.5))
+    assert isinstance(result, tf.Tensor)
+    assert result == 1.0
 
 
 @pytest.mark.parametrize("mark", [lambda routine: routine, amanda.differentiable])
 def test_another_handle_for_an_assignment_is_refused(acting: Any, mark: Any) -> None:
-    variable, other = tf.Variable(1.0), tf.Variable(2.0)
-    tool = acting("insert_before_op", "AssignAddVariableOp", mark(lambda handle: other.handle), inputs=[0])
+    variable, second_variable = tf.Variable(1.0), tf.Variable(2.0)
+    tool = acting(
+        "insert_before_op", "AssignAddVariableOp", mark(lambda handle: second_variable.handle), inputs=[0]
+    )
     with amanda.apply(tool), pytest.raises(RoutineError, match="another handle"):
         variable.assign_add(5.0)
     same = acting("insert_before_op", "AssignAddVariableOp", mark(lambda handle: handle), inputs=[0])
     with amanda.apply(same):
         for _ in range(3):
             variable.assign_add(1.0)
-    assert (variable.numpy(), other.numpy()) == (4.0, 2.0)
+    assert (variable.numpy(), second_variable.numpy()) == (4.0, 2.0)
 
 
 @pytest.mark.slow

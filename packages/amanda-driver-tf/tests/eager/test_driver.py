@@ -66,8 +66,12 @@ class Recorded:
         if self.tape._recording:
             self.tape.__exit__(None, None, None)
         gradients = self.tape.gradient(result, sources)
-        self.leaves = [leaf for leaf, one in zip(sources, gradients, strict=True) if one is None]
-        yield from ((leaf, one) for leaf, one in zip(sources, gradients, strict=True) if one is not None)
+        self.leaves = [leaf for leaf, gradient in zip(sources, gradients, strict=True) if gradient is None]
+        yield from (
+            (leaf, gradient)
+            for leaf, gradient in zip(sources, gradients, strict=True)
+            if gradient is not None
+        )
 
 
 class TensorFlowSample(Sample):
@@ -102,11 +106,11 @@ class TensorFlowSample(Sample):
             self._recorded.tape.__exit__(None, None, None)
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
-        made = tf.constant(values, dtype or tf.float64)
+        tensor = tf.constant(values, dtype or tf.float64)
         if requires_grad:
-            self._recorded.tape.watch(made)
-            self._recorded.leaves.append(made)
-        return made
+            self._recorded.tape.watch(tensor)
+            self._recorded.leaves.append(tensor)
+        return tensor
 
     def parameter(self, values: Sequence[Any]) -> Any:
         return self._watched(tf.Variable(values, dtype=tf.float64))
@@ -146,8 +150,8 @@ class TensorFlowSample(Sample):
             raise
         finally:
             if done:
-                living = [one() for one in self._variables]
-                self._recorded = Recorded([one for one in living if one is not None])
+                living = [reference() for reference in self._variables]
+                self._recorded = Recorded([reference for reference in living if reference is not None])
             else:
                 recorded.tape.__enter__()
 

@@ -28,7 +28,7 @@ def test_outputs_and_gradients_are_bit_identical(name: str) -> None:
             y = model(x, training=False)
             loss = tf.reduce_sum(y * y)
         gradients = tape.gradient(loss, model.trainable_variables)
-        return [one.numpy().tobytes() for one in (y, *gradients)]
+        return [tensor.numpy().tobytes() for tensor in (y, *gradients)]
 
     plain = step()
     with amanda.apply(Unchanged()):
@@ -121,7 +121,7 @@ def test_an_encoder_trains_as_ever() -> None:
                     loss = tf.reduce_mean(tf.square(model(tokens, training=True)))
                 gradients = tape.gradient(loss, model.trainable_variables)
                 optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return [bytes(one.numpy().tobytes()) for one in model.variables]
+        return [bytes(variable.numpy().tobytes()) for variable in model.variables]
 
     plain = trained(nullcontext())
     assert trained(amanda.apply(amanda.Tool())) == plain

@@ -91,11 +91,11 @@ def test_modules_made_in_the_scope_are_regions_too(scopes: Any) -> None:
 
 def test_two_models_have_ops_of_their_own(contexts: Any) -> None:
     tool = contexts(lambda context: context.get_op_id())
-    one, other = Block(), Block()
+    first, second = Block(), Block()
     x = tf.ones([1, 2])
-    one(x), other(x)
+    first(x), second(x)
     with amanda.apply(tool):
-        for model in (one, other, one, other):
+        for model in (first, second, first, second):
             model(x)
     assert len(tool.answers["MatMul"]) == len(set(tool.answers["MatMul"])) == 6
 
@@ -115,7 +115,7 @@ def test_a_gradient_step_of_a_model_in_the_scope_is_what_it_was() -> None:
                     )
                 gradients = tape.gradient(loss, model.trainable_variables)
                 optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return [bytes(one.numpy().tobytes()) for one in model.variables]
+        return [bytes(variable.numpy().tobytes()) for variable in model.variables]
 
     busy = amanda.Tool()
     busy.add_inst_for_op(lambda context: context.insert_before_op(lambda *values: values or None))
@@ -226,8 +226,8 @@ def test_autograph_converts_calls_of_modules_in_a_scope_and_after_it(
     for program in (module, calling):
         inside, outside = tf.function(program), tf.function(program)
         with amanda.apply(scopes):
-            found = [inside(tf.constant([[x]])).numpy().item() for x in (1.0, -1.0)]
-        assert tuple(found) == values
+            results = [inside(tf.constant([[x]])).numpy().item() for x in (1.0, -1.0)]
+        assert tuple(results) == values
         assert tuple(outside(tf.constant([[x]])).numpy().item() for x in (1.0, -1.0)) == values
     assert vars(kind)["__call__"] is original
 

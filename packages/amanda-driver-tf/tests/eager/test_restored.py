@@ -37,9 +37,9 @@ def visible() -> list[dict[str, Any]]:
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
     return [
         name
-        for one, other in zip(before, after, strict=True)
-        for name in {*one, *other}
-        if one.get(name) is not other.get(name)
+        for names_before, names_after in zip(before, after, strict=True)
+        for name in {*names_before, *names_after}
+        if names_before.get(name) is not names_after.get(name)
     ]
 
 
@@ -123,7 +123,7 @@ def test_many_scopes_keep_no_more_than_tensorflow_does(module: tf.Module | None)
     tool.add_inst_for_op(lambda context: context.insert_before_op(lambda *_: None))
     tool.add_inst_for_op(lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
 
-    def kept(*tools: amanda.Tool) -> int:
+    def objects_left(*tools: amanda.Tool) -> int:
         gc.collect()
         before = sys.getallocatedblocks()
         for _ in range(200):
@@ -132,6 +132,6 @@ def test_many_scopes_keep_no_more_than_tensorflow_does(module: tf.Module | None)
         gc.collect()
         return sys.getallocatedblocks() - before
 
-    kept(tool)
-    plain = kept()
-    assert any(kept(tool) < plain + 400 for _ in range(3))  # other threads may make objects meanwhile
+    objects_left(tool)
+    plain = objects_left()
+    assert any(objects_left(tool) < plain + 400 for _ in range(3))  # other threads may make objects meanwhile

@@ -17,20 +17,20 @@ def test_python_numbers_and_lists_are_given_as_tensors(contexts: Any) -> None:
         x + 1.0
         tf.raw_ops.AddV2(x=x, y=[3.0, 4.0])
         tf.raw_ops.Reshape(tensor=x, shape=[2, 1])
-    flat = [one for inputs in tool.answers["AddV2"] + tool.answers["Reshape"] for one in inputs]
-    assert all(isinstance(one, tf.Tensor) for one in flat)
+    flat = [value for inputs in tool.answers["AddV2"] + tool.answers["Reshape"] for value in inputs]
+    assert all(isinstance(value, tf.Tensor) for value in flat)
     assert tool.answers["AddV2"][1][1].numpy().tolist() == [3.0, 4.0]
 
 
 def test_a_list_of_tensors_is_one_input(contexts: Any) -> None:
-    tool = contexts(lambda context: [type(one) for one in context.get_inputs()])
+    tool = contexts(lambda context: [type(value) for value in context.get_inputs()])
     x = tf.constant([1.0, 2.0])
     with amanda.apply(tool):
         tf.concat([x, x, x], 0)
         tf.raw_ops.AddN(inputs=[x, x])
         tf.raw_ops.ConcatV2(values=[x, x], axis=tf.constant(0))
-    assert [len(one) for one in tool.answers["ConcatV2"]] == [2, 2]
-    assert all(one[0] is list for one in tool.answers["ConcatV2"] + tool.answers["AddN"])
+    assert [len(value) for value in tool.answers["ConcatV2"]] == [2, 2]
+    assert all(value[0] is list for value in tool.answers["ConcatV2"] + tool.answers["AddN"])
 
 
 def test_a_variable_is_read_once_where_an_op_is_given_it(ops: Any) -> None:
@@ -73,9 +73,9 @@ def test_several_outputs_keep_the_form_that_the_op_gives(contexts: Any, acting: 
     tool = contexts(lambda context: len(context.get_outputs()))
     double = acting("insert_after_op", "Unique", lambda y, index: (y * 2, index))
     with amanda.apply(tool, double):
-        found = tf.unique(tf.constant([3.0, 3.0, 4.0]))
-    assert type(found).__name__ == "Unique"
-    assert found.y.numpy().tolist() == [6.0, 8.0]
+        outputs = tf.unique(tf.constant([3.0, 3.0, 4.0]))
+    assert type(outputs).__name__ == "Unique"
+    assert outputs.y.numpy().tolist() == [6.0, 8.0]
     assert tool.answers["Unique"] == [2]
 
 
@@ -91,8 +91,8 @@ def test_attributes_are_known_by_name(contexts: Any) -> None:
     assert conv["padding"] == "SAME"
     assert conv["data_format"] == "NHWC"
     assert conv["T"] == tf.float32
-    assert [one["N"] for one in tool.answers["ConcatV2"]] == [2, 2]
-    assert all(tf.as_dtype(one["T"]) == tf.float32 for one in tool.answers["ConcatV2"])
+    assert [attributes["N"] for attributes in tool.answers["ConcatV2"]] == [2, 2]
+    assert all(tf.as_dtype(attributes["T"]) == tf.float32 for attributes in tool.answers["ConcatV2"])
 
 
 def test_inputs_are_selected_by_name(acting: Any) -> None:
@@ -112,7 +112,7 @@ def test_reads_and_assignments_of_variables_are_ops(ops: Any) -> None:
         v.scatter_sub(tf.IndexedSlices(tf.constant([1.0]), tf.constant([0])))
         v[0].assign(3.0)
     expected = ["ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "ResourceScatterSub"]
-    assert [one for one in ops.forward if one in expected][:4] == expected
+    assert [type for type in ops.forward if type in expected][:4] == expected
     assert "ResourceStridedSliceAssign" in ops.forward
     assert v.numpy().tolist() == [3.0, 8.0]
 
@@ -150,11 +150,11 @@ def test_a_function_is_no_eager_op(ops: Any) -> None:
 
     plain(x)
     eager = amanda.Tool()
-    seen: list[str] = []
-    eager.add_inst_for_op(lambda context: seen.append(str(context.namespace)))
+    namespaces: list[str] = []
+    eager.add_inst_for_op(lambda context: namespaces.append(str(context.namespace)))
     with amanda.apply(eager):
         plain(x)
-    assert not any(one.endswith("/eager") for one in seen)
+    assert not any(namespace.endswith("/eager") for namespace in namespaces)
 
 
 def test_ops_of_a_python_function_in_an_op_are_seen(ops: Any) -> None:
@@ -201,7 +201,7 @@ def test_the_functions_of_a_dataset_that_was_built_before_the_scope_are_reported
 def test_the_functions_of_datasets_that_are_built_in_the_scope_are_reported_once(ops: Any) -> None:
     with amanda.apply(ops) as scope:
         dataset = tf.data.Dataset.range(3).map(tf.square).filter(lambda x: x < 9)
-        assert [int(one) for one in dataset] == [0, 1, 4]
+        assert [int(element) for element in dataset] == [0, 1, 4]
     assert [entry.what for entry in scope.report] == [DATASETS]
 
 

@@ -27,17 +27,17 @@ def test_replicas_of_a_mirrored_strategy_are_in_the_scope(ops: Any) -> None:
 
 def test_a_tape_is_walked_on_a_thread_of_the_scope(ops: Any) -> None:
     x = tf.Variable([1.0, -2.0])
-    found: list[Any] = []
+    gradients: list[Any] = []
 
     def step() -> None:
         with tf.GradientTape() as tape:
             y = tf.reduce_sum(tf.nn.relu(x))
-        found.append(tape.gradient(y, x).numpy().tolist())
+        gradients.append(tape.gradient(y, x).numpy().tolist())
 
     with amanda.apply(ops):
         thread = threading.Thread(target=step)
         thread.start()
         thread.join()
-    assert found == [[1.0, 0.0]]
+    assert gradients == [[1.0, 0.0]]
     assert ops.forward.count("Relu") == 1
     assert ops.backward.count(("Relu", "ReluGrad")) == 1

@@ -29,7 +29,7 @@ class Layer:
     def trained(self, inside: bool):
         """Loss and gradient, by a tape inside or outside of the function."""
         if inside:
-            return [one.numpy() for one in self.step(self.x)]
+            return [tensor.numpy() for tensor in self.step(self.x)]
         with tf.GradientTape() as tape:
             value = self.loss(self.x)
         return [value.numpy(), tape.gradient(value, self.weight).numpy()]

@@ -27,9 +27,9 @@ def run(layer, tool, inside):
     return first
 
 
-def close(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+def close(results, expected_results):
+    for result, expected in zip(results, expected_results, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
 @inside
@@ -86,8 +86,8 @@ def test_a_differentiable_routine_takes_part_in_autodiff(traced, inside, marked)
     routine = amanda.differentiable(lambda w: tf.tanh(w)) if marked else tf.tanh
     tool = inserting("insert_before_op", "MatMul", routine, [1])
     with amanda.autodiff_enabled() if not marked else amanda.autodiff_disabled():
-        found = run(traced, tool, inside)
-    close(found, traced.by_hand(weight=tf.tanh))
+        results = run(traced, tool, inside)
+    close(results, traced.by_hand(weight=tf.tanh))
 
 
 @inside
@@ -124,7 +124,7 @@ def test_a_tool_that_gives_every_value_back_changes_nothing(traced, inside) -> N
 
 @inside
 def test_what_an_execution_hands_on_is_there_in_its_backward_routines(layer, inside) -> None:
-    seen = []
+    values = []
 
     def keep(value, run):
         run["value"] = value
@@ -132,30 +132,30 @@ def test_what_an_execution_hands_on_is_there_in_its_backward_routines(layer, ins
     tool = inserting("insert_before_op", "Relu", keep)
     tool.depends_on(
         backward := inserting(
-            "insert_before_backward_op", "ReluGrad", lambda g, run: seen.append(run["value"].numpy())
+            "insert_before_backward_op", "ReluGrad", lambda g, run: values.append(run["value"].numpy())
         )
     )
     with amanda.apply(tool, backward):
         layer.trained(inside)
-    np.testing.assert_allclose(seen, [layer.x @ tf.convert_to_tensor(layer.weight)])
+    np.testing.assert_allclose(values, [layer.x @ tf.convert_to_tensor(layer.weight)])
 
 
 def test_an_observer_sees_each_execution(layer) -> None:
-    seen = []
-    tool = inserting("insert_after_op", "Relu", amanda.observer(lambda y: seen.append(y.numpy())))
+    outputs = []
+    tool = inserting("insert_after_op", "Relu", amanda.observer(lambda y: outputs.append(y.numpy())))
     with amanda.apply(tool):
         vanilla = layer.loss(layer.x)
         layer.loss(layer.x)
-    np.testing.assert_allclose((seen[0] ** 2).sum(), vanilla, rtol=1e-5)
-    assert len(seen) == 2
+    np.testing.assert_allclose((outputs[0] ** 2).sum(), vanilla, rtol=1e-5)
+    assert len(outputs) == 2
 
 
 def test_values_are_present_at_analysis(layer) -> None:
-    found = []
+    values = []
 
     def analysis(context) -> None:
         if context.get_op().type == "MatMul":
-            found.extend([context.get_value(0).numpy(), context.get_value("b").numpy()])
+            values.extend([context.get_value(0).numpy(), context.get_value("b").numpy()])
             assert context.get_attrs()["transpose_a"] is False
             assert context.get_source().startswith(__file__.replace("test_actions", "conftest"))
 
@@ -163,8 +163,8 @@ def test_values_are_present_at_analysis(layer) -> None:
     tool.add_inst_for_op(analysis)
     with amanda.apply(tool):
         layer.loss(layer.x)
-    np.testing.assert_array_equal(found[0], layer.x)
-    np.testing.assert_array_equal(found[1], layer.weight)
+    np.testing.assert_array_equal(values[0], layer.x)
+    np.testing.assert_array_equal(values[1], layer.weight)
 
 
 @inside
@@ -192,9 +192,9 @@ def test_one_tensor_twice_is_two_inputs(inside, select, first, second) -> None:
 
     compute = tf.function(gradient) if inside else gradient
     with amanda.apply(inserting("insert_before_op", "Mul", routine, select)):
-        y, found = compute(x)
+        y, slope = compute(x)
     assert y == first * second * 13
-    np.testing.assert_allclose(found, (first + second) * x)
+    np.testing.assert_allclose(slope, (first + second) * x)
 
 
 def test_a_traceable_routine_is_traced_once_and_inlined(layer) -> None:
@@ -207,9 +207,9 @@ def test_a_traceable_routine_is_traced_once_and_inlined(layer) -> None:
         return weight * mask
 
     with amanda.apply(inserting("insert_before_op", "MatMul", masked, [1])) as scope:
-        found = [layer.loss(layer.x).numpy() for _ in range(3)]
-    wanted, _ = layer.by_hand(weight=lambda w: w * mask)
-    np.testing.assert_allclose(found, [wanted] * 3, rtol=1e-5)
+        losses = [layer.loss(layer.x).numpy() for _ in range(3)]
+    expected, _ = layer.by_hand(weight=lambda w: w * mask)
+    np.testing.assert_allclose(losses, [expected] * 3, rtol=1e-5)
     assert len(calls) == 1
     assert [entry.reason for entry in scope.report] == ["they set calls; a graph does not"]
 
@@ -217,9 +217,9 @@ def test_a_traceable_routine_is_traced_once_and_inlined(layer) -> None:
 def test_a_routine_that_cannot_be_traced_runs_as_python_and_says_so(layer) -> None:
     routine = amanda.traceable(lambda weight: weight * weight.numpy().max())
     with amanda.apply(inserting("insert_before_op", "MatMul", routine, [1])) as scope:
-        found = layer.loss(layer.x).numpy()
-    wanted, _ = layer.by_hand(weight=lambda w: w * w.numpy().max())
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        loss = layer.loss(layer.x).numpy()
+    expected, _ = layer.by_hand(weight=lambda w: w * w.numpy().max())
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert "runs as Python" in str(scope.report)
 
 
@@ -273,17 +273,17 @@ def test_gradients_in_called_functions_and_loops(inside, function, after, differ
 
     compute = tf.function(gradient) if inside else gradient
     with amanda.apply(inserting("insert_after_op" if after else "insert_before_op", "Tanh", routine)):
-        found = compute(x)
-    np.testing.assert_allclose(found, by_hand(), rtol=1e-5)
+        gradients = compute(x)
+    np.testing.assert_allclose(gradients, by_hand(), rtol=1e-5)
 
 
 def test_observers_run_in_the_order_of_their_ops_also_where_they_are_called_apart(monkeypatch) -> None:
     monkeypatch.setattr(FunctionDriver, "observer_bytes", 0)
-    seen: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     tool = amanda.Tool()
 
     def watch(when: str, number: int):
-        return amanda.observer(lambda *_: seen.append((when, number)))
+        return amanda.observer(lambda *_: calls.append((when, number)))
 
     def before(context) -> None:
         if context.get_op().type == "Relu":
@@ -308,4 +308,4 @@ def test_observers_run_in_the_order_of_their_ops_also_where_they_are_called_apar
     with amanda.apply(tool):
         for _ in range(5):
             chain(tf.ones((4, 4)))
-    assert seen == [(when, number) for number in range(20) for when in ("before", "after")] * 5
+    assert calls == [(when, number) for number in range(20) for when in ("before", "after")] * 5

@@ -85,9 +85,9 @@ def test_the_switch_of_the_forward_pass_decides_the_gradient(weight: Any, sine: 
         assert gradient(amanda.autodiff_enabled, sine, weight, amanda.autodiff_enabled) == taking_part
 
 
-@pytest.mark.parametrize(("only", "said"), [("Sin", True), ("Relu", False)])
+@pytest.mark.parametrize(("only", "reported"), [("Sin", True), ("Relu", False)])
 def test_it_is_said_that_second_gradients_pass_routines_by(
-    only: str, said: bool, weight: Any, sine: Any
+    only: str, reported: bool, weight: Any, sine: Any
 ) -> None:
     with amanda.apply(inserting("insert_before_op", only, squared)) as scope:
         with tf.GradientTape() as outer:
@@ -95,7 +95,7 @@ def test_it_is_said_that_second_gradients_pass_routines_by(
                 result = sine(tf.constant(1.0))
             first = tape.gradient(result, weight)
         outer.gradient(first, weight)
-    assert any(entry.what.startswith("second gradients") for entry in scope.report) == said
+    assert any(entry.what.startswith("second gradients") for entry in scope.report) == reported
 
 
 @pytest.mark.parametrize("routine", ROUTINES)

@@ -62,8 +62,8 @@ def test_called_functions_branches_and_loops_are_entered(counting) -> None:
     x = tf.constant([1.0, 2.0])
     vanilla = nested(x)
     with amanda.apply(counting) as scope:
-        found = nested(x)
-    np.testing.assert_allclose(found, vanilla, rtol=1e-6)
+        result = nested(x)
+    np.testing.assert_allclose(result, vanilla, rtol=1e-6)
     ran = [counting.ran[kind] for kind in ("Relu", "Sin", "Cos", "Tanh", "Sinh", "Exp")]
     assert ran == [1, 1, 0, 3, 1, 0]
     assert counting.analysed["Cos"] == counting.analysed["Tanh"] == 1
@@ -88,20 +88,20 @@ def test_gradients_of_branches_and_loops_belong_to_their_ops(counting, outside) 
     compute = gradient if outside else tf.function(gradient)
     vanilla = compute()
     with amanda.apply(counting):
-        found = compute()
-    np.testing.assert_allclose(found, vanilla, rtol=1e-6)
+        result = compute()
+    np.testing.assert_allclose(result, vanilla, rtol=1e-6)
     assert counting.ran["Tanh>TanhGrad"] == 3
     assert counting.ran["Relu>ReluGrad"] == 1
 
 
 def test_a_variable_made_in_the_first_call(counting) -> None:
-    kept = []
+    variables = []
 
     @tf.function
     def first(x):
-        if not kept:
-            kept.append(tf.Variable(2.0))
-        return tf.sin(x * kept[0])
+        if not variables:
+            variables.append(tf.Variable(2.0))
+        return tf.sin(x * variables[0])
 
     with amanda.apply(counting):
         first(tf.constant(1.0))
@@ -157,24 +157,24 @@ def test_backward_ops_that_names_alone_tell_are_said(counting, layer) -> None:
 
 def test_observers_are_packed_within_a_budget(layer, monkeypatch) -> None:
     """With no budget each has a call of its own, else they share one."""
-    seen: list[str] = []
+    names: list[str] = []
     tool = amanda.Tool()
 
     def analysis(context) -> None:
         name = context.get_op().name
-        context.insert_before_op(amanda.observer(lambda *_: seen.append(name)))
+        context.insert_before_op(amanda.observer(lambda *_: names.append(name)))
 
     tool.add_inst_for_op(analysis)
     with amanda.apply(tool):
         layer.loss(layer.x)
-        together = list(seen)
-    seen.clear()
+        together = list(names)
+    names.clear()
     monkeypatch.setattr(FunctionDriver, "observer_bytes", 0)
     apart = tf.function(layer.loss.python_function)
     with amanda.apply(tool):
         apart(layer.x)
-    assert sorted(seen) == sorted(together)
-    assert {"MatMul", "Relu"} < set(seen)
+    assert sorted(names) == sorted(together)
+    assert {"MatMul", "Relu"} < set(names)
 
 
 def test_threads_share_one_copy(layer, counting) -> None:
@@ -245,8 +245,8 @@ def test_keras_trains_as_without_tools(counting, batches, traced_before) -> None
     assert counts["Conv2D>Conv2DBackpropInput"] == 4
     assert counting.ran["Conv2D"] == 10
     if not traced_before:
-        for one, other in zip(plain.weights, model.weights, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)
+        for expected, weight in zip(plain.weights, model.weights, strict=True):
+            np.testing.assert_allclose(expected, weight, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -263,8 +263,8 @@ def test_both_kerases_fit_evaluate_and_predict_in_a_scope(counting, batches, lib
     plain = trained()
     with amanda.apply(counting):
         inside = trained()
-    for one, other in zip(plain, inside, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    for expected, value in zip(plain, inside, strict=True):
+        np.testing.assert_allclose(expected, value, atol=1e-6)
     assert counting.ran["Conv2D"] == 2 * (2 * 4 + 4 + 1)
     assert counting.ran["Conv2D>Conv2DBackpropFilter"] == 2 * 2 * 4
 
@@ -279,8 +279,8 @@ def test_a_loaded_model_is_instrumented(counting, tmp_path, loaded_in_scope) -> 
         def __call__(self, x):
             return {"y": tf.nn.relu(inner(tf.matmul(x, self.weight)))}
 
-    made = Model()
-    tf.saved_model.save(made, str(tmp_path), signatures=made.__call__)
+    model = Model()
+    tf.saved_model.save(model, str(tmp_path), signatures=model.__call__)
     x = tf.constant([[1.0, -1.0]])
     loaded = tf.saved_model.load(str(tmp_path))
     vanilla = loaded(x)["y"]
@@ -288,9 +288,9 @@ def test_a_loaded_model_is_instrumented(counting, tmp_path, loaded_in_scope) -> 
         if loaded_in_scope:
             loaded = tf.saved_model.load(str(tmp_path))
             counting.ran.clear()
-        found = loaded(x)["y"]
+        output = loaded(x)["y"]
         served = loaded.signatures["serving_default"](x)["y"]
-    np.testing.assert_array_equal(found, vanilla)
+    np.testing.assert_array_equal(output, vanilla)
     np.testing.assert_array_equal(served, vanilla)
     assert counting.ran["MatMul"] == 2
     assert counting.ran["Relu"] == 4

@@ -35,10 +35,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_product_is_that_of_what_ran(case: str) -> None:
-    action, routine, wanted = CASES[case]
+    action, routine, derivative = CASES[case]
     function = tf.function(lambda x: tf.sin(x) * x)
     x = tf.constant([0.3, 0.7])
     with amanda.apply(inserting(action, "Sin", routine)):
-        found = [product(function, x) for _ in range(2)]
-    np.testing.assert_allclose(found, [wanted(x.numpy())] * 2, rtol=1e-5)
+        products = [product(function, x) for _ in range(2)]
+    np.testing.assert_allclose(products, [derivative(x.numpy())] * 2, rtol=1e-5)
     np.testing.assert_allclose(product(function, x), np.cos(x) * x + np.sin(x), rtol=1e-5)

@@ -40,8 +40,8 @@ def reported(program: Callable[[], Any], *inserted: Any) -> list[str]:
 )
 def test_it_is_said_that_a_seeded_generator_begins_anew_in_a_copy(program: Any) -> None:
     inserted = "insert_before_op", "Sin", lambda value: value * 2
-    (what,) = reported(program, *inserted)
-    assert "RandomStandardNormal" in what
+    (subject,) = reported(program, *inserted)
+    assert "RandomStandardNormal" in subject
 
 
 def test_nothing_is_said_of_a_generator_without_a_seed() -> None:

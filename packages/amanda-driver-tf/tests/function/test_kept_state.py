@@ -12,7 +12,7 @@ import amanda
 
 class Keeping(amanda.Tool):
     def __init__(self) -> None:
-        self.made = 0
+        self.count = 0
         self.add_inst_for_op(self.look)
 
     def look(self, context: amanda.OpContext) -> None:
@@ -20,8 +20,8 @@ class Keeping(amanda.Tool):
             self.keep(context, "number", self.make)
 
     def make(self) -> int:
-        self.made += 1
-        return self.made
+        self.count += 1
+        return self.count
 
 
 def dense(name: str = "model") -> keras.Model:
@@ -47,7 +47,7 @@ def test_training_prediction_and_a_function_share_the_state_of_a_layer(x) -> Non
         model.compile("adam", "mse")
         model.fit(x, np.zeros((2, 2)), verbose=0)
         tf.function(model, autograph=False)(x)
-    assert tool.made == 2
+    assert tool.count == 2
 
 
 def test_models_of_the_same_names_have_state_of_their_own(x) -> None:
@@ -56,7 +56,7 @@ def test_models_of_the_same_names_have_state_of_their_own(x) -> None:
         for model in (dense(), dense()):
             tf.function(model, autograph=False)(x)
             model.predict_on_batch(x)
-    assert tool.made == 4
+    assert tool.count == 4
 
 
 def test_a_layer_that_is_called_twice_in_a_graph_has_state_for_each_call(x) -> None:

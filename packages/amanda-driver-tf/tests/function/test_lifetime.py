@@ -51,15 +51,15 @@ def test_an_exception_of_an_analysis_leaves_no_plans(layer) -> None:
             raise ZeroDivisionError
 
     tool = amanda.Tool()
-    seen = []
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op().type))
+    types = []
+    tool.add_inst_for_op(lambda context: types.append(context.get_op().type))
     tool.add_inst_for_op(analysis)
     with amanda.apply(tool):
         with pytest.raises(ZeroDivisionError):
             layer.loss(layer.x)
-        seen.clear()
+        types.clear()
         layer.loss(layer.x)
-    assert "MatMul" in seen
+    assert "MatMul" in types
 
 
 def test_a_wrong_shape_is_an_error_at_the_routine(layer) -> None:
@@ -120,11 +120,11 @@ def test_hundreds_of_scopes_leave_memory_as_it_was(one_tool) -> None:
     def tool() -> amanda.Tool:
         return inserting("insert_before_op", "Relu", lambda value: value * 2)
 
-    kept = tool()
+    shared_tool = tool()
 
     def run(times: int) -> tuple[int, int]:
         for _ in range(times):
-            with amanda.apply(kept if one_tool else tool()):
+            with amanda.apply(shared_tool if one_tool else tool()):
                 assert f(x) == 2.0
         gc.collect()
         return len(gc.get_objects()), len(context.context().list_function_names())
@@ -136,17 +136,17 @@ def test_hundreds_of_scopes_leave_memory_as_it_was(one_tool) -> None:
 
 
 def test_with_the_cache_off_analysis_runs_at_each_execution(layer) -> None:
-    seen = []
+    types = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op().type))
+    tool.add_inst_for_op(lambda context: types.append(context.get_op().type))
     with amanda.apply(tool):
         for _ in range(2):
             layer.loss(layer.x)
-        assert seen.count("MatMul") == 1
+        assert types.count("MatMul") == 1
         with amanda.cache_disabled():
             for _ in range(2):
                 layer.loss(layer.x)
-    assert seen.count("MatMul") == 3
+    assert types.count("MatMul") == 3
 
 
 def test_ids_are_the_same_for_a_function_and_its_differentiated_one(layer) -> None:

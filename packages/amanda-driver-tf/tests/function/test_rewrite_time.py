@@ -18,12 +18,12 @@ class Around(amanda.Tool):
     """A routine before and after so many ops, the first ones."""
 
     def __init__(self, most: int = 1000) -> None:
-        self.left = most
+        self.remaining = most
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
-        if self.left:
-            self.left -= 1
+        if self.remaining:
+            self.remaining -= 1
             context.insert_before_op(self.routine)
             context.insert_after_op(self.routine)
 

@@ -91,11 +91,11 @@ def differentiated(inside: bool):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["tape inside", "tape outside"])
 def test_the_ops_of_a_custom_gradient_are_backward_ops_of_its_identity(inside) -> None:
-    wanted = differentiated(inside)()
-    seen: list[tuple[str, str]] = []
+    expected = differentiated(inside)()
+    pairs: list[tuple[str, str]] = []
 
     def analysis(context) -> None:
-        seen.append((context.get_op().type, context.get_backward_op().type))
+        pairs.append((context.get_op().type, context.get_backward_op().type))
         if context.get_op().type == "IdentityN":
             context.insert_after_backward_op(lambda gradient: gradient * 2.0)
 
@@ -104,19 +104,19 @@ def test_the_ops_of_a_custom_gradient_are_backward_ops_of_its_identity(inside) -
     tool.add_inst_for_op(analysis, backward=True, require_outputs=True)
     tool.add_inst_for_op(lambda context: forward.append(context.get_op().type))
     with amanda.apply(tool) as scope:
-        found = differentiated(inside)()
-    np.testing.assert_allclose(found, 2 * wanted, rtol=1e-6)
-    assert ("IdentityN", "Mul") in seen
+        gradient = differentiated(inside)()
+    np.testing.assert_allclose(gradient, 2 * expected, rtol=1e-6)
+    assert ("IdentityN", "Mul") in pairs
     assert forward.count("Mul") == 1
     assert not scope.report
 
 
 def test_a_custom_gradient_that_was_traced_before_the_scope_is_reported() -> None:
     gradient = differentiated(inside=True)
-    wanted = gradient()
+    expected = gradient()
     with amanda.apply(inserting("insert_after_backward_op", "TanhGrad", lambda gradient: gradient)) as scope:
-        found = gradient()
-    assert found == wanted
+        result = gradient()
+    assert result == expected
     assert [entry for entry in scope.report if entry.what.startswith("the custom gradient at IdentityN")]
 
 

@@ -90,11 +90,11 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_computes_what_it_computes_alone(name: str, changing: amanda.Tool) -> None:
     COUNT.assign(0.0)
-    wanted, count = tf.nest.flatten(PROGRAMS[name](X)), COUNT.numpy()
+    expected, count = tf.nest.flatten(PROGRAMS[name](X)), COUNT.numpy()
     COUNT.assign(0.0)
     with amanda.apply(changing) as scope:
-        found = tf.nest.flatten(PROGRAMS[name](X))
-    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(found, wanted, strict=True))
+        results = tf.nest.flatten(PROGRAMS[name](X))
+    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(results, expected, strict=True))
     assert COUNT.numpy() == count  # trials leave variables alone
     assert any("fails without XLA, so that it runs uninstrumented" in entry.reason for entry in scope.report)
 
@@ -104,7 +104,9 @@ def changing() -> amanda.Tool:
     """A tool that hands back equal new tensors ahead of each op, and looks at gradients."""
 
     def analyse(context: amanda.OpContext) -> None:
-        context.insert_before_op(lambda *values: [one + 0 if _is_float(one) else one for one in values])
+        context.insert_before_op(
+            lambda *values: [value + 0 if _is_float(value) else value for value in values]
+        )
 
     tool = amanda.Tool()
     tool.add_inst_for_op(analyse)
@@ -119,7 +121,7 @@ def _is_float(value: Any) -> bool:
 
 
 def test_function_that_runs_without_xla_is_instrumented_and_its_state_changes_once() -> None:
-    count, seen = tf.Variable(0.0), []
+    count, inputs = tf.Variable(0.0), []
 
     @tf.function(jit_compile=True)
     def step(x: Any) -> Any:
@@ -128,13 +130,13 @@ def test_function_that_runs_without_xla_is_instrumented_and_its_state_changes_on
 
     def analyse(context: amanda.OpContext) -> None:
         if context.get_op_type() == "Relu":
-            context.insert_before_op(lambda x: seen.append(x.numpy().tolist()))
+            context.insert_before_op(lambda x: inputs.append(x.numpy().tolist()))
 
     tool = amanda.Tool()
     tool.add_inst_for_op(analyse)
     with amanda.apply(tool) as scope:
         step(tf.constant([-1.0, 2.0]))
-    assert seen == [[-1.0, 2.0]]
+    assert inputs == [[-1.0, 2.0]]
     assert count.numpy() == 1.0
     assert [entry.reason for entry in scope.report] == ["in a scope it runs without XLA"]
 

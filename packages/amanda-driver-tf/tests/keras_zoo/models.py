@@ -65,9 +65,9 @@ def convolutional(keras: Keras) -> Any:
 
 def transformer(causal: bool, keras: Keras, layers: int = 2) -> Any:
     """Token and position embeddings, blocks of attention and a GELU network, dropout, a classifier."""
-    given = keras.Input((LENGTH,), dtype="int32")
-    hidden = keras.layers.Embedding(VOCABULARY, WIDTH)(given)
-    positions = keras.layers.Lambda(_positions, (LENGTH,))(given)
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    hidden = keras.layers.Embedding(VOCABULARY, WIDTH)(tokens)
+    positions = keras.layers.Lambda(_positions, (LENGTH,))(tokens)
     hidden = hidden + keras.layers.Embedding(LENGTH, WIDTH)(positions)
     for _ in range(layers):
         attention = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS, dropout=0.1)
@@ -78,7 +78,7 @@ def transformer(causal: bool, keras: Keras, layers: int = 2) -> Any:
         outer = keras.layers.Dropout(0.1)(keras.layers.Dense(WIDTH)(inner))
         hidden = keras.layers.LayerNormalization()(hidden + outer)
     pooled = keras.layers.GlobalAveragePooling1D()(hidden)
-    return keras.Model(given, keras.layers.Dense(CLASSES, activation="softmax")(pooled))
+    return keras.Model(tokens, keras.layers.Dense(CLASSES, activation="softmax")(pooled))
 
 
 def recurrent(keras: Keras) -> Any:

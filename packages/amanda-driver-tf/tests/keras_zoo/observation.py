@@ -14,19 +14,19 @@ Facts = dict[str, Any]
 FRAMEWORKS = ("tensorflow", "keras", "tf_keras")
 
 
-def differences(one: Facts, other: Facts) -> list[str]:
+def differences(before: Facts, after: Facts) -> list[str]:
     """Names of what is different in two observations."""
-    return [name for name in {**one, **other} if name not in one or one[name] != other.get(name)]
+    return [name for name in {**before, **after} if name not in before or before[name] != after.get(name)]
 
 
-def distances(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+def distances(expected: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, float]:
     """The largest difference of each array from another run's, over the largest magnitude in it.
 
     That counts as 0.001 at least: some gradients are zero but for rounding.
     """
     return {
-        name: float(np.max(np.abs(value - other[name]), initial=0) / np.max(np.abs(value), initial=1e-3))
-        for name, value in one.items()
+        name: float(np.max(np.abs(value - arrays[name]), initial=0) / np.max(np.abs(value), initial=1e-3))
+        for name, value in expected.items()
         if np.issubdtype(value.dtype, np.floating)
     }
 
@@ -76,21 +76,21 @@ def layer_facts(model: Any) -> Facts:
     return {
         "layers": [(type(layer).__name__, layer.name) for layer in layers],
         "attributes of layers": [sorted(vars(layer)) for layer in layers],
-        "weights": [(one.name, tuple(one.shape), str(one.dtype)) for one in model.weights],
+        "weights": [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in model.weights],
     }
 
 
 def attributes() -> dict[tuple[str, str], Any]:
     """Every function and class that the frameworks' modules and classes have, by where it is found."""
-    found: dict[tuple[str, str], Any] = {}
+    values: dict[tuple[str, str], Any] = {}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__.partition(".")[0] in FRAMEWORKS:
             for name, value in list(vars(module).items()):
                 if callable(value):
-                    found[module.__name__, name] = value
+                    values[module.__name__, name] = value
                 if isinstance(value, type) and value.__module__.partition(".")[0] in FRAMEWORKS:
-                    found |= dict(_of_class(value))
-    return found
+                    values |= dict(_of_class(value))
+    return values
 
 
 def replaced(before: Mapping[tuple[str, str], Any]) -> list[str]:

@@ -19,12 +19,12 @@ class Observed(NamedTuple):
     """Every array of some steps by name, and all else that can be compared."""
 
     arrays: Arrays
-    other: Facts
+    further_facts: Facts
 
     @property
     def facts(self) -> Facts:
         """All of it, arrays by their digests."""
-        return {**array_facts(self.arrays), **self.other}
+        return {**array_facts(self.arrays), **self.further_facts}
 
 
 class Program:
@@ -73,8 +73,10 @@ class EagerProgram(Program):
         self.optimizer = keras.optimizers.SGD(RATE, MOMENTUM)
         self.optimizer.build(self.model.trainable_variables)
         self.generator = tf.random.Generator.from_seed(7)
-        self.given = tf.constant(subject.inputs())
-        self.named = {one.path: one.value for one in (*self.model.variables, *self.optimizer.variables)}
+        self.batch = tf.constant(subject.inputs())
+        self.named = {
+            variable.path: variable.value for variable in (*self.model.variables, *self.optimizer.variables)
+        }
         self.named["generator"] = self.generator.state
         self.at_first = self.variables()
         self.make()
@@ -88,31 +90,31 @@ class EagerProgram(Program):
             self.named[name].assign(value)
 
     def step(self) -> Arrays:
-        values = {"evaluated": self.forward(self.given)}
-        outputs, loss, gradients, drawn = self.train(self.given)
+        values = {"evaluated": self.forward(self.batch)}
+        outputs, loss, gradients, drawn = self.train(self.batch)
         values |= {"outputs": outputs, "loss": loss, "drawn": drawn}
         values |= {f"gradient {number}": value for number, value in enumerate(gradients)}
         return {name: value.numpy() for name, value in values.items()}
 
     def variables(self) -> Arrays:
-        return {name: one.numpy() for name, one in self.named.items()}
+        return {name: variable.numpy() for name, variable in self.named.items()}
 
     def structure(self) -> Facts:
         return layer_facts(self.model)
 
-    def forward_pass(self, given: Any) -> Any:
-        return self.model(given, training=False)
+    def forward_pass(self, batch: Any) -> Any:
+        return self.model(batch, training=False)
 
-    def train_step(self, given: Any) -> tuple[Any, Any, Sequence[Any], Any]:
+    def train_step(self, batch: Any) -> tuple[Any, Any, Sequence[Any], Any]:
         with tf.GradientTape() as tape:
-            outputs = self.model(given, training=True)
+            outputs = self.model(batch, training=True)
             loss = weighted_sum(outputs)
         variables = self.model.trainable_variables
-        gradients = tape.gradient(loss, [one.value for one in variables])
+        gradients = tape.gradient(loss, [variable.value for variable in variables])
         with tf.control_dependencies([outputs, loss, *gradients]):  # an update races with reads otherwise
             self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
         drawn = self.generator.normal([4]) + tf.random.uniform([4])
-        return outputs, loss, [tf.convert_to_tensor(one) for one in gradients], drawn
+        return outputs, loss, [tf.convert_to_tensor(variable) for variable in gradients], drawn
 
 
 class FunctionProgram(EagerProgram):
@@ -126,7 +128,7 @@ class FunctionProgram(EagerProgram):
         facts = super().structure()
         for name, function in (("forward", self.forward), ("train", self.train)):
             facts[f"traces of {name}"] = function.experimental_get_tracing_count()
-            graph = function.get_concrete_function(self.given).graph
+            graph = function.get_concrete_function(self.batch).graph
             facts[f"graph of {name}"] = [(op.name, op.type, len(op.inputs)) for op in graph.get_operations()]
         return facts
 
@@ -140,7 +142,7 @@ class SessionProgram(Program):
             tf.compat.v1.set_random_seed(0)
             self.build(subject)
             self.initialize = tf.compat.v1.global_variables_initializer()
-        self.feeds = {self.given: subject.inputs()}
+        self.feeds = {self.batch: subject.inputs()}
         self.session: Any = None
 
     def build(self, subject: Subject) -> None:
@@ -149,23 +151,23 @@ class SessionProgram(Program):
 
         model = subject.make(tf_keras)
         inputs = subject.inputs()
-        self.given = tf.compat.v1.placeholder(inputs.dtype, inputs.shape)
-        evaluated = model(self.given, training=False)
-        outputs = model(self.given, training=True)
+        self.batch = tf.compat.v1.placeholder(inputs.dtype, inputs.shape)
+        evaluated = model(self.batch, training=False)
+        outputs = model(self.batch, training=True)
         loss = weighted_sum(outputs)
         weights = model.trainable_weights
-        gradients = [tf.convert_to_tensor(one) for one in tf.gradients(loss, weights)]
+        gradients = [tf.convert_to_tensor(value) for value in tf.gradients(loss, weights)]
         optimizer = tf.compat.v1.train.MomentumOptimizer(RATE, MOMENTUM)
         # A bias that is only added has a gradient without it: an update would race with the forward pass.
         with tf.control_dependencies([outputs, loss, *gradients]):
             update = optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        updates = model.get_updates_for(self.given)
+        updates = model.get_updates_for(self.batch)
         self.forward = {"evaluated": evaluated}
         self.train = {
             "outputs": outputs, "loss": loss, "drawn": tf.random.normal([4]), "update": (update, updates),
-            **{f"gradient {number}": one for number, one in enumerate(gradients)},
+            **{f"gradient {number}": value for number, value in enumerate(gradients)},
         }  # fmt: skip
-        self.named = {one.name: one for one in tf.compat.v1.global_variables()}
+        self.named = {value.name: value for value in tf.compat.v1.global_variables()}
 
     def start(self) -> None:
         """A new session starts every kernel's random state anew."""

@@ -30,7 +30,7 @@ def small(keras: Any) -> Any:
 SMALL = Subject("small", small, lambda: images(2) / 255)
 
 
-def seen(program: Program, change: Callable[[Any], Any]) -> set[str]:
+def changed_facts(program: Program, change: Callable[[Any], Any]) -> set[str]:
     """What differs when `change` is done to the program after each step, in its scope; without the step."""
 
     @contextmanager
@@ -44,7 +44,7 @@ def seen(program: Program, change: Callable[[Any], Any]) -> set[str]:
 
 @pytest.mark.parametrize("mode", PROGRAMS)
 def test_steps_are_the_same_twice(mode: str) -> None:
-    assert seen(PROGRAMS[mode](SMALL), lambda _: None) == set()
+    assert changed_facts(PROGRAMS[mode](SMALL), lambda _: None) == set()
 
 
 @pytest.mark.parametrize("mode", PROGRAMS)
@@ -60,7 +60,7 @@ def test_a_step_trains_and_draws(mode: str) -> None:
 def test_a_changed_variable_is_noticed(make: type[EagerProgram]) -> None:
     program = make(SMALL)
     name = next(name for name in program.named if name.endswith("dense/kernel"))
-    different = seen(program, lambda _: program.named[name].assign_add(tf.ones([12, 3])))
+    different = changed_facts(program, lambda _: program.named[name].assign_add(tf.ones([12, 3])))
     assert {f"variable {name}", "outputs", "evaluated", "loss"} <= different
 
 
@@ -72,15 +72,15 @@ def test_a_changed_variable_of_a_session_is_noticed() -> None:
         with program.graph.as_default():
             program.named[name].load(np.ones([12, 3]), program.session)
 
-    different = seen(program, load)
+    different = changed_facts(program, load)
     assert {f"variable {name}", "outputs", "evaluated", "loss"} <= different
 
 
 def test_random_numbers_that_are_drawn_are_noticed() -> None:
     program = EagerProgram(SMALL)
-    assert {"drawn", "the next eager draw"} <= seen(program, lambda _: tf.random.uniform([1]))
-    assert {"drawn", "variable generator"} == seen(program, lambda _: program.generator.uniform([1]))
-    assert seen(program, lambda _: np.random.rand()) == {"numpy's random state"}
+    assert {"drawn", "the next eager draw"} <= changed_facts(program, lambda _: tf.random.uniform([1]))
+    assert {"drawn", "variable generator"} == changed_facts(program, lambda _: program.generator.uniform([1]))
+    assert changed_facts(program, lambda _: np.random.rand()) == {"numpy's random state"}
 
 
 def test_an_op_more_in_a_graph_is_noticed() -> None:
@@ -90,18 +90,18 @@ def test_an_op_more_in_a_graph_is_noticed() -> None:
         with program.graph.as_default():
             tf.constant(1)
 
-    assert {"operations", "graph"} <= seen(program, add)
+    assert {"operations", "graph"} <= changed_facts(program, add)
 
 
 def test_a_trace_more_is_noticed() -> None:
     program = FunctionProgram(SMALL)
-    assert "traces of forward" in seen(program, lambda _: program.forward(program.given[:1]))
+    assert "traces of forward" in changed_facts(program, lambda _: program.forward(program.batch[:1]))
 
 
 def test_what_is_left_on_a_layer_is_noticed() -> None:
-    assert seen(EagerProgram(SMALL), lambda program: setattr(program.model.layers[1], "mark", 1)) == {
-        "attributes of layers"
-    }
+    assert changed_facts(
+        EagerProgram(SMALL), lambda program: setattr(program.model.layers[1], "mark", 1)
+    ) == {"attributes of layers"}
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_patched_attribute_is_noticed(holder: Any, name: str, monkeypatch: pyt
 
 
 def test_a_distance_is_a_share_of_the_largest_magnitude() -> None:
-    one, other = np.array([2.0, 0.0]), np.array([2.0, 0.5])
-    assert distances({"x": one, "n": np.array([1])}, {"x": other, "n": np.array([2])}) == {"x": 0.25}
+    expected, array = np.array([2.0, 0.0]), np.array([2.0, 0.5])
+    assert distances({"x": expected, "n": np.array([1])}, {"x": array, "n": np.array([2])}) == {"x": 0.25}
 
 
 def test_every_model_of_the_zoo_has_a_name_of_its_own() -> None:

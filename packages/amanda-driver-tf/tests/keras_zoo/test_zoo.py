@@ -105,7 +105,7 @@ def check_steps(program: Program, bare: Facts, before: Mapping[Any, Any], tools:
 @pytest.mark.usefixtures("without_fusion")
 @pytest.mark.parametrize("name", sorted(models.SAMPLE))
 def test_a_function_traced_in_a_scope_is_as_one_traced_outside(name: str) -> None:
-    subject = next(one for one in models.subjects() if one.name == name)
+    subject = next(candidate for candidate in models.subjects() if candidate.name == name)
     program = FunctionProgram(subject)
     bare = program.observed().facts
     program.make()
@@ -119,7 +119,7 @@ def test_a_function_traced_in_a_scope_is_as_one_traced_outside(name: str) -> Non
 @pytest.mark.parametrize("mode", ["session", "function"])
 @pytest.mark.parametrize("name", sorted(models.SAMPLE))
 def test_where_grappler_fuses_a_tool_changes_rounding_alone(name: str, mode: str) -> None:
-    subject = next(one for one in models.subjects() if one.name == name)
+    subject = next(candidate for candidate in models.subjects() if candidate.name == name)
     with grappler(on=True):
         program = PROGRAMS[mode](subject)
         bare = program.observed(steps=1).arrays

@@ -62,14 +62,16 @@ ARGUMENTS: Sequence[tuple[Any, ...]] = (
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Return functions by their names, each once."""
-    found: dict[int, tuple[str, Callable[..., Any]]] = {}
+    functions_by_id: dict[int, tuple[str, Callable[..., Any]]] = {}
     for namespace, module in NAMESPACES.items():
         for name, function in sorted(vars(module).items()):
             full = f"{namespace}.{name}"
             if callable(function) and not isinstance(function, type) and full not in LEFT and name[0] != "_":
-                found[id(function)] = full, function
+                functions_by_id[id(function)] = full, function
     return {
-        name: one for name, one in sorted(found.values()) if isfunction(one) or hasattr(one, "__wrapped__")
+        name: candidate
+        for name, candidate in sorted(functions_by_id.values())
+        if isfunction(candidate) or hasattr(candidate, "__wrapped__")
     }
 
 
@@ -86,7 +88,7 @@ class Traced(Unchanged):
 def copied(value: Any) -> Any:
     """Return an equal new tensor; handles, and what is no tensor, as they are."""
     if isinstance(value, list):
-        return [copied(one) for one in value]
+        return [copied(element) for element in value]
     if not isinstance(value, tf.Tensor) or value.dtype in (tf.resource, tf.variant):
         return value
     return tf.identity(value)
@@ -107,9 +109,9 @@ class Count:
 
 def differences(function: Callable[..., Any], count: Count) -> Iterator[str]:
     """Yield each call, mode and tool with which a function gives other bits than without, or an exception."""
-    found = list(islice(_accepted(function), SAMPLES))
-    count.functions += bool(found)
-    for number, arguments in enumerate(found):
+    accepted = list(islice(_accepted(function), SAMPLES))
+    count.functions += bool(accepted)
+    for number, arguments in enumerate(accepted):
         for mode, run in (("eager", _eager), ("function", _traced)):
             try:
                 bare, again = run(function, arguments), run(function, arguments)
@@ -122,11 +124,11 @@ def differences(function: Callable[..., Any], count: Count) -> Iterator[str]:
             for name, make in TOOLS.items():
                 try:
                     with amanda.apply(make()):
-                        given = run(function, arguments)
+                        results = run(function, arguments)
                 except Exception as error:
                     yield f"call {number}, {mode}, {name}: {type(error).__name__}: {error}"
                     continue
-                if not _is_same(given, bare):
+                if not _is_same(results, bare):
                     yield f"call {number}, {mode}, {name}: bits"
 
 
@@ -135,7 +137,7 @@ def _accepted(function: Callable[..., Any]) -> Iterator[tuple[Any, ...]]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if any(isinstance(one, tf.Tensor) for one in _flat(function(*arguments))):
+                if any(isinstance(output, tf.Tensor) for output in _flat(function(*arguments))):
                     yield arguments
         except Exception:  # of arguments that it does not take
             continue
@@ -148,42 +150,48 @@ def _flat(value: Any) -> list[Any]:
 def _eager(function: Callable[..., Any], arguments: Sequence[Any]) -> Record:
     tf.random.set_seed(0)
     keras.utils.set_random_seed(0)
-    given = tf.nest.map_structure(_tensor, list(arguments))
-    sources = [one for one in _flat(given) if isinstance(one, tf.Tensor) and one.dtype.is_floating]
+    values = tf.nest.map_structure(_tensor, list(arguments))
+    sources = [value for value in _flat(values) if isinstance(value, tf.Tensor) and value.dtype.is_floating]
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(sources)
-        made = [one for one in _flat(function(*given)) if isinstance(one, tf.Tensor)]
-        floats = [one for one in made if one.dtype.is_floating]
+        outputs = [output for output in _flat(function(*values)) if isinstance(output, tf.Tensor)]
+        floats = [output for output in outputs if output.dtype.is_floating]
     try:
         gradients = tape.gradient(floats, sources) if floats and sources else []
     except LookupError:  # TensorFlow has no gradient of the op
         gradients = []
-    kept = [one for one in gradients if one is not None]
-    return [*map(_array, made), *(_array(tf.convert_to_tensor(one)) for one in kept), bool(kept)]
+    present = [gradient for gradient in gradients if gradient is not None]
+    return [
+        *map(_array, outputs),
+        *(_array(tf.convert_to_tensor(gradient)) for gradient in present),
+        bool(present),
+    ]
 
 
 def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> Record:
     tf.random.set_seed(0)
     keras.utils.set_random_seed(0)
-    given = tf.nest.map_structure(_tensor, list(arguments))
-    flat = [one for one in _flat(given) if isinstance(one, tf.Tensor)]
+    values = tf.nest.map_structure(_tensor, list(arguments))
+    flat = [value for value in _flat(values) if isinstance(value, tf.Tensor)]
 
     @tf.function
     def program(tensors: Any) -> Any:
-        left = iter(tensors)
-        own = tf.nest.map_structure(lambda one: next(left) if isinstance(one, tf.Tensor) else one, given)
-        sources = [one for one in tensors if one.dtype.is_floating]
-        made = [one for one in _flat(function(*own)) if isinstance(one, tf.Tensor)]
-        floats = [one for one in made if one.dtype.is_floating]
+        remaining = iter(tensors)
+        symbols = tf.nest.map_structure(
+            lambda value: next(remaining) if isinstance(value, tf.Tensor) else value, values
+        )
+        sources = [tensor for tensor in tensors if tensor.dtype.is_floating]
+        outputs = [output for output in _flat(function(*symbols)) if isinstance(output, tf.Tensor)]
+        floats = [output for output in outputs if output.dtype.is_floating]
         try:
             gradients = tf.gradients(floats, sources) if floats and sources else []
         except LookupError:
             gradients = []
-        return made, [tf.convert_to_tensor(one) for one in gradients if one is not None]
+        return outputs, [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
 
     with without_fusion():
-        made, gradients = program(flat)
-    return [*map(_array, made), *map(_array, gradients), bool(gradients)]
+        outputs, gradients = program(flat)
+    return [*map(_array, outputs), *map(_array, gradients), bool(gradients)]
 
 
 def _tensor(value: Any) -> Any:
@@ -194,10 +202,10 @@ def _array(tensor: Any) -> Any:
     return None if tensor.dtype in (tf.resource, tf.variant) else np.asarray(tensor.numpy())
 
 
-def _is_same(one: Record, other: Record) -> bool:
+def _is_same(record: Record, expected: Record) -> bool:
     def bits(value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return value
         return value.dtype, value.shape, value.tolist() if value.dtype.kind == "O" else value.tobytes()
 
-    return [*map(bits, one)] == [*map(bits, other)]
+    return [*map(bits, record)] == [*map(bits, expected)]

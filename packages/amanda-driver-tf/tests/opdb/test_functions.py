@@ -32,5 +32,5 @@ def test_calls_of_the_sample_are_bit_identical(sampled: str) -> None:
 def test_calls_are_bit_identical(function: str, record_property: Callable[[str, int], None]) -> None:
     count = Count()
     assert list(differences(functions()[function], count)) == []
-    for what, number in vars(count).items():
-        record_property(what, number)
+    for outcome, number in vars(count).items():
+        record_property(outcome, number)

@@ -14,7 +14,7 @@ class Everywhere(amanda.Tool):
     """Gives back every value that it is given, at every point of every op."""
 
     def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
         self.add_inst_for_op(self.before)
         self.add_inst_for_op(self.after, require_outputs=True)
@@ -22,7 +22,7 @@ class Everywhere(amanda.Tool):
         self.add_inst_for_op(self.after_backward, backward=True, require_outputs=True)
 
     def before(self, context) -> None:
-        self.seen[context.get_op().name] += 1
+        self.counts[context.get_op().name] += 1
         context.insert_before_op(self.same, name=context.get_op().name)
 
     def after(self, context) -> None:
@@ -47,5 +47,5 @@ def everywhere() -> Everywhere:
 @pytest.fixture
 def graph():
     """A graph in which operations are made, as in a program of TensorFlow 1."""
-    with tf.Graph().as_default() as made:
-        yield made
+    with tf.Graph().as_default() as new_graph:
+        yield new_graph

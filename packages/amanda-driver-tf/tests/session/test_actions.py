@@ -62,11 +62,11 @@ def test_a_value_after_an_op_reaches_readers_and_fetches(graph, x, session, mark
 
 
 def test_only_the_selected_input_is_given(graph, x, session) -> None:
-    given = []
+    counts = []
     y = tf.subtract(x, tf.constant(1.0))
-    with amanda.apply(At("Sub", "insert_before_op", lambda *values: given.append(len(values)), inputs="y")):
+    with amanda.apply(At("Sub", "insert_before_op", lambda *values: counts.append(len(values)), inputs="y")):
         session.run(y, X)
-    assert given == [1]
+    assert counts == [1]
 
 
 def test_an_op_is_replaced(graph, x, session) -> None:
@@ -87,10 +87,10 @@ def test_a_changed_weight_is_what_its_gradients_are_computed_on(graph, session) 
     y = tf.matmul(x, w)
     dx, dw = tf.gradients(y, [x, w])
     session.run(w.initializer)
-    other = tf.linalg.matmul(x, w * 0.0)  # another reader of the same weight
+    second_reader = tf.linalg.matmul(x, w * 0.0)  # another reader of the same weight
     tool = At("MatMul", "insert_before_op", lambda value: value * 10.0, inputs=[1])
     with amanda.apply(tool):
-        inside = session.run([y, dx, dw, other], {x: [[1.0, 1.0]]})
+        inside = session.run([y, dx, dw, second_reader], {x: [[1.0, 1.0]]})
     np.testing.assert_allclose(inside[0], [[40, 60]])
     np.testing.assert_allclose(inside[1], [[30, 70]])
     np.testing.assert_allclose(inside[2], [[1, 1], [1, 1]])  # straight through
@@ -130,7 +130,7 @@ def test_gradients_before_and_after_a_backward_op(graph, x, session) -> None:
         tool = At("Cos", action, lambda *values: None, backward=True, after=after)
         with amanda.apply(tool):
             np.testing.assert_equal(session.run(grad, X), vanilla)
-        tool = At("Mul", action, lambda *grads: [2.0 * one for one in grads], backward=True, after=after)
+        tool = At("Mul", action, lambda *grads: [2.0 * value for value in grads], backward=True, after=after)
         with amanda.apply(tool):
             inside = session.run(grad, X)
         assert len(tool.contexts) == 2
@@ -149,7 +149,7 @@ def test_a_backward_op_is_replaced(graph, x, session) -> None:
 def test_what_an_execution_hands_on(graph, x, session) -> None:
     class Handing(amanda.Tool):
         def __init__(self):
-            self.seen = []
+            self.values = []
             self.add_inst_for_op(self.forward)
             self.add_inst_for_op(self.backward, backward=True)
 
@@ -166,7 +166,7 @@ def test_what_an_execution_hands_on(graph, x, session) -> None:
             run["value"] = value
 
         def take(self, *grads, run):
-            self.seen.append(run["value"].numpy().tolist())
+            self.values.append(run["value"].numpy().tolist())
 
     tool = Handing()
     y = tf.sin(x)
@@ -174,15 +174,15 @@ def test_what_an_execution_hands_on(graph, x, session) -> None:
     with amanda.apply(tool):
         session.run([y, grad], X)
         session.run([y, grad], {"x:0": [4.0, 5.0, 6.0]})
-    assert tool.seen == [[1, 2, 3], [4, 5, 6]]
+    assert tool.values == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_observers_see_what_runs(graph, x, session) -> None:
-    seen = []
+    values = []
 
     @amanda.observer
     def see(value, name):
-        seen.append((name, value.numpy().tolist()))
+        values.append((name, value.numpy().tolist()))
 
     class Observing(amanda.Tool):
         def __init__(self):
@@ -195,9 +195,9 @@ def test_observers_see_what_runs(graph, x, session) -> None:
     y, z = -x, tf.abs(x - 2.0)
     with amanda.apply(Observing()):
         session.run(y, X)
-        assert seen == [("Neg", [-1, -2, -3])]
+        assert values == [("Neg", [-1, -2, -3])]
         session.run([y.op, z.op], X)
-    assert sorted(seen[1:]) == [("Abs", [1, 0, 1]), ("Neg", [-1, -2, -3])]
+    assert sorted(values[1:]) == [("Abs", [1, 0, 1]), ("Neg", [-1, -2, -3])]
 
 
 def test_values_of_weights_and_constants_at_analysis(graph, session) -> None:
@@ -252,7 +252,7 @@ def test_facts_of_an_op(graph, session) -> None:
     assert facts["attrs"]["strides"] == [1, 1, 1, 1]
     assert (facts["op"].type, facts["op"].name, facts["op"].__name__) == ("Conv2D", "block/conv", "Conv2D")
     assert facts["op"].graph_op is y.op
-    assert [one.name for one in facts["inputs"]] == [one.name for one in y.op.inputs]
+    assert [value.name for value in facts["inputs"]] == [value.name for value in y.op.inputs]
     assert facts["outputs"][0].shape == (1, 4, 4, 2)
     assert facts["namespace"] == f"tensorflow/{tf.__version__}/graph"
 
@@ -277,16 +277,16 @@ def test_pruning_trains_as_by_hand(graph) -> None:
     x = np.random.RandomState(0).randn(8, 6).astype(np.float32)
 
     def build(mask):
-        with tf.Graph().as_default() as made:
+        with tf.Graph().as_default() as graph:
             tf1.set_random_seed(1)
-            given = tf1.placeholder(tf.float32, [None, 6])
+            x_in = tf1.placeholder(tf.float32, [None, 6])
             w = tf1.get_variable("w", [6, 4], initializer=tf1.ones_initializer(), use_resource=True)
             weight = w if mask is None else tf.stop_gradient(w * mask - w) + w
-            loss = tf.reduce_mean(tf.square(tf.matmul(given, weight) - 1.0))
+            loss = tf.reduce_mean(tf.square(tf.matmul(x_in, weight) - 1.0))
             (grad,) = tf.gradients(loss, w)
             if mask is not None:
                 grad = grad * mask
-            return made, given, loss, w, tf1.train.GradientDescentOptimizer(0.1).apply_gradients([(grad, w)])
+            return graph, x_in, loss, w, tf1.train.GradientDescentOptimizer(0.1).apply_gradients([(grad, w)])
 
     mask = np.float32(np.arange(24).reshape(6, 4) % 2)
 
@@ -305,10 +305,10 @@ def test_pruning_trains_as_by_hand(graph) -> None:
                 context.insert_after_backward_op(lambda grad: grad * mask)
 
     def train(mask, *tools):
-        made, given, loss, w, step = build(mask)
-        with tf1.Session(graph=made) as session:
+        graph, x_in, loss, w, step = build(mask)
+        with tf1.Session(graph=graph) as session:
             session.run(w.initializer)
             with amanda.apply(*tools):
-                return [session.run([loss, step], {given: x})[0] for _ in range(5)]
+                return [session.run([loss, step], {x_in: x})[0] for _ in range(5)]
 
     np.testing.assert_allclose(train(None, Pruning()), train(mask), rtol=1e-6)

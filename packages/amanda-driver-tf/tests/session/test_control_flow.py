@@ -144,17 +144,17 @@ def test_what_comes_round_again_to_a_merge_is_reported(graph) -> None:
         y = tf1.while_loop(lambda i: i < 3, lambda i: i + 1, [tf.constant(0)])
     finally:
         tf1.enable_control_flow_v2()
-    seen = []
+    calls = []
     tool = amanda.Tool()
 
     def analysis(context) -> None:
         if context.get_op().type == "Merge":
-            context.insert_before_op(lambda *values: seen.append(values))
+            context.insert_before_op(lambda *values: calls.append(values))
 
     tool.add_inst_for_op(analysis)
     with tf1.Session(graph=graph) as session, amanda.apply(tool) as scope:
         assert session.run(y) == 3
-    assert len(seen) == 1
+    assert len(calls) == 1
     assert [entry.what for entry in scope.report] == ["routines before while/Merge"]
 
 
@@ -182,31 +182,31 @@ class Noting(amanda.Tool):
 
     def __init__(self, shares):
         super().__init__()
-        self.seen, self.calls, self.shares = [], 0, shares
+        self.records, self.calls, self.shares = [], 0, shares
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context):
         see = self.see if self.shares else self.see_alone
         for point, insert in (("before", context.insert_before_op), ("after", context.insert_after_op)):
-            insert(see, what=(point, context.get_op().name))
+            insert(see, site=(point, context.get_op().name))
 
-    def see_alone(self, *values, what):
-        self.note(values, what)
+    def see_alone(self, *values, site):
+        self.note(values, site)
 
     @amanda.observer
-    def see(self, *values, what):
+    def see(self, *values, site):
         self.calls += 1  # at what enters a loop, which is alone
-        self.note(values, what)
+        self.note(values, site)
 
     @amanda.gathered(see)
     def see_all(self, executions):
         self.calls += 1
-        for one in executions:
-            self.note(one.values, **one.kwargs)
+        for observation in executions:
+            self.note(observation.values, **observation.kwargs)
 
-    def note(self, values, what):
-        known = [None if one is None else np.asarray(one).tolist() for one in values]
-        self.seen.append((*what, repr(known)))
+    def note(self, values, site):
+        lists = [None if value is None else np.asarray(value).tolist() for value in values]
+        self.records.append((*site, repr(lists)))
 
 
 def test_observers_at_control_flow_share_a_node_in_each_round_and_see_what_routines_of_their_own_see(graph):
@@ -224,6 +224,6 @@ def test_observers_at_control_flow_share_a_node_in_each_round_and_see_what_routi
     alone, shared = Noting(False), Noting(True)
     for tool in (alone, shared):
         same_in_scope(graph, fetches, {x: 0.5}, tool, repeat=1)
-    assert sorted(alone.seen) == sorted(shared.seen)
-    assert any("Switch" in name for _, name, _ in shared.seen)
-    assert shared.calls < len(shared.seen) / 5
+    assert sorted(alone.records) == sorted(shared.records)
+    assert any("Switch" in name for _, name, _ in shared.records)
+    assert shared.calls < len(shared.records) / 5

@@ -38,9 +38,9 @@ def fed(value: Any, leaf: bool = False, origin: tuple[Call, int] | None = None) 
     leaf: whether it gets a gradient.  origin: where it can be differentiated, the call that gave it and
     its position among what that gave.
     """
-    made = tf.constant(value)
-    made.leaf, made.origin, made.grad = leaf, origin, None
-    return made
+    tensor = tf.constant(value)
+    tensor.leaf, tensor.origin, tensor.grad = leaf, origin, None
+    return tensor
 
 
 def is_fed(value: Any) -> bool:
@@ -64,19 +64,23 @@ class Program:
 
     def feeds(self, inputs: Sequence[Any]) -> dict[Any, Any]:
         """What is fed for some inputs."""
-        return {given: value.numpy() for given, value in zip(self.inputs, inputs, strict=True)}
+        return {placeholder: value.numpy() for placeholder, value in zip(self.inputs, inputs, strict=True)}
 
     @cached_property
     def seeds(self) -> list[Any]:
         """Placeholders for the gradients that enter."""
-        return [tf1.placeholder(one.dtype, one.shape) for one in self.outputs]
+        return [tf1.placeholder(output.dtype, output.shape) for output in self.outputs]
 
     @cached_property
     def gradients(self) -> dict[Any, Any]:
         """Gradients of the inputs, by their positions, and of the variables."""
-        sources = dict(enumerate(self.inputs)) | {one.ref(): one for one in tf1.global_variables()}
+        sources = dict(enumerate(self.inputs)) | {
+            gradient.ref(): gradient for gradient in tf1.global_variables()
+        }
         gradients = tf.gradients(self.outputs, list(sources.values()), self.seeds)
-        return {key: one for key, one in zip(sources, gradients, strict=True) if one is not None}
+        return {
+            key: gradient for key, gradient in zip(sources, gradients, strict=True) if gradient is not None
+        }
 
 
 class Call:
@@ -170,11 +174,11 @@ class SessionSample(Sample):
 
     def run(self, module: Module, args: Any, kwargs: Any) -> Any:
         """What the module gives for these arguments, from the session."""
-        given = tf.nest.flatten((args, kwargs))
-        inputs = [one for one in given if is_fed(one)]
+        flat = tf.nest.flatten((args, kwargs))
+        inputs = [value for value in flat if is_fed(value)]
         signature = tuple(
-            (one.dtype, one.ndim) if is_fed(one) else one.ref() if hasattr(one, "ref") else one
-            for one in given
+            (value.dtype, value.ndim) if is_fed(value) else value.ref() if hasattr(value, "ref") else value
+            for value in flat
         )
         with self._graph.as_default():
             with self._making:
@@ -190,13 +194,13 @@ class SessionSample(Sample):
             else:
                 call = None
                 outputs = session.run(program.outputs, program.feeds(inputs))
-        values = [fed(one, origin=call and (call, position)) for position, one in enumerate(outputs)]
+        values = [fed(output, origin=call and (call, position)) for position, output in enumerate(outputs)]
         return tf.nest.pack_sequence_as(program.form, values) if values else None
 
     def _is_differentiated(self, program: Program, inputs: Sequence[Any]) -> bool:
-        if not self.differentiates or not all(one.dtype.is_floating for one in program.outputs):
+        if not self.differentiates or not all(value.dtype.is_floating for value in program.outputs):
             return False
-        if any(one.leaf or one.origin for one in inputs):
+        if any(value.leaf or value.origin for value in inputs):
             return True
         return bool(tf1.global_variables()) and any(not isinstance(key, int) for key in program.gradients)
 
@@ -228,9 +232,9 @@ class SessionSample(Sample):
 
     def parameter(self, values: Sequence[Any]) -> Any:
         with self._graph.as_default():
-            made = tf1.Variable(values, dtype=tf.float64, use_resource=True)
-        self.session.run(made.initializer)
-        return made
+            variable = tf1.Variable(values, dtype=tf.float64, use_resource=True)
+        self.session.run(variable.initializer)
+        return variable
 
     def bits(self, tensor: Any) -> bytes:
         return self._value(tensor).tobytes()
@@ -272,7 +276,7 @@ class SessionSample(Sample):
             tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         elif tensor.origin:
             call, position = tensor.origin
-            seeds.setdefault(call, [np.zeros_like(one) for one in call.outputs])[position] += gradient
+            seeds.setdefault(call, [np.zeros_like(output) for output in call.outputs])[position] += gradient
 
     def model(self) -> Any:
         return Network(self)

@@ -99,10 +99,10 @@ def test_copies_die_with_their_graph_and_their_tool() -> None:
         y = tf.exp(tf.constant(1.0))
         with amanda.apply(tool):
             session.run(y)
-        with amanda.apply(other := Doubling()):
+        with amanda.apply(second_tool := Doubling()):
             session.run(y)
-        gone = weakref.ref(other)
-        del other
+        gone = weakref.ref(second_tool)
+        del second_tool
         gc.collect()
         assert gone() is None
     gone = weakref.ref(graph)

@@ -89,11 +89,11 @@ def test_recorded_gradients_beside_imported_ones(graph) -> None:
     with tf.Graph().as_default(), tf1.Session() as session:
         tf1.import_graph_def(definition, name="")
         x = tf1.placeholder(tf.float32, [3, 3])
-        (own,) = tf1.gradients(tf.sin(x, name="sine"), x, name="own")
+        (recorded,) = tf1.gradients(tf.sin(x, name="sine"), x, name="own")
         tool = Pairs()
         session.run("w/Assign")
         with amanda.apply(tool) as scope:
-            session.run([own, grad.name], {"x:0": np.ones([2, 3]), x: np.ones([3, 3])})
+            session.run([recorded, grad.name], {"x:0": np.ones([2, 3]), x: np.ones([3, 3])})
     assert tool.pairs["own/sine_grad/mul"] == "sine"
     assert tool.pairs["gradients/exp_grad/mul"] == "exp"
     assert len([entry for entry in scope.report if "names" in entry.reason]) == 1

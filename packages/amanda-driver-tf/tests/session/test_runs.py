@@ -77,10 +77,10 @@ def test_other_fetches_and_feeds_are_other_copies(graph, x, session, everywhere)
     y, z = tf.exp(x, name="y"), tf.sin(x, name="z")
     with amanda.apply(everywhere):
         session.run(y, {x: [1, 2]})
-        assert set(everywhere.seen) == {"y"}
+        assert set(everywhere.counts) == {"y"}
         session.run(z, {x: [1, 2]})
         session.run([y, z], {x: [1, 2]})
-    assert everywhere.seen == {"y": 1, "z": 1}
+    assert everywhere.counts == {"y": 1, "z": 1}
     assert everywhere.ran["y"] == everywhere.ran["z"] == 2
 
 
@@ -88,7 +88,7 @@ def test_other_fetches_and_feeds_are_other_copies(graph, x, session, everywhere)
 def test_callables_made_before_the_scope(graph, x, session, everywhere, kind) -> None:
     y = tf.exp(tf.constant([1.0, 2.0]), name="y")
     fed = tf.sin(x, name="fed")
-    made = {
+    session_callable = {
         "tensor": lambda: session.make_callable(y),
         "operation": lambda: session.make_callable(y.op),
         "list": lambda: session.make_callable([y, {"again": y}]),
@@ -96,11 +96,11 @@ def test_callables_made_before_the_scope(graph, x, session, everywhere, kind) ->
         "options": lambda: session.make_callable([y], accept_options=True),
     }[kind]()
     args = ([1.0, 2.0],) if kind == "fed" else ()
-    vanilla = made(*args)
+    vanilla = session_callable(*args)
     with amanda.apply(everywhere):
-        np.testing.assert_equal(made(*args), vanilla)
+        np.testing.assert_equal(session_callable(*args), vanilla)
     assert everywhere.ran["fed" if kind == "fed" else "y"] == 1
-    np.testing.assert_equal(made(*args), vanilla)
+    np.testing.assert_equal(session_callable(*args), vanilla)
     assert everywhere.ran["fed" if kind == "fed" else "y"] == 1
 
 
@@ -206,19 +206,19 @@ def test_a_monitored_session_and_its_finalized_graph(graph, everywhere, tmp_path
 
 
 def test_several_sessions_and_graphs(everywhere) -> None:
-    made = []
+    programs = []
     for factor in (2.0, 3.0):
         graph = tf.Graph()
         with graph.as_default():
             v = tf1.get_variable("v", initializer=factor)
-            made.append((graph, tf.multiply(v, 10.0, name="y"), v.assign(factor + 1), v.initializer))
+            programs.append((graph, tf.multiply(v, 10.0, name="y"), v.assign(factor + 1), v.initializer))
     with amanda.apply(everywhere):
-        for graph, y, change, start in made:
-            with tf1.Session(graph=graph) as one, tf1.Session(graph=graph) as other:
-                one.run(start), other.run(start)
-                before = one.run(y)
-                one.run(change)
-                assert (one.run(y), other.run(y)) == (before + 10, before)
+        for graph, y, change, start in programs:
+            with tf1.Session(graph=graph) as first, tf1.Session(graph=graph) as second:
+                first.run(start), second.run(start)
+                before = first.run(y)
+                first.run(change)
+                assert (first.run(y), second.run(y)) == (before + 10, before)
     assert everywhere.ran["y"] == 6
 
 

@@ -55,12 +55,12 @@ def test_iterators_go_on(graph, everywhere) -> None:
     n = tf.identity(iterator.get_next(), name="n")
     with tf1.Session(graph=graph) as session:
         session.run(iterator.initializer)
-        taken = [session.run([n, one_shot])]
+        values = [session.run([n, one_shot])]
         with amanda.apply(everywhere):
-            taken.append(session.run([n, one_shot]))
-            taken.append(session.run([n, one_shot]))
-        taken.append(session.run([n, one_shot]))
-        assert taken == [[0, 0], [2, 1], [4, 2], [6, 3]]
+            values.append(session.run([n, one_shot]))
+            values.append(session.run([n, one_shot]))
+        values.append(session.run([n, one_shot]))
+        assert values == [[0, 0], [2, 1], [4, 2], [6, 3]]
         with amanda.apply(everywhere):
             session.run(iterator.initializer)
             assert session.run(n) == 0
@@ -74,35 +74,35 @@ def test_iterators_go_on(graph, everywhere) -> None:
 def test_queues_and_tables(graph, everywhere) -> None:
     queue = tf1.FIFOQueue(10, tf.int32, [])
     item = tf1.placeholder(tf.int32, [])
-    put, get = queue.enqueue(item), queue.dequeue()
+    enqueue, get = queue.enqueue(item), queue.dequeue()
     table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)
     insert, find = table.insert(["a"], [7]), table.lookup(tf.constant(["a", "b"]))
     static = tf1.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["k"], [3]), -1)
-    found = static.lookup(tf.constant(["k", "?"]))
+    static_values = static.lookup(tf.constant(["k", "?"]))
     with tf1.Session(graph=graph) as session:
         session.run(tf1.tables_initializer())
-        session.run(put, {item: 1})
+        session.run(enqueue, {item: 1})
         with amanda.apply(everywhere):
-            session.run(put, {item: 2})
+            session.run(enqueue, {item: 2})
             assert session.run(get) == 1
             session.run(insert)
             np.testing.assert_equal(session.run(find), [7, -1])
-            np.testing.assert_equal(session.run(found), [3, -1])
+            np.testing.assert_equal(session.run(static_values), [3, -1])
         assert session.run(get) == 2
         np.testing.assert_equal(session.run(find), [7, -1])
 
 
 def draws(graph, tensors, inside, tool):
     with tf1.Session(graph=graph) as session:
-        taken = []
+        values = []
         for step in range(4):
             if step in inside:
                 with amanda.apply(tool) as scope:
-                    taken.append(session.run(tensors))
+                    values.append(session.run(tensors))
                 assert not [entry for entry in scope.report if "begins anew" in entry.reason]
             else:
-                taken.append(session.run(tensors))
-        return taken
+                values.append(session.run(tensors))
+        return values
 
 
 class After(amanda.Tool):
@@ -148,15 +148,15 @@ def test_generators_in_kernels_stay_where_they_are(graph) -> None:
     def run(inside, tool):
         with tf1.Session(graph=graph) as session:
             session.run(x.initializer)
-            taken = []
+            values = []
             for step in range(4):
                 if step in inside:
                     with amanda.apply(tool) as scope:
-                        taken.append(session.run(tensors))
+                        values.append(session.run(tensors))
                     assert not [entry for entry in scope.report if "begins anew" in entry.reason]
                 else:
-                    taken.append(session.run(tensors))
-            return taken
+                    values.append(session.run(tensors))
+            return values
 
     tool = OfMatMul()
     np.testing.assert_equal(run((1, 2), tool), run((), tool))
@@ -170,16 +170,16 @@ def test_a_generator_that_reads_what_is_instrumented_draws_from_the_same_state(g
 
     def run(inside):
         with tf1.Session(graph=graph) as session:
-            taken = []
+            values = []
             for step in range(5):
                 feeds = {x: np.ones([step + 1])}
                 if step in inside:
                     with amanda.apply(everywhere) as scope:
-                        taken.append(session.run(tensors, feeds))
+                        values.append(session.run(tensors, feeds))
                     assert not scope.report
                 else:
-                    taken.append(session.run(tensors, feeds))
-            return taken
+                    values.append(session.run(tensors, feeds))
+            return values
 
     np.testing.assert_equal(run((1, 2, 4)), run(()))
     assert everywhere.ran
@@ -201,14 +201,14 @@ def test_generators_in_variables_are_shared(graph, everywhere) -> None:
     def run(inside):
         with tf1.Session(graph=graph) as session:
             session.run(tf1.global_variables_initializer())
-            taken = []
+            values = []
             for step in range(4):
                 if step in inside:
                     with amanda.apply(everywhere):
-                        taken.append(session.run([y, z]))
+                        values.append(session.run([y, z]))
                 else:
-                    taken.append(session.run([y, z]))
-            return taken
+                    values.append(session.run([y, z]))
+            return values
 
     np.testing.assert_equal(run((1, 2)), run(()))
 
@@ -232,9 +232,9 @@ def test_checkpoints_are_the_same_bytes(graph, everywhere, tmp_path) -> None:
         saver.restore(session, str(tmp_path / "outside" / "model"))
         session.run(train)
         saver.save(session, str(tmp_path / "vanilla" / "model"))
-    for one, other in (("inside", "outside"), ("after", "vanilla")):
+    for folder, expected_folder in (("inside", "outside"), ("after", "vanilla")):
         for name in ("model.data-00000-of-00001", "model.index"):
-            assert (tmp_path / one / name).read_bytes() == (tmp_path / other / name).read_bytes()
+            assert (tmp_path / folder / name).read_bytes() == (tmp_path / expected_folder / name).read_bytes()
     assert (tmp_path / "inside" / "model.meta").read_bytes() == (
         tmp_path / "outside" / "model.meta"
     ).read_bytes()

@@ -30,29 +30,29 @@ def train_graph():
     return loss, tf1.train.AdamOptimizer().minimize(loss), tf1.global_variables_initializer()
 
 
-def shown(graph):
+def visible_facts(graph):
     return (
         [op.name for op in graph.get_operations()],
         graph.as_graph_def(),
         graph.as_graph_def(add_shapes=True),
         graph.version,
-        {key: [str(one) for one in graph.get_collection(key)] for key in graph.get_all_collection_keys()},
+        {key: [str(item) for item in graph.get_collection(key)] for key in graph.get_all_collection_keys()},
         tf1.train.export_meta_graph(graph=graph),
-        {tensor.name: sorted(one.name for one in tensor.consumers())
+        {tensor.name: sorted(reader.name for reader in tensor.consumers())
          for op in graph.get_operations() for tensor in op.outputs},
-        {op.name: sorted(one.name for one in op._control_outputs) for op in graph.get_operations()},
+        {op.name: sorted(reader.name for reader in op._control_outputs) for op in graph.get_operations()},
     )  # fmt: skip
 
 
 def test_the_graph_shows_what_it_showed(graph, everywhere) -> None:
     loss, train, init = train_graph()
-    before = shown(graph)
+    before = visible_facts(graph)
     with tf1.Session(graph=graph) as session:
         session.run(init)
         with amanda.apply(everywhere):
             session.run([loss, train], {"x:0": np.ones([4, 3])})
-            assert shown(graph) == before
-        assert shown(graph) == before
+            assert visible_facts(graph) == before
+        assert visible_facts(graph) == before
         assert session.graph_def == graph.as_graph_def()
 
 
@@ -61,16 +61,16 @@ def test_functions_of_copies_are_not_shown(graph, mark) -> None:
     inner = tf.function(lambda value: value * 2.0)
     tool = amanda.Tool()
 
-    def analyse(one):
-        if one.get_op_type() == "Sin":
-            one.insert_before_op(mark(lambda value: inner(value) + 1.0))
+    def analyse(context):
+        if context.get_op_type() == "Sin":
+            context.insert_before_op(mark(lambda value: inner(value) + 1.0))
 
     tool.add_inst_for_op(analyse)
     y = tf.function(tf.sin)(tf.constant(1.0)) + tf.sin(1.0)
-    before = shown(graph)
+    before = visible_facts(graph)
     with tf1.Session(graph=graph) as session, amanda.apply(tool):
         assert session.run(y) == pytest.approx(2 * np.sin(3.0))
-    assert shown(graph) == before
+    assert visible_facts(graph) == before
 
 
 def test_a_graph_can_be_built_on_and_imported_into(graph, everywhere) -> None:
@@ -87,7 +87,7 @@ def test_a_graph_can_be_built_on_and_imported_into(graph, everywhere) -> None:
         with amanda.apply(everywhere):
             session.run(grads, {"x:0": np.ones([4, 3])})
         session.run(grads, {"x:0": np.ones([4, 3])})
-        assert not [name for name in everywhere.seen if "amanda" in name]
+        assert not [name for name in everywhere.counts if "amanda" in name]
 
 
 def test_classes_are_as_they_were(graph, everywhere) -> None:
@@ -102,9 +102,9 @@ def test_readers_of_what_copies_read_are_hidden_in_that_graph_alone() -> None:
     before = dict(vars(ops.SymbolicTensor)), dict(vars(ops.Operation))
     graph = tf.Graph()
     with graph.as_default():
-        noise, one = tf1.random_uniform([2], seed=1), tf.constant(1.0)
+        noise, constant = tf1.random_uniform([2], seed=1), tf.constant(1.0)
         with tf1.control_dependencies([noise.op]):
-            y = tf.exp(one)
+            y = tf.exp(constant)
         z = tf.exp(noise)
         with tf1.Session() as session, amanda.apply(inserting("insert_before_op", "Exp", lambda x: x)):
             session.run([y, z])
@@ -117,7 +117,7 @@ def test_readers_of_what_copies_read_are_hidden_in_that_graph_alone() -> None:
     assert type(z.op) is ops.Operation
     assert (dict(vars(ops.SymbolicTensor)), dict(vars(ops.Operation))) == before
     died = weakref.ref(graph)
-    del graph, noise, one, y, z, later, session
+    del graph, noise, constant, y, z, later, session
     gc.collect()
     assert died() is None
 
@@ -125,7 +125,7 @@ def test_readers_of_what_copies_read_are_hidden_in_that_graph_alone() -> None:
 def test_nothing_is_copied_where_nothing_is_inserted(graph) -> None:
     tool = amanda.Tool()
     names = []
-    tool.add_inst_for_op(lambda one: names.append(one.get_op().name))
+    tool.add_inst_for_op(lambda context: names.append(context.get_op().name))
     y = tf.exp(tf.constant(1.0), name="y")
     with tf1.Session(graph=graph) as session, amanda.apply(tool):
         session.run(y)
@@ -147,27 +147,27 @@ def test_routines_may_make_variables_and_operations(graph) -> None:
 
         def scaled(self, value):
             self.scale.assign_add(1.0)
-            other = tf.Variable(value)
-            return other * self.scale
+            variable = tf.Variable(value)
+            return variable * self.scale
 
     x = tf1.placeholder(tf.float32, [])
     v = tf1.get_variable("v", initializer=1.0)
     y = tf.exp(x) + v
-    before = shown(graph)
+    before = visible_facts(graph)
     tool = Scaling()
     with tf1.Session(graph=graph) as session:
         session.run(v.initializer)
         with amanda.apply(tool):
             assert session.run(y, {x: 1.0}) == pytest.approx(np.exp(3.0) + 1)
             assert session.run(y, {x: 1.0}) == pytest.approx(np.exp(4.0) + 1)
-        assert shown(graph) == before
+        assert visible_facts(graph) == before
         with context.eager_mode():
             assert float(tool.scale) == 4.0
 
 
 def test_an_exception_in_a_routine_is_raised_as_itself(graph) -> None:
     loss, train, init = train_graph()
-    before = shown(graph)
+    before = visible_facts(graph)
     feeds = {"x:0": np.ones([4, 3])}
 
     class Mine(Exception):
@@ -175,13 +175,13 @@ def test_an_exception_in_a_routine_is_raised_as_itself(graph) -> None:
 
     class Failing(amanda.Tool):
         def __init__(self, place, at, error):
-            self.place, self.at, self.error, self.met = place, at, error, 0
+            self.place, self.at, self.error, self.executions = place, at, error, 0
             backward = "backward" in place
             self.add_inst_for_op(self.analyse, backward=backward, require_outputs="after" in place)
 
         def analyse(self, context):
-            self.met += not context.is_backward() or bool(context.get_grad_outputs())
-            if self.met == self.at:
+            self.executions += not context.is_backward() or bool(context.get_grad_outputs())
+            if self.executions == self.at:
                 getattr(context, self.place)(self.fail)
 
         def fail(self, *values):
@@ -200,14 +200,14 @@ def test_an_exception_in_a_routine_is_raised_as_itself(graph) -> None:
                     assert any("[amanda] tool Failing" in note for note in error.__notes__)
         with pytest.raises(Mine), amanda.apply(Failing("insert_before_op", 1, Mine())):
             session.make_callable([loss.op, init])()
-        assert shown(graph) == before
+        assert visible_facts(graph) == before
         assert session.run(init) is None
         assert np.isfinite(vanilla)
 
 
 def test_an_exception_in_an_analysis_leaves_all_usable(graph, everywhere) -> None:
     loss, train, init = train_graph()
-    before = shown(graph)
+    before = visible_facts(graph)
     feeds = {"x:0": np.ones([4, 3])}
     tool = amanda.Tool()
 
@@ -221,7 +221,7 @@ def test_an_exception_in_an_analysis_leaves_all_usable(graph, everywhere) -> Non
         for _ in range(2):
             with amanda.apply(tool, everywhere), pytest.raises(ValueError, match="not this one"):
                 session.run(loss, feeds)
-        assert shown(graph) == before
+        assert visible_facts(graph) == before
         with amanda.apply(everywhere):
             session.run([loss, train], feeds)
         session.run([loss, train], feeds)
@@ -251,16 +251,16 @@ def test_a_copy_that_tensorflow_refuses_is_said_and_leaves_session_and_graph_as_
         return parted
 
     loss, train, init = train_graph()
-    before = shown(graph)
-    given = {"x:0": np.ones([4, 3])}
+    before = visible_facts(graph)
+    feeds = {"x:0": np.ones([4, 3])}
     with tf1.Session(graph=graph) as session:
         session.run(init)
         with monkeypatch.context() as patch, amanda.apply(everywhere) as scope:
             patch.setattr(_copies, "partition", nowhere)
-            session.run([loss, train], given)
-        assert [one.what for one in scope.report if "refuses" in one.reason] == ["a run of a session"]
-        assert shown(graph) == before
+            session.run([loss, train], feeds)
+        assert [entry.what for entry in scope.report if "refuses" in entry.reason] == ["a run of a session"]
+        assert visible_facts(graph) == before
         later = tf.reduce_sum(loss)
-        session.run([later, train], given)
+        session.run([later, train], feeds)
         with amanda.apply(everywhere):
-            session.run([later, train], given)
+            session.run([later, train], feeds)

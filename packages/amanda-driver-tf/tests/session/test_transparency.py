@@ -133,7 +133,7 @@ def test_threads_run_one_session(graph, everywhere) -> None:
             opened.set()
             for thread in (*threads, before):
                 thread.join()
-    assert all(len(found) == 1 for found in results.values())
+    assert all(len(outputs) == 1 for outputs in results.values())
     assert everywhere.ran["y"] == 80
 
 

@@ -168,5 +168,5 @@ def test_gradients_are_the_same_under_a_counting_tool(model) -> None:
     vanilla = session.run(kernels, fed)
     with amanda.tool.apply(tool):
         inside = session.run(kernels, fed)
-    for one, other in zip(inside, vanilla, strict=True):  # fused kernels differ in rounding
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * max(1, np.abs(other).max()))
+    for gradient, expected in zip(inside, vanilla, strict=True):  # fused kernels differ in rounding
+        np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-4 * max(1, np.abs(expected).max()))

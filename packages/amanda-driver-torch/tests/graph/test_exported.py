@@ -175,5 +175,5 @@ def test_files_that_are_no_programs_are_refused(program: Path, tmp_path: Path) -
     content = program.read_bytes()
     for name, part in (("empty.pt2", b""), ("half.pt2", content[: len(content) // 2])):
         (tmp_path / name).write_bytes(part)
-        with pytest.raises(ArtefactError, match=rf"{name} is no file of torch.export that can be read"):
+        with pytest.raises(ArtefactError, match=rf"{name} is not a readable torch.export file"):
             amanda.instrument(tmp_path / name, PruneTool(), out=tmp_path / "out.pt2")

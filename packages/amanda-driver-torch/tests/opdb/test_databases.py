@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its prot
 TOOLS: dict[str, Callable[[], amanda.Tool]] = {
     "no-op": Silent, "echo": Unchanged, "fresh": lambda: Fresh(copied),
 }  # fmt: skip
-SAMPLE = 72
+SAMPLE = 144
 """One module in so many is in the sample."""
 WRITTEN_BY_NUMPY = ("NumpyExpMarkDirty",)
 """What NumPy writes into the memory of a tensor is written into the value that a routine gave for that."""

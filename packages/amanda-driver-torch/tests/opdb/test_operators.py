@@ -11,7 +11,7 @@ from ._comparison import Count, differences, not_seen
 from ._variants import database
 from .exceptions import REFUSED, UNDETERMINED
 
-SLOTS, EVERY = 4, 24
+SLOTS, EVERY = 2, 48
 """One op of so many is in the sample, which is tested in parts."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its prototypes and deprecations

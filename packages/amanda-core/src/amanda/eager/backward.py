@@ -10,14 +10,14 @@ from amanda.eager.program import program_on_values
 from amanda.errors import RoutineError
 from amanda.plan.action import Action, InstrumentationPoint, in_running_order
 from amanda.plan.analysis import PendingBackwardPlan, PendingPlan
-from amanda.plan.order import depends_on
 from amanda.plan.plan import Actions, Plan, single_replacement
 from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
+from amanda.plan.tools import depends_on
 from amanda.scope.state import State
 
 if TYPE_CHECKING:
-    from amanda.eager.execution import EagerExecution
-    from amanda.eager.trace import Trace
+    from amanda.eager.call import Trace
+    from amanda.eager.driver import EagerDriver
     from amanda.plan.facts import OpFacts
     from amanda.plan.tool_stack import ToolStack
     from amanda.plan.tools import AnyTool
@@ -26,21 +26,24 @@ if TYPE_CHECKING:
 _NO_ACTIONS = Actions()
 
 
-def _native_step(ops: EagerExecution, trace: Trace, op: Any, place: int) -> NativeStep | None:
+def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
     """Compile the actions at an analysed backward op to native hooks; None where Python has to run them."""
     if ops.reader is None or trace.facts is None:
         return None
+    # Before every backward op is analysed, a pass has to come through Python to analyse the rest.
     if not trace.plan.is_complete(trace.gradients):
         return None
     backward_id = trace.facts.backward_id(op.__name__, place)
     if any(backward_id not in plan.backward.actions for plan in trace.plan.plans_with_backward):
         return None
     by_plan = [plan.backward.actions[backward_id] for plan in trace.plan.plans_with_backward]
+    # Hooks run around the kernel; a replacement's result has to be put in its place by Python.
     if any(actions.replace for actions in by_plan):
         return None
     facts = trace.facts.at_backward(op, backward_id, True)
     facts.drop_values()
     merged = Actions.merged(by_plan)
+    # The dict belongs to one execution, and these hooks are shared by all executions.
     if any(action.takes_run for action in merged.all):
         return None
     resume, reader = _PythonContinuation(ops, facts), ops.reader
@@ -79,7 +82,7 @@ class _PythonContinuation:
 
     __slots__ = ("_facts", "_ops")
 
-    def __init__(self, ops: EagerExecution, facts: OpFacts) -> None:
+    def __init__(self, ops: EagerDriver, facts: OpFacts) -> None:
         self._ops = ops
         self._facts = facts
 
@@ -106,7 +109,7 @@ class BackwardStep:
     """The actions of the open scopes' tools at one backward op."""
 
     def __init__(
-        self, ops: EagerExecution, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
+        self, ops: EagerDriver, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
         order: int = 1, shapes: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
         """shapes: shapes of the op in this execution, where the mark at the node has them."""
@@ -114,6 +117,7 @@ class BackwardStep:
         self._ops = ops
         self._trace = trace
         self._state = state
+        # A trace that executions share has no shapes; the mark of the node has those of its own execution.
         self._shapes = shapes or trace.shapes
         self.id = trace.facts.backward_id(op.__name__, place)
         self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
@@ -126,6 +130,7 @@ class BackwardStep:
             opened = self._open_tools_of(plan.stack)
             self._open_tools += opened
             unanalysed = plan.unanalysed(self.id, opened) if state.cache else opened
+            # All backward ops had been analysed, so the values that an analysis would read were not stored.
             if actions is None and unanalysed and trace.gradients in plan.backward.complete:
                 self._expect_further_op(plan)
             elif trace.facts.dropped:
@@ -140,11 +145,13 @@ class BackwardStep:
 
     def _open_tools_of(self, stack: ToolStack) -> Sequence[AnyTool]:
         """Return the open tools with backward routines in a stack."""
+        # The usual case needs no look at each tool.
         if stack is self._state.stack:
             return stack.backward_tools
         return [*filter(self._state.is_open, stack.backward_tools)]
 
     def _report_dropped(self, tools: Sequence[AnyTool]) -> None:
+        """Report that tools do not analyse the op, since the values that it read are gone."""
         names = ", ".join(type(tool).__name__ for tool in tools)
         if not self._state.cache:
             subject = f"the analysis of a backward op of {self._facts.op_type} without the cache"
@@ -167,11 +174,12 @@ class BackwardStep:
         )  # fmt: skip
 
     @staticmethod
-    def settled(ops: EagerExecution, trace: Trace, op: Any, place: int) -> NativeStep | None:
+    def settled(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
         """Return native hooks for all passes through a backward op; None where a `BackwardStep` is needed.
 
         Call this method where the state `settles`, for a trace of the state's own stack.
         """
+        # By type of the node and place: executions of one op have nodes of the same types at the same places.
         native_step = trace.plan.backward.steps.get((op, place))
         if native_step is None:
             native_step = _native_step(ops, trace, op, place)
@@ -180,7 +188,7 @@ class BackwardStep:
         return native_step
 
     @property
-    def wanted(self) -> bool:
+    def has_work(self) -> bool:
         """Return True if an analysis or an open tool's action is due, so that the driver has to add hooks."""
         recorded = (action for actions in self._actions for action in actions.all)
         return bool(self._unanalysed or any(map(self._is_open, recorded)))
@@ -214,6 +222,7 @@ class BackwardStep:
         if self._state.cache:
             key: tuple[Any, ...] = plan, self.id
             if tools is not plan.stack.backward_tools:
+                # Passes with other tools open analyse the op for these alone.
                 key = *key, *(tool._amanda.number for tool in tools)
             pending = plan.stack.pending_plans.share(key, find_actions, create)
         else:
@@ -243,6 +252,7 @@ class BackwardStep:
         for action in in_running_order(recorded, True):
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
+        # Only then may the execution's values be dropped: an op with analyses to come still needs them.
         if all(plan.is_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
             self._trace.pending.discard(self.id)
         return grads
@@ -252,6 +262,7 @@ class BackwardStep:
         return any(action.tool is tool for tool in self._open_tools)
 
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
+        """Run one routine if its tool is open; return the gradients, changed or as they are."""
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
         current_action = action if self._state.recall is None else action.in_recomputation()
         if current_action is None or not self._is_open(action):
@@ -267,12 +278,14 @@ class BackwardStep:
         return (*self._shapes, *(self._ops.shapes(gradients) for gradients in grads if gradients is not None))
 
     def _run_replacement(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
+        """Return the gradients of a replacement; where it gives fewer, those that autograd needs."""
         result = run_replacement(self._ops, action, grad_outputs, self._facts, self._trace.run)
         if result is NotImplemented:
             return grads
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         required = [i for i, grad in enumerate(grads) if grad is not None]
         if len(results) == len(grads):
+            # Autograd wants no gradient where there was none.
             return [None if grad is None else new for grad, new in zip(grads, results, strict=True)]
         if len(results) == len(required):
             for position, value in zip(required, results, strict=True):

@@ -1,10 +1,11 @@
-"""The interface of an eager driver: calls of ops, tensors, and the backward ops of a call."""
+"""The interface of an eager driver: calls of ops, tensors, and the record that an execution leaves."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from amanda.plan.facts import OpFacts
@@ -12,9 +13,10 @@ from amanda.plan.tensors import TensorOps, spread
 
 if TYPE_CHECKING:
     from amanda import interceptor
-    from amanda.eager.trace import Trace
     from amanda.eager.views import Views
     from amanda.plan.lifetime import SlotOf
+    from amanda.plan.plan import Plan
+    from amanda.plan.tool_stack import ToolStack
 
 
 class Call(ABC):
@@ -62,6 +64,7 @@ class Call(ABC):
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Add the inputs that the op wrote without returning them to its result, flattened."""
+        # A batch normalization writes running statistics that it does not return.
         written = [inputs[i] for i in self.unreturned(outputs)]
         if not written:
             return values, rebuild
@@ -72,6 +75,7 @@ class Call(ABC):
         """Return the user's tensors that the op has written, for `Views.wrote`."""
         return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
 
+    # True here: an op that is not known to be harmless is checked for writes at its first execution.
     def may_write(self) -> bool:
         """Return True if the op may write into its inputs, also an op without a schema that declares it."""
         return True
@@ -198,7 +202,7 @@ class EagerOps(TensorOps):
         """Return True for an output that is a tensor of the program, such as an input, not a new tensor."""
         return self.is_tensor(value) and any(value is tensor for tensor in spread(inputs))
 
-    def shown(self, values: list[Any]) -> list[Any]:
+    def unwrapped(self, values: list[Any]) -> list[Any]:
         """Return the values for analysis routines; overridden where a framework wraps values for autodiff."""
         return values
 
@@ -210,7 +214,7 @@ class EagerOps(TensorOps):
         subjects: objects of the enclosing calls, such as modules, the outermost first.
         """
         return OpFacts(
-            call.op, 0, self.namespace, call.names, self.shown(call.inputs), attributes=call.attributes(),
+            call.op, 0, self.namespace, call.names, self.unwrapped(call.inputs), attributes=call.attributes(),
             op_type=call.op_type(), parameters=call.parameters(), compute=call.computation(),
             device_of=self.device_of,
         )  # fmt: skip
@@ -249,3 +253,74 @@ class EagerOps(TensorOps):
         writes: whether the op writes into an input tensor.
         """
         raise NotImplementedError
+
+
+# Held by nodes of autodiff, so it dies with their graph; nothing else may refer to it for longer.
+class Trace:
+    """The record that an execution leaves for its backward ops; it lives as long as their graph.
+
+    gradients: which inputs needed a gradient.
+    plan: the op's plan in the scope of the execution.
+    shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
+    anew: whether backward ops are analysed in each pass, as without the cache.
+    facts: facts for contexts of backward ops.
+    pending: ids of backward ops whose analysis is incomplete.
+    """
+
+    __slots__ = (
+        "__weakref__", "anew", "facts", "gradients", "op_id", "pending", "plan", "run", "shapes"
+    )  # fmt: skip
+
+    def __init__(
+        self, op_id: int, gradients: Hashable, plan: Plan, run: dict[str, Any], anew: bool = False
+    ) -> None:
+        self.op_id = op_id
+        self.anew = anew
+        self.gradients = gradients
+        self.plan = plan
+        self.run = run
+        self.shapes: tuple[Any, ...] | None = None
+        self.facts: OpFacts | None = None
+        self.pending: set[int] = set()
+
+    @property
+    def stack(self) -> ToolStack:
+        """The tools of the scope of the execution."""
+        return self.plan.stack
+
+    def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
+        """Return a trace for backward ops of this execution's backward ops.  shapes: those of its mark."""
+        # Shares plan, facts and `run` with this trace; only what a pass completes is its own.
+        trace = copy(self)
+        trace.shapes = shapes or self.shapes
+        trace.pending = set()
+        return trace
+
+    def keep(self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
+        """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
+        # A copy: the facts of the forward contexts drop their values when the call ends, these when a pass
+        # does.
+        facts = forward_facts.at_backward(None, 0, True)
+        if self.plan.is_complete(self.gradients):
+            facts.drop_values()
+        else:
+            # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
+            # that is never freed.
+            facts.inputs = [ops.storable(value) for value in inputs]
+            facts.outputs = [ops.storable(value) for value in outputs]
+            facts.dropped = False
+        self.facts = facts
+
+    def finish(self, again: bool = True) -> None:
+        """Record that every backward op of the execution has been analysed; drop the values.
+
+        again: whether another pass may run these ops.
+        """
+        # Without the cache the next pass analyses the same ops once more, and needs the values.
+        if again and self.anew:
+            return
+        if not self.plan.is_complete(self.gradients):
+            for plan in self.plan.plans_with_backward:
+                plan.backward.complete.add(self.gradients)
+        if self.facts is not None:
+            self.facts.drop_values()

@@ -1,23 +1,43 @@
-"""A driver of a framework that executes ops as they are called."""
+"""A driver of a framework that executes ops as they are called: each call, its analysis and its routines."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.eager.execution import EagerExecution
+from amanda.eager.call import Call, EagerOps, Saved, Trace
+from amanda.eager.program import cache_program
 from amanda.interceptor.opid import digest
-from amanda.plan.lifetime import parameter_slots
+from amanda.plan.action import InstrumentationPoint
+from amanda.plan.analysis import OpAnalysis
+from amanda.plan.facts import OpFacts, user_source
+from amanda.plan.lifetime import bind_to_subjects, parameter_slots
+from amanda.plan.plan import Plan
+from amanda.plan.routine import NOT_CALLED, run_replacement, run_routine
+from amanda.plan.tensors import is_among, spread
 from amanda.scope.driver import Driver
 from amanda.scope.report import Report
+from amanda.scope.state import State, in_force
+
+if TYPE_CHECKING:
+    from amanda.eager.views import Views
+    from amanda.plan.action import Action
+    from amanda.plan.tool_stack import ToolStack
 
 
-class EagerDriver(EagerExecution, Driver):
-    """A driver that instruments calls as they happen; a subclass adds primitives of its tensors."""
+class EagerDriver(EagerOps, Driver):
+    """A driver of a framework that executes ops as they are called; a subclass adds primitives of tensors.
+
+    It analyses an op at its first execution, and runs the plan of the op at every execution.
+    """
 
     def introduce(self) -> None:
         """Mark the framework's code, and register the types of values that distinguish ops."""
         super().introduce()
+        # Parameters enter the ids of ops; other tensors come anew at each step, and would make each an op.
         for kind in self.identity_types:
             interceptor.add_identity_type(kind)
         if self.slot_of is not None:
@@ -33,6 +53,356 @@ class EagerDriver(EagerExecution, Driver):
             target, op, key, digest(self._short_name, key), self.handle, flags, self.reader
         )
 
+    def handle(
+        self,
+        state: State,
+        call_cache: interceptor.CallCache | None,
+        op_id: int,
+        site: interceptor.Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: int = 0,
+        resumption: interceptor.Resumption | None = None,
+    ) -> Any:
+        """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
+
+        call_cache: native programs and plans of the op; None before its first execution.
+        key: key of the call's form, under which a program may be stored; 0 where none may.
+        resumption: where to go on with an execution that native code has begun; None where the call starts.
+        """
+        stack = state.stack
+        assert stack is not None
+        if resumption is not None:
+            return self._resume(self.bind(site, args, kwargs), state, op_id, resumption)
+        must_see_writes = self._must_see_writes(stack, op_id)
+        if (
+            call_cache is not None
+            and len(call_cache.plans) == 1
+            and not (stack.guards or kwargs or must_see_writes)
+        ):
+            (plan,) = call_cache.plans.values()
+            # The op has one plan, without actions: store that for native code before the arguments are bound.
+            if not plan and not plan.wants_backward(self.gradients(args)):
+                call_cache.learn(key, None)
+                return self.invoke(site, args, kwargs)
+        obstacle = self.obstacle(site)
+        if obstacle is not None:
+            state.report(*obstacle)
+            return self.invoke(site, args, kwargs)
+        call = self.bind(site, args, kwargs)
+        signature = stack.key(self, call.inputs, op_id)
+        if call_cache is None or signature not in call_cache.plans:
+            return self._execute_first(call, state, op_id, signature)
+        plan = call_cache.plans[signature]
+        # The answer of a callable guard is not part of native keys, and writes that views have to follow are
+        # seen in Python alone.
+        if key and not stack.keyed_by_callables and not must_see_writes:
+            cache_program(self, call_cache, key, plan, call, state)
+        return self._execute_plan(plan, call, state, op_id)
+
+    def _execute_first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
+        """Analyse an op and execute it; store its plan, and the entry by which native code finds it."""
+        stack = state.stack
+        assert stack is not None
+        subjects = interceptor.subjects()
+        facts = self.describe(call, subjects)
+        facts.op_id, facts.source = op_id, user_source()
+        if stack.keyed_by_shapes_read:
+            facts.input_shapes = self.shapes(call.inputs)
+        analysis = OpAnalysis(facts, self, stack, key, state.cache)
+        result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
+        if state.cache:
+            analysis.keep()
+            if call.mutable or call.may_write_unseen():
+                # Recorded before any view is linked: from the first link on these ops have to run in Python.
+                stack.writing_ops.add(op_id)
+            self._store_call_cache(stack, op_id, analysis.plan)
+            # The outermost module holds the others, so its death is that of the place.
+            bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
+        facts.drop_values()
+        return result
+
+    def _execute_plan(
+        self,
+        plan: Plan,
+        call: Call,
+        state: State,
+        op_id: int,
+        analysis: OpAnalysis | None = None,
+        resumed: tuple[int, Any] = (-1, None),
+        changed_inputs: list[Any] | None = None,
+    ) -> Any:
+        """Run the routines of a plan and the op between them; return the op's result for the program."""
+        # The facts of the first execution, without values: what errors and notes say of the op holds for all.
+        facts = plan.chain[0].context._facts if analysis is None else analysis.facts
+        inputs = call.inputs if changed_inputs is None else changed_inputs
+        # Created before the routines run: nodes that these create must be told from the op's.
+        tracing = self.tracing() if plan.has_backward_routines else None
+        step, returned = resumed
+        actions = plan.actions(state.recall is not None)
+        run = plan.runs(self, state.is_recorded).resume(actions.before[: step + 1])
+        shapes: tuple[Any, ...] | None = None
+        if (
+            plan.has_backward_routines
+            or plan.takes_shapes
+            or (analysis is not None and (plan.before or call.may_write()))
+        ):
+            shapes = (self.shapes(call.inputs),)
+        for i, action in enumerate(actions.before):
+            if i >= step:
+                result = returned if i == step else NOT_CALLED
+                inputs = run_routine(
+                    self, action, inputs, facts, run, state.autodiff, call.mutable, result, shapes=shapes
+                )
+        if inputs is not call.inputs:
+            inputs = call.fitted(inputs)
+        gradients = self.gradients(inputs) if plan.has_backward_routines else None
+        traced = plan.wants_backward(gradients)
+        trace = Trace(op_id, gradients, plan, run, not state.cache) if traced else None
+        saved = None
+        if call.targets and _may_change_outputs(plan, analysis):
+            saved = self.written_later([inputs[i] for i in call.targets])
+        # Without a schema that says what the op writes, versions tell: a write into a routine's value has to
+        # reach the tensor that it stands for.
+        versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
+        if trace is None or tracing is None:
+            outputs = self._run_op(actions.replace, call, inputs, facts, run, saved)
+        else:
+            self.begin(tracing, inputs)
+            with tracing as nodes:
+                outputs = self._run_op(actions.replace, call, inputs, facts, run, saved)
+        values, rebuild = self.results(call, outputs, inputs)
+        if versions is not None and self.versions(inputs) != versions:
+            values, inputs = self._write_back(call, inputs, versions, values)
+            outputs = rebuild(values)
+        if shapes is not None:
+            shapes = (*shapes, self.shapes(values))
+        if analysis is not None:
+            facts.inputs, facts.outputs = list(self.unwrapped(inputs)), list(self.unwrapped(values))
+            # Analyses after the op may have recorded routines, which run in this first execution already.
+            plan = analysis.after()
+            if shapes is None and plan.takes_shapes:
+                shapes = (self.shapes(call.inputs), self.shapes(values))
+        if trace is not None:
+            trace.shapes = shapes
+            trace.keep(self, facts, inputs, values)
+            self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.mutable)])
+        written = call.written(inputs, values)
+        if written and saved is None and plan.has_output_routines:
+            saved = self.saved_of(written, values)
+        after = plan.actions(state.recall is not None).after
+        changed = self._run_after(after, values, written, facts, run, state, shapes, inputs, saved=saved)
+        if self.views is not None:
+            changed = self._link_views(
+                self.views, call, inputs, values, changed, facts, _inputs_isolated(plan, state)
+            )
+        return outputs if changed is values else rebuild(changed)
+
+    def _write_back(
+        self, call: Call, inputs: list[Any], versions: list[Any], values: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Copy the op's writes into routines' values to the op's original inputs.
+
+        Return outputs and inputs with the originals in the place of the written values.  Needed for ops such
+        as an autograd.Function that marks an input dirty: no schema announces the write before the op runs.
+        """
+        original_of: dict[int, Any] = {}
+        for original, replacement, version in zip(call.inputs, inputs, versions, strict=True):
+            if (
+                replacement is not original
+                and self.is_tensor(replacement)
+                and self.version(replacement) != version
+            ):
+                self.write(original, replacement, isolated=False)
+                original_of[id(replacement)] = original
+        return (
+            [original_of.get(id(value), value) for value in values],
+            [original_of.get(id(value), value) for value in inputs],
+        )
+
+    def _link_views(
+        self,
+        views: Views,
+        call: Call,
+        inputs: list[Any],
+        values: list[Any],
+        changed: list[Any],
+        facts: OpFacts,
+        isolated: bool,
+    ) -> list[Any]:
+        """Link values from routines with the views that they replaced; return the outputs to use.
+
+        isolated: whether the routines before the op took no part in autodiff.
+        """
+        if inputs is not call.inputs:
+            # Rarely needed and expensive: the op runs again at most once for all its outputs.
+            @cache
+            def rerun() -> list[Any]:
+                # No tool sees the second run of the op, which the program did not ask for.
+                unobserved = interceptor.Activation(None, State.current(), False, False)
+                with self.isolated(), in_force(unobserved):
+                    return self.results(call, call.invoke(call.inputs), call.inputs)[0]
+
+            if isolated:
+                original_of = self._handed_through(call.inputs, inputs, changed, rerun)
+                if original_of:
+                    values = [original_of.get(id(value), value) for value in values]
+                    changed = [original_of.get(id(value), value) for value in changed]
+        if inputs is not call.inputs or changed is not values:
+            changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
+        if inputs is not call.inputs:
+            views.link_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
+        if changed is not values:
+            changed = views.link_outputs(inputs, values, changed, (facts.name, facts.source))
+        if views and call.mutable:
+            views.wrote(call.writes(inputs, values))
+        if views and call.may_write_unseen():
+            views.settle()
+        return changed
+
+    def _handed_through(
+        self,
+        original_inputs: Sequence[Any],
+        inputs: Sequence[Any],
+        values: list[Any],
+        rerun: Callable[[], Sequence[Any]],
+    ) -> dict[int, Any]:
+        """Return original inputs by the ids of equal replacements that the op has returned as outputs.
+
+        An op that returns its input (`x.contiguous()`) has to return the program's tensor, not a copy.
+        inputs: values with which the op ran.  rerun: runs the op on the original inputs.
+        """
+        pairs = zip(spread(original_inputs), spread(inputs), strict=False)
+        stands_for = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
+        return {
+            id(value): original
+            for i, value in enumerate(values)
+            if (original := stands_for.get(id(value))) is not None
+            and self.same(original, value)
+            and rerun()[i] is original
+        }
+
+    def _run_after(
+        self,
+        actions: Sequence[Action],
+        values: list[Any],
+        written: Sequence[Any],
+        facts: OpFacts,
+        run: dict[str, Any],
+        state: State,
+        shapes: Hashable,
+        inputs: Sequence[Any],
+        returned: Any = NOT_CALLED,
+        saved: Saved | None = None,
+    ) -> list[Any]:
+        """Run the routines on the outputs and return the outputs to use.
+
+        Where the op returned an input and a routine an equal tensor, the input itself stays the output.
+        written: the user's tensors among the values.  inputs: inputs of the op.
+        returned: result of the first routine, if native code has called it.
+        """
+        keep = None if saved is None else saved.keep
+        for action in actions:
+            mutable = [i for i, value in enumerate(values) if is_among(value, written)]
+            changed = run_routine(
+                self, action, values, facts, run, state.autodiff, mutable, returned, keep, shapes
+            )
+            if changed is not values and not (action.differentiable or state.autodiff):
+                changed = [
+                    old
+                    if new is not old and self.is_handed_back(old, inputs) and self.same(old, new)
+                    else new
+                    for old, new in zip(values, changed, strict=True)
+                ]
+                if all(map(operator.is_, values, changed)):
+                    changed = values
+            values, returned = changed, NOT_CALLED
+        return values
+
+    def _resume(self, call: Call, state: State, op_id: int, resumption: interceptor.Resumption) -> Any:
+        """Continue an execution that native code has stopped, with the plan that native code used.
+
+        Native code stops after a routine that returned a value which it cannot put in place.  The plan is not
+        looked up again, since an in-place op may have changed the dtype or shape of an argument.
+        """
+        plan, step, returned, outputs, changed_inputs = resumption
+        if outputs is NotImplemented:
+            resumed = step, returned
+            return self._execute_plan(
+                plan, call, state, op_id, resumed=resumed, changed_inputs=changed_inputs
+            )
+        facts = plan.chain[0].context._facts
+        inputs = call.inputs if changed_inputs is None else changed_inputs
+        if plan.replace is not None:
+            outputs = call.formed(outputs)
+        values, rebuild = self.results(call, outputs, inputs)
+        actions = plan.actions(state.recall is not None)
+        first = step - len(actions.before)
+        if first < 0:
+            first, returned = 0, NOT_CALLED
+        written = call.written(inputs, values)
+        saved = self.saved_of(written, values) if written else None
+        remaining, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
+        next_step = first + (returned is not NOT_CALLED)
+        run: dict[str, Any] = {}
+        if any(action.takes_run for action in actions.after[next_step:]):
+            before = (*actions.before, *actions.after[:next_step])
+            run = plan.runs(self, state.is_recorded).resume(before, plan.has_backward_routines)
+        changed = self._run_after(
+            remaining, values, written, facts, run, state, shapes, inputs, returned, saved
+        )
+        if self.views is not None:
+            changed = self._link_views(
+                self.views, call, inputs, values, changed, facts, _inputs_isolated(plan, state)
+            )
+        return outputs if changed is values else rebuild(changed)
+
+    def _run_op(
+        self,
+        replace: Action | None,
+        call: Call,
+        inputs: list[Any],
+        facts: OpFacts,
+        run: dict[str, Any],
+        saved: Saved | None,
+    ) -> Any:
+        """Run the replacement; run the op itself where there is none, or where it returned NotImplemented."""
+        if replace is not None:
+            result = run_replacement(self, replace, inputs, facts, run, call.targets, call.compute)
+            if result is not NotImplemented:
+                return call.formed(result)
+        if saved is not None:
+            return saved.seeing(call, inputs)
+        return call.invoke(inputs)
+
+    def identities(self, call: Call) -> list[Any]:
+        """Return the values that distinguish the call's op; its plan is dropped when any of these dies."""
+        return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
+
+    def _store_call_cache(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
+        """Put the stack's plans of an op into the interceptor's table; None for an op without work."""
+        entry = stack.table.get(op_id)
+        if isinstance(entry, interceptor.CallCache):
+            entry.forget()
+        elif plan or plan.has_backward_routines or stack.guards or self._must_see_writes(stack, op_id):
+            stack.table.set(
+                op_id, interceptor.CallCache(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
+            )
+        else:
+            # None in the table: native code runs the op without a look at its arguments.
+            stack.table.set(op_id, None)
+
+    def _must_see_writes(self, stack: ToolStack, op_id: int) -> bool:
+        """Return True if views have to follow the writes of an op."""
+        return self.views is not None and self.views.watching and op_id in stack.writing_ops
+
+    def finish(self, trace: Trace, again: bool = True) -> None:
+        """Mark the backward ops of an execution as analysed.
+
+        again: whether another backward pass may run these ops.
+        """
+        trace.finish(again)
+
     def closing(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced."""
         for name, source in () if self.views is None else self.views.release():
@@ -40,3 +410,16 @@ class EagerDriver(EagerExecution, Driver):
                 f"what is written after the scope into a result of {name}, or into what that was a view of",
                 "a routine gave the result another value, so the two no longer share memory", source,
             )  # fmt: skip
+
+
+def _inputs_isolated(plan: Plan, state: State) -> bool:
+    """Return True if no routine before the op takes part in autodiff."""
+    return not (state.autodiff or any(action.differentiable for action in plan.before))
+
+
+def _may_change_outputs(plan: Plan, analysis: OpAnalysis | None) -> bool:
+    """Return True if a routine after the op may change outputs, or if analyses may still record one."""
+    if plan.has_output_routines:
+        return True
+    point = InstrumentationPoint.AFTER_FORWARD_OP
+    return analysis is not None and any(pending.plan.stack.routines[point] for _, pending in analysis.pending)

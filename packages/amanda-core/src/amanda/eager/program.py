@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.eager.trace import Trace
-from amanda.plan.arguments import replacement_arguments, signature_error
-from amanda.plan.notes import add_note, describe
+from amanda.eager.call import Trace
+from amanda.plan.action import replacement_arguments, signature_error
+from amanda.plan.facts import add_note, describe
 from amanda.plan.routine import mutation_error
 from amanda.plan.tensors import spread
 
@@ -33,6 +33,7 @@ def cache_program(
     traced = plan.has_backward_routines and plan.wants_backward(gradients)
     actions = plan.actions(state.recall is not None)
     if not (actions or traced):
+        # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
         return
     facts = plan.chain[0].context._facts
@@ -44,6 +45,8 @@ def cache_program(
     if call.targets and gradients is not None and plan.has_output_routines:
         if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
             return
+        # The op's own backward may have saved the tensor that a routine then writes into; where the driver
+        # cannot replace the saved tensor by a copy, Python runs the call.
         refuse = ops.saves_out_of_reach
     program = _build_program(ops, plan, actions, runs, call, facts, trace, refuse)
     if program is not None:
@@ -74,6 +77,7 @@ def _trace_recorder(
         leave_shared_trace: Callable[..., None] = ops.backward_marker(shared_trace, bool(call.targets))
         return leave_shared_trace
 
+    # Taken out of the call, which the function below would keep alive with its tensors.
     mutable, written = tuple(call.mutable), tuple(call.unreturned(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
@@ -123,6 +127,7 @@ def _build_program(
         replace = _replacement_step(ops, actions.replace, call) if substitutes and trace is None else None
         if replace is None:
             return None
+    # Defaults of the signature: a call of this form does not pass them, so native code takes them from here.
     constants = tuple(
         value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
     )
@@ -147,6 +152,7 @@ def _program_of_routines(
     routines: Mapping[Action, Routine] = MappingProxyType({}),
     replaced_by: Action | None = None,
 ) -> interceptor.Program | None:
+    """Return a native program; None where its routines take more values than native code can hold."""
     reporter = _ErrorReporter((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
     steps = [
         tuple(_step(action, routines.get(action, action.func)) for action in actions)
@@ -182,6 +188,7 @@ def _replacement_step(
     arguments, kwargs = [inputs[i] for i in positions], {name: inputs[i] for name, i in named.items()}
     if (
         named.keys() & action.kwargs.keys()
+        # A call that would raise is left to Python, whose error lists the op's values.
         or signature_error(action, inputs, call.names, arguments, kwargs) is not None
     ):
         return None

@@ -71,6 +71,7 @@ class Views(ABC):
         _all_views.add(self)
         self._ties: dict[Hashable, list[Tie]] = {}
         self._labels: dict[Tie, Label] = {}
+        # Told as the last scope closes: a report at each write would be one at each step of a training.
         self._lost: list[Label] = []
 
     @abstractmethod
@@ -157,6 +158,7 @@ class Views(ABC):
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
     ) -> list[Any]:
         """Tie values that replaced outputs to these outputs if they are views; return the values to use."""
+        # Read before any output is linked, which changes what lies in which memory.
         near = {id(tensor): self._memories(tensor) for tensor in spread(inputs)}
         return [
             self._link_output(old, new, near, label) for old, new in zip(outputs, replacements, strict=True)
@@ -196,6 +198,7 @@ class Views(ABC):
         return {memory for memory in map(self.memory, self.parts_of(value)) if memory is not None}
 
     def _link_output(self, view: Any, value: Any, inputs: dict[int, set[Hashable]], label: Label) -> Any:
+        """Tie a routine's value to the output that it replaced; return it, or a copy that can be tied."""
         if value is view:
             return value
         if isinstance(view, (list, tuple)):
@@ -209,9 +212,12 @@ class Views(ABC):
             return self._link_parts(view, value, memories, label)
         if value_memory is None or value_memory == memory or view.shape != value.shape:
             return value  # a differentiable routine may return another shape, which has no elements in common
+        # The output has memory of its own, so nothing else can be written through it.
         if not (self._reaches(memory, memories) or self.is_lent(view)):
             return value
         if (
+            # The value lies in memory that something else reads, or has other strides: a copy of it can be
+            # tied.
             value_memory in memories
             or value_memory in self._ties
             or self.shares(value)
@@ -256,6 +262,7 @@ class Views(ABC):
     def _add_tie(
         self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()
     ) -> None:
+        """Tie a value to a view, unless that closes a cycle; begin to watch ops that write."""
         start = self.memory(value)
         if self._reaches(self.memory(view), {start}):
             return  # a cycle of ties would copy a write forever
@@ -298,7 +305,9 @@ class Views(ABC):
         while waiting:
             memory, written, by = waiting.pop(0)
             for tie in list(self._ties.get(memory, ())):
+                # The tie over which a write came must not carry it back.
                 if tie is not by and (reached := tie.carry(memory, written)) is not None:
+                    # The end that was not written: True counts as index 1.
                     waiting.append((tie.ends[memory == tie.ends[0]], reached, tie))
 
 
@@ -308,6 +317,7 @@ def settle_all() -> None:
         views.settle()
 
 
+# Weak, since a driver of a test goes away with its views.
 _all_views: weakref.WeakSet[Views] = weakref.WeakSet()
 when_enabled_again.append(settle_all)
 

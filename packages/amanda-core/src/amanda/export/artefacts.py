@@ -1,4 +1,4 @@
-"""Kinds of model files: the base class, and the search for the kind of a path.
+"""Kinds of model files: the base class, the search for the kind of a path, and the check of an output path.
 
 The entry point of a kind is named after the suffix of its files, or after a file that each of its folders
 contains, so that no driver is imported during the search.
@@ -6,14 +6,16 @@ contains, so that no driver is imported during the search.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import ArtefactError, PluginError
+from amanda.files import check_folder_to_write
 from amanda.plugins.drivers import how_to_install
-from amanda.plugins.entries import ARTEFACTS, Entry, registry, rivalry, upgrade
+from amanda.plugins.entries import ARTEFACTS, PluginEntry, registry, rivalry, upgrade
 from amanda.scope.driver import DRIVER_API
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def artefact_kind(path: Path) -> type[Artefact]:
         raise ArtefactError(f"{path} does not exist")
     entries = [entry for entry in registry.entries(ARTEFACTS) if _matches(entry.name, path)]
     if not entries:
-        raise ArtefactError(f"{path} is no file that an installed driver reads; {_readable_files()}")
+        raise ArtefactError(f"{path} is not a file that an installed driver reads; {_readable_files()}")
     if len(entries) > 1:
         raise PluginError(rivalry(entries))
     (entry,) = entries
@@ -68,15 +70,42 @@ def artefact_kind(path: Path) -> type[Artefact]:
 
 
 def _matches(name: str, path: Path) -> bool:
+    # By names alone: nothing is opened before the kind is known.
     return (path / name).is_file() if path.is_dir() else path.suffix == f".{name}"
 
 
 def _readable_files() -> str:
+    """Say which files the installed drivers read, and how to install more."""
     entries = registry.entries(ARTEFACTS, fresh=False)
     forms = [f"{_file_form(entry)} ({entry.distribution})" for entry in entries]
     install_hint = f"drivers come by {how_to_install()}"
     return f"there are {', '.join(forms)}; {install_hint}" if forms else install_hint
 
 
-def _file_form(entry: Entry) -> str:
+def _file_form(entry: PluginEntry) -> str:
     return f"folders with {entry.name}" if "." in entry.name else f"*.{entry.name}"
+
+
+def check_target(source: Path, target: Path, force: bool, is_folder: bool) -> None:
+    """Raise ArtefactError where a file or folder may not be written, before any work is done.
+
+    Raises FileError for a parent folder that cannot be written to.
+    """
+    # Resolved, since a link may lead to the model that is read.
+    source_path, target_path = source.resolve(), target.resolve()
+    if target_path == source_path:
+        raise ArtefactError(f"{target} is the model that is read, which is never changed; give another path")
+    if source_path in target_path.parents or target_path in source_path.parents:
+        inside = "lies in" if source_path in target_path.parents else "is around"
+        raise ArtefactError(f"{target} {inside} {source}, which is never changed; give another path")
+    if not target.parent.is_dir():
+        raise ArtefactError(f"{target} cannot be written: there is no folder {target.parent}")
+    check_folder_to_write(target.parent)
+    if not is_folder and target.suffix != source.suffix:
+        raise ArtefactError(f"{target} does not end in {source.suffix}, as {source} does")
+    # Also a link that leads nowhere is somebody's file.
+    if os.path.lexists(target) and not force:
+        raise ArtefactError(f"{target} is there already; force (--force) replaces it")
+    if target.exists() and target.is_dir() != is_folder:
+        present, expected = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
+        raise ArtefactError(f"{target} is {present}, and what is written is {expected}")

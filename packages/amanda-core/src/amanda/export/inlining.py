@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.errors import ArtefactError, NotTraceableError
-from amanda.export.artefacts import Artefact, artefact_kind
-from amanda.export.targets import check_target
+from amanda.export.artefacts import Artefact, artefact_kind, check_target
 from amanda.files import replacing_all
-from amanda.graph.analysis import GraphAnalysis
+from amanda.graph.rewriting import GraphAnalysis
 from amanda.options import checked
-from amanda.plan.order import in_dependency_order
 from amanda.plan.plan import Actions, Plan
 from amanda.plan.tool_stack import stack_of
+from amanda.plan.tools import in_dependency_order
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
 from amanda.tool import Tool, preparation
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
     from amanda.plan.tensors import TensorOps
 
+# A model may have thousands of ops; a message of so many lines hides its end, which says what to do.
 _LISTED = 12
 
 
@@ -90,15 +90,18 @@ class Inlining:
 
     def stored(self, action: Action) -> None:
         """Record that a routine's result was computed and stored in the file instead of the routine."""
+        # Actions live in `_actions` until the result is read, so their ids are theirs.
         self._stored.add(id(action))
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
         """Record that a routine cannot be inlined; then nothing is written."""
+        # Names, not facts: the error outlives the model.
         self._refused.append((facts.name, facts.scope, type(action.tool).__name__, str(action), why))
 
     def leave(self, subject: str, reason: str, where: str = "") -> None:
         """Record an uninstrumented part for the result.  where: the line of the program, if known."""
         entry = Uninstrumented(subject, reason, where)
+        # `instrument` of an artefact may be called more than once, for preparation and for the file.
         if entry not in self.left:
             self.left.append(entry)
 
@@ -130,6 +133,7 @@ class Inlining:
         kind = str(context.get("type") or facts.op_type or facts.name)
         self._types.setdefault(kind)
         for tool in self.state.stack.tools if self.state.stack is not None else ():
+            # Asked here, since the analysis does not say which tools' restrictions an op passed.
             if id(tool) not in self._admitted_tools and all(
                 admits(context) for admits in tool._amanda.admissions
             ):
@@ -140,6 +144,7 @@ class Inlining:
                 self.refuse(action, facts, why)
             else:
                 self._actions.append((action, facts, kind))
+        # Taken out although nothing is written then: the other routines are tried, and one error names all.
         plan.before = tuple(action for action in plan.before if not _obstacle(action))
         plan.after = tuple(action for action in plan.after if not _obstacle(action))
         plan.replace = None if plan.replace and _obstacle(plan.replace) else plan.replace
@@ -148,6 +153,7 @@ class Inlining:
     def leave_idle(self, tool: Tool) -> None:
         """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
         tools = in_dependency_order([tool])
+        # A mapping inserts nothing itself, and a tool may leave all work to one that it depends on.
         if tool.follows_dependents or any(action.tool in tools for action, _, _ in self._actions):
             return
         if id(tool) in self._admitted_tools:
@@ -162,7 +168,9 @@ class Inlining:
     def check(self, source: Path) -> None:
         """Raise an error where a routine was refused, or no routine was recorded."""
         if self._refused:
+            # All at once: a user marks several routines before the next attempt.
             raise NotTraceableError(_refusal_text(source, self._refused), self._refused)
+        # A copy without any routine would look like a success.
         if not self._actions:
             reasons = "".join(f"\n  {entry.what}: {entry.reason}" for entry in self.left[:_LISTED])
             types = _listed_names(self._types)
@@ -217,6 +225,7 @@ def instrument(
     kind = artefact_kind(source)
     ordered = in_dependency_order(tools)
     cutting = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
+    # Before anything is read: a large model takes minutes, and a mistake in the path is seen at once.
     check_target(source, target, force, is_folder=bool(cutting) or source.is_dir())
     metadata = {
         "amanda-core": version("amanda-core"),
@@ -271,6 +280,7 @@ def _write_in_parts(
 
 
 def _new_inlining(tools: Sequence[Tool]) -> Inlining:
+    # Without the cache: plans lack the actions that cannot be inlined, so no scope may find them later.
     return Inlining(State(stack_of(tools, None), cache=False))
 
 
@@ -287,6 +297,7 @@ def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
 def _report_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:
     """Report tools with analysis routines for backward ops, which a file does not contain."""
     for tool in tools:
+        # A tool such as a mapping has routines for backward ops only for those that depend on it.
         if not tool.follows_dependents and any(
             routine.point.is_backward for routine in tool._amanda.analyses
         ):

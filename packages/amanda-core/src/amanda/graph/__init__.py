@@ -8,9 +8,8 @@ Called by drivers of graphs, and by `export`.
 Beside `amanda.backend` a driver may import the names in `__all__`, where the framework stores the copies.
 """
 
-from amanda.graph.driver import Copy
-from amanda.graph.guards import History
-from amanda.graph.insertion import Table
-from amanda.graph.reads import Reading
+from amanda.graph.driver import RewrittenCopy
+from amanda.graph.execution import RoutineTable
+from amanda.graph.reads import History, Reading
 
-__all__ = ["Copy", "History", "Reading", "Table"]
+__all__ = ["History", "Reading", "RewrittenCopy", "RoutineTable"]

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.graph.analysis import GraphAnalysis
 from amanda.graph.execution import Execution
-from amanda.graph.guards import GuardedCopies
-from amanda.graph.reads import Reads
+from amanda.graph.reads import GuardedCopies, Reads
+from amanda.graph.rewriting import GraphAnalysis
 from amanda.scope.driver import Driver
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ RewritingT = TypeVar("RewritingT", bound="Rewriting")
 RunnableT = TypeVar("RunnableT")
 
 
-class Uninstrumented(Exception):
+class CannotInstrument(Exception):
     """Raised for a graph that has to run uninstrumented; with a description and a reason for reports."""
 
     def __init__(self, subject: str, reason: str) -> None:
@@ -35,7 +34,7 @@ class Uninstrumented(Exception):
 
 
 @dataclass(eq=False)
-class Copy(Generic[RunnableT]):
+class RewrittenCopy(Generic[RunnableT]):
     """The result of one rewrite, for a stack of tools.
 
     runnable: runs instead of the graph; None where nothing is inserted.
@@ -68,20 +67,21 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     reads: ClassVar[type[Reads]] = Reads
 
     def __init__(self) -> None:
+        # Reentrant: to rewrite a graph, a driver may rewrite the graphs that it calls.
         self._lock = threading.RLock()
 
     @abstractmethod
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> RewritingT:
         """Rewrite a graph; `analysis` is for the `Rewriting`.
 
-        Raises Uninstrumented where the graph cannot be rewritten, and exceptions of analysis routines.
+        Raises CannotInstrument where the graph cannot be rewritten, and exceptions of analysis routines.
         """
 
     @abstractmethod
     def runnable(self, graph: Any, rewriting: RewritingT) -> RunnableT:
         """Build the object that runs instead of a graph, from a rewriting that has changed the graph.
 
-        Raises Uninstrumented where the framework refuses the copy.
+        Raises CannotInstrument where the framework refuses the copy.
         """
 
     def rewriting(self) -> AbstractContextManager[Any]:
@@ -110,8 +110,8 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         state: State,
         key: Hashable = (),
         owner: Any = None,
-        forward: Copy[RunnableT] | None = None,
-    ) -> Copy[RunnableT]:
+        forward: RewrittenCopy[RunnableT] | None = None,
+    ) -> RewrittenCopy[RunnableT]:
         """Return a copy of a graph that is valid for the present values; build one where there is none.
 
         key, owner: see `prepare`.  forward: the copy of the forward graph, where this graph computes the
@@ -119,10 +119,13 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         """
         stack = state.stack if forward is None else forward.stack
         assert stack is not None
+        # A gradient graph reads values that the copy of its forward graph stored, so it belongs to that copy.
         all_copies = stack.rewrites if forward is None else forward.backward
         owner = graph if owner is None else owner
         copies = all_copies.setdefault(owner, {}) if state.cache else {}
+        # Routines of a copy take part in autodiff, or do not, for as long as it lives.
         key = state.autodiff, key
+        # Without the lock: that a copy is found is the usual case, and dicts are safe to read.
         guarded = copies.get(key)
         copy = None if guarded is None else guarded.find()
         if copy is None:
@@ -134,14 +137,21 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         return copy
 
     def _rewrite_guarded(
-        self, graph: Any, owner: Any, analysis: GraphAnalysis, guarded: GuardedCopies[Copy[RunnableT]]
-    ) -> Copy[RunnableT]:
+        self,
+        graph: Any,
+        owner: Any,
+        analysis: GraphAnalysis,
+        guarded: GuardedCopies[RewrittenCopy[RunnableT]],
+    ) -> RewrittenCopy[RunnableT]:
+        """Build a copy and store it with the values that it depends on; drop the plans if that fails."""
+        # Building a graph calls functions of the framework that an eager driver may intercept.
         with interceptor.Suspension(), self.rewriting():
             try:
                 rewriting = self.rewrite(graph, analysis)
-            except Uninstrumented as error:
+            except CannotInstrument as error:
                 analysis.forget()
-                copy = Copy[RunnableT](analysis.stack, None, {}, (error.args,))
+                # Stored as well, so that the next call does not fail to rewrite the same graph once more.
+                copy = RewrittenCopy[RunnableT](analysis.stack, None, {}, (error.args,))
                 guarded.add(copy, self.reads())
                 return copy
             except BaseException:
@@ -153,9 +163,9 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
             if rewriting.changed:
                 try:
                     runnable = self.runnable(graph, rewriting)
-                except Uninstrumented as error:
+                except CannotInstrument as error:
                     rewriting.report(*error.args)
         reports = tuple(rewriting.reports)
-        copy = Copy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
+        copy = RewrittenCopy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
         guarded.add(copy, rewriting.reads)
         return copy

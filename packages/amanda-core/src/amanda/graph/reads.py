@@ -1,4 +1,4 @@
-"""Values that traceable routines read besides their arguments, so that graphs follow their changes."""
+"""Values that traceable routines read besides their arguments, and copies of graphs that depend on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from amanda import interceptor
 
@@ -51,12 +51,14 @@ class Reads:
     """
 
     plain: ClassVar[tuple[type, ...]] = (int, float, complex, bool, str, bytes, type(None), enum.Enum)
+    # Their objects lead to all that is in the process.
     opaque: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy"})
     called: ClassVar[tuple[str, ...]] = ("__call__", "__getitem__")
     dynamic: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], Reading] = {}
+        # With the objects, so that no id is given to another object meanwhile.
         self._reached: dict[int, Any] = {}
         self._holders: list[Any] = []
         self._names: dict[str, None] = {}
@@ -71,6 +73,7 @@ class Reads:
         """Return True if two values are the same object, or equal plain values."""
         if value is before:
             return True
+        # 1, 1.0 and True are equal, but a graph that was traced with one of them computes something else.
         if type(value) is not type(before):
             return False
         if isinstance(value, tuple):
@@ -79,6 +82,8 @@ class Reads:
 
     def follow(self, action: Action) -> None:
         """Record the values that an action's routine reads."""
+        # Functions of other packages are taken as they are: to follow these would lead through the whole
+        # process.
         self._packages |= {_home_package(action.func), _home_package(type(action.tool))} - self.opaque
         self.reach(action.func)
         for value in action.kwargs.values():
@@ -98,6 +103,7 @@ class Reads:
         """Return a context in which routines are traced; record what they read, without what they set."""
         for action in actions:
             self.follow(action)
+        # A place that changed before the tracing was not set by it.
         steady = [place for place in self if self._holds(place)]
         yield
         self.settle(steady)
@@ -126,6 +132,7 @@ class Reads:
         with interceptor.Suspension():  # a property may call ops
             for read, holder, name, value in self._places.values():
                 now = read(holder, name)
+                # Identity first, since this runs at each call and most values are the same objects.
                 if now is not value and not self.is_same(now, value):
                     return False
         return True
@@ -182,6 +189,7 @@ class Reads:
         elif self.look_into(value):
             self._holders.append(value)
             for name in self.called:
+                # Statically, since to ask the object may compute, or call ops.
                 called = inspect.getattr_static(type(value), name, None)
                 called = getattr(called, "__wrapped__", called)  # a driver may have put an `Enclosure` around
                 self.reach(called if isinstance(called, FunctionType) else None)
@@ -203,6 +211,7 @@ class Reads:
         return ((holder, name) for holder in self._holders for name in self._names)
 
     def _follow_code(self, function: FunctionType) -> None:
+        """Record the globals, closure cells and defaults that a function's code reads."""
         names, stored = names_of(function.__code__)
         self._stored.update(dict.fromkeys(stored))
         for name in names:
@@ -216,6 +225,8 @@ class Reads:
             self.reach(default)
 
     def _follow_attribute(self, holder: Any, name: str) -> None:
+        """Follow an attribute of an object, unless routines set it themselves."""
+        # A value that the routines set themselves changes at each call: it would forbid every copy.
         if name in self._stored or (name.startswith("__") and name.endswith("__")):
             return
         attribute = inspect.getattr_static(holder, name, _MISSING)
@@ -256,6 +267,7 @@ def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _attribute(holder: Any, name: Any) -> Any:
+    """Return an attribute; `_MISSING` where there is none, or where reading it raises."""
     try:
         return getattr(holder, name, _MISSING)
     except Exception:  # raised by a descriptor
@@ -263,6 +275,7 @@ def _attribute(holder: Any, name: Any) -> Any:
 
 
 def _in_cell(cell: Any, _: str) -> Any:
+    """Return the contents of a closure's cell; `_MISSING` where it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # the cell is empty
@@ -276,6 +289,7 @@ def _contents(container: Any, _: None) -> tuple[Any, ...]:
 
 
 def _wrapped_values(value: Any) -> list[Any]:
+    """Return the functions and arguments that a method, property or partial function consists of."""
     if isinstance(value, property):
         return [value.fget]
     if isinstance(value, cached_property):
@@ -291,3 +305,75 @@ def _home_package(value: Any) -> str:
     outer, _, inner = str(name or "").partition(".")
     within = inner.partition(".")[0]
     return f"{outer}.{within}" if outer == "amanda" and within in ("testing", "tools") else outer
+
+
+CopyT = TypeVar("CopyT")
+
+_VALUES = 8
+"""Number of distinct values after which a guard stops building copies, and number of cached copies."""
+_COPIES = 32
+"""Number of copies after which every changed value is volatile: few values, but many combinations."""
+
+
+class History:
+    """Values that traceable routines have read for the graphs of some code, which are rebuilt on changes.
+
+    reads: the driver's class.  limit: number of distinct values after which a place is volatile; graphs are
+    not rebuilt for a volatile place.
+    """
+
+    def __init__(self, reads: type[Reads], limit: int = _VALUES) -> None:
+        self.limit = limit
+        self.reads = reads
+        self._values: dict[tuple[int, Any], list[Any]] = {}
+        self._holders: dict[int, Any] = {}  # keeps their ids from being reused
+
+    def take(self, reads: Reads) -> None:
+        """Record the values that the routines of a graph have read."""
+        for place in reads:
+            self._holders[id(place.holder)] = place.holder
+            values = self._values.setdefault(place.key, [])
+            if len(values) < self.limit and not any(
+                reads.is_same(place.value, earlier) for earlier in values
+            ):
+                values.append(place.value)
+
+    def volatile_name(self, action: Action) -> str:
+        """Return the name of a volatile value that an action reads; "" where there is none."""
+        volatile = {key for key, values in self._values.items() if len(values) >= self.limit}
+        if not volatile:
+            return ""
+        reads = self.reads()
+        reads.follow(action)
+        return next((reads.name_of(place) for place in reads if place.key in volatile), "")
+
+
+class GuardedCopies(Generic[CopyT]):
+    """Copies of one graph: one for each set of values that its traceable routines have read.
+
+    history: the values of all copies.
+    """
+
+    def __init__(self, reads: type[Reads]) -> None:
+        self.history = History(reads)
+        self._copies_made = 0
+        self._entries: tuple[tuple[Reads, CopyT], ...] = ()
+        self._last_entry: tuple[tuple[Reads, CopyT], ...] = ()
+
+    def find(self) -> CopyT | None:
+        """Return the copy for the present values; None where there is none yet."""
+        # The last copy is tried first: values rarely change from call to call.
+        for entry in (*self._last_entry, *self._entries):
+            if entry[0].hold():
+                self._last_entry = (entry,)
+                return entry[1]
+        return None
+
+    def add(self, copy: CopyT, reads: Reads) -> None:
+        """Store a copy with the values that its routines have read; called under the driver's lock."""
+        self.history.take(reads)
+        # A tuple is replaced as a whole, so that `find` needs no lock.
+        self._entries = ((reads, copy), *self._entries)[:_VALUES]
+        self._copies_made += 1
+        if self._copies_made == _COPIES:
+            self.history.limit = 2

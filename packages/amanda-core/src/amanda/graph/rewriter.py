@@ -7,12 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from amanda.graph.execution import Execution
-from amanda.graph.insertion import Insertion
+from amanda.graph.execution import Execution, Insertion
 
 if TYPE_CHECKING:
-    from amanda.graph.rewriting import Rewriting
-    from amanda.graph.side import Side
+    from amanda.graph.rewriting import Rewriting, Side
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
     from amanda.plan.plan import Actions, Plan
@@ -52,6 +50,7 @@ class Rewriter(ABC, Generic[NodeT]):
         self, rewriting: Rewriting, current: dict[Any, Any] | None = None, calls_python: bool = True
     ) -> None:
         self.rewriting = rewriting
+        # A copy: what is replaced in a body holds in the body alone.
         self.current = dict(current or {})
         self.calls_python = calls_python
 
@@ -132,6 +131,7 @@ class Rewriter(ABC, Generic[NodeT]):
         inputs, outputs = self.sides(node)
         facts = self.facts(node, inputs)
         plan = self.rewriting.analysis.forward(facts, outputs.values)
+        # After the analysis, which sees the graph's own values and not those of routines.
         inputs.read(self.current)
         replaced = self.act(node, plan, inputs, outputs, facts)
         self.redirect_readers(outputs)
@@ -153,14 +153,17 @@ class Rewriter(ABC, Generic[NodeT]):
 
     def insert_all(self, actions: Sequence[Action], side: Side, facts: OpFacts) -> None:
         """Insert routines at a side; consecutive routines of one group go into one insertion."""
+        # Only consecutive ones, so that routines run in the order of tools.
         for _, group in groupby(actions, self.group):
             grouped = list(group)
             positions = side.selected([action.select for action in grouped])
+            # Observers return nothing to the graph, so nothing waits for them.
             changeable = [] if grouped[0].observer else side.where(positions, self.can_give)
             self.insert(grouped, side, positions, side, changeable, facts)
 
     def group(self, action: Action) -> Hashable:
         """Return the group of a routine: observers, others, and each traceable routine alone."""
+        # A traceable routine is alone, so that one that cannot be traced leaves the others in the graph.
         return action.observer, action if action.traceable else None
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
@@ -196,6 +199,7 @@ class Rewriter(ABC, Generic[NodeT]):
         flat_outputs = output_side.flat(output_positions)
         output_symbols = [output_side.symbols[i] for i in flat_outputs]
         place = self.insertion(actions, facts, input_side.count, input_positions, sizes, output_positions)
+        # Asked for only then: to make the function takes time.
         if actions[0].takes_original and facts.original is not None:
             place.original = facts.original()
         place.reads = len(extra_inputs)
@@ -205,6 +209,7 @@ class Rewriter(ABC, Generic[NodeT]):
         if results is None:
             return False
         for i, (ref, symbol) in zip(flat_outputs, results, strict=True):
+            # A routine that returns nothing leaves the graph as it is, which then runs itself.
             self.rewriting.changed |= ref != output_side.refs[i]
             output_side.refs[i], output_side.symbols[i] = ref, symbol
         return True
@@ -229,6 +234,7 @@ class Rewriter(ABC, Generic[NodeT]):
             except NotTraceable as error:
                 obstacle = str(error)
         if rewriting.written or not self.calls_python:
+            # A routine that is not marked traceable was not meant to be traced, so that is no reason to tell.
             gives_reason = actions[0].traceable or rewriting.written
             rewriting.refuse(actions, facts, obstacle if gives_reason else _PYTHON_IN_BODY)
             return None
@@ -272,6 +278,7 @@ class Rewriter(ABC, Generic[NodeT]):
         """Call routines once, on constants, and store the results in the graph."""
         results = self.results(place, constants)
         self.rewriting.folded += place.actions
+        # A routine may hand back its input, which the graph has already.
         input_of = {id(constant): value for constant, value in zip(constants, inputs, strict=True)}
         return [input_of.get(id(result)) or self.stored(result) for result in results]
 

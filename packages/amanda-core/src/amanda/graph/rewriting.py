@@ -1,21 +1,120 @@
-"""The state and the results of one rewrite of a graph."""
+"""What one rewrite of a graph works with: the analysis of its ops, its results, the values at a node."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from amanda.graph.guards import History
-from amanda.graph.insertion import Table
-from amanda.graph.reads import Reads
+from amanda.graph.execution import RoutineTable
+from amanda.graph.reads import History, Reads
+from amanda.plan.action import InstrumentationPoint
+from amanda.plan.analysis import OpAnalysis, PendingBackwardPlan
+from amanda.plan.context import OpContext
+from amanda.plan.lifetime import bind_to_subjects
+from amanda.plan.plan import Actions, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amanda.graph.analysis import GraphAnalysis
     from amanda.namespace import Namespace
     from amanda.plan.action import Action
     from amanda.plan.facts import OpFacts
+    from amanda.plan.tensors import TensorOps
+    from amanda.plan.tool_stack import ToolStack
+    from amanda.scope.state import State
+
+
+class GraphAnalysis:
+    """The analysis of the ops of one graph, and of graphs that belong to it, by the tools of a state.
+
+    plans: plans of the analysed ops, by op id.
+    closed: whether the tools' scopes are closed, so that backward ops have no plans.
+    history: values that traceable routines have read for earlier copies of the graph; None for no copies.
+    """
+
+    def __init__(
+        self, state: State, ops: TensorOps, stack: ToolStack | None = None, history: History | None = None
+    ) -> None:
+        # A graph of gradients is analysed by the stack of its forward graph, whatever scopes are open now.
+        stack = stack or state.stack
+        assert stack is not None
+        self.state = state
+        self.stack = stack
+        self.ops = ops
+        self.history = history
+        self.plans: dict[int, Plan] = {}
+        self.closed = False
+        self._facts: list[OpFacts] = []
+
+    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
+        """Run the analysis routines of a forward op; return its plan.  outputs: its symbolic outputs."""
+        key = self.stack.key(self.ops, facts.inputs or ())
+        analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
+        facts.outputs = list(outputs)
+        plan = analysis.after()
+        if self.state.cache:
+            analysis.keep()
+        self.plans[facts.op_id] = plan
+        self._facts.append(facts)
+        return plan
+
+    def absent(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
+        """Register an op that does not run itself although its backward ops do; no forward analysis runs."""
+        facts.outputs = list(outputs)
+        plan: Plan | None = None
+        for stack in self.stack.chain:
+            plan = Plan(stack, OpContext(facts, stack.analyse), plan)
+        assert plan is not None
+        self.plans[facts.op_id] = plan
+        self._facts.append(facts)
+
+    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
+        """Analyse a backward op of an analysed op; return its actions.  facts: from `OpFacts.at_backward`."""
+        backward_id = facts.backward_op_id
+        assert backward_id is not None
+        by_plan: list[Actions] = []
+        pending_plans: list[PendingBackwardPlan] = []
+        plan = self.plans.get(facts.op_id)
+        for scope_plan in () if plan is None or self.closed else plan.plans_with_backward:
+            actions = scope_plan.backward.actions.get(backward_id)
+            if actions is None:
+                pending_plan = PendingBackwardPlan(facts, scope_plan, scope_plan.stack.backward_tools, False)
+                pending_plan.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
+                pending_plans.append(pending_plan)
+                actions = pending_plan.plan
+            by_plan.append(actions)
+        facts.grad_inputs = list(grad_inputs)
+        for pending_plan in pending_plans:
+            pending_plan.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
+            pending_plan.keep()
+        self._facts.append(facts)
+        return Actions.merged(by_plan)
+
+    def finish(self, graph: Any = None) -> None:
+        """Drop every symbol from the contexts, and bind the plans to the life of the graph."""
+        if graph is not None:
+            for facts in self._facts:
+                bind_to_subjects(facts.op_id, [graph])
+        for facts in self._facts:
+            facts.drop_values()
+            # These functions hold the graph, and contexts live as long as their plans.
+            facts.read_value, facts.variable_of, facts.read_variables = _identity, _return_none, _return_none
+        self._facts.clear()
+
+    def forget(self) -> None:
+        """Drop the plans of this analysis, which an exception has left incomplete."""
+        for op_id, plan in self.plans.items():
+            for scope_plan in plan.chain:
+                # Routines after the op, and those of other scopes, may be missing in it.
+                scope_plan.stack.forget(op_id)
+        self.finish()
+
+
+def _return_none(*_: Any) -> None:
+    return None
+
+
+def _identity(value: Any) -> Any:
+    return value
 
 
 @dataclass(kw_only=True)
@@ -38,7 +137,7 @@ class Rewriting:
     namespace: Namespace
     written: bool = False
     history: History = field(default_factory=lambda: History(Reads))
-    table: Table = field(default_factory=Table)
+    table: RoutineTable = field(default_factory=RoutineTable)
     reports: dict[tuple[str, str], None] = field(default_factory=dict)
     refused: list[tuple[OpFacts, Action, str]] = field(default_factory=list)
     folded: list[Action] = field(default_factory=list)
@@ -62,6 +161,7 @@ class Rewriting:
 
     def report(self, subject: str, reason: str) -> None:
         """Record a part that is not instrumented, for the report at each execution."""
+        # A dict as an ordered set: a graph may give one reason at hundreds of nodes.
         self.reports.setdefault((subject, reason))
 
     def refuse(self, actions: Sequence[Action], facts: OpFacts, why: str) -> None:
@@ -77,6 +177,7 @@ class Rewriting:
 
         A routine with such a value is not traced, since each change would build another copy.
         """
+        # To follow a routine's reads takes long, and it may be inserted at hundreds of ops.
         if action not in self._volatile_names:
             self._volatile_names[action] = self.history.volatile_name(action)
         return self._volatile_names[action]
@@ -85,3 +186,82 @@ class Rewriting:
         """Report values that traceable routines read or set and that the copy does not follow."""
         for subject, reason in self.reads.unfollowed(self.traced):
             self.report(subject, reason)
+
+
+class Side:
+    """The inputs or outputs of a node, in order, with the names under which the graph reads them.
+
+    A value may be a list of tensors; flat positions count each tensor of a list.
+
+    refs: name of each flat value for its readers.  before: the names before routines replaced values.
+    symbols: each flat value as an analysis sees it.  sizes: for each value the length of a list; None for a
+    single tensor.  unread: flat positions of values that routines do not receive.
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[Any],
+        symbols: Sequence[Any],
+        sizes: Sequence[int | None],
+        unread: Collection[int] = (),
+    ) -> None:
+        self.refs = list(refs)
+        # Two lists, whose differences are the values that readers have to find elsewhere.
+        self.before = list(refs)
+        self.symbols = list(symbols)
+        self.sizes = list(sizes)
+        self.unread = frozenset(unread)
+        self._firsts: list[int] = []
+        first = 0
+        for size in self.sizes:
+            self._firsts.append(first)
+            first += 1 if size is None else size
+
+    @property
+    def count(self) -> int:
+        """Return the number of values."""
+        return len(self.sizes)
+
+    @property
+    def values(self) -> list[Any]:
+        """Return the symbols for an analysis, with a list for a value that is a list."""
+        return [
+            self.symbols[first] if size is None else self.symbols[first : first + size]
+            for first, size in zip(self._firsts, self.sizes, strict=True)
+        ]
+
+    def selected(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
+        """Return the positions of values that routines with these selections receive; None selects all."""
+        count = self.count
+        positions = set(range(count)) if None in selections else set()
+        positions |= {
+            # Positions may be negative, as in Python's lists.
+            position % count
+            for select in selections
+            for position in select or ()
+            if -count <= position < count
+        }
+        return sorted(position for position in positions if self.unread.isdisjoint(self._range(position)))
+
+    def flat(self, positions: Sequence[int]) -> list[int]:
+        """Return the flat positions of values."""
+        return [i for position in positions for i in self._range(position)]
+
+    def where(self, positions: Sequence[int], holds: Callable[[Any], bool]) -> list[int]:
+        """Return the positions among `positions` where a condition holds for each symbol."""
+        return [
+            position for position in positions if all(holds(self.symbols[i]) for i in self._range(position))
+        ]
+
+    def changed(self) -> list[int]:
+        """Return the flat positions of replaced values."""
+        return [i for i, (old, new) in enumerate(zip(self.before, self.refs, strict=True)) if old != new]
+
+    def read(self, current: Mapping[Any, Any]) -> None:
+        """Take over the names under which other nodes read the values now."""
+        self.refs = [current.get(ref, ref) for ref in self.refs]
+        self.before = list(self.refs)
+
+    def _range(self, position: int) -> range:
+        size, first = self.sizes[position], self._firsts[position]
+        return range(first, first + (1 if size is None else size))

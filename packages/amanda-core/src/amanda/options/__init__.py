@@ -14,8 +14,16 @@ Traceback (most recent call last):
 amanda.errors.OptionError: SampledTool: share is 2; give a number from 0 to 1
 """
 
-from amanda.options.checking import REQUIRED, Option, checked, mistake, options_of
-from amanda.options.deprecation import deprecated, renamed, warn_deprecated
+from amanda.options.checking import (
+    REQUIRED,
+    Option,
+    checked,
+    deprecated,
+    mistake,
+    options_of,
+    renamed,
+    warn_deprecated,
+)
 from amanda.options.kinds import Kind, Mismatch, kind_of, shown
 from amanda.options.ranges import (
     AnyFloat,

@@ -1,4 +1,4 @@
-"""`checked`: the arguments of a call are compared with the annotations of what is called."""
+"""Decorators of functions with options: arguments are compared with annotations, former names warn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+from warnings import warn
 
 from amanda.errors import AmandaError, OptionError, did_you_mean
 from amanda.options.kinds import Kind, Mismatch, kind_of, shown
@@ -18,6 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ClassT = TypeVar("ClassT", bound=type)
 
+# Not None, which is the default of many options.
 REQUIRED: Any = inspect.Parameter.empty
 """Default of an option that has none."""
 
@@ -42,9 +44,9 @@ class Option:
 
     @property
     def default_in_words(self) -> str:
-        """Return the default as Python writes it, of a path its text, or "needed"."""
+        """Return the repr of the default, the string of a path, or "required"."""
         if self.default is REQUIRED:
-            return "needed"
+            return "required"
         return str(self.default) if isinstance(self.default, PurePath) else repr(self.default)
 
     def __str__(self) -> str:
@@ -88,7 +90,9 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
 
 
 def _checked(target: Any, error: type[AmandaError]) -> Any:
+    """Return a function that compares its arguments first; of a class, the class with such a constructor."""
     if isinstance(target, type):
+        # By `getattr` and `setattr`, since type checkers refuse to read or set `__init__` of a class.
         constructor = getattr(target, "__init__")  # noqa: B009
         setattr(target, "__init__", _checked(constructor, error))  # noqa: B010
         return target
@@ -96,11 +100,13 @@ def _checked(target: Any, error: type[AmandaError]) -> Any:
 
     @functools.wraps(target)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
+        # pytest leaves out frames with this name, so that a failing test shows the caller's line.
         __tracebackhide__ = True
         nonlocal call
         if call is None:  # annotations are read at the first call, so that importing a tool costs nothing
             call = _ArgumentChecks(target, error)
         args = call.positions(args)
+        # A call without keywords, which is the most frequent, makes no dict.
         return target(*args, **call.names(args, kwargs)) if kwargs else target(*args)
 
     return with_checks
@@ -146,6 +152,7 @@ class _ArgumentChecks:
                 except Mismatch as mismatch:
                     raise self._mistake(args, name, value, kind, mismatch) from None
                 if number is not value:
+                    # Hardly ever needed: a tuple is copied only where numpy's number becomes Python's.
                     accepted = (*accepted[:position], number, *accepted[position + 1 :])
         return accepted
 
@@ -204,6 +211,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     names, hints = getattr(function, "__globals__", {}), {}
     stand_ins: dict[str, Any] = {"Unpack": _Unpack}
     for name, annotation in getattr(function, "__annotations__", {}).items():
+        # One annotation at a time, so that a name which is missing here spoils no other.
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         while name not in hints:
             try:
@@ -223,3 +231,63 @@ def _unpacked(hint: Any) -> Mapping[str, Any]:
     """Return the annotations of the options that `**options: Unpack[Options]` stands for."""
     members = typing.get_args(hint) if typing.get_origin(hint) is _Unpack else ()
     return typing.get_type_hints(members[0], include_extras=True) if members else {}
+
+
+def warn_deprecated(name: str, use: str, since: str, gone: str, stacklevel: int = 1) -> None:
+    """Emit the DeprecationWarning of a former name, at the line of a caller.
+
+    since: distribution and version, such as "amanda-core 0.2".  gone: the version that removes the name.
+    stacklevel: 1 for the caller of the function that calls this one, 2 for the caller of that caller.
+    """
+    text = f"{name} is deprecated since {since} and goes in {gone}: use {use}"
+    warn(text, DeprecationWarning, stacklevel=stacklevel + 2)
+
+
+def deprecated(*, use: str, since: str, gone: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function or a method emit a DeprecationWarning at each call, at the line of its caller.
+
+    use: what to write instead.  since, gone: see `warn_deprecated`.
+
+    >>> @deprecated(use="area", since="amanda-core 0.2", gone="0.4")
+    ... def surface(width: float) -> float:
+    ...     return width**2
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def with_warning(*args: P.args, **kwargs: P.kwargs) -> T:
+            warn_deprecated(function.__qualname__, use, since, gone)
+            return function(*args, **kwargs)
+
+        return with_warning
+
+    return decorate
+
+
+def renamed(*, since: str, gone: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function or a constructor accept options under former names, with a DeprecationWarning.
+
+    names: the present name of each option by the former one.  Raises OptionError at a call that gives both.
+    since, gone: see `warn_deprecated`.
+
+    >>> @renamed(since="amanda-core 0.2", gone="0.4", out="path")
+    ... def save(path: str) -> str:
+    ...     return path
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def with_former_names(*args: P.args, **kwargs: P.kwargs) -> T:
+            options: dict[str, Any] = kwargs
+            # A set of both, since most calls give no former name.
+            for former in names.keys() & options.keys():
+                called, name = function.__qualname__.removesuffix(".__init__"), names[former]
+                if name in options:
+                    raise OptionError(f"{called}: {former} is the former name of {name}; give {name} alone")
+                warn_deprecated(f"{called}({former}=...)", f"{name}=...", since, gone)
+                options[name] = options.pop(former)
+            return function(*args, **kwargs)
+
+        return with_former_names
+
+    return decorate

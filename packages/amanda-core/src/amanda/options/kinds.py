@@ -19,6 +19,7 @@ from amanda.errors import FileError
 from amanda.files import check_file_to_write, check_folder_to_write
 from amanda.options.ranges import WHOLE, Length, PathTarget, Range, Where
 
+# A tensor's repr has hundreds of lines, and the end of a message says what to do.
 _SHOWN = 120
 _LISTS = (Sequence, list, Iterable, Collection)
 _SETS = (set, frozenset, Set)
@@ -32,9 +33,9 @@ class Mismatch(Exception):
 class Kind:
     """The values that an annotation accepts.
 
-    words: with an article, as Python writes values ("a whole number from 1 on", "True or False").
-    text: without, as a command line writes values ("whole number from 1 on", "true or false").
-    many: of several ("whole numbers from 1 on").
+    words: with an article, as Python writes values ("an integer >= 1", "True or False").
+    text: without an article, as a command line writes values ("integer >= 1", "true or false").
+    many: in the plural ("integers >= 1").
     accept: returns the value, numpy's numbers as Python's own; raises Mismatch.
     """
 
@@ -63,6 +64,7 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of an annotation.  marks: metadata of the `Annotated` types around it."""
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(members[0], (*marks, *annotation.__metadata__))
@@ -93,15 +95,19 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
         return _ANY
     if issubclass(plain, os.PathLike):
         return _path(next((mark for mark in marks if isinstance(mark, PathTarget)), None))
+    # `isinstance` works with runtime protocols alone; for others nothing can be checked.
     if getattr(plain, "_is_protocol", False):
         return _protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
     return _noun(plain.__name__, lambda value: isinstance(value, plain))
 
 
+# Typed, since Literal[1] and Literal[True] are equal.
 _cached = lru_cache(maxsize=1024, typed=True)(lambda annotation: _kind(annotation, ()))
 
 
 def _noun(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
+    """Return the kind of all values for which a condition holds, named by a noun."""
+
     def accept(value: Any) -> Any:
         if not holds(value):
             raise Mismatch
@@ -111,12 +117,14 @@ def _noun(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
 
 
 def _named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
+    """Return a kind with its words in singular and plural."""
     article = "an" if noun[0] in "aeiouAEIO" else "a"
     many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
 
 
 def _protocol(plain: type) -> Kind:
+    """Return the kind of objects that have a protocol's methods."""
     methods = [name for base in plain.__mro__[:-1] for name in vars(base) if name[0] != "_"]
 
     def holds(value: Any) -> bool:
@@ -126,6 +134,7 @@ def _protocol(plain: type) -> Kind:
 
 
 def _where(kind: Kind, where: Where) -> Kind:
+    """Return a kind with other words and, besides, another condition."""
     if where == Where(where.words):  # words alone
         return Kind(where.words, where.words, where.words, kind.accept)
 
@@ -143,7 +152,10 @@ def _callable(value: Any) -> bool:
 
 
 def _bool(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of True and False alone."""
+
     def accept(value: Any) -> bool:
+        # 1 and 0 are no switches: who writes steps=True, or flag=1, has mixed up two options.
         if type(value) is not bool:
             raise Mismatch
         return value
@@ -152,6 +164,8 @@ def _bool(marks: tuple[Any, ...]) -> Kind:
 
 
 def _none(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of None."""
+
     def accept(value: Any) -> None:
         if value is not None:
             raise Mismatch
@@ -160,10 +174,12 @@ def _none(marks: tuple[Any, ...]) -> Kind:
 
 
 def _int(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of whole numbers within the range among the marks, by default of 64 bits."""
     bounds = next((mark for mark in marks if isinstance(mark, Range)), WHOLE)
 
     def accept(value: Any) -> int:
         if type(value) is not int:
+            # A bool is an int to Python, but True is no number of steps.
             if isinstance(value, bool) or not isinstance(value, Integral):
                 raise Mismatch
             value = int(value)
@@ -175,10 +191,11 @@ def _int(marks: tuple[Any, ...]) -> Kind:
         bounds.least if bounds.least > WHOLE.least else -float("inf"),
         bounds.most if bounds.most < WHOLE.most else float("inf"),
     )
-    return _named("whole number", accept, str(stated))
+    return _named("integer", accept, str(stated))
 
 
 def _float(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of numbers within the range among the marks; whole numbers stay whole."""
     bounds = next((mark for mark in marks if isinstance(mark, Range)), Range())
 
     def accept(value: Any) -> Any:
@@ -200,6 +217,7 @@ def _float(marks: tuple[Any, ...]) -> Kind:
 
 
 def _str(marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of texts, as long as the marks say."""
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
 
     def accept(value: Any) -> str:
@@ -209,7 +227,7 @@ def _str(marks: tuple[Any, ...]) -> Kind:
             raise Mismatch("" if value else "it is empty")
         return value
 
-    return Kind("a text", "text", "texts", accept)
+    return Kind("a string", "string", "strings", accept)
 
 
 def _any(marks: tuple[Any, ...]) -> Kind:
@@ -217,12 +235,14 @@ def _any(marks: tuple[Any, ...]) -> Kind:
 
 
 def _path(at: PathTarget | None) -> Kind:
+    """Return the kind of paths; at: what has to be there."""
     name = "path" if at is None else f"path of a {at.target.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
         if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
             raise Mismatch
         text = os.fspath(value)
+        # The system's own error for these says nothing of the option.
         if not isinstance(text, str) or not text or "\0" in text:
             raise Mismatch("it is empty" if not text else "")
         try:
@@ -231,7 +251,7 @@ def _path(at: PathTarget | None) -> Kind:
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
         except UnicodeError:
-            raise Mismatch("it is no text that files may be called by") from None
+            raise Mismatch("it is not a valid file name") from None
         return value
 
     return Kind(f"the {name}" if at else "a path", name if at else "path", f"{name}s", accept)
@@ -242,7 +262,8 @@ def _trouble_at(path: Path, target: str) -> str:
     if target == "file":
         return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
     if target == "folder":
-        return "" if path.is_dir() else "it is no folder" if path.exists() else "there is no such folder"
+        return "" if path.is_dir() else "it is not a folder" if path.exists() else "there is no such folder"
+    # File systems take 255 bytes a name; found here, before hours of work are to be written there.
     if any(len(os.fsencode(part)) > 255 for part in path.parts):
         return "a name in it is too long"
     try:
@@ -253,6 +274,8 @@ def _trouble_at(path: Path, target: str) -> str:
 
 
 def _literal(members: tuple[Any, ...]) -> Kind:
+    """Return the kind of some values; a mistyped text is told the nearest."""
+    # With the class, since 1 == True == 1.0.
     by_value = {(member.__class__, member): member for member in members}
     texts = [
         str(member).lower() if member is None or isinstance(member, bool) else str(member)
@@ -279,6 +302,8 @@ def _joined(words: Sequence[str], last: str = " or") -> str:
 
 
 def _union(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of values that any of the kinds accepts, tried in order."""
+
     def accept(value: Any) -> Any:
         details = []
         for kind in kinds:
@@ -288,6 +313,7 @@ def _union(kinds: Sequence[Kind]) -> Kind:
                 details.append(str(mismatch))
         raise Mismatch(next(filter(None, details), ""))
 
+    # "or None" is read best at the end, wherever the annotation has it.
     ordered = sorted(kinds, key=lambda kind: kind.words == "None")
     words = _joined([kind.words for kind in ordered], ", or" if len(kinds) > 2 else " or")
     return Kind(
@@ -299,11 +325,13 @@ def _union(kinds: Sequence[Kind]) -> Kind:
 
 
 def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of lists, sets or iterables whose items are of one kind."""
     item = kind_of(members[0]) if members else _ANY
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
     is_set, takes_all = plain in _SETS, plain in (Iterable, Collection)
 
     def accept(value: Any) -> Any:
+        # A text is a sequence of texts, but type="conv2d" is not meant as six types.
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch
         if takes_all and isinstance(value, Iterable) and not isinstance(value, Sequence):
@@ -317,18 +345,20 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
         accepted = _accepted([item] * len(value), value)
+        # The caller's own list, unless a number in it had to be converted.
         if all(map(operator.is_, accepted, value)):
             return value
         return set(accepted) if is_set else accepted
 
-    nonempty = " that is not empty" if length.least == 1 else ""
+    nonempty = "non-empty " if length.least == 1 else ""
     noun = "set" if is_set else "list"
     return Kind(
-        f"a {noun} of {item.many}{nonempty}", f"{noun} of {item.text}", f"{noun}s of {item.many}", accept
+        f"a {nonempty}{noun} of {item.many}", f"{noun} of {item.text}", f"{noun}s of {item.many}", accept
     )
 
 
 def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
+    """Return the items as their kinds accept them; raise Mismatch with the position of a wrong one."""
     items = []
     for position, (kind, value) in enumerate(zip(kinds, values, strict=True)):
         try:
@@ -340,6 +370,7 @@ def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
 
 
 def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+    """Return the kind of tuples: of any length with items of one kind, or of fixed items."""
     if not members or members[-1] is Ellipsis:
         items = _list(Sequence, members[:1], marks)
         words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
@@ -359,6 +390,7 @@ def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
 
 
 def _mapping(members: tuple[Any, ...]) -> Kind:
+    """Return the kind of mappings with keys and values of two kinds."""
     kinds = [kind_of(member) for member in members] or [_ANY, _ANY]
 
     def accept(value: Any) -> Any:
@@ -372,7 +404,7 @@ def _mapping(members: tuple[Any, ...]) -> Kind:
                     raise Mismatch(f"its {name} is {shown(part)}") from None
         return value
 
-    words = f"a dict of {kinds[-1].many} by {kinds[0].many}" if members else "a dict"
+    words = f"a dict from {kinds[0].many} to {kinds[-1].many}" if members else "a dict"
     return Kind(words, words.removeprefix("a "), "dicts", accept)
 
 

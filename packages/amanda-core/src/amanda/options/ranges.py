@@ -27,6 +27,7 @@ class Range:
 
     def holds(self, number: float) -> bool:
         """Return True if a number is in the range."""
+        # Comparisons with nan are False, so bounds alone would let it pass in one form and not in another.
         if not isfinite(number) and self.finite:
             return False
         inside = self.least <= number <= self.most and self.above < number < self.below
@@ -34,7 +35,7 @@ class Range:
 
     def __str__(self) -> str:
         """Return words that follow a noun: " from 0 to 1", " above 0"; "" without bounds."""
-        low = f"from {_text(self.least)}" if self.least > -inf else ""
+        low = f">= {_text(self.least)}" if self.least > -inf else ""
         low = f"above {_text(self.above)}" if self.above > -inf else low
         high = f"at most {_text(self.most)}" if self.most < inf else ""
         high = f"below {_text(self.below)}" if self.below < inf else high
@@ -42,14 +43,12 @@ class Range:
             return f" from {_text(self.least)} to {_text(self.most)}"
         if low and high:
             return f" {low} and {high}"
-        ending = " on" if self.least > -inf else ""
-        return (f" {low}{ending}" if low else f" {high}" if high else "") + (
-            "" if self.finite else ", nan or inf"
-        )
+        return (f" {low}" if low else f" {high}" if high else "") + ("" if self.finite else ", nan or inf")
 
 
 def _text(bound: float) -> str:
     """Return a bound in words; powers of two beyond a million are written as such."""
+    # 2**63 - 1 is read at a glance, 9223372036854775807 is not.
     for number, end in ((bound, ""), (bound + 1, " - 1")):
         size = abs(int(number))
         if size == abs(number) and size > 1 << 20 and size & (size - 1) == 0:
@@ -66,6 +65,7 @@ class Length:
     """Number of items of a list, or of letters of a text: at least so many, and at most."""
 
     least: int = 0
+    # An iterator without an end is stopped here.
     most: int = 1_000_000
 
     def holds(self, count: int) -> bool:
@@ -99,15 +99,15 @@ NotEmpty = Length(1)
 """At least one item or letter."""
 
 PositiveInt = Annotated[int, Range(1, _MOST_INT)]
-"""A whole number from 1 on."""
+"""An integer >= 1."""
 NonNegativeInt = Annotated[int, Range(0, _MOST_INT)]
-"""A whole number from 0 on."""
+"""An integer >= 0."""
 Seed = Annotated[int, Range(0, (1 << 64) - 1)]
-"""A whole number of 64 bits without a sign."""
+"""An unsigned 64-bit integer."""
 PositiveFloat = Annotated[float, Range(above=0)]
 """A finite number above 0."""
 NonNegativeFloat = Annotated[float, Range(0)]
-"""A finite number from 0 on."""
+"""A finite number >= 0."""
 Share = Annotated[float, Range(0, 1)]
 """A number from 0 to 1."""
 PositiveShare = Annotated[float, Range(above=0, most=1)]
@@ -115,7 +115,7 @@ PositiveShare = Annotated[float, Range(above=0, most=1)]
 AnyFloat = Annotated[float, Range(finite=False)]
 """A number that may be nan or infinite; a plain `float` is finite."""
 Name = Annotated[str, NotEmpty]
-"""A text that is not empty."""
+"""A non-empty string."""
 File = Annotated[str | PathLike[str] | Path, PathTarget("file")]
 """The path of a file that is there."""
 Folder = Annotated[str | PathLike[str] | Path, PathTarget("folder")]

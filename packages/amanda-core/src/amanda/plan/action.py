@@ -1,10 +1,11 @@
-"""Instrumentation points, the six actions, and the marks that a routine may carry."""
+"""Instrumentation points, the six actions, the marks of a routine, and the arguments that it takes."""
 
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import wraps
 from types import FunctionType, MappingProxyType, MethodType
@@ -13,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from amanda import interceptor
 from amanda.errors import RoutineError
 from amanda.options import checked
-from amanda.plan.arguments import RoutineParameters, parameters_of
-from amanda.plan.gathered import gathered_form
+from amanda.plan.observers import gathered_form
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Routine = Callable[..., Any]
 RoutineT = TypeVar("RoutineT", bound=Routine)
 
+# An attribute and not a wrapper: a marked routine stays the object that the tool's author wrote, so that
+# methods are still bound and `inspect` sees their signature.
 _MARKS = "__amanda_marks__"
 
 
@@ -50,6 +52,8 @@ class InstrumentationPoint(enum.Enum):
         return cls(f"{side}_{phase}_op")
 
 
+# Looked up at every analysis: the hash of an enum member is computed in Python from its name, that of an
+# object is its address.
 class ActionType(enum.Enum):
     """A kind of action; the value is the name of the method of `OpContext` that records it.
 
@@ -72,6 +76,7 @@ class ActionType(enum.Enum):
         self.is_replacement = "replace" in name
 
 
+# Shared by all actions without keyword arguments, so nothing may be added to it.
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 INSERT_BEFORE_OP = ActionType.INSERT_BEFORE_OP
 REPLACE_OP = ActionType.REPLACE_OP
@@ -121,9 +126,11 @@ class Action:
         self.opening = "opening" in mark_names
         self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")
+        # A tally has an attribute of that name, which counts recomputations, but no parameter.
         self.takes_recomputed = not isinstance(func, interceptor.ShapeCounter) and self._takes("recomputed")
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
+        # A replacement computes the op from its values, which have their shapes.
         self.takes_shapes = not type.is_replacement and self._takes("shapes")
         self.takes_original = type is REPLACE_OP and self._takes("original")
         self.parameters = self._parameters() if type is REPLACE_OP else None
@@ -146,6 +153,9 @@ class Action:
             return None if recomputed_tally is None else self._with_routine(recomputed_tally, self.kwargs)
         if self.takes_recomputed:
             return self._with_routine(self.func, {**self.kwargs, "recomputed": True})
+        # A checkpoint runs the same execution again: who counts or records would see it twice.  A routine
+        # that changes a value has to change it again, since the backward pass reads what the recomputation
+        # computes.
         return None if self.observer or self.opening else self
 
     def _with_routine(self, func: Routine, kwargs: Mapping[str, Any]) -> Action:
@@ -167,6 +177,7 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
 
     keyword_only: whether the parameter has to be keyword-only.
     """
+    # The first argument of a bound method is `self`, which no caller passes.
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
     if isinstance(func, interceptor.ShapeCounter):
         function, first = type(func).__call__, 1
@@ -183,6 +194,7 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
 
 
 def _has_other_signature(attributes: Mapping[str, Any]) -> bool:
+    # `functools.wraps` and `__signature__` say that the code object is not what a caller sees.
     return bool(attributes) and ("__wrapped__" in attributes or "__signature__" in attributes)
 
 
@@ -205,6 +217,7 @@ def _add_mark(func: RoutineT, mark: str) -> RoutineT:
     mark_names = marks(func) | {mark}
     try:
         setattr(func, _MARKS, mark_names)
+    # Builtins, and objects with `__slots__`, take no attributes.
     except (AttributeError, TypeError):
 
         @wraps(func)
@@ -257,5 +270,125 @@ def in_running_order(actions: Iterable[Action], after: bool) -> list[Action]:
     """Return the actions in the order of their tools, except that innermost ones are next to the op."""
     ordered = list(actions)
     if len(ordered) > 1:
+        # The sort is stable, so tools keep their order.  Before the op an innermost routine comes last, after
+        # the op it comes first: the key is False for what comes first.
         ordered.sort(key=lambda action: action.innermost is not after)
     return ordered
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class RoutineParameters:
+    """Parameters of a routine that the op's inputs may fill.
+
+    positional: names of parameters that a position fills.  named: names of keyword-only parameters.
+    variadic, any_name: whether the routine has `*args`, and `**kwargs`.
+    """
+
+    __slots__ = ("any_name", "named", "positional", "variadic")
+
+    def __init__(self, routine: Routine, bound_names: Iterable[str]) -> None:
+        parameters = inspect.signature(routine).parameters.values()
+        # `run`, `reads`, `original` and the tool's keyword arguments have their values already.
+        free_parameters = [parameter for parameter in parameters if parameter.name not in set(bound_names)]
+        self.positional = [parameter.name for parameter in free_parameters if parameter.kind in _POSITIONAL]
+        self.named = frozenset(
+            parameter.name for parameter in free_parameters if parameter.kind is parameter.KEYWORD_ONLY
+        )
+        self.variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in free_parameters)
+        self.any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in free_parameters)
+
+
+def parameters_of(routine: Routine, bound_names: Iterable[str]) -> RoutineParameters | None:
+    """Return the parameters of a routine except the bound ones; None for a routine written in C."""
+    try:
+        return RoutineParameters(routine, bound_names)
+    except (TypeError, ValueError):
+        return None
+
+
+def replacement_arguments(
+    parameters: RoutineParameters | None,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    holds_tensors: Callable[[Any], bool],
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a replacement, by position and by name.
+
+    A replacement receives the op's tensors in order, and other inputs by name where it has a parameter of
+    that name. If it has as many parameters as the op has inputs, or any number, it receives all in order.
+    """
+    # A routine written in C has no signature to read names from: it gets what any replacement can compute
+    # with.
+    if parameters is None:
+        return [value for value in inputs if holds_tensors(value)], {}
+    # It was written for this op's schema, so position tells what each input is.
+    if parameters.variadic or len(parameters.positional) >= len(inputs):
+        named = {name: value for name, value in zip(names, inputs, strict=False) if name in parameters.named}
+        return [value for value, name in _with_names(inputs, names) if name not in named], named
+    parameter_names = {*parameters.positional, *parameters.named}
+    by_name = {
+        name: value
+        for value, name in _with_names(inputs, names)
+        if name and not holds_tensors(value) and (name in parameter_names or parameters.any_name)
+    }
+    unnamed = [value for value, name in _with_names(inputs, names) if name not in by_name]
+    tensors = [value for value in unnamed if holds_tensors(value)]
+    free_positions = sum(name not in by_name for name in parameters.positional)
+    # With more free parameters than tensors, the routine takes the op's leading inputs by position, numbers
+    # among them, provided that no tensor comes after these.
+    leading = unnamed[:free_positions]
+    all_tensors = sum(map(holds_tensors, leading)) == len(tensors)
+    return (leading if len(tensors) < free_positions and all_tensors else tensors), by_name
+
+
+def signature_error(
+    action: Action,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> RoutineError | None:
+    """Return an error if a routine's signature does not accept the arguments; else None.
+
+    inputs, names: all values at the routine's point and their names, for the message.
+    """
+    # Only names are compared with the signature, so any value stands for these.
+    injected = {name: None for name in ("run", "shapes") if getattr(action, f"takes_{name}")}
+    try:
+        inspect.signature(action.func).bind(*args, **{**injected, **action.kwargs, **kwargs})
+    except TypeError as error:
+        available = ", ".join(f"{i}: {name or '?'} ({_type_and_shape(value)})" for i, (value, name) in
+                          enumerate(_with_names(inputs, names)))  # fmt: skip
+        keyword = "outputs" if action.type.is_after else "inputs"
+        keyword = f"grad_{keyword}" if action.type.is_backward else keyword
+        message = f"{action} cannot be called with {_count_of_values(len(args))}: {error}. "
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is not None:
+            return RoutineError(
+                f"{message}Give the routine a parameter {unknown[1]}, or leave {unknown[1]}= away"
+            )
+        return RoutineError(
+            f"{message}There are {available}; select some, as by {keyword}=[0], give the routine a parameter "
+            f"for each, or pass others as keywords, {action.type.value}(routine, name=value)"
+        )
+    except ValueError:  # `inspect` knows no signature: the routine is written in C
+        return None
+    return None
+
+
+def _count_of_values(count: int) -> str:
+    return f"{count} value{'s' * (count != 1)}"
+
+
+def _with_names(inputs: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, str]]:
+    return [(value, names[i] if i < len(names) else "") for i, value in enumerate(inputs)]
+
+
+def _type_and_shape(value: Any) -> str:
+    """Name the type of a value with its shape or length, for messages."""
+    if isinstance(value, (list, tuple)) and value:
+        return f"{type(value).__name__} of {len(value)}"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} {tuple(shape)}"

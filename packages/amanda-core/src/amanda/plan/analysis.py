@@ -24,6 +24,7 @@ PlanT = TypeVar("PlanT", bound="Actions | Plan")
 class PendingPlan(Generic[PlanT]):
     """A plan whose op is under analysis: whichever thread comes first analyses each point of the op, once."""
 
+    # `PendingPlans` holds it weakly, which slots do not allow by themselves.
     __slots__ = ("__weakref__", "_analysed_points", "_lock", "_source", "context", "plan")
 
     def __init__(self, plan: PlanT, context: OpContext, source: Plan) -> None:
@@ -38,6 +39,8 @@ class PendingPlan(Generic[PlanT]):
         """Run the analysis routines of a point on this thread's execution, unless another thread has."""
         with self._lock:
             if point not in self._analysed_points:
+                # The thread that analyses shows its own execution's values, not those of the thread that came
+                # first.
                 self.context._facts = facts
                 self._add_actions(self._run_analyses(point))
                 self._analysed_points.add(point)
@@ -50,7 +53,10 @@ class PendingPlan(Generic[PlanT]):
         if is_first or not (source.outer_plans or source.stack.routines[point]):
             return context.trigger_callback(point)
         key = context.get_backward_op_id(), point
+        # Copies, since an analysis may write any key of the context at any time.
         initial = before = dict(context)
+        # A tool of this scope sees what a dependency in a scope around wrote at the same point, also where
+        # that plan was made in an earlier execution.
         if source.outer_plans:
             for outer_plan in source.outer_plans:
                 _apply_changes(context, outer_plan.context_changes.get(key, {}))
@@ -59,11 +65,13 @@ class PendingPlan(Generic[PlanT]):
         changes = _changes(before, context)
         if changes:
             source.context_changes[key] = {**source.context_changes.get(key, {}), **changes}
+        # A scope within starts before the op, so it needs the context without what came after the op.
         if point is InstrumentationPoint.AFTER_FORWARD_OP:
             source.changes_to_undo = _changes(context, initial)
         return recorded
 
     def _add_actions(self, recorded: Sequence[Action]) -> None:
+        """Add actions to those of the stack's own tools."""
         if recorded:
             actions = self.plan.scope_actions if isinstance(self.plan, Plan) else self.plan
             actions.add(recorded)
@@ -71,6 +79,7 @@ class PendingPlan(Generic[PlanT]):
 
 def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> ContextChanges:
     """Return the changes that lead from one state of a context to another."""
+    # Compared by identity: equality of tensors has no truth value, and computing it would run ops.
     changes = {key: value for key, value in second.items() if first.get(key, DELETED) is not value}
     changes.update(dict.fromkeys(first.keys() - second.keys(), DELETED))
     return changes
@@ -96,6 +105,7 @@ class PendingBackwardPlan(PendingPlan[Actions]):
     """The plan of a backward op under analysis by some tools, with the actions of tools before them."""
 
     __slots__ = ("_recorded",)
+    # One lock for all: backward ops are analysed once, so threads hardly ever meet here.
     _record_lock = interceptor.Lock()
 
     def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], ignore_earlier: bool) -> None:
@@ -119,6 +129,8 @@ class PendingBackwardPlan(PendingPlan[Actions]):
         if self._recorded is None:
             super()._add_actions(recorded)
             return
+        # Sorted anew from all records: a tool that analyses later may come before others in the order of
+        # tools.
         actions = Actions.of(self._recorded)
         self.plan.before, self.plan.replace, self.plan.after = actions.before, actions.replace, actions.after
 
@@ -143,6 +155,7 @@ class PendingBackwardPlan(PendingPlan[Actions]):
             if len(recorded) == sum(
                 len(stack.routines[point]) for point in stack.routines if point.is_backward
             ):
+                # Every tool has analysed the op, so nobody asks any more which tool recorded what.
                 del record.partial[backward_id]
 
 
@@ -175,6 +188,7 @@ class PendingPlans:
             new_plan = create()
 
             def forget(reference: ref[PendingPlan[PlanT]]) -> None:
+                # A new plan may have taken the key before the old reference's callback ran.
                 if pending.get(key) is reference:
                     del pending[key]
 
@@ -196,6 +210,8 @@ class OpAnalysis:
         self._reading = ops.reading
         self.pending: list[tuple[Hashable, PendingPlan[Plan]]] = []
         plan: Plan | None = None
+        # Whether shapes are a part of a key is decided by op where calls are eager, and for all ops of a
+        # graph.
         eager_id = facts.op_id if facts.namespace[-1] == "eager" else None
         for member in stack.chain:
             member_key = key if member is stack else member.key(ops, facts.inputs or (), eager_id)
@@ -211,12 +227,16 @@ class OpAnalysis:
         def create() -> PendingPlan[Plan]:
             context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
             if outer is not None:
+                # The context of the scope around has what was written after the op; here the op has not run
+                # yet.
                 _apply_changes(context, outer.changes_to_undo)
             plan = Plan(stack, context, outer)
             return PendingPlan(plan, context, plan)
 
         pending: PendingPlan[Plan] | Plan
         if cache:
+            # Two threads may meet at an op with different shapes: where shapes may yet become a part of the
+            # key, each has an analysis of its own.
             pending_key = (
                 (op_id, key, self.facts.input_shapes) if stack.keyed_by_shapes_read else (op_id, key)
             )
@@ -244,6 +264,7 @@ class OpAnalysis:
         """Store the plans for later executions of the op."""
         op_id, shapes_read = self.facts.op_id, self.facts.input_shapes if self.facts.reads_shapes else None
         stacks = [pending.plan.stack for _, pending in self.pending]
+        # Asked for all stacks first: to store a plan in one stack changes the answer for the stacks within.
         already_keyed = [stack.depends_on_shapes(op_id) or not stack.keyed_by_shapes_read for stack in stacks]
         for (key, pending), stack, keyed in zip(self.pending, stacks, already_keyed, strict=True):
             stack.keep(op_id, key, pending.plan, None if keyed else shapes_read)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from amanda.errors import ActionError, AmandaError, MissingKeyError, did_you_mean
 from amanda.namespace import Namespace
 from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
-from amanda.plan.checks import (
+from amanda.plan.facts import (
+    OpFacts,
     Selection,
     check_point,
     check_replacement,
     resolve_positions,
     selected_positions,
 )
-from amanda.plan.facts import OpFacts
-from amanda.plan.order import in_dependency_order
 from amanda.plan.tensors import spread
+from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
@@ -59,12 +59,14 @@ class OpContext(dict[str, Any]):
         self._point: InstrumentationPoint | None = None
         self._tool: AnyTool | None = None
 
+    # Tools use contexts as keys; a dict itself has no hash.
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"<OpContext of {self._facts.name} {self._facts.op_id:#018x}: {dict.__repr__(self)}>"
 
     def __missing__(self, key: str) -> Any:
+        # The paper's tools read `context["op"]`, so these keys work unless a tool has written them.
         if key in FACTS:
             return getattr(self, f"get_{key}")()
         tool_name = "a tool" if self._tool is None else type(self._tool).__name__
@@ -115,12 +117,14 @@ class OpContext(dict[str, Any]):
         """
         tool = self._tool
         guards = [] if tool is None else [routine.guard for routine in tool._amanda.analyses]
+        # Without a guard the plan would be used for calls of other shapes, and be wrong without a word.
         if not self.is_eager() or self.is_backward() or not {"read", "shape"}.intersection(guards):
             raise AmandaError(
                 f"get_input_shapes of {self._facts.name} in {self.namespace} is for forward analysis "
                 'routines of eager mode, of a tool that has registered one with guard="read"; at other '
                 "points read the shapes of tensors, or give a routine a keyword `shapes`"
             )
+        # `ToolStack.keep` makes shapes a part of the key of this op's plans from now on.
         self._facts.reads_shapes = True
         return tuple(self._facts.input_shapes)
 
@@ -180,6 +184,7 @@ class OpContext(dict[str, Any]):
 
     def get_attrs(self) -> dict[str, Any]:
         """Return the op's non-tensor arguments by name."""
+        # A copy: the facts are shared by the contexts of all tools.
         return dict(self._facts.attributes or {})
 
     def get_parameters(self) -> tuple[int, ...]:
@@ -195,6 +200,7 @@ class OpContext(dict[str, Any]):
         It holds none of the values, and computes values, not symbols, also of a graph's op.  In a routine,
         where instrumentation is off, its calls are seen by no tool.  Raises AmandaError where there is none.
         """
+        # Graphs give `original`, which computes values instead of symbols; eager calls give `compute`.
         if self._facts.original is not None:
             return self._facts.original()
         if self._facts.compute is None:
@@ -294,6 +300,7 @@ class OpContext(dict[str, Any]):
         """Run `func` for the gradients that leave the backward op; the kernel may still run."""
         self._record_action(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
 
+    # The name and its argument are the paper's.
     def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
         """Run the analysis routines of a point; the actions that they recorded."""
         first = len(self._actions)
@@ -312,6 +319,7 @@ class OpContext(dict[str, Any]):
         return inputs[position]
 
     def _require_values(self, values: list[Any] | None, value_kind: str) -> list[Any]:
+        """Return a copy of the values; raise AmandaError where they were dropped."""
         if values is None:
             raise AmandaError(
                 f"the {value_kind} of {self._facts.name} are gone: forward values are kept for the analysis "
@@ -327,6 +335,7 @@ class OpContext(dict[str, Any]):
         kwargs: Mapping[str, Any],
         reads: tuple[tuple[int, int], ...] = (),
     ) -> None:
+        """Check an action and record it, with its routine wrapped as the tool says."""
         if not callable(func):
             raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
         if self._point is None or self._tool is None:
@@ -338,6 +347,7 @@ class OpContext(dict[str, Any]):
         if kind.is_replacement:
             check_replacement(self._facts, kind, self._tool, self._actions)
         wrapped: Routine | None = func
+        # Checked before and wrapped after: a wrapper sees only routines that the op can take.
         for wrap in self._tool._amanda.wrappers:
             wrapped = None if wrapped is None else wrap(self, kind, wrapped)
         if wrapped is None:

@@ -1,20 +1,28 @@
-"""Facts of an op: a driver's description, which contexts show to tools."""
+"""Facts of an op: a driver's description, which contexts show to tools; and what errors say of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from amanda.interceptor.opid import digest, mix
+from amanda import interceptor
+from amanda.errors import ActionError, ReplaceConflictError
+from amanda.interceptor import codes
+from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED, digest, mix
 from amanda.namespace import Namespace
-from amanda.plan.notes import add_note, describe
+from amanda.plan.action import Action, ActionType, InstrumentationPoint
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
-    from amanda.plan.action import Action
+    from types import TracebackType
+
+    from amanda.plan.tools import AnyTool
+
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -79,10 +87,12 @@ class OpFacts:
     def part_read(self, variable: Any) -> str:
         """Name the part of a variable that the op reads; "" for all of it, and where it reads several."""
         values = [value for value in spread(self.inputs or ()) if self.variable_of(value) is variable]
+        # An op that reads a parameter twice, or as two parts, has no single part to name.
         return self.part_of(values[0], variable) if len(values) == 1 else ""
 
     def backward_id(self, name: str, place: int) -> int:
         """Return the id of a backward op of this op: by its name, and its place among the backward ops."""
+        # The tables of native code take 0 for "no op".
         return mix(mix(self.op_id, _digest_of(name)), place) or 1
 
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
@@ -106,5 +116,162 @@ class OpFacts:
         return str(getattr(op, "__name__", op))
 
 
+# There are a few hundred names of backward ops, and each backward op of each step asks for its id.
 _digest_of: Callable[[str], int] = lru_cache(maxsize=4096)(digest)
 _fields_of = attrgetter(*(fact.name for fact in fields(OpFacts)))
+
+
+class Operation:
+    """An operator by name: equal to another object of its class with the same name and key.
+
+    __name__: the framework's name of the operator: "dot_general", "Conv2D".
+    """
+
+    __slots__ = ("__name__", "__weakref__", "_key")
+
+    def __init__(self, name: str, *key: Hashable) -> None:
+        """key: distinguishes operators of one name."""
+        self.__name__ = name
+        self._key = (name, *key)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        return self.__name__
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}>"
+
+
+def user_source() -> str:
+    """Return "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
+    # Asked once for each op, at its first execution: walking the frames costs microseconds.
+    frame = codes.innermost(sys._getframe(1), but=FRAMEWORK | BOUNDARY | SKIPPED)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, once.
+
+    A TypeError is also stored in the interceptor, which raises it again: operator methods of frameworks turn
+    a TypeError into NotImplemented.
+    """
+    if isinstance(error, TypeError):
+        interceptor.keep_failure(error)
+    notes = getattr(error, "__notes__", [])
+    # An error may pass several contexts on its way out, each of which would add the note.
+    if note in notes:
+        return
+    # Python 3.10 lacks `add_note`; `__notes__` is what later versions and pytest print.
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+
+
+# A class, since a generator with `contextmanager` takes several times as long to enter at each routine.
+class explain_errors:
+    """Context that adds tool, op, id, point, module path and the user's line to an exception."""
+
+    __slots__ = ("_at", "_facts", "_tool")
+
+    def __init__(self, facts: OpFacts, tool: AnyTool, at: str) -> None:
+        self._facts = facts
+        self._tool = tool
+        self._at = at
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is not None:
+            add_note(error, describe(self._facts, self._tool, self._at))
+
+
+def describe(facts: OpFacts, tool: Any, at: str) -> str:
+    """Return a line with the tool, the action or point, the op and its place in the program."""
+    op_id = facts.op_id if facts.backward_op_id is None else facts.backward_op_id
+    where = f", module {facts.scope}" if facts.scope else ""
+    line = f", called from {facts.source}" if facts.source else ""
+    return f"[amanda] tool {type(tool).__name__}, {at} of {facts.name} (op {op_id:#018x}{where}{line})"
+
+
+Selection = int | str | Sequence[int | str] | None
+
+
+def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
+    """Raise ActionError for an action that the point at which it is recorded does not allow.
+
+    A graph is analysed before it runs: there a routine that requires outputs may act before the op, too.
+    """
+    if kind.is_backward != point.is_backward:
+        backward = "backward=True" if kind.is_backward else "backward=False"
+        raise ActionError(
+            f"{kind.value} was called at {point.value} of {facts.name}; call it in a "
+            f"callback registered with add_inst_for_op(callback, {backward})"
+        )
+    if point.is_after and not kind.is_after and facts.namespace[-1] == "eager":
+        raise ActionError(
+            f"{kind.value} was called at {point.value} of {facts.name}, when the op had run; "
+            "call it in a callback registered with require_outputs=False"
+        )
+
+
+def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded: Iterable[Action]) -> None:
+    """Raise an error where the op cannot be replaced, or is replaced already."""
+    if kind.is_backward and not facts.replaceable:
+        raise ActionError(
+            f"{facts.name} cannot be replaced; change its gradient with insert_before_backward_op"
+        )
+    for action in recorded:
+        if action.type is kind:
+            raise ReplaceConflictError(
+                f"{type(tool).__name__} wants to replace {facts.name}, which "
+                f"{type(action.tool).__name__} replaces already; one op has one replacement: "
+                "apply one of the two, or let one use insert_before_op or insert_after_op"
+            )
+
+
+def selected_positions(
+    facts: OpFacts, kind: ActionType, select: int | str | Sequence[int | str]
+) -> tuple[int, ...]:
+    """Return the positions of the op's values that an action selects."""
+    keys = (select,) if isinstance(select, (int, str)) else tuple(select)
+    takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
+    inputs = facts.inputs
+    # The number of outputs and gradients is not known before the op has run.
+    count = len(inputs) if takes_inputs and inputs is not None else None
+    return resolve_positions(facts, keys, kind.value, count)
+
+
+def resolve_positions(
+    facts: OpFacts, keys: tuple[int | str, ...], method: str, count: int | None
+) -> tuple[int, ...]:
+    """Return the positions of values selected by position or name.
+
+    keys: positions or names.  count: number of values; None where the number is unknown.
+    method: name of the calling method, for the ActionError where there is no such value.
+    """
+    names = list(facts.names)
+    indices = []
+    for key in keys:
+        if isinstance(key, str) and key in names and count is not None:
+            key = names.index(key)
+        # True would be taken for position 1.
+        valid = isinstance(key, int) and not isinstance(key, bool)
+        if not valid or (count is not None and not -count <= int(key) < count):
+            described_values = ", ".join(names) if names and count is not None else "given by position"
+            near = get_close_matches(str(key), names, n=1) if count is not None else []
+            raise ActionError(
+                f"{method} of {facts.name} was asked for {key!r}; it has "
+                f"{'some' if count is None else count} values ({described_values})"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        indices.append(int(key) + count if count is not None and int(key) < 0 else int(key))
+    return tuple(indices)

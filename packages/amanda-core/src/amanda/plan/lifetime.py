@@ -48,6 +48,8 @@ class ParameterSlots:
             return ordinal, not self._finders
         first_ordinal = self._ordinals.setdefault(number, {}).setdefault(slot, ordinal)
         self._slot_ordinals.add(first_ordinal)
+        # From now on ops that read the tensor have the ids of the slot's first tensor: plans under its own
+        # number are never looked up again.
         if first_ordinal != ordinal:
             plan_lifetimes.on_death(ordinal)
         return first_ordinal, True
@@ -56,6 +58,7 @@ class ParameterSlots:
         """Return the ordinals that no living object has once the object with this ordinal is dead."""
         slots = self._ordinals.pop(ordinal, {}).values()
         self._slot_ordinals.difference_update(slots)
+        # While its owner lives, a slot's first tensor may be gone and the parameter still be there.
         return [*slots] if ordinal in self._slot_ordinals else [ordinal, *slots]
 
     def _slot(self, owner: Any, value: Any) -> Hashable:
@@ -69,12 +72,14 @@ class PlanLifetimes:
     """
 
     def __init__(self) -> None:
+        # Weak: stacks live with their last tool, and a plan must not outlive its tool.
         self.stacks: weakref.WeakSet[ToolStack] = weakref.WeakSet()
         self.ops_of: dict[int, set[int]] = {}
         self.subjects_of: dict[int, set[int]] = {}
 
     def bind(self, op_id: int, subjects: Iterable[Any]) -> None:
         """Bind the plans of an op to subjects: the plans are dropped as soon as one subject dies."""
+        # Numbers, not objects: nothing here keeps a model or a parameter alive.
         ordinals = {interceptor.ordinal(subject) for subject in subjects}
         for ordinal in ordinals:
             if ordinal in self.ops_of:
@@ -107,7 +112,9 @@ class PlanLifetimes:
             self._drop_ops_of(dead_ordinal)
 
     def _drop_ops_of(self, ordinal: int) -> None:
+        """Drop the plans of all ops that were bound to an object."""
         for op_id in self.ops_of.pop(ordinal, ()):
+            # A parameter that outlives short-lived modules would collect the ids of their ops for ever.
             for subject in self.subjects_of.pop(op_id, ()):
                 if subject in self.ops_of:
                     self.ops_of[subject].discard(op_id)
@@ -121,4 +128,5 @@ bind_to_subjects = plan_lifetimes.bind
 """`bind_to_subjects(op_id, subjects)`: drop the plans of an op when one of the subjects dies."""
 forget_all = plan_lifetimes.forget_all
 forget_ops = plan_lifetimes.forget_ops
+# The interceptor imports nothing of this room, so it is told here whom to call.
 interceptor.configure(codes.describe, plan_lifetimes.on_death, parameter_slots.adopt)

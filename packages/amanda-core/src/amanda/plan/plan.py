@@ -23,6 +23,7 @@ RecordedActions = dict[tuple[InstrumentationPoint, int], tuple[Action, ...]]
 ContextChanges = dict[str, Any]
 """Values that analyses wrote into a context, by key; `DELETED` for a key that they deleted."""
 
+# None is a value that a tool may write into a context.
 DELETED = object()
 
 
@@ -50,6 +51,7 @@ class Actions:
     def of(cls, recorded: RecordedActions) -> Actions:
         """Return the actions that analysis routines recorded, in the order of the routines."""
         actions = cls()
+        # By side first: an action recorded after the op must not run ahead of one recorded before the op.
         for key in sorted(recorded, key=lambda key: (key[0].is_after, key[1])):
             actions.add(recorded[key])
         return actions
@@ -60,6 +62,7 @@ class Actions:
 
         Raises ReplaceConflictError when tools of nested scopes replace one op.
         """
+        # Most programs have one scope; its actions are the merged ones.
         if len(by_stack) == 1:
             return by_stack[0].in_running_order()
         merged = cls()
@@ -114,10 +117,12 @@ class BackwardRecord:
     def invalidate(self) -> None:
         """Expect backward ops that have not been analysed, so that the next passes analyse them."""
         self.complete: set[Hashable] = set()
+        # None stands for an execution of which autodiff records nothing, so no backward op will come.
         self.needs_nothing: set[Hashable] = {None}
         self.steps: dict[Hashable, Any] = {}
 
 
+# Most tools have no routines for backward ops, and a program has thousands of plans.
 _NO_BACKWARD_RECORD = BackwardRecord()
 """Shared by all plans without routines for backward ops; nothing is added to it."""
 
@@ -154,6 +159,7 @@ class Plan(Actions):
         self.context = context
         self.scope_actions = Actions()
         self._outer_plans: tuple[Plan, ...] = () if outer is None else outer.chain
+        # Made when first asked for: few plans have routines that take `run`.
         self._run_dicts: RunDicts | None = None
         self._recorded_run_dicts: RecordedRunDicts | None = None
         self._recomputation: Actions | None = None
@@ -201,6 +207,7 @@ class Plan(Actions):
     @property
     def has_output_routines(self) -> bool:
         """Return True if a routine after the op receives outputs of the op, which the routine may change."""
+        # A tally selects no values, so it cannot change an output, and in-place ops need no copies for it.
         return any(action.select != () for action in self.after)
 
     @property
@@ -241,6 +248,7 @@ class Plan(Actions):
         recorded = self.backward.partial.get(backward_id)
         if recorded is None:
             return () if backward_id in self.backward.actions else tools
+        # `list`, since another thread may add records meanwhile.
         analysed_by = [self.stack.routines[point][i].tool for point, i in list(recorded)]
         return [tool for tool in tools if not any(tool is analysed_tool for analysed_tool in analysed_by)]
 

@@ -1,4 +1,4 @@
-"""Running one instrumentation routine: selection, isolation from autodiff, and its result."""
+"""One instrumentation routine: its arguments, its call apart from autodiff, and its results."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import MutationError, RoutineError
-from amanda.plan.action import INSERT_BEFORE_OP, REPLACE_OP
-from amanda.plan.arguments import replacement_arguments, signature_error
-from amanda.plan.notes import add_note, describe, explain_errors
-from amanda.plan.results import matched, substitute, write_into
+from amanda.plan.action import INSERT_BEFORE_OP, REPLACE_OP, replacement_arguments, signature_error
+from amanda.plan.facts import add_note, describe, explain_errors
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from amanda.plan.facts import OpFacts
     from amanda.plan.tensors import TensorOps
 
+# None is a result: the routine changes nothing.
 NOT_CALLED: Any = object()
 
 
@@ -63,9 +62,11 @@ def run_routine(
         for position, original, result in zip(positions, selection, results, strict=True):
             if result is original:
                 continue
+            # The caller compares by identity whether anything changed; a list of its own is made only then.
             if changed is values:
                 changed = list(values)
             if position in mutable:
+                # Backward ops have saved the tensor itself; the write would change what they compute.
                 if keep_saved is not None:
                     keep_saved()
                 write_into(ops, original, result, isolated)
@@ -88,6 +89,7 @@ def failed(
     Does not return `error` itself: a frame that holds the exception keeps the exception's frames alive.
     values: all values that the op has there.
     """
+    # Outputs and gradients have no names in a schema.
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
     signature_failure = (
         signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
@@ -113,6 +115,8 @@ def run_replacement(
     """
     if ops.has_symbols:
         ops.note_replacement(action, facts)
+    # Copies: what the replacement returns is written into the user's tensors below, and must not be mixed
+    # with what it wrote into them itself.
     inputs = [_copy_tensors(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_original and original is not None:
@@ -140,8 +144,10 @@ def run_replacement(
                 f"{action} returned {len(results)} values for an op that writes {len(written)}"
             )
         for target, copy, version, new in zip(written, copies, versions, results, strict=True):
+            # A copy that is handed back unwritten has the target's value already.
             if new is not copy or version is None or ops.version(copy) != version:
                 ops.write(target, new, isolated=False)
+        # The program goes on with its own tensors, as after the op.
         user_tensors = [values[i] for i in targets]
         return user_tensors[0] if len(user_tensors) == 1 else tuple(user_tensors)
 
@@ -188,7 +194,7 @@ def _routine_arguments(
 ) -> list[Any]:
     """Return the routine's arguments: detached if `run` could keep a graph, copies of written tensors."""
     if isolated:
-        return [ops.kept(value) for value in selection] if action.takes_run else selection
+        return [ops.storable(value) for value in selection] if action.takes_run else selection
     if any(mutable):
         return [
             _copy_tensors(ops, value) if flag else value
@@ -221,11 +227,14 @@ def _call_routine(
         else:
             call = ops.call_observer if action.observer else ops.call_isolated
             result = call(action.func, arguments, kwargs)
+            # A changed version is the only trace of a write: tensors may be written through any of their
+            # views.
             if ops.versions(arguments) != versions:
                 index = next(i for i, value in enumerate(arguments) if ops.version(value) != versions[i])
                 raise mutation_error(action, index)
     if arguments is selection:
         return matched(action, result, selection)
+    # A copy that the routine handed back unwritten is replaced by the original, so that no write follows.
     unchanged = {
         id(argument): original
         for argument, original, version in zip(arguments, selection, versions, strict=True)
@@ -251,3 +260,101 @@ def _copy_tensors(ops: TensorOps, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [ops.copied(tensor) for tensor in value]
     return ops.copied(value)
+
+
+def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the routine's result as a sequence with one value for each argument; None for no change."""
+    if result is None:
+        return None
+    if len(picked) == 1:
+        listed = isinstance(picked[0], (list, tuple))
+        single = isinstance(result, (list, tuple)) and len(result) == 1
+        # Of a list of lists, such as the one output of a loop that is a sequence, depth tells which is meant.
+        wrapped = single and (not listed or _depth(result) > _depth(picked[0]))
+        results: Sequence[Any] = result if wrapped else (result,)
+        # Several values for one tensor: the routine was written for more inputs than it selects.
+        plural = isinstance(results[0], (list, tuple)) and not listed and len(results[0]) != 1
+        if plural and picked[0] is not None and hasattr(picked[0], "shape"):
+            raise _wrong_count(action, len(results[0]), 1)
+    elif isinstance(result, (list, tuple)) and len(result) == len(picked):
+        results = result
+    else:
+        count = len(result) if isinstance(result, (list, tuple)) else 1
+        raise _wrong_count(action, count, len(picked))
+    return results
+
+
+def _depth(value: Any) -> int:
+    """Return the depth of nested lists; 0 for a value that is no list."""
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
+
+
+def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
+    """Copy a routine's result into the user's tensor, or each of a list."""
+    if isinstance(target, (list, tuple)):
+        for tensor, new in zip(target, _require_list(target, result), strict=True):
+            if new is not tensor:
+                write_into(ops, tensor, new, isolated)
+    else:
+        ops.write(target, _require_tensor(ops, target, result), isolated)
+
+
+def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
+    """Return a routine's result for the original; its gradient passes unchanged to the original."""
+    if ops.is_tensor(original):
+        return ops.straight_through(original, _require_tensor(ops, original, result))
+    if isinstance(original, _NUMBERS) and isinstance(result, _NUMBERS):
+        return _number_like(original, result)
+    if not isinstance(original, (list, tuple)) or not all(
+        ops.is_tensor(tensor) for tensor in spread(original)
+    ):
+        return result
+    substituted = [
+        new if new is old else substitute(ops, old, new)
+        for old, new in zip(original, _require_list(original, result), strict=True)
+    ]
+    return tuple(substituted) if isinstance(original, tuple) else substituted
+
+
+_NUMBERS = (bool, int, float)
+
+
+def _number_like(original: float, result: float) -> float:
+    """Return a result as a number of the original's type; raise RoutineError where that changes its value."""
+    # An op chooses its kernel by the type of a number, so an int stays an int; a float takes any number.
+    number = result if isinstance(original, float) else type(original)(result)
+    if number != result:
+        raise RoutineError(
+            f"a routine returned {result!r} where the {type(original).__name__} {original!r} was given"
+        )
+    return number
+
+
+def _require_tensor(ops: TensorOps, original: Any, result: Any) -> Any:
+    """Return the result; raise RoutineError where it is no tensor and the original is."""
+    if ops.is_tensor(original) and not ops.is_tensor(result):
+        raise RoutineError(
+            f"a routine returned {type(result).__name__} where a tensor was given; return a tensor of "
+            "that shape, or None for no change"
+        )
+    return result
+
+
+def _require_list(original: Sequence[Any], result: Any) -> Sequence[Any]:
+    """Return a routine's result for a list of tensors; raise RoutineError unless it is a list of as many."""
+    if isinstance(result, (list, tuple)) and len(result) == len(original):
+        return result
+    count = f"{len(result)} values" if isinstance(result, (list, tuple)) else type(result).__name__
+    raise RoutineError(
+        f"a routine returned {count} where a list of {len(original)} tensors was given; return a list of as "
+        "many, or mark it @amanda.differentiable if it is meant to change how many there are"
+    )
+
+
+def _wrong_count(action: Action, count: int, expected: int) -> RoutineError:
+    """Return the error for a routine that returned more or fewer values than it was given."""
+    values = "value" if expected == 1 else "values"
+    return RoutineError(
+        f"{action} returned {count} values; it was given {expected} {values} and may return None (no "
+        f"change) or {'that one value' if expected == 1 else f'a sequence of {expected}'}"
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.plan.results import matched
+from amanda.plan.routine import matched
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class RunDicts:
     __slots__ = ("_present",)
 
     def __init__(self) -> None:
+        # By thread: a plan is shared by all threads, and each has an execution of its own.
         self._present: dict[int, dict[str, Any]] = {}
 
     def new_dict(self) -> dict[str, Any]:
@@ -64,6 +65,8 @@ class RunDicts:
         traced: whether the dict is passed to backward ops once the op has run, before the routines after it.
         """
         earlier, later = ([action for action in side if action.takes_run] for side in (before, after))
+        # None stands for the moment when the dict goes to the backward ops, between the routines of both
+        # sides.
         stages = [*earlier, *([None] if traced else []), *later]
         last = len(stages) - 1
         return {
@@ -99,10 +102,12 @@ class RecordedRunDicts(RunDicts):
 
     def new_dict(self) -> dict[str, Any]:
         """Return the dict of an execution: in a recomputation what the first execution has left in it."""
+        # Read at each execution: one plan serves executions inside and outside of checkpoints.
         state = interceptor.ACTIVATION.get().state
         run: dict[str, Any] = {} if state.recall is None else state.recall.take(self._op_id)
         if state.records:
             execution = _RecordedExecution(self._ops, run)
+            # Checkpoints may be nested, and each of them may be computed again by itself.
             for record in state.records:
                 record.add(self._op_id, execution)
         return run
@@ -157,9 +162,12 @@ class Recall:
 
     def take(self, op_id: int) -> dict[str, Any]:
         """Return a copy of `run` of the op's next execution; {} where the op did not execute before."""
+        # A recomputation runs the ops of the checkpoint in the same order, so the count says which execution
+        # it is.
         number = self._next.get(op_id, 0)
         self._next[op_id] = number + 1
         executions = self._executions.get(op_id, ())
+        # A copy, since a checkpoint may be recomputed more than once.
         return dict(executions[number].run) if number < len(executions) else {}
 
 
@@ -174,12 +182,14 @@ def _with_run_dict(
 
     def routine(*values: Any, **kwargs: Any) -> Any:
         run = current_dict()
-        arguments = [ops.kept(value) for value in values] if isolated else values
+        arguments = [ops.storable(value) for value in values] if isolated else values
         result = func(*arguments, run=run, **kwargs)
         if end is not None:
             end()
         if not isolated or result is None:
             return result
+        # The routine received detached values: what it hands back unchanged has to be the original, with its
+        # graph.
         original_of = {id(argument): value for argument, value in zip(arguments, values, strict=True)}
         return [original_of.get(id(argument), argument) for argument in matched(action, result, values) or ()]
 

@@ -24,6 +24,7 @@ class TensorOps(ABC):
     has_symbols: whether calls may be traced into a program, where tensors stand for values to come.
     """
 
+    # A class attribute, since it is asked at each routine of each execution.
     has_symbols: ClassVar[bool] = False
 
     def run_later(
@@ -66,6 +67,7 @@ class TensorOps(ABC):
     def version(self, value: Any) -> Any:
         """Return a counter that changes with each write into a value; None where there is no counter."""
 
+    # A method of its own, which a driver may answer in one call for all values.
     def versions(self, values: Sequence[Any]) -> list[Any]:
         """Return the version of each value."""
         return [self.version(value) for value in values]
@@ -75,6 +77,7 @@ class TensorOps(ABC):
         with self.isolated():
             return func(*values, **kwargs)
 
+    # False is always right: then the routine's value is used instead of the equal original.
     def same(self, first: Any, second: Any) -> bool:
         """Return True if two tensors certainly have the same class, dtype, shape and bits."""
         return False
@@ -104,7 +107,7 @@ class TensorOps(ABC):
         """Copy a value into the user's tensor; where isolated, the gradient passes straight through."""
 
     @abstractmethod
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return a value that can be stored: the same contents, detached from the graph of autodiff."""
 
     @abstractmethod
@@ -127,7 +130,7 @@ class UnwrittenTensors(TensorOps):
         """Raise RoutineError."""
         raise RoutineError(f"a {type(target).__name__} cannot be written into; return another value instead")
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return the value."""
         return value
 
@@ -154,10 +157,13 @@ class TensorMap(Generic[T]):
     def get(self, tensor: Any) -> T | None:
         """Return the value of a tensor; None for a tensor without one."""
         entry = self._entries.get(self.key(tensor))
+        # An `id` may belong to another object by now; the reference says whether the tensor still lives.
         return entry[1] if entry is not None and entry[0]() is not None else None
 
     def _forget(self, key: Hashable, reference: weakref.ref[Any]) -> None:
+        """Drop the entry of a dead tensor, unless a new tensor has its key."""
         entry = self._entries.get(key)
+        # The key may have been given to a new tensor before the callback of the old one ran.
         if entry is not None and entry[0] is reference:
             del self._entries[key]
 

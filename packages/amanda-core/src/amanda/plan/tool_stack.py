@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from amanda import interceptor
 from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import AnalysisPart, PendingPlans
-from amanda.plan.hooks import hooks
+from amanda.plan.facts import add_note, describe
 from amanda.plan.lifetime import plan_lifetimes
-from amanda.plan.notes import add_note, describe
-from amanda.plan.order import interchangeable, routines_at
+from amanda.plan.tools import hooks, interchangeable, routines_at
 
 if TYPE_CHECKING:
     from amanda.plan.context import OpContext
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
     from amanda.plan.tensors import TensorOps
     from amanda.plan.tools import AnyTool, RegisteredRoutine
 
+# A tool that is applied with ever new partners would otherwise keep the plans of all of them.
 STACKS_PER_TOOL = 16
+# A guard may have any number of answers, such as the lengths of sentences.
 PLANS_PER_OP = 256
 
 
@@ -44,6 +45,7 @@ class ToolStack:
         self.chain: tuple[ToolStack, ...] = (*(parent.chain if parent else ()), self)
         applied = [tool for stack in self.chain for tool in stack.tools]
         self.applied = tuple(applied)
+        # Compared later: a tool whose routines have changed since needs another stack.
         self._versions = [tool._amanda.version for tool in applied]
         self.routines = {
             point: routines_at(point, (*self._outer_tools_at(point), *self.tools), applied)
@@ -95,6 +97,8 @@ class ToolStack:
             registry = tool._amanda
             try:
                 with registry.lock:
+                    # Here and not when the op died: an object may die at any line, also under the tool's
+                    # lock.
                     while registry.dead_ops:
                         tool.op_gone(registry.dead_ops.popleft())
                     registry.analysed_ops.add(context._facts.op_id)
@@ -130,6 +134,7 @@ class ToolStack:
         for tool, _, _, guard, _ in self.guards if self.keyed_by_callables else ():
             if callable(guard):
                 try:
+                    # A list of its own: a guard that empties it must not change the call.
                     answers.append(guard(list(inputs)))
                 except BaseException as error:
                     add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
@@ -150,6 +155,7 @@ class ToolStack:
         plans = self.plans.setdefault(op_id, {})
         plans[key] = plan
         if len(plans) > PLANS_PER_OP:
+            # Dicts keep the order of insertion, so the first is the oldest.
             del plans[next(iter(plans))]
 
     def enable_double_backward(self) -> bool:
@@ -168,6 +174,7 @@ class ToolStack:
             for plan in plans:
                 invalidated = invalidated or bool(plan.backward.complete)
                 plan.backward.invalidate()
+        # Programs in the table were built for backward ops of which nothing more was to come.
         if invalidated:
             self.table.clear()
         return invalidated
@@ -181,6 +188,8 @@ class ToolStack:
     def watch_writes(self) -> None:
         """Run ops that write in Python from now on, also ops that have native programs."""
         for op_id in self.writing_ops:
+            # An op without work has no call cache whose programs could be dropped; its entry itself makes
+            # it run natively.
             if self.table.get(op_id) is None:
                 self.table.discard(op_id)
             else:
@@ -206,6 +215,7 @@ def stack_of(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
     The stack is stored with the last tool, since the last tool depends on the others.
     """
     chain = parent.chain if parent else ()
+    # With the versions: a tool with other routines than before must not find the plans of these.
     key = tuple(
         tuple((tool._amanda.number, tool._amanda.version) for tool in group)
         for group in (*(stack.tools for stack in chain), tuple(tools))

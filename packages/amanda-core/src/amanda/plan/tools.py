@@ -1,23 +1,26 @@
-"""Tools as the core sees them: their analysis routines, and the core's state of a tool."""
+"""Tools and plugins as the core sees them: analysis routines, their order, and the core's state of a tool."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from amanda import interceptor
+from amanda.errors import DependencyCycleError
 from amanda.namespace import Namespace
 from amanda.options import Where
 from amanda.plan.action import Action, ActionType, InstrumentationPoint, Routine
-from amanda.plan.context import OpContext
+
+if TYPE_CHECKING:
+    from amanda.plan.context import OpContext
 
 AnalysisRoutine: TypeAlias = Annotated[
-    Callable[[OpContext], None], Where("the routine without calling it: add_inst_for_op(self.analyse)")
+    Callable[["OpContext"], None], Where("the routine without calling it: add_inst_for_op(self.analyse)")
 ]
-Admission = Callable[[OpContext], bool]
-Wrapper = Callable[[OpContext, ActionType, Routine], Routine | None]
+Admission = Callable[["OpContext"], bool]
+Wrapper = Callable[["OpContext", ActionType, Routine], Routine | None]
 Guard = Literal["shape", "read"] | Callable[[Sequence[Any]], Hashable] | None
 
 
@@ -49,6 +52,7 @@ class AnyTool(Protocol):
 
 def is_tool(value: object) -> bool:
     """Return True for an instance of `amanda.Tool`."""
+    # By the state and not by the class, which this room cannot import: `amanda.tool` is above it.
     return isinstance(getattr(value, "_amanda", None), ToolState) and not isinstance(value, type)
 
 
@@ -93,6 +97,7 @@ class ToolState:
     _numbers = count(1)
 
     def __init__(self) -> None:
+        # Part of the key of stacks instead of `id`, which another tool may have once this one is dead.
         self.number = next(self._numbers)
         self.analyses: list[RegisteredRoutine] = []
         self.dependencies: list[AnyTool] = []
@@ -100,6 +105,7 @@ class ToolState:
         self.wrappers: list[Wrapper] = []
         self.version = 0
         self.lock = interceptor.Lock()
+        # With the tool, so that plans end with it.
         self.stacks: OrderedDict[Hashable, Any] = OrderedDict()
         self.state: dict[str, Any] = {}
         self.loaded: dict[str, Any] = {}
@@ -122,9 +128,121 @@ class ToolState:
             self.dead_ops.append(op_id)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Plans, locks and numbers belong to this process; a copy starts without them.
         pickled = ("analyses", "dependencies", "admissions", "wrappers", "state", "loaded", "names_loaded")
         return {name: getattr(self, name) for name in pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ToolState.__init__(self)
         self.__dict__.update(state)
+
+
+ToolT = TypeVar("ToolT", bound="AnyTool")
+
+
+def in_dependency_order(tools: Iterable[ToolT]) -> list[ToolT]:
+    """Return the tools and all that they depend on, each once, dependencies first.
+
+    Of interchangeable tools only the first is returned.
+    Raises DependencyCycleError, which prints the cycle.
+    """
+    ordered: list[Any] = []
+    path: list[AnyTool] = []
+
+    def visit(tool: AnyTool) -> None:
+        if any(interchangeable(tool, done) for done in ordered):
+            return
+        if any(tool is above for above in path):
+            start = next(i for i, above in enumerate(path) if above is tool)
+            cycle = [*path[start:], tool]
+            names = [type(member).__name__ for member in cycle]
+            raise DependencyCycleError(
+                "tools depend on each other in a circle: " + " -> ".join(names) + "; drop one depends_on"
+            )
+        path.append(tool)
+        for dependency in tool._amanda.dependencies:
+            visit(dependency)
+        path.pop()
+        ordered.append(tool)
+
+    for tool in tools:
+        visit(tool)
+    return ordered
+
+
+def interchangeable(tool: AnyTool, peer: AnyTool) -> bool:
+    """Return True if both arguments are the same tool, or if either tool may stand for the other."""
+    if tool is peer:
+        return True
+    name, state, peer_state = tool.stands_for(), tool._amanda, peer._amanda
+    if name is None or name != peer.stands_for() or len(state.analyses) != len(peer_state.analyses):
+        return False
+    return not (state.admissions or state.wrappers or peer_state.admissions or peer_state.wrappers)
+
+
+def depends_on(tool: AnyTool, dependency: AnyTool) -> bool:
+    """Return True if `tool` depends on `dependency`, directly or through other tools."""
+    return any(
+        interchangeable(direct, dependency) or depends_on(direct, dependency)
+        for direct in tool._amanda.dependencies
+    )
+
+
+def routines_at(
+    point: InstrumentationPoint, tools: Sequence[AnyTool], applied: Sequence[AnyTool]
+) -> tuple[RegisteredRoutine, ...]:
+    """Return the analysis routines of `tools` at a point, in running order.
+
+    Closing routines of a tool run after the routines of the last tool that depends on the tool.
+    applied: `tools` and the tools of the scopes around, which may depend on each other.
+    """
+    routines: list[RegisteredRoutine] = []
+    for tool in tools:
+        if takes_part(tool, point, applied):
+            routines += [routine for routine in _routines_of(tool, point) if not routine.closing]
+    # In reverse, so that of two tools with closing routines the dependency closes last.
+    for tool in reversed(tools):
+        closing = [routine for routine in _routines_of(tool, point) if routine.closing]
+        if closing and takes_part(tool, point, applied):
+            last = max(
+                (
+                    i
+                    for i, routine in enumerate(routines)
+                    if routine.tool is tool or depends_on(routine.tool, tool)
+                ),
+                default=len(routines) - 1,
+            )
+            routines[last + 1 : last + 1] = closing
+    return tuple(routines)
+
+
+def takes_part(tool: AnyTool, point: InstrumentationPoint, applied: Sequence[AnyTool]) -> bool:
+    """Return True if a tool's routines run at a point: always, unless it follows those that depend on it."""
+    if not tool.follows_dependents:
+        return True
+    dependents = [
+        dependent for dependent in applied if depends_on(dependent, tool) and not dependent.follows_dependents
+    ]
+    # A tool that nobody depends on was applied for itself.
+    return not dependents or any(any(_routines_of(dependent, point)) for dependent in dependents)
+
+
+def _routines_of(tool: AnyTool, point: InstrumentationPoint) -> Iterator[RegisteredRoutine]:
+    return (routine for routine in tool._amanda.analyses if routine.point is point)
+
+
+def _without_plugins(hook: str, **arguments: Any) -> None:
+    pass
+
+
+# `plugins` imports this room, so this room cannot import `plugins`: it is given the function.
+class HookCaller:
+    """Caller of plugins' hooks.
+
+    call: calls all implementations of the hook with this name, with the arguments.
+    """
+
+    call: Callable[..., None] = staticmethod(_without_plugins)
+
+
+hooks = HookCaller()

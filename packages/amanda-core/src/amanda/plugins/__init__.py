@@ -10,6 +10,7 @@ class Scopes:
         self.opened = scope
 """
 
+from amanda.plugins.entries import import_from
 from amanda.plugins.hookspecs import (
     amanda_driver_attached,
     amanda_driver_detached,
@@ -19,7 +20,6 @@ from amanda.plugins.hookspecs import (
     hookimpl,
 )
 from amanda.plugins.manager import driven_frameworks, plugin_manager, tool_class
-from amanda.plugins.offered import import_from
 
 __all__ = [
     "amanda_driver_attached",

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from amanda.errors import PluginError
 from amanda.plugins import manager
-from amanda.plugins.entries import COMMANDS, Entry, Plugin, registry, rivalry, upgrade
-from amanda.plugins.requirements import Unfit, unfit_requirements
+from amanda.plugins.entries import COMMANDS, Plugin, PluginEntry, registry, rivalry, upgrade
 from amanda.scope.attachment import attachment
 from amanda.tool import Tool, apply
 
 Verdict = Literal["ok", "note", "wrong"]
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """One thing that was looked at; message: what is the matter and what to do about it."""
 
     verdict: Verdict
@@ -27,36 +29,41 @@ class Finding(NamedTuple):
     message: str = ""
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> Iterator[Diagnosis]:
     """Look at everything; frameworks, drivers, tools and commands are imported."""
-    yield Finding("ok", f"Python {platform.python_version()}", platform.platform())
+    yield Diagnosis("ok", f"Python {platform.python_version()}", platform.platform())
     yield from _check_distributions()
     yield _check_interceptor()
     yield from _check_drivers()
     tools = manager.list_tools(load=True)
     yield from map(_plugin_finding, tools)
     if not tools:
-        yield Finding("note", "tools", 'none is installed: pip install "amanda-core[tools]"')
+        yield Diagnosis("note", "tools", 'none is installed: pip install "amanda-core[tools]"')
     yield from _check_commands()
 
 
-def _check_distributions() -> Iterator[Finding]:
+def _check_distributions() -> Iterator[Diagnosis]:
+    """Compare what Amanda's distributions require with what is installed, and find a stranger's `amanda`."""
     ours = {dist.metadata["Name"]: dist for dist in distributions() if _is_ours(dist)}
     for name, dist in sorted(ours.items()):
         unfit = list(unfit_requirements(dist))
         if not unfit:
-            yield Finding("ok", f"{name} {dist.version}")
+            yield Diagnosis("ok", f"{name} {dist.version}")
         for requirement in unfit:
-            yield Finding("wrong", f"{name} {dist.version}", _unfit_message(name, requirement))
+            yield Diagnosis("wrong", f"{name} {dist.version}", _unfit_message(name, requirement))
     try:
         stranger = distribution("amanda")
     except PackageNotFoundError:
         return
+    # Both lie in the folder `amanda`, so ours may have lost files to it.
     fix = "pip uninstall amanda, then pip install --force-reinstall amanda-core"
-    yield Finding("wrong", f"amanda {stranger.version}", f"an unrelated package that takes our place: {fix}")
+    yield Diagnosis(
+        "wrong", f"amanda {stranger.version}", f"an unrelated package that takes our place: {fix}"
+    )
 
 
 def _unfit_message(name: str, unfit: Unfit) -> str:
+    """Say which requirement is not met, and what to install."""
     requirement = f"{unfit.name}{unfit.specifier}"
     return (
         f'it asks for {requirement}, and {unfit.installed} is installed: pip install "{requirement}", '
@@ -69,15 +76,17 @@ def _is_ours(dist: Distribution) -> bool:
     return dist.metadata["Name"] == "amanda-core" or any(point.group in groups for point in dist.entry_points)
 
 
-def _check_interceptor() -> Finding:
+def _check_interceptor() -> Diagnosis:
+    """Say whether the interceptor is native, and why not."""
     from amanda.interceptor import NATIVE, REASON
 
     if NATIVE:
-        return Finding("ok", "interceptor", "native")
-    return Finding("note", "interceptor", f"pure Python, which is slower: {REASON}")
+        return Diagnosis("ok", "interceptor", "native")
+    return Diagnosis("note", "interceptor", f"pure Python, which is slower: {REASON}")
 
 
-def _check_drivers() -> Iterator[Finding]:
+def _check_drivers() -> Iterator[Diagnosis]:
+    """Import every framework and driver, attach those that can be used, and say what keeps the others."""
     drivers = manager.list_drivers(load=True)
     for driver in drivers:
         finding = _plugin_finding(driver)
@@ -86,9 +95,10 @@ def _check_drivers() -> Iterator[Finding]:
         elif driver.state == "ready":
             finding = finding._replace(message=_framework_version(driver.name.partition("/")[0]))
         yield finding
+    # Without a driver no op is seen: that is wrong, however well all else is.
     if not any(driver.state == "ready" for driver in drivers):
         fix = 'pip install "amanda-core[torch]" or "amanda-core[tf]", and the framework'
-        yield Finding("wrong", "drivers", f"no framework can be instrumented: {fix}")
+        yield Diagnosis("wrong", "drivers", f"no framework can be instrumented: {fix}")
     yield from _check_attachment()
 
 
@@ -96,46 +106,51 @@ def _framework_version(name: str) -> str:
     return f"{name} {getattr(sys.modules[name], '__version__', 'of unknown version')}"
 
 
-def _check_attachment() -> Iterator[Finding]:
+def _check_attachment() -> Iterator[Diagnosis]:
     """Open a scope, to which every driver that can be used attaches."""
+    # What a driver logs is in the report, which becomes lines of the table below.
     silence = logging.NullHandler()
     logging.getLogger("amanda").addHandler(silence)
     try:
+        # The surest test: what a user's first scope would do.
         with apply(Tool()) as scope:
             slow = {driver.framework: driver.slowdown() for driver in attachment.attached}
     finally:
         logging.getLogger("amanda").removeHandler(silence)
     yield from _check_native_code(slow)
+    # These have a line already, from the list of drivers.
     faulty = {plugin.name for plugin in manager.faulty_drivers()}
     for entry in scope.report:
         if entry.what not in faulty:
-            yield Finding("wrong", entry.what, entry.reason)
+            yield Diagnosis("wrong", entry.what, entry.reason)
 
 
-def _check_native_code(slow: dict[str, str]) -> Iterator[Finding]:
+def _check_native_code(slow: dict[str, str]) -> Iterator[Diagnosis]:
     """Say where routines are called, and what native code lacks to call them; slow: by framework."""
     from amanda.interceptor import NATIVE, statistics
 
+    # A missing symbol costs time and nothing else, so it is a note.
     for framework, lacking in slow.items():
         if lacking:
-            message = f"Python calls routines, at a multiple of the time, since native code lacks {lacking}"
-            yield Finding("note", f"native code for {framework}", message)
+            message = f"Python calls routines, which is several times slower: native code lacks {lacking}"
+            yield Diagnosis("note", f"native code for {framework}", message)
     calls = statistics()
     python = ", ".join(f"{number:,} {reason}" for reason, number in calls["python"].items()) or "none"
     if NATIVE:
         counts = (
             f"{calls['native']:,} in native code, {calls['learned']:,} forms learned; in Python: {python}"
         )
-        yield Finding("ok", "calls of ops with routines", counts)
+        yield Diagnosis("ok", "calls of ops with routines", counts)
 
 
-def _plugin_finding(plugin: Plugin) -> Finding:
+def _plugin_finding(plugin: Plugin) -> Diagnosis:
     subject = f"{plugin.name} of {plugin.distribution} {plugin.version}"
-    return Finding("ok" if plugin.state == "ready" else "wrong", subject, plugin.message)
+    return Diagnosis("ok" if plugin.state == "ready" else "wrong", subject, plugin.message)
 
 
-def _check_commands() -> Iterator[Finding]:
-    named: dict[str, list[Entry]] = {}
+def _check_commands() -> Iterator[Diagnosis]:
+    """Load every command; say which fail, and which have one name."""
+    named: dict[str, list[PluginEntry]] = {}
     for entry in registry.entries(COMMANDS):
         named.setdefault(entry.name, []).append(entry)
     for entries in named.values():
@@ -143,7 +158,130 @@ def _check_commands() -> Iterator[Finding]:
         try:
             entries[0].load()
         except PluginError as error:
-            yield Finding("wrong", subject, str(error))
+            yield Diagnosis("wrong", subject, str(error))
         else:
             rivals = len(entries) > 1
-            yield Finding("wrong" if rivals else "ok", subject, rivalry(entries) if rivals else "")
+            yield Diagnosis("wrong" if rivals else "ok", subject, rivalry(entries) if rivals else "")
+
+
+_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;@)]*)\)?[^;]*(?:;(.*))?$")
+_CLAUSE = re.compile(r"(===|~=|==|!=|<=|>=|<|>)\s*([^\s,]+)")
+_MARKER = re.compile(r"""(\w+)\s*(===|~=|==|!=|<=|>=|<|>|not in|in)\s*['"]([^'"]*)['"]""")
+
+
+class Unfit(NamedTuple):
+    """A requirement that what is installed does not meet."""
+
+    name: str
+    specifier: str
+    installed: str
+
+
+class _Requirement(NamedTuple):
+    name: str
+    specifier: str
+    extra: str
+    installed: str | None
+
+
+def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
+    """Yield what a distribution asks for in another version than is installed, not what is absent.
+
+    What it asks for in an extra counts where all that the extra asks for is installed.
+    """
+    requirements = [
+        requirement for text in dist.requires or () if (requirement := _requirement(text)) is not None
+    ]
+    # An extra that is not installed as a whole was not asked for by anybody.
+    unused = {
+        requirement.extra
+        for requirement in requirements
+        if requirement.extra and requirement.installed is None
+    }
+    for name, versions, extra, installed in requirements:
+        if installed is not None and extra not in unused and not fits(installed, versions):
+            yield Unfit(name, versions, installed)
+
+
+def _requirement(text: str) -> _Requirement | None:
+    """Read a requirement; None for one that does not apply here."""
+    parts = _NAME.match(text)
+    if parts is None or not _applies(marker := parts[3] or ""):
+        return None
+    extra = next((value for name, _, value in _MARKER.findall(marker) if name == "extra"), "")
+    try:
+        installed = distribution(parts[1]).version
+    except PackageNotFoundError:
+        installed = None
+    return _Requirement(parts[1], parts[2].replace(" ", ""), extra, installed)
+
+
+def fits(version: str, specifier: str) -> bool:
+    """Return whether a version is one that is asked for, as in "<2.14,>=2.4"."""
+    return all(_satisfies(version, operator, release) for operator, release in _CLAUSE.findall(specifier))
+
+
+def _satisfies(version: str, operator: str, required: str) -> bool:
+    """Return True if a version meets one comparison of a specifier."""
+    if operator == "===":
+        return version == required
+    have, want = _release(version), _release(required)
+    if operator == "~=":
+        return _compare(have, want) >= 0 and have[: len(want) - 1] == want[:-1]
+    if required.endswith(".*"):
+        return (have[: len(want)] == want) == (operator == "==")
+    order = _compare(have, want)
+    return {"==": order == 0, "!=": order != 0, "<": order < 0, ">": order > 0,
+            "<=": order <= 0, ">=": order >= 0}[operator]  # fmt: skip
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (2, 13, 0) of "2.13.0rc1+cpu"."""
+    match = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, match[1].split("."))) if match else ()
+
+
+def _compare(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    differences = [a - b for a, b in zip_longest(first, second, fillvalue=0)]
+    return next((difference for difference in differences if difference), 0)
+
+
+def _applies(marker: str) -> bool:
+    """Return whether a requirement holds here, in one extra or another."""
+    # Markers become T and F, and `and`, `or` and parentheses are folded until nothing changes: the package
+    # `packaging`, which does this in full, is no dependency of the core.
+    text = _MARKER.sub(lambda match: "T" if _holds(*match.groups()) else "F", marker).strip()
+    before = None
+    while text != before:
+        before = text
+        text = re.sub(r"\(\s*([TF])\s*\)", r"\1", text)
+        text, ands = re.subn(r"([TF]) and ([TF])", lambda m: "T" if m[1] == m[2] == "T" else "F", text)
+        if not ands:
+            text = re.sub(r"([TF]) or ([TF])", lambda m: "T" if "T" in m.groups() else "F", text)
+    return text != "F"
+
+
+def _holds(name: str, operator: str, value: str) -> bool:
+    """Return True if a marker's comparison holds on this system; unknown names hold."""
+    if name.endswith("_version"):
+        return fits(_environment()[name], f"{operator}{value}") if name in _environment() else True
+    # Unknown here, so the requirement counts: to ask too much is said, to ask too little would be silent.
+    if name == "extra" or name not in _environment():
+        return True
+    have = _environment()[name]
+    return {"==": have == value, "!=": have != value, "in": have in value,
+            "not in": have not in value}.get(operator, True)  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    """Return the values of the environment markers of PEP 508."""
+    return {
+        "python_version": ".".join(map(str, sys.version_info[:2])),
+        "python_full_version": platform.python_version(),
+        "implementation_name": sys.implementation.name,
+        "os_name": os.name,
+        "platform_machine": platform.machine(),
+        "platform_python_implementation": platform.python_implementation(),
+        "platform_system": platform.system(),
+        "sys_platform": sys.platform,
+    }

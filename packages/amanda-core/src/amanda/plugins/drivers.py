@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING
 from amanda.errors import PluginError
 from amanda.interceptor.imports import is_imported
 from amanda.options import checked
-from amanda.plugins.entries import DRIVERS, Entry, ImportFailure, Plugin, imported, registry, rivalry, upgrade
+from amanda.plugins.entries import (
+    DRIVERS,
+    ImportFailure,
+    Plugin,
+    PluginEntry,
+    imported,
+    registry,
+    rivalry,
+    upgrade,
+)
 
 if TYPE_CHECKING:
     from amanda.scope.driver import Driver
@@ -42,6 +51,7 @@ def loaded_drivers(again: bool = True) -> list[type[Driver]]:
     again: whether a driver whose import failed before is imported once more.
     A faulty driver is logged once and stops no other.
     """
+    # A dict as an ordered set: drivers attach in the order of their entries.
     kinds: dict[type[Driver], None] = {}
     for candidate in _of_imported_frameworks(again):
         if candidate.kind is None:
@@ -63,6 +73,7 @@ def absent_frameworks() -> list[str]:
 
 def driven_frameworks() -> list[str]:
     """Import names of the frameworks that have a driver."""
+    # Not fresh: this is asked as each scope opens, and reading all metadata takes milliseconds.
     return sorted({_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)})
 
 
@@ -96,14 +107,14 @@ def _extras() -> Sequence[str]:
 
 
 @dataclass
-class _Candidate:
+class _DriverCandidate:
     """A driver's entry, what is to be said of it, and its class where that can be used."""
 
-    entry: Entry
+    entry: PluginEntry
     plugin: Plugin
     kind: type[Driver] | None = None
 
-    def rivals(self, candidate: _Candidate) -> bool:
+    def rivals(self, candidate: _DriverCandidate) -> bool:
         """Return True if both claim a mode of one framework; before they are loaded only their names tell."""
         if _framework(self.entry) != _framework(candidate.entry):
             return False
@@ -113,14 +124,17 @@ class _Candidate:
         return both_wait and self.entry.name == candidate.entry.name
 
 
-def _of_imported_frameworks(again: bool) -> list[_Candidate]:
+def _of_imported_frameworks(again: bool) -> list[_DriverCandidate]:
     entries = registry.entries(DRIVERS, fresh=False)
     return _candidates([entry for entry in entries if is_imported(_framework(entry))], again=again)
 
 
-def _candidates(entries: Sequence[Entry], load: bool = False, again: bool = False) -> list[_Candidate]:
+def _candidates(
+    entries: Sequence[PluginEntry], load: bool = False, again: bool = False
+) -> list[_DriverCandidate]:
+    """Return the state of each entry; entries that claim one mode of a framework are duplicates."""
     candidates = [_candidate(entry, load, again) for entry in entries]
-    rivals: dict[str, list[_Candidate]] = {}
+    rivals: dict[str, list[_DriverCandidate]] = {}
     for first, second in combinations(candidates, 2):
         if first.rivals(second):
             group = rivals.setdefault(_framework(first.entry), [])
@@ -128,11 +142,13 @@ def _candidates(entries: Sequence[Entry], load: bool = False, again: bool = Fals
     for group in rivals.values():
         message = rivalry([candidate.entry for candidate in group])
         for candidate in group:
+            # Neither is used: which of two drivers sees an op must not depend on the order of installation.
             candidate.plugin, candidate.kind = candidate.entry.plugin("duplicate", message), None
     return candidates
 
 
-def _candidate(entry: Entry, load: bool, again: bool) -> _Candidate:
+def _candidate(entry: PluginEntry, load: bool, again: bool) -> _DriverCandidate:
+    """Return the state of one entry, loaded if its framework has been imported, or if `load`."""
     framework = _framework(entry)
     try:
         if load and _is_installed(framework):
@@ -149,19 +165,21 @@ def _candidate(entry: Entry, load: bool, again: bool) -> _Candidate:
         fault = f"{framework} itself fails to import ({failed})"
         fix = failed.fix(f"pip install --force-reinstall {framework}")
         plugin = entry.plugin("broken import", f"{fault}: {fix}")
-    return _Candidate(entry, plugin)
+    return _DriverCandidate(entry, plugin)
 
 
-def _loaded_candidate(entry: Entry, again: bool) -> _Candidate:
+def _loaded_candidate(entry: PluginEntry, again: bool) -> _DriverCandidate:
+    """Load a driver's class; return its state by the API that it was written for."""
     from amanda.scope.driver import DRIVER_API
 
     kind = entry.load(again)
+    # An entry may name something that is no driver at all.
     api = getattr(kind, "api", None)
     if api == DRIVER_API:
-        return _Candidate(entry, entry.plugin("ready"), kind)
+        return _DriverCandidate(entry, entry.plugin("ready"), kind)
     core = f"amanda-core {importlib.metadata.version('amanda-core')}"
     newer = isinstance(api, int) and api > DRIVER_API
-    return _Candidate(
+    return _DriverCandidate(
         entry,
         entry.plugin(
             "wrong API",
@@ -171,14 +189,16 @@ def _loaded_candidate(entry: Entry, again: bool) -> _Candidate:
     )
 
 
-def _framework(entry: Entry) -> str:
+def _framework(entry: PluginEntry) -> str:
     return entry.name.partition("/")[0]
 
 
 def _is_installed(framework: str) -> bool:
+    """Return True if a framework could be imported, without an import."""
     if is_imported(framework):
         return True
     try:
+        # Looks for files only; an import of the framework would take seconds.
         return importlib.util.find_spec(framework) is not None
     except (ImportError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""The entry points that distributions register, found without importing them, each loaded on its own."""
+"""The entry points that distributions register, each loaded on its own; and the names that others would."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from amanda.errors import PluginError
 from amanda.interceptor.interrupts import raised_by_signals
@@ -39,7 +40,7 @@ class Plugin:
     message: str
 
 
-class Entry:
+class PluginEntry:
     """One entry point, with what came of loading it."""
 
     def __init__(self, point: EntryPoint, distribution: str, version: str) -> None:
@@ -67,6 +68,8 @@ class Entry:
                 fix = failed.fix(f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}")
                 self._failure = PluginError(f"{self}: {self._point.value} fails to import ({failed}); {fix}")
                 self._failure.__cause__ = failed.__cause__
+                # A new error: one that is kept would grow by a traceback at each raise, and hold the frames
+                # in it.
                 raise PluginError(str(self._failure)) from failed.__cause__
         return self._object
 
@@ -84,6 +87,7 @@ class ImportFailure(Exception):
     def fix(self, otherwise: str) -> str:
         """Return what to do about it; otherwise: what to do about an installation that is not whole."""
         cause = self.__cause__
+        # A lack of memory or files may lie behind several errors of imports.
         while cause is not None:
             if _may_pass(cause):
                 return "free memory, open files or disk, whichever it lacked; the next use tries again"
@@ -114,6 +118,7 @@ def imported(load: Callable[[], T]) -> T:
             if interrupts:
                 raise interrupts[0] from None
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            # Without its frames, which hold whatever the half-imported module had made.
             raise ImportFailure(text) from error.with_traceback(None)
 
 
@@ -122,10 +127,10 @@ class EntryRegistry:
 
     def __init__(self) -> None:
         self._path: tuple[str, ...] = ()
-        self._entries: dict[tuple[str, ...], Entry] = {}
+        self._entries: dict[tuple[str, ...], PluginEntry] = {}
         self._logged: set[str] = set()
 
-    def entries(self, group: str, fresh: bool = True) -> list[Entry]:
+    def entries(self, group: str, fresh: bool = True) -> list[PluginEntry]:
         """The entries of a group, by name; `fresh` looks again for what was installed meanwhile."""
         path = tuple(sys.path)
         if fresh or self._path != path:
@@ -134,8 +139,9 @@ class EntryRegistry:
         return [self._entries[key] for key in sorted(self._entries) if key[0] == group]
 
     def _read_entry_points(self) -> None:
+        """Read all groups anew; entries that were there before keep what came of loading them."""
         installed = entry_points()
-        entries: dict[tuple[str, ...], Entry] = {}
+        entries: dict[tuple[str, ...], PluginEntry] = {}
         owners: dict[int, tuple[str, str]] = {}  # a distribution reads its metadata anew for each question
         for group in (DRIVERS, TOOLS, COMMANDS, HOOKS, ARTEFACTS):
             for point in installed.select(group=group):
@@ -144,8 +150,9 @@ class EntryRegistry:
                         point.dist.metadata if point.dist else {"Name": "unknown", "Version": "unknown"}
                     )
                     owners[id(point.dist)] = metadata["Name"], metadata["Version"]
-                entry = Entry(point, *owners[id(point.dist)])
+                entry = PluginEntry(point, *owners[id(point.dist)])
                 key = (group, entry.name, entry.distribution, entry.version, point.value)
+                # The entry from before, with what came of loading it.
                 entries[key] = self._entries.get(key, entry)
         self._entries = entries
 
@@ -159,7 +166,7 @@ class EntryRegistry:
 registry = EntryRegistry()
 
 
-def rivalry(entries: Sequence[Entry]) -> str:
+def rivalry(entries: Sequence[PluginEntry]) -> str:
     """Say that these entries stand in each other's way, and what to do."""
     return (
         f"{' and '.join(map(str, entries))} stand in each other's way and none is used: keep one, "
@@ -170,3 +177,55 @@ def rivalry(entries: Sequence[Entry]) -> str:
 def upgrade(distribution: str) -> str:
     """The command that brings a newer version."""
     return f"pip install --upgrade {distribution}"
+
+
+class Offer(NamedTuple):
+    """Names of tools, of commands, and of packages of `amanda.tools` that hold no tool of their name."""
+
+    tools: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+
+# A table and not a query of an index: an error message must not need the network.
+OFFERS = {
+    "tools": Offer(
+        ("coverage", "dump", "flops", "inject", "mapping", "nan", "patch", "profile",
+         "standard_mapping", "stats", "trace"),
+        ("diff", "instrument", "merge", "run", "view"),
+        ("kit", "libraries", "models", "notebook", "onnx_graph", "results", "select", "steps", "trials"),
+    ),
+    "compress": Offer(
+        ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
+        ("sweep",),
+        ("dynamic_prune", "effective_flops", "weights"),
+    ),
+    "labs": Offer(("effective_path", "partition", "remat", "rewrite", "search", "sentinel")),
+}  # fmt: skip
+"""By the extra of amanda-core that brings them."""
+
+
+def installation(name: str, kind: Literal["tools", "commands", "packages"]) -> str | None:
+    """Return the command that installs a tool, command or package of ours; None for a name of others."""
+    for extra, offer in OFFERS.items():
+        names = (
+            {*offer.tools, *offer.commands, *offer.packages} if kind == "packages" else getattr(offer, kind)
+        )
+        if name in names:
+            return f'pip install "amanda-core[{extra}]"'
+    return None
+
+
+def import_from(package: str, name: str) -> Any:
+    """Return a name of a package that another of Amanda's distributions may hold.
+
+    package: import path below `amanda.tools`.
+    Raises ImportError, with the command that installs the package, where it is not installed.
+    """
+    try:
+        return getattr(import_module(package), name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        command = installation(package.rpartition(".")[2], "packages")
+        raise ImportError(f"{name} is in {package}, which is not installed: {command}") from None

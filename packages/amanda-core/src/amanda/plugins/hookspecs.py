@@ -18,24 +18,24 @@ hookimpl = pluggy.HookimplMarker("amanda")
 
 @hookspec
 def amanda_driver_attached(driver: Driver) -> None:
-    """A driver has begun to intercept its framework."""
+    """Called when a driver has begun to intercept its framework."""
 
 
 @hookspec
 def amanda_driver_detached(driver: Driver) -> None:
-    """A driver has left its framework as it was."""
+    """Called when a driver has restored its framework."""
 
 
 @hookspec
 def amanda_scope_entered(scope: Scope) -> None:
-    """A scope is open, its tools are in force."""
+    """Called when a scope has opened and its tools apply."""
 
 
 @hookspec
 def amanda_scope_left(scope: Scope) -> None:
-    """A scope has been closed."""
+    """Called when a scope has closed."""
 
 
 @hookspec
 def amanda_op_analysed(context: OpContext) -> None:
-    """The analysis routines of one point have run on an op's context."""
+    """Called when the analysis routines of one instrumentation point have run on an op's context."""

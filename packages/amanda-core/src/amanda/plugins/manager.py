@@ -12,7 +12,7 @@ import pluggy
 
 from amanda.errors import OptionError, PluginError, UnknownToolError, did_you_mean
 from amanda.options import Name, checked, options_of
-from amanda.plan.hooks import hooks
+from amanda.plan.tools import hooks
 from amanda.plugins import drivers, hookspecs
 from amanda.plugins.drivers import (
     absent_frameworks,
@@ -21,8 +21,7 @@ from amanda.plugins.drivers import (
     list_drivers,
     loaded_drivers,
 )
-from amanda.plugins.entries import HOOKS, TOOLS, Entry, Plugin, registry, rivalry, upgrade
-from amanda.plugins.offered import installation
+from amanda.plugins.entries import HOOKS, TOOLS, Plugin, PluginEntry, installation, registry, rivalry, upgrade
 from amanda.scope.attachment import attachment
 from amanda.tool import Tool
 
@@ -72,6 +71,8 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     kind = entry.load()
     signature = inspect.signature(kind)
     try:
+        # Bound before the call, so that a TypeError from within the tool's own code is not taken for a wrong
+        # option.
         signature.bind(**options)
     except TypeError as error:
         unknown = sorted(options.keys() - signature.parameters)
@@ -84,6 +85,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     return tool
 
 
+# The plugins of a process are loaded once; those that it makes itself register with the result.
 @cache
 def plugin_manager() -> pluggy.PluginManager:
     """The hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""
@@ -94,14 +96,16 @@ def plugin_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _tools(fresh: bool = True) -> dict[str, list[Entry]]:
-    tools: dict[str, list[Entry]] = {}
+def _tools(fresh: bool = True) -> dict[str, list[PluginEntry]]:
+    """Return the entries of tools by name."""
+    tools: dict[str, list[PluginEntry]] = {}
     for entry in registry.entries(TOOLS, fresh):
         tools.setdefault(entry.name, []).append(entry)
     return tools
 
 
-def _tool(name: str, tools: Mapping[str, list[Entry]]) -> Entry:
+def _tool(name: str, tools: Mapping[str, list[PluginEntry]]) -> PluginEntry:
+    """Return the only entry of a name; raise UnknownToolError or PluginError otherwise."""
     if name not in tools:
         if command := installation(name, "tools"):
             hint = f"it is not installed: {command}"
@@ -115,7 +119,8 @@ def _tool(name: str, tools: Mapping[str, list[Entry]]) -> Entry:
     return tools[name][0]
 
 
-def _plugin_state(entry: Entry, same_name: list[Entry], load: bool) -> Plugin:
+def _plugin_state(entry: PluginEntry, same_name: list[PluginEntry], load: bool) -> Plugin:
+    """Return the state of a tool, loaded to find out if `load`."""
     if len(same_name) > 1:
         return entry.plugin("duplicate", rivalry(same_name))
     if not load and not entry.was_loaded:
@@ -132,7 +137,8 @@ def _options(kind: type[Tool]) -> str:
     return f"its options are {', '.join(described)}" if described else "it takes no options"
 
 
-def _register(manager: pluggy.PluginManager, entry: Entry) -> None:
+def _register(manager: pluggy.PluginManager, entry: PluginEntry) -> None:
+    """Register a plugin's hooks; log a plugin that cannot be used."""
     try:
         plugin = entry.load()
         manager.register(plugin, name=str(entry))
@@ -143,6 +149,7 @@ def _register(manager: pluggy.PluginManager, entry: Entry) -> None:
         registry.complain(f"{entry} cannot be registered ({error}): {upgrade(entry.distribution)}")
         return
     try:
+        # At once, so that the plugin whose hook is misspelt can be named.
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         manager.unregister(plugin)
@@ -155,5 +162,6 @@ def _call_hooks(hook: str, **arguments: Any) -> None:
         call(**arguments)
 
 
+# Rooms below cannot import this one, so it puts its functions there.
 hooks.call = _call_hooks
 attachment.installed = drivers

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from amanda import interceptor
 from amanda.errors import DriverError
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
-from amanda.plan.hooks import hooks
+from amanda.plan.tools import hooks
 from amanda.scope.driver import Driver
-from amanda.scope.outside import watch
 from amanda.scope.state import when_switched
 from amanda.scope.threads import Threads
 
@@ -60,6 +60,8 @@ class Attachment:
     def __init__(self) -> None:
         self.guests: list[type[Driver]] = []
         self._lock = threading.RLock()
+        # Reentrant: a driver's `attach` imports modules, whose import may attach the driver of another
+        # framework.
         self._scopes: list[Scope] = []
         self._intercepting: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
@@ -85,6 +87,7 @@ class Attachment:
             if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
                 self._broken_reasons["drivers"] = reason
             watch(self._intercepting)
+            # Told to every scope: each report stands for itself.
             for subject, reason in self._broken_reasons.items():
                 scope.report.add(subject, reason)
 
@@ -97,6 +100,7 @@ class Attachment:
             if not self._intercepting:
                 try:
                     for driver in self._attached:
+                        # Before anything is detached: to finish may take ops that are seen.
                         driver.closing(scope.report)
                 finally:
                     self._detach_all()
@@ -104,6 +108,7 @@ class Attachment:
     def abandon(self) -> list[Scope]:
         """Detach everything in a forked child; return the scopes that were open."""
         self._lock = threading.RLock()
+        # A thread of the parent may hold the lock, and that thread is not in this process.
         scopes, self._scopes, self._intercepting = self._scopes, [], []
         self._detach_all()
         return scopes
@@ -137,12 +142,15 @@ class Attachment:
                 driver = self.driver(kind)
                 if driver in self._attached:
                     return
+                # Before `attach`, so that an exception in the middle of it finds what there is to detach.
                 self._attached.append(driver)
                 driver.attach()
             except BaseException as error:
                 if driver is not None:
                     driver.detach()
                     self._attached.remove(driver)
+                # An interrupt is the user's; an error of one driver must not stop the scope, which has
+                # others.
                 if not isinstance(error, Exception):
                     raise
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
@@ -150,11 +158,13 @@ class Attachment:
                 for scope in self._intercepting:
                     scope.report.add(kind.__name__, reason)
                 return
+            # Switches of tools are frequent, and most drivers have nothing to follow.
             if type(driver).switched is not Driver.switched:
                 when_switched.append(driver.switched)
             hooks.call("amanda_driver_attached", driver=driver)
 
     def _attach_loaded(self) -> None:
+        """Attach all drivers whose framework has been imported; note those that cannot be used."""
         kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
         self._faulty = [*self.installed.faulty_drivers()]
         self._broken_reasons = {plugin.name: plugin.message for plugin in self._faulty}
@@ -166,10 +176,13 @@ class Attachment:
             self._awaited.append(when_imported(framework, self._attach_loaded))
 
     def _detach_all(self) -> None:
+        """Leave frameworks, threads and the interceptor as they were found."""
         interceptor.watch_outside(None)
+        # A kept exception holds frames, with the tensors in them.
         interceptor.forget_failures()
         undo(self._awaited)
         while self._attached:
+            # Taken out only after `detach`: where that is interrupted, the next closing begins here again.
             driver = self._attached[-1]
             if driver.switched in when_switched:
                 when_switched.remove(driver.switched)
@@ -180,3 +193,36 @@ class Attachment:
 
 
 attachment = Attachment()
+
+
+OUTSIDE = (
+    "ran ops outside of the scope: it started before, or in C; scope.bind(function) brings the scope along"
+)
+
+_this_thread = threading.local()
+
+
+def watch(scopes: Collection[Scope]) -> None:
+    """Name, in the reports of these open scopes, each thread that runs ops where no scope is in force.
+
+    A thread that opens scopes itself, such as this one, knows what runs outside of them, and is not named.
+    """
+    _this_thread.opens_scopes = True
+    interceptor.watch_outside(partial(_name_thread, scopes))
+
+
+def _name_thread(scopes: Collection[Scope]) -> bool:
+    """Report this thread; False where tools are switched off just now, or a routine's thread runs.
+
+    No lock is taken: an import may run ops, and attaching drivers imports.
+    """
+    if getattr(_this_thread, "opens_scopes", False):
+        return True
+    activation = interceptor.ACTIVATION.get(None)
+    if activation is not None and (activation.state.scopes or activation.state.stack is None):
+        return False
+    here = threading.get_ident()
+    name = next((thread.name for thread in threading.enumerate() if thread.ident == here), here)
+    for scope in tuple(scopes):
+        scope.report.add(f"thread {name}", OUTSIDE)
+    return True

@@ -41,6 +41,7 @@ class Driver(ABC):
     def namespace(self) -> Namespace:
         """Tags of the ops that this driver brings: framework, its version, and the first mode."""
         version = str(getattr(sys.modules[self.framework], "__version__", "0"))
+        # Without a suffix such as "+cu128": a rule for a version holds for all its builds.
         return Namespace(f"{self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}")
 
     @cached_property
@@ -56,6 +57,7 @@ class Driver(ABC):
         for name in (self.framework, *self.packages):
             for root in _roots(name):
                 codes.add_root(root, FRAMEWORK)
+        # Of base classes too: a driver may derive from one of another mode of its framework.
         for kind in type(self).__mro__:
             if kind.__module__.startswith(_DRIVERS):
                 package = _DRIVERS + kind.__module__.removeprefix(_DRIVERS).partition(".")[0]
@@ -87,6 +89,7 @@ class Driver(ABC):
 
     @property
     def _short_name(self) -> str:
+        # The last part of the import name, as in "amanda.testing.fake".
         return self.framework.rpartition(".")[2]
 
 
@@ -94,6 +97,7 @@ def _roots(name: str) -> Iterator[str]:
     """Yield the folders of a package, or the file of a module; nothing if it is not installed."""
     module = sys.modules.get(name)
     try:
+        # Found without an import, which might take seconds or fail.
         spec = importlib.util.find_spec(name) if module is None else None
     except (ImportError, ValueError):
         return

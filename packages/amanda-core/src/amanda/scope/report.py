@@ -1,15 +1,23 @@
-"""Report of the ops that a scope could not instrument, or ran differently from the program, with reasons."""
+"""Report of what a scope could not instrument, ran differently from the program, or slowly, with reasons."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
+
+from amanda import interceptor
+from amanda.plan.lifetime import plan_lifetimes
+
+if TYPE_CHECKING:
+    from amanda.plan.tools import AnyTool
 
 logger = logging.getLogger("amanda")
 
+# A training of weeks reports the same op of each new graph; memory and log stay small.
 MAX_PER_GROUP = 1000
 """Number of entries of one kind and reason that a report stores."""
 MAX_ENTRIES = 10_000
@@ -46,7 +54,9 @@ class Report(list[Uninstrumented]):
         return [entry for entry in self if "op by op" in entry.reason]
 
     def _recount(self) -> None:
+        """Compute the counts and groups from the entries."""
         self._distinct = set(self)
+        # A graph's entries are the same at each of its runs, and the graph must not live for its report.
         self._reported_sources: WeakSet[Any] = WeakSet()
         self._counts: dict[tuple[str, str], int] = {}
         self._truncated_groups: set[tuple[str, str]] = set()
@@ -60,6 +70,7 @@ class Report(list[Uninstrumented]):
         is_logged: False where an earlier scope has logged the same entry.
         """
         entry = Uninstrumented(subject, reason, where)
+        # A set beside the list, since this is asked at each call of what cannot be instrumented.
         if entry in self._distinct:
             return
         key = _group_key(entry)
@@ -71,6 +82,7 @@ class Report(list[Uninstrumented]):
         self._distinct.add(entry)
         self._counts[key] = count + 1
         self.append(entry)
+        # The first of a kind is news; the others are in the report.
         level = logging.WARNING if is_logged and not count else logging.DEBUG
         logger.log(level, "%s: %s%s", subject, reason, f" ({where})" if where else "")
 
@@ -86,6 +98,7 @@ class Report(list[Uninstrumented]):
         super().clear()
         self._recount()
 
+    # The weak set cannot be pickled, and sources of another process mean nothing.
     def __reduce__(self) -> Any:
         return Report, (list(self),)
 
@@ -125,3 +138,86 @@ def _label(entries: Collection[Uninstrumented], is_cut: bool) -> str:
     more = len(entries) - _NAMED
     suffix = f" and more than {more} others" if is_cut else f" and {more} more" if more > 0 else ""
     return f"{kind} {listed}{suffix}".strip()
+
+
+_MANY = 1000
+"""Calls from which on a report names them: a program of fewer does not feel their cost."""
+
+
+def slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Say how many calls ran in Python since some statistics, and why; "" unless they are the most of many.
+
+    The first call of each op and form runs in Python always.
+    """
+    if not interceptor.NATIVE:
+        return ""
+    native, learned = (after[name] - before[name] for name in ("native", "learned"))
+    python = {reason: number - before["python"].get(reason, 0) for reason, number in after["python"].items()}
+    # A form that was learned ran in Python once and is native since.
+    python["new form of call"] = max(0, python.get("new form of call", 0) - learned)
+    slow = {reason: number for reason, number in python.items() if number and reason != "new op"}
+    total = sum(slow.values())
+    if total < max(_MANY, native):
+        return ""
+    if "new form of call" in slow:
+        slow["a form of call that native code cannot learn"] = slow.pop("new form of call")
+    why = ", ".join(
+        f"{reason} ({number:,})" for reason, number in sorted(slow.items(), key=lambda item: -item[1])
+    )
+    return (
+        f"{total:,} of {total + native:,} calls with routines ran in Python, several times slower than in "
+        f"native code: {why}"
+    )
+
+
+_SINGLE = (type(None), bool, int, float, complex, str, bytes)
+_SEVERAL = (tuple, list, set, frozenset)
+
+
+def changed_options(tool: AnyTool) -> Iterator[str]:
+    """Say which options have another value than when ops were analysed, each change once."""
+    tool_state = tool._amanda
+    # Reading the code of all routines takes long; it changes only with the routines.
+    if tool_state.options_read[0] != tool_state.version:
+        tool_state.options_read = (tool_state.version, _options_read(tool))
+    names = tool_state.options_read[1]
+    if not names:
+        return
+    # Texts and not values: a list that is changed in place would equal itself.
+    now = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
+    before, tool_state.options = tool_state.options, now
+    if before is None or not any(
+        tool in stack.applied and stack.plans for stack in list(plan_lifetimes.stacks)
+    ):
+        return
+    for name in now:
+        if now[name] != before.get(name, now[name]):
+            yield (
+                f"its analysis reads {name}, which was {before[name]} and is {now[name]} now: ops that were "
+                "analysed before keep their plans; analyse_again() has all of them analysed anew"
+            )
+
+
+def _options_read(tool: AnyTool) -> tuple[str, ...]:
+    """Return the attributes named after parameters of the tool's class that its analysis routines read."""
+    try:
+        parameters = list(inspect.signature(type(tool).__init__).parameters)[1:]
+    except (TypeError, ValueError):
+        return ()
+    # By custom an option lies in an attribute of its name, or of its name after an underscore.
+    options = {name for parameter in parameters for name in (parameter, f"_{parameter}")}
+    named = (_names(analysis.callback) for analysis in tool._amanda.analyses)
+    return tuple(sorted({name for names in named for name in names if name in options}))
+
+
+def _names(callback: Any) -> tuple[str, ...]:
+    """Return the names in a function's own code, not in that of the routines that it defines."""
+    code = getattr(inspect.unwrap(callback), "__code__", None)
+    names: tuple[str, ...] = () if code is None else code.co_names
+    return names
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    return all(map(_is_plain, value)) if isinstance(value, _SEVERAL) else isinstance(value, _SINGLE)

@@ -15,17 +15,12 @@ from amanda import interceptor
 from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
 from amanda.options import checked
-from amanda.plan.hooks import hooks
-from amanda.plan.order import in_dependency_order, interchangeable
 from amanda.plan.tool_stack import stack_of
-from amanda.plan.tools import AnyTool, is_tool
+from amanda.plan.tools import AnyTool, hooks, in_dependency_order, interchangeable, is_tool
 from amanda.scope.attachment import attachment
-from amanda.scope.generators import stepping, stepping_async
-from amanda.scope.leaving import deactivate
-from amanda.scope.options import changed_options
-from amanda.scope.report import Report
-from amanda.scope.slow_calls import slow_calls
-from amanda.scope.state import State, activated, notify_switched, restore
+from amanda.scope.replay import stepping, stepping_async
+from amanda.scope.report import Report, changed_options, slow_calls
+from amanda.scope.state import State, activated, deactivate, notify_switched, restore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,6 +40,7 @@ class Scope(interceptor.Extent):
                 raise ToolError(f"apply wants tools, not {tool!r}{_hint(tool)}")
         self._tools = tools
         self.compiled = compiled
+        # Two flags: an interrupt may come after the scope has closed and before its tools have been told.
         self._open = self._unsettled = False
         self._token: object = None
         self._joined: tuple[AnyTool, ...] = ()
@@ -54,6 +50,7 @@ class Scope(interceptor.Extent):
         )  # of the contexts in which it is open
         self._forked = False
         self.report = Report()
+        # Called for its error: a cycle is reported where the scope is made, not where it opens.
         in_dependency_order(tools)
 
     @property
@@ -66,6 +63,7 @@ class Scope(interceptor.Extent):
         def __enter__(self) -> Scope: ...
 
     def _begin(self) -> Scope:
+        """Open the scope and notify its tools; undo all of it where anything raises."""
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
@@ -75,6 +73,7 @@ class Scope(interceptor.Extent):
         self._unsettled = True
         self._calls = interceptor.statistics()
         try:
+            # As a whole: a Ctrl-C between two of its steps would leave drivers attached without a scope.
             uninterrupted(self._enter)
             for tool in self._joined:
                 self._notify_entered(tool)
@@ -93,7 +92,9 @@ class Scope(interceptor.Extent):
         tool.scope_entered()
 
     def _enter(self) -> None:
+        """Attach drivers and activate the tools in this context."""
         outer = State.current()
+        # A tool acts once per op, at its outermost place.
         tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
         self._joined = tuple(tools)
         stack = stack_of(tools, outer.stack) if tools else outer.stack
@@ -106,6 +107,7 @@ class Scope(interceptor.Extent):
             scope.add_activation(activation)
         self._token = interceptor.ACTIVATION.set(activation)
         notify_switched()
+        # Ids at the top level count from the start of the scope, so that each scope finds the same ids.
         interceptor.reset_root()
 
     def _end(self) -> None:
@@ -126,6 +128,7 @@ class Scope(interceptor.Extent):
                     stack.callback(self._notify_left, tool)
         self._unsettled = False
         slow = slow_calls(self._calls, interceptor.statistics())
+        # The scopes within have counted the same calls.
         if slow and not self._opened_later():
             self.report.add("calls of ops", slow)
         hooks.call("amanda_scope_left", scope=self)
@@ -172,6 +175,7 @@ class Scope(interceptor.Extent):
 
     def add_activation(self, activation: interceptor.Activation) -> None:
         """Register an activation with this scope, so that `deactivate` finds it in whatever context it is."""
+        # Weak: contexts of tasks come and go while a scope is open.
         reference = ReferenceType(activation, self._activations.discard)
         self._activations.add(reference)
         if self.closed:  # another thread has closed it in the meantime
@@ -230,6 +234,8 @@ class Scope(interceptor.Extent):
         return run_function
 
     def _fresh_scope(self) -> Scope:
+        """Return a scope with the same tools for one call, which adds to this scope's report."""
+        # A scope for each call, since a function may call itself or run in several threads.
         scope = Scope(*self._tools, compiled=self.compiled)
         scope.report = self.report
         return scope
@@ -296,5 +302,6 @@ def _close_in_child() -> None:
         deactivate(list(scope._activations))
 
 
+# Windows has no fork.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)

@@ -6,21 +6,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING
+from weakref import ReferenceType
 
 from amanda import interceptor
 from amanda.errors import ScopeError
-from amanda.plan.order import in_dependency_order
 from amanda.plan.tool_stack import ToolStack, stack_of
+from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:
     from amanda.plan.run_dicts import Recall, RunRecord
     from amanda.plan.tools import AnyTool
     from amanda.scope.scope import Scope
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +42,7 @@ class State:
         """Return the state of this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         state: State = _OUTSIDE if activation is None else activation.state
+        # An activation that `deactivate` has emptied keeps a stack for ops that are under way.
         is_stale = state.stack is not None and not state.scopes
         return _OUTSIDE if is_stale or any(scope.closed for scope in state.scopes) else state
 
@@ -87,13 +86,16 @@ class State:
         """Return the state of the scopes that are open, with the present routines; State() if none is."""
         scopes = tuple(scope for scope in self.scopes if not scope.closed)
         is_current = self.stack is None or self.stack.is_current
+        # The same object, so that the caller sees that nothing has changed.
         if len(scopes) == len(self.scopes) and (is_current or not scopes):
             return self
         return replace(self, stack=_stack_of(scopes), scopes=scopes) if scopes else State()
 
     def activation(self) -> interceptor.Activation:
         """Return the activation that the interceptor reads while this state is in force."""
+        # Without a table native code finds no plan, and every call comes to Python.
         table = self.stack.table if self.stack is not None and self.cache else None
+        # Part of the key of native programs: executions that are recorded or recalled need other dicts `run`.
         variant = 2 if self.recall is not None else 1 if self.records else 0
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
@@ -136,33 +138,13 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
         notify_switched()
 
 
-def replayed(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose ops have the ids, and the tools, of the place where `replayed` is called.
-
-    For what a framework runs again elsewhere, such as a checkpoint in the backward pass, on any thread.
-    If a scope of that place has closed meanwhile, the tools are those of the place where the function runs.
-    Where no scope is in force it is the function itself.
-    """
-    activation = interceptor.active()
-    if activation is None:
-        return function
-    snapshot, scopes = interceptor.snapshot(), activation.state.scopes
-
-    def replay(*args: P.args, **kwargs: P.kwargs) -> T:
-        here = interceptor.active() if any(scope.closed for scope in scopes) else None
-        with in_force(here or activation):
-            result: T = snapshot.replay(function, *args, **kwargs)
-            return result
-
-    return replay
-
-
 def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
     """Undo a `set` of a context variable, also in another context, as of a notebook or an event loop."""
     try:
         variable.reset(token)  # type: ignore[arg-type]
     except ValueError:
         old = token.old_value  # type: ignore[attr-defined]
+        # In another context the token is void; the value from before is what it stands for.
         variable.set(old if isinstance(old, interceptor.Activation) else _OUTSIDE.activation())
     except RuntimeError as error:
         raise ScopeError("this switch was left already") from error
@@ -170,14 +152,34 @@ def restore(variable: ContextVar[interceptor.Activation], token: object) -> None
 
 def activated(state: State) -> AbstractContextManager[None]:
     """Return a context with a state in force; scopes of the state that close in the meantime leave it."""
-    if (
-        state.stack is not None and not state.stack.is_current
-    ):  # a tool was changed since a thread was given it
+    if state.stack is not None and not state.stack.is_current:
+        # A tool was changed since the state was handed to a thread.
         state = state.remaining()
     activation = state.activation()
     for scope in state.scopes:
+        # A scope that closes on another thread has to find this activation and end it.
         scope.add_activation(activation)
     return in_force(activation)
+
+
+def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
+    """Remove closed scopes, and former routines of tools, from activations in all contexts, in place."""
+    # Held while they are changed, so that none dies in the middle.
+    activations = [referent for reference in references if (referent := reference()) is not None]
+    try:
+        for activation in activations:
+            state = activation.state.remaining()
+            activation.become(state.activation() if state.scopes else _inactive())
+    except BaseException:  # such as a RecursionError: rather no instrumentation than that of a closed scope
+        for activation in activations:
+            activation.active = False
+        raise
+
+
+@cache
+def _inactive() -> interceptor.Activation:
+    """An activation that intercepts nothing; its stack is for ops that are under way on other threads."""
+    return interceptor.Activation(None, State(ToolStack((), None)), False)
 
 
 @contextmanager
@@ -203,12 +205,12 @@ def disabled() -> Iterator[None]:
 
 
 def cache_enabled() -> AbstractContextManager[None]:
-    """Keep plans: an op's analysis runs once."""
+    """Cache plans inside this context: an op's analysis runs once."""
     return _switched(cache=True)
 
 
 def cache_disabled() -> AbstractContextManager[None]:
-    """Keep no plans: an op's analysis runs at each execution."""
+    """Cache no plans inside this context: an op's analysis runs at each execution."""
     return _switched(cache=False)
 
 

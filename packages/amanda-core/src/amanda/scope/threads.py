@@ -1,4 +1,4 @@
-"""Threads that start inside a scope, and tasks that a pool receives inside it, belong to the scope.
+"""Threads and tasks of pools that start inside a scope belong to it; and the thread that a routine serves.
 
 Python starts a thread in an empty context, so the patched functions pass on the state of the starting thread.
 The threads of a pool serve the whole program: they start outside of scopes, and each task carries a state.
@@ -17,7 +17,7 @@ from amanda import interceptor
 from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
-from amanda.scope.generators import stepping
+from amanda.scope.replay import stepping
 from amanda.scope.state import State, activated
 
 Function = Callable[..., Any]
@@ -33,6 +33,7 @@ class Threads:
     def attach(self) -> None:
         """Patch the functions; modules that are not imported yet are patched at their import."""
         self._replace(threading.Thread, "start", _thread_start)
+        # Libraries that start threads without `threading.Thread`.
         for name in ("start_new_thread", "start_new"):
             self._replace(_thread, name, _passing_scopes, 0)
         for module, follow in (
@@ -40,6 +41,7 @@ class Threads:
             ("concurrent.futures.thread", self._follow_executors),
             ("multiprocessing.pool", self._follow_pools),
         ):
+            # A program that never imports them does not pay for their import.
             self._awaited.append(when_imported(module, partial(follow, module)))
 
     def detach(self) -> None:
@@ -48,19 +50,24 @@ class Threads:
         self._attributes.restore()
 
     def _replace(self, holder: Any, name: str, wrapper: Callable[..., Function], *arguments: Any) -> None:
+        """Replace a function by a stand-in, if this version of Python has the function."""
+        # `start_new` is an obsolete alias, which a version of Python may lack.
         original = getattr(holder, name, None)
         if original is not None:
             self._attributes.set(holder, name, wraps(original)(wrapper(original, *arguments)))
 
     def _follow_futures(self, module: str) -> None:
+        """Run callbacks of futures in the scopes in which they were added."""
         self._replace(sys.modules[module].Future, "add_done_callback", _passing_scopes, 1, "fn")
 
     def _follow_executors(self, module: str) -> None:
+        """Run tasks and initializers of executors in the scopes in which they were submitted."""
         executor = sys.modules[module].ThreadPoolExecutor
         self._replace(executor, "__init__", _passing_scopes, 3, "initializer")
         self._replace(executor, "submit", _passing_scopes, 1)
 
     def _follow_pools(self, module: str) -> None:
+        """Run tasks, callbacks and iterables of pools in the scopes in which they were submitted."""
         pool = sys.modules[module].ThreadPool
         callbacks = (4, "callback", 5, "error_callback")
         self._replace(pool, "__init__", _passing_scopes, 2, "initializer")
@@ -117,6 +124,8 @@ def _passing_scopes(original: Function, *places: int | str) -> Function:
             name: _bound_to_scopes(value, state) if name in places else value
             for name, value in kwargs.items()
         }
+        # The pool may start its threads in this call: they serve the whole program, so they start in no
+        # scope.
         with activated(State()):
             return original(*carried, **named)
 
@@ -129,6 +138,7 @@ def _bound_to_scopes(value: Any, state: State) -> Any:
         return value
     if callable(value):
         return _BoundFunction(value, state)
+    # Iterating these runs none of the program's code.
     is_plain = value is None or isinstance(value, (list, tuple, range))
     return (
         value
@@ -177,3 +187,46 @@ def _inherited_state() -> State:
         return State()
     in_routine = activation.active and interceptor.active() is None
     return State() if in_routine else activation.state.remaining()
+
+
+class Caller:
+    """A thread that executes a program; it lives as long as the thread."""
+
+
+class _ThreadCallers(threading.local):
+    """The callers of one thread: its own one, and the one whose graph calls back on it."""
+
+    thread_caller: Caller | None = None
+    served: Caller | None = None
+
+
+_thread_callers = _ThreadCallers()
+
+
+def caller() -> Caller | None:
+    """Return the caller that this routine runs for; None on a framework's thread where that is unknown."""
+    if _thread_callers.served is not None:
+        return _thread_callers.served
+    if _thread_callers.thread_caller is None and not isinstance(
+        # Python knows a thread that C started by this class alone; such a thread serves whoever calls back on
+        # it.
+        threading.current_thread(),
+        threading._DummyThread,
+    ):
+        _thread_callers.thread_caller = Caller()
+    return _thread_callers.thread_caller
+
+
+class serving:
+    """Context in which routines run for a caller; a hot path."""
+
+    __slots__ = ("_before", "_caller")
+
+    def __init__(self, caller: Caller | None) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._before, _thread_callers.served = _thread_callers.served, self._caller
+
+    def __exit__(self, *_: object) -> None:
+        _thread_callers.served = self._before

@@ -23,15 +23,23 @@ pytest.register_assert_rewrite(
     "amanda.testing._suite", "amanda.testing._graph_suite", "amanda.testing._views"
 )
 
-from amanda.testing._attached import attached  # noqa: E402
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
 from amanda.testing._fake_graph_driver import FakeGraphDriver  # noqa: E402
 from amanda.testing._graph_suite import GraphDriverTests, GraphSample  # noqa: E402
-from amanda.testing._graph_tools import Scaling  # noqa: E402
-from amanda.testing._harmless import Fresh, Silent, Unchanged  # noqa: E402
-from amanda.testing._markers import never, notimpl, notyet  # noqa: E402
-from amanda.testing._sample import Sample  # noqa: E402
+from amanda.testing._sample import (  # noqa: E402
+    Sample,
+    attached,
+    never,
+    notimpl,
+    notyet,
+)
 from amanda.testing._suite import DriverTests  # noqa: E402
+from amanda.testing._tools import (  # noqa: E402
+    Fresh,
+    Scaling,
+    Silent,
+    Unchanged,
+)
 from amanda.testing._views import ViewSample, ViewTests  # noqa: E402
 
 __all__ = [

@@ -22,12 +22,12 @@ from amanda.backend import (
 )
 from amanda.errors import AmandaError
 from amanda.testing import fake
-from amanda.testing._fake_driver._tensors import FakeTensors
+from amanda.testing._fake_driver import FakeTensors
 from amanda.testing.fake import Parameter, Tensor, _graphs, _operators
-from amanda.testing.fake._graphs import Graph, Node
+from amanda.testing.fake._graphs import GraphNode, OpGraph
 
 
-class Symbol:
+class NamedSymbol:
     """A value of a graph while tools analyse it: its name, and the constant that it is, if any."""
 
     def __init__(self, name: str, constant: Tensor | None = None) -> None:
@@ -35,72 +35,73 @@ class Symbol:
         self.constant = constant
 
 
-class Traced(Symbol):
+class TracedSymbol(NamedSymbol):
     """A value that a traceable routine computes with: what it does becomes nodes."""
 
-    def __init__(self, name: str, rewriter: GraphRewriter) -> None:
+    def __init__(self, name: str, rewriter: FakeRewriter) -> None:
         super().__init__(name)
         self.rewriter = rewriter
 
-    def __mul__(self, other: Any) -> Traced:
+    def __mul__(self, other: Any) -> TracedSymbol:
         return self.rewriter.record(_operators.mul, self, other)
 
-    def __add__(self, other: Any) -> Traced:
+    def __add__(self, other: Any) -> TracedSymbol:
         return self.rewriter.record(_operators.add, self, other)
 
 
-class GraphTensors(FakeTensors):
+class SymbolTensors(FakeTensors):
     """Tensors of the fake framework, and symbols of its graphs."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor, and for what stands for one."""
-        return isinstance(value, (Tensor, Symbol))
+        return isinstance(value, (Tensor, NamedSymbol))
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """`value` in the type of `original`."""
-        return value if isinstance(value, Symbol) else super().straight_through(original, value)
+        return value if isinstance(value, NamedSymbol) else super().straight_through(original, value)
 
 
-class Call(NamedTuple):
+class RoutineCallNode(NamedTuple):
     """A node of a rewritten graph that calls routines: those in a slot, on values by name."""
 
     slot: int
     reads: Sequence[str]
-    gives: Sequence[str]
+    result_names: Sequence[str]
 
 
 @dataclass(kw_only=True)
-class GraphRewriting(Rewriting):
+class FakeRewriting(Rewriting):
     """One rewrite of a graph: the nodes of the copy, its constants, and the names of its outputs."""
 
-    items: list[Node | Call] = field(default_factory=list)
+    items: list[GraphNode | RoutineCallNode] = field(default_factory=list)
     constants: dict[str, Tensor] = field(default_factory=dict)
     outputs: Any = ()
 
 
-class GraphRewriter(Rewriter[Node]):
+class FakeRewriter(Rewriter[GraphNode]):
     """The rewrite of a graph."""
 
-    rewriting: GraphRewriting
+    rewriting: FakeRewriting
 
-    def __init__(self, graph: Graph, rewriting: GraphRewriting) -> None:
+    def __init__(self, graph: OpGraph, rewriting: FakeRewriting) -> None:
         super().__init__(rewriting)
         self.graph = graph
+        # By the graph's number: two graphs of one function have ops of their own.
         self.identity = digest("fake/graph", interceptor.ordinal(graph))
-        self.symbols = {name: Symbol(name, value) for name, value in graph.constants.items()}
+        self.symbols = {name: NamedSymbol(name, value) for name, value in graph.constants.items()}
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[GraphNode]:
         """The nodes, in the order in which they run."""
         return iter(self.graph.nodes)
 
-    def sides(self, node: Node) -> tuple[Side, Side]:
+    def sides(self, node: GraphNode) -> tuple[Side, Side]:
         """Inputs, each a value, a list of values or a plain number; and outputs."""
         flat = [name for item in node.inputs for name in (item if isinstance(item, list) else [item])]
         sizes = [len(item) if isinstance(item, list) else None for item in node.inputs]
         inputs = Side(flat, [self.symbol(item) for item in flat], sizes)
         return inputs, Side(node.outputs, list(map(self.symbol, node.outputs)), [None] * len(node.outputs))
 
-    def facts(self, node: Node, inputs: Side) -> OpFacts:
+    def facts(self, node: GraphNode, inputs: Side) -> OpFacts:
         """Facts of a node, for tools."""
         variables = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
         return OpFacts(
@@ -111,15 +112,17 @@ class GraphRewriter(Rewriter[Node]):
             original=lambda: lambda values: node.op(*values),
         )  # fmt: skip
 
-    def keep(self, node: Node, inputs: Side, outputs: Side) -> None:
+    def keep(self, node: GraphNode, inputs: Side, outputs: Side) -> None:
         """Write the node."""
         flat = iter(inputs.refs)
-        given = [next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes]
-        self.rewriting.items.append(node._replace(inputs=tuple(given)))
+        node_inputs = [
+            next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes
+        ]
+        self.rewriting.items.append(node._replace(inputs=tuple(node_inputs)))
 
     def can_give(self, symbol: Any) -> bool:
         """Return True for what is no plain number."""
-        return isinstance(symbol, Symbol)
+        return isinstance(symbol, NamedSymbol)
 
     def call(
         self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
@@ -127,7 +130,7 @@ class GraphRewriter(Rewriter[Node]):
         """Write a call of routines."""
         slot = self.rewriting.add(place)
         output_names = [f"amanda_{slot}:{i}" for i in range(len(outputs))]
-        self.rewriting.items.append(Call(slot, [item.ref for item in inputs], output_names))
+        self.rewriting.items.append(RoutineCallNode(slot, [item.ref for item in inputs], output_names))
         return [Value(name, self.symbol(name)) for name in output_names]
 
     def inline(
@@ -135,39 +138,43 @@ class GraphRewriter(Rewriter[Node]):
     ) -> list[Value]:
         """Write what a routine does as nodes."""
         values = [
-            Traced(item.ref, self) if isinstance(item.symbol, Symbol) else item.symbol for item in inputs
+            TracedSymbol(item.ref, self) if isinstance(item.symbol, NamedSymbol) else item.symbol
+            for item in inputs
         ]
         try:
+            # Called once with symbols: what it does to these becomes nodes of the copy.
             results = self.results(place, values)
+        # The routine did with a symbol what only a tensor can do.
         except (TypeError, AttributeError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
         return [Value(name := self._name(item), self.symbol(name)) for item in results]
 
-    def record(self, op: Callable[..., Any], *args: Any) -> Traced:
+    def record(self, op: Callable[..., Any], *args: Any) -> TracedSymbol:
         """Write a node that a traced routine asks for."""
         name = f"amanda_traced_{len(self.rewriting.items)}"
-        self.rewriting.items.append(Node(op, tuple(map(self._name, args)), (name,), name))
-        return Traced(name, self)
+        self.rewriting.items.append(GraphNode(op, tuple(map(self._name, args)), (name,), name))
+        return TracedSymbol(name, self)
 
     def symbol(self, name: Any) -> Any:
         """The symbol of a value; a plain number as it is."""
-        return self.symbols.setdefault(name, Symbol(name)) if isinstance(name, str) else name
+        return self.symbols.setdefault(name, NamedSymbol(name)) if isinstance(name, str) else name
 
     def _name(self, value: Any) -> Any:
         """The name of a symbol, and of a tensor that a routine holds, which becomes a constant."""
-        if isinstance(value, Symbol):
+        if isinstance(value, NamedSymbol):
             return value.name
         if not isinstance(value, Tensor):
             return value
+        # The constant is held in `constants`, so no other tensor gets its id.
         name = f"amanda_constant_{id(value)}"
         self.rewriting.constants[name] = value
         return name
 
 
-class Copy:
+class RunnableCopy:
     """A rewritten graph, which runs instead of the user's."""
 
-    def __init__(self, graph: Graph, rewriting: GraphRewriting) -> None:
+    def __init__(self, graph: OpGraph, rewriting: FakeRewriting) -> None:
         # Not the graph: copies live as long as it does, and are held where it is referenced weakly.
         self.inputs = list(graph.inputs)
         self.constants = {**graph.constants, **rewriting.constants}
@@ -179,29 +186,29 @@ class Copy:
         values_by_name: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
         with execution.under_way(), fake.no_grad():
             for item in self.items:
-                if isinstance(item, Call):
+                if isinstance(item, RoutineCallNode):
                     results = execution.call(
                         item.slot, [_graphs.filled(name, values_by_name) for name in item.reads]
                     )
-                    values_by_name.update(zip(item.gives, results, strict=True))
+                    values_by_name.update(zip(item.result_names, results, strict=True))
                 else:
                     values_by_name.update(_graphs.compute(item, values_by_name))
         return _graphs.filled(self.outputs, values_by_name)
 
 
-class FakeGraphDriver(GraphDriver[GraphRewriting, Copy]):
+class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
     """The fake framework's graphs: a copy runs where `Graph.run` is called."""
 
     api = 1
     framework = "amanda.testing.fake"
     modes = ("graph",)
-    tensors = GraphTensors()
+    tensors = SymbolTensors()
 
     def attach(self) -> None:
         """Stand where runs of graphs begin."""
-        run = Graph.run
+        run = OpGraph.run
 
-        def instrumented(graph: Graph, values: Sequence[Tensor]) -> Any:
+        def instrumented(graph: OpGraph, values: Sequence[Tensor]) -> Any:
             activation = interceptor.active()
             prepared = self.prepare(graph, activation.state) if activation else None
             if prepared is None:
@@ -209,22 +216,23 @@ class FakeGraphDriver(GraphDriver[GraphRewriting, Copy]):
             copy, execution = prepared
             return copy.run(execution, values)
 
-        self.attributes.set(Graph, "run", instrumented)
+        # Set by `attributes`, which `detach` restores.
+        self.attributes.set(OpGraph, "run", instrumented)
 
-    def rewrite(self, graph: Graph, analysis: GraphAnalysis) -> GraphRewriting:
+    def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> FakeRewriting:
         """Rewrite a graph."""
         opaque = next((node for node in graph.nodes if node.op is _operators.opaque), None)
-        rewriting = GraphRewriting(analysis=analysis, namespace=self.namespace)
+        rewriting = FakeRewriting(analysis=analysis, namespace=self.namespace)
         if opaque is not None:
             rewriting.report("opaque", "it has no operators inside")
-        rewriter = GraphRewriter(graph, rewriting)
+        rewriter = FakeRewriter(graph, rewriting)
         rewriter.run()
         rewriting.outputs = _renamed(graph.outputs, rewriter.current)
         return rewriting
 
-    def runnable(self, graph: Graph, rewriting: GraphRewriting) -> Copy:
+    def runnable(self, graph: OpGraph, rewriting: FakeRewriting) -> RunnableCopy:
         """Make the copy."""
-        return Copy(graph, rewriting)
+        return RunnableCopy(graph, rewriting)
 
 
 _NAMES = ("input", "other")
@@ -235,7 +243,7 @@ def _read(value: Any) -> Any:
 
     Raises AmandaError for what is computed, or given to the graph.
     """
-    if not isinstance(value, Symbol):
+    if not isinstance(value, NamedSymbol):
         return value
     if value.constant is None:
         raise AmandaError(f"{value.name} has no value before the graph runs; read it in a routine")
@@ -243,7 +251,7 @@ def _read(value: Any) -> Any:
 
 
 def _parameter(value: Any) -> Parameter | None:
-    constant = value.constant if isinstance(value, Symbol) else None
+    constant = value.constant if isinstance(value, NamedSymbol) else None
     return constant if isinstance(constant, Parameter) else None
 
 

@@ -13,21 +13,22 @@ from amanda.action import traceable
 from amanda.context import OpContext
 from amanda.scope.scope import Scope, apply
 from amanda.scope.state import cache_disabled
-from amanda.testing._gaps import Gaps
-from amanda.testing._graph_tools import (
+from amanda.testing._sample import Gaps
+from amanda.testing._tools import (
     ByName,
-    CallRecorder,
     Hidden,
     InClosure,
     InContainer,
     InGlobal,
     InObject,
     Listed,
+    OrderRecorder,
     Scaling,
     Switched,
 )
 from amanda.tool import Tool
 
+# Each holds the number where another kind of read finds it: attribute, container, object, cell, global, name.
 KINDS = [Scaling, InContainer, InObject, InClosure, InGlobal, ByName]
 
 
@@ -56,7 +57,7 @@ class GraphSample(ABC):
         return apply(*tools)
 
     def insert(self, context: OpContext, routine: Callable[..., Any]) -> None:
-        """Insert a routine that changes the op's values."""
+        """Insert a routine that changes an output or an input of the op."""
         context.insert_after_op(routine)
 
 
@@ -113,14 +114,15 @@ class GraphDriverTests(Gaps):
                 sample.check(6.0)
             assert calls >= tools.count(Python)
             assert len(recorded) == 2 * calls
-            assert not told(scope)
+            assert not traceable_reasons(scope)
 
     @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
     def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
-        tool = CallRecorder(observing)
+        tool = OrderRecorder(observing)
         with sample.apply(tool):
             sample.check(1.0)
         assert any(name == sample.op for name, _, _ in tool.calls)
+        # Each op's calls come as a pair, with none of the same op in between.
         under_way: set[int] = set()
         for name, number, point in tool.calls:
             assert (number in under_way) == (point == "after"), f"{point} {name} in {tool.calls}"
@@ -164,6 +166,7 @@ class GraphDriverTests(Gaps):
         with sample.apply(tool), ThreadPoolExecutor(4) as pool:
             sample.check(2.0)
             copies = sample.copies()
+            # More runs than threads, so that some begin while others are under way.
             for done in [pool.submit(sample.check, 2.0) for _ in range(16)]:
                 done.result()
             assert sample.copies() == copies
@@ -187,7 +190,7 @@ class GraphDriverTests(Gaps):
             assert sample.copies() == copies
             tool.hold(scales[5.0])
             sample.check(5.0)
-        assert not told(scope)
+        assert not traceable_reasons(scope)
 
     def test_what_changes_often_is_read_by_python(self, sample: GraphSample) -> None:
         tool = Scaling(sample, 0.0)
@@ -198,8 +201,9 @@ class GraphDriverTests(Gaps):
                 sample.check(i / 4)
                 copies.append(sample.copies())
         assert copies[7] > copies[0]
+        # After eight values the place is volatile: the routine runs as Python, and no copy is made any more.
         assert copies[8:] == [copies[8]] * 4
-        assert set(told(scope)) == {"what it reads changes often: held, so it runs as Python"}
+        assert set(traceable_reasons(scope)) == {"what it reads changes often: held, so it runs as Python"}
 
     def test_a_routine_that_changes_nothing_for_now_is_asked_again(self, sample: GraphSample) -> None:
         tool = Switched(sample, 1.0)
@@ -217,14 +221,15 @@ class GraphDriverTests(Gaps):
             traced = len(tool.scales)
             for _ in range(2):
                 sample.check(2.0)
+        # Traced once: the routine's own append must not look like a change from outside.
         assert len(tool.scales) == traced
         assert [entry.what for entry in scope.report] == ["traceable routines of Listed"]
-        assert told(scope)[0].startswith("they set scales; ")
+        assert traceable_reasons(scope)[0].startswith("they set scales; ")
 
     def test_a_tensor_that_no_name_leads_to_is_reported(self, sample: GraphSample) -> None:
         with sample.apply(Hidden(sample, sample.tensor(2.0))) as scope:
             sample.check(2.0)
-        (reason,) = told(scope)
+        (reason,) = traceable_reasons(scope)
         assert "no name in its code leads to" in reason
 
     def test_with_the_cache_off_every_run_reads(self, sample: GraphSample) -> None:
@@ -235,6 +240,6 @@ class GraphDriverTests(Gaps):
                 sample.check(scale)
 
 
-def told(scope: Scope) -> list[str]:
+def traceable_reasons(scope: Scope) -> list[str]:
     """Return what a scope's report says of traceable routines."""
     return [entry.reason for entry in scope.report if entry.what.startswith("traceable")]

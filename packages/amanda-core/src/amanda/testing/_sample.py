@@ -1,13 +1,18 @@
-"""The description of a framework by its driver's author, for the conformance suite to run on."""
+"""The description of a framework by its driver's author, for the conformance suite: sample, gaps."""
 
 from __future__ import annotations
 
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+import pytest
 
 from amanda.backend import Driver
+from amanda.scope.attachment import attachment
 
 Op = Callable[..., Any]
 
@@ -36,6 +41,7 @@ class Sample(ABC):
     leaf_backward: ClassVar[str]
     outlive: ClassVar[Collection[str]] = ()
 
+    # Tests use one name for each op; a framework's own may differ.
     def name(self, op: str) -> str:
         """`__name__` of an op."""
         return self.names.get(op, op)
@@ -127,7 +133,7 @@ class Sample(ABC):
     @property
     @abstractmethod
     def pair(self) -> Op:
-        """pair(x): a namedtuple of two tensors, both with gradients."""
+        """pair(x): a namedtuple of two differentiable tensors."""
 
     @property
     @abstractmethod
@@ -146,3 +152,101 @@ class Sample(ABC):
     @abstractmethod
     def beyond(self) -> None:
         """Run an op that the driver cannot instrument, and reports."""
+
+
+@contextmanager
+def attached(driver: type[Driver]) -> Iterator[None]:
+    """Attach the driver in scopes that open in this context, as if a distribution registered it."""
+    # Nested, as where a fixture and a test both attach it.
+    if driver in attachment.guests:
+        yield
+        return
+    attachment.guests.append(driver)
+    try:
+        yield
+    finally:
+        attachment.guests.remove(driver)
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+CAPABILITIES: Mapping[str, str] = {
+    "backward": "the framework computes gradients",
+    "call_sites": "an op is a call in the program, which loops and lines tell apart, not a node of a graph",
+    "fork": "a forked child can use the framework",
+    "in_place": "ops write into tensors that they are given",
+    "leaves": "a backward pass stores gradients on the tensors that need them",
+    "mutable_tensors": "a routine can write into a tensor",
+    "numbers": "an op gives a number of Python",
+    "out": "ops take a tensor to write their result into",
+    "schema": "an op is given its arguments in the order and under the names of its schema",
+    "traceable_calls": "a traceable routine is called at each execution, not once to be traced",
+    "values": "analysis routines see the values of an execution, not symbols",
+}
+"""Abilities of a framework, or of a mode of it, by the names that `needs` and `lacks` give them."""
+
+
+def needs(*capabilities: str) -> Callable[[T], T]:
+    """Mark a test of a suite that only drivers with these capabilities are given."""
+
+    def mark(test: T) -> T:
+        test.__dict__["needs"] = frozenset(capabilities)
+        return test
+
+    return mark
+
+
+class Gaps:
+    """A suite whose subclasses say what their driver lacks, and what they do not pass.
+
+    lacks: capabilities that the driver does not have, with the reason; tests that need one are not collected.
+    gaps: marks of other tests that do not pass, by name: `notimpl`, `notyet` or `never`.
+    """
+
+    lacks: ClassVar[dict[str, str]] = {}
+    gaps: ClassVar[dict[str, pytest.MarkDecorator]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A misspelt capability would take no test away, and these tests would fail without a hint.
+        unknown = cls.lacks.keys() - CAPABILITIES.keys()
+        if unknown:
+            capabilities = ", ".join(CAPABILITIES)
+            raise TypeError(
+                f"{cls.__name__}.lacks names {', '.join(sorted(unknown))}; there are {capabilities}"
+            )
+        for name in dir(cls):
+            if getattr(getattr(cls, name), "needs", frozenset()) & cls.lacks.keys():
+                # None hides a test of a base class from pytest; a skip would count as one.
+                setattr(cls, name, None)
+        for name, mark in vars(cls).get("gaps", {}).items():
+            test = getattr(cls, name, None)
+            if not isinstance(test, types.FunctionType):
+                raise TypeError(f"{cls.__name__}.gaps names {name}, which is no test that it has")
+            setattr(cls, name, mark(_copied(test)))
+
+
+def _copied(test: types.FunctionType) -> types.FunctionType:
+    """Return a copy of a test, which may be marked without its original."""
+    # A copy, since the mark must not reach other drivers' subclasses of the same suite.
+    copy = types.FunctionType(
+        test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
+    )
+    copy.__kwdefaults__ = test.__kwdefaults__
+    copy.__dict__.update({**vars(test), "pytestmark": list(getattr(test, "pytestmark", []))})
+    return copy
+
+
+def notimpl(reason: str) -> pytest.MarkDecorator:
+    """A gap that this driver could close."""
+    return pytest.mark.xfail(strict=True, reason=f"not implemented: {reason}")
+
+
+def notyet(reason: str) -> pytest.MarkDecorator:
+    """A gap that waits for the framework, or for the core."""
+    return pytest.mark.xfail(strict=True, reason=f"not yet: {reason}")
+
+
+def never(reason: str) -> pytest.MarkDecorator:
+    """A gap that the framework's nature leaves open."""
+    return pytest.mark.xfail(strict=True, reason=f"never: {reason}")

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from amanda.scope.scope import apply
-from amanda.testing._attached import attached
-from amanda.testing._gaps import Gaps
-from amanda.testing._sample import Op, Sample
-from amanda.testing._suite._tools import inserting, tool
+from amanda.testing._sample import Gaps, Op, Sample, attached
+from amanda.testing._tools import inserting, tool
 
 
 class ViewSample(Sample):
@@ -28,6 +26,7 @@ class ViewSample(Sample):
         """Return a view of the first two elements of a vector, by one op."""
 
     @property
+    # A framework may have another op than `add_` that writes in place.
     def write(self) -> Op:
         """write(x, number): add a number to a tensor in place."""
         return self.add_
@@ -72,6 +71,7 @@ class ViewTests(Gaps):
         base = sample.tensor([1.0, 2.0, 3.0])
         with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 3.0)):
             assert sample.numbers(sample.part(base)) == [3.0, 6.0]
+        # A routine changes what the program sees of the view, not the memory that the view lies in.
         assert sample.numbers(base) == [1.0, 2.0, 3.0]
 
     def test_writes_are_seen_that_tools_have_no_plan_for(self, sample: ViewSample) -> None:
@@ -81,4 +81,5 @@ class ViewTests(Gaps):
             with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 1.0)):
                 for _ in range(3):
                     sample.write(sample.part(base), 1.0)
+        # One write outside, then three through the view of the first two elements.
         assert sample.numbers(base) == [5.0, 6.0, 4.0]

@@ -28,6 +28,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     reasons: dict[str, set[str]] = defaultdict(set)
     for outcome in ("passed", "failed", "xfailed"):
         for report in terminalreporter.stats.get(outcome, ()):
+            # Without the parameters of a test, which come in brackets.
             name = report.nodeid.rpartition("::")[2].partition("[")[0]
             meaning = _meaning_of(name)
             counts[meaning][outcome] += 1

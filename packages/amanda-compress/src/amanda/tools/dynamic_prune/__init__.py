@@ -9,10 +9,9 @@ with amanda.apply(tool):
 print(tool.result)
 """
 
-from amanda.tools.dynamic_prune._activation import ActivationPruneTool
 from amanda.tools.dynamic_prune._attention import AttentionPruneTool
 from amanda.tools.dynamic_prune._base import DynamicPruneResult, DynamicPruneTool
-from amanda.tools.dynamic_prune._channel import DynamicChannelPruneTool
+from amanda.tools.dynamic_prune._convolution import ActivationPruneTool, DynamicChannelPruneTool
 
 __all__ = [
     "ActivationPruneTool",

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import amanda
 from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, Range, Seed, checked
-from amanda.tools.dynamic_prune._base import DynamicPruneResult, DynamicPruneTool, PrunedOp, Run, without_run
+from amanda.tools.dynamic_prune._base import (
+    LAYERS,
+    DynamicPruneResult,
+    DynamicPruneTool,
+    PrunedOp,
+    Residual,
+    Run,
+    head_count,
+    is_of_one_sequence,
+    residual_at,
+    scores_of,
+    without_run,
+)
 from amanda.tools.dynamic_prune._math import (
     as_type_of,
     binary_gumbel,
@@ -19,14 +31,6 @@ from amanda.tools.dynamic_prune._math import (
     per_unit,
     renormalised,
     top_mask,
-)
-from amanda.tools.dynamic_prune._patterns import (
-    LAYERS,
-    Residual,
-    head_count,
-    is_of_one_sequence,
-    residual_at,
-    scores_of,
 )
 from amanda.tools.kit import DataflowNode, tensors_of
 from amanda.tools.libraries import do

@@ -3,6 +3,141 @@
 print(effective(flops.result, prune.result, quantize.result))
 """
 
-from amanda.tools.effective_flops._effective import Effective, EffectiveResult, effective
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from amanda.options import checked
+from amanda.tools.flops import FlopsResult
+from amanda.tools.results import Column, Result, amount, shortened
 
 __all__ = ["Effective", "EffectiveResult", "effective"]
+
+_Key = tuple[str, str, str]
+FULL = 32
+"""Bits of a tensor that is not quantised."""
+
+
+@dataclass(frozen=True)
+class Effective:
+    """One op of the forward pass.
+
+    macs: of all calls.  density: share of the weight that is not zero.  bits: of the two factors, the weight
+    last if there is one.
+    """
+
+    type: str
+    module: str
+    source: str
+    calls: int
+    macs: int
+    density: float = 1.0
+    bits: tuple[int, int] = (FULL, FULL)
+
+    @property
+    def effective_macs(self) -> float:
+        """MACs with weights that are not zero: density times MACs."""
+        return self.density * self.macs
+
+    @property
+    def bops(self) -> float:
+        """Bit operations: effective MACs times the bits of both factors."""
+        return self.effective_macs * self.bits[0] * self.bits[1]
+
+
+class EffectiveResult(Result):
+    """Effective MACs and bit operations of each product of the forward pass."""
+
+    name: ClassVar[str] = "effective_flops"
+    title = "Effective MACs and bit operations"
+    columns: ClassVar[Sequence[Column]] = (
+        *(Column(key, show=partial(shortened, width=44)) for key in ("phase", "type", "module", "source")),
+        Column("calls", show="{:,}".format, total=True), Column("MACs", show=amount, total=True),
+        Column("density", show="{:.4f}".format, number=True, unit="share"),
+        Column("activation bits", number=True), Column("weight bits", number=True),
+        Column("effective MACs", show=amount, total=True), Column("BOPs", show=amount, total=True),
+    )  # fmt: skip
+
+    def __init__(self, ops: Iterable[Effective]) -> None:
+        self.ops = tuple(ops)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each op, in the order of their first execution."""
+        return [
+            ("forward", op.type, op.module, op.source, op.calls, op.macs, op.density, *op.bits,
+             op.effective_macs, op.bops)
+            for op in self.ops
+        ]  # fmt: skip
+
+    @property
+    def share_of_macs(self) -> float:
+        """Effective MACs as a share of all MACs."""
+        return sum(op.effective_macs for op in self.ops) / max(sum(op.macs for op in self.ops), 1)
+
+    @property
+    def share_of_bops(self) -> float:
+        """Bit operations as a share of those of the dense model in 32 bits."""
+        return sum(op.bops for op in self.ops) / max(FULL**2 * sum(op.macs for op in self.ops), 1)
+
+    def notes(self) -> Sequence[str]:
+        """Return the convention and the shares."""
+        return [
+            "BOPs: effective MACs times the bits of both factors, 32 for a tensor that is not quantised.",
+            f"{self.share_of_macs:.2%} of the MACs, {self.share_of_bops:.2%} of the bit operations remain.",
+        ]
+
+
+@checked
+def effective(
+    flops: FlopsResult, prune: Result | None = None, quantize: Result | None = None
+) -> EffectiveResult:
+    """Return effective MACs and bit operations of each op of the forward pass, pruned and quantised.
+
+    flops, prune, quantize: `result` of the three tools, from one scope or from several over the same model.
+    Ops are matched by type, module and source.
+    Source of bit operations: van Baalen et al. 2020, "Bayesian Bits", sec. 3; Baskin et al. 2021, "UNIQ".
+    """
+    density, bits = _density_of_ops(prune), _bits_of_ops(quantize)
+    totals: dict[_Key, list[int]] = {}
+    for op in flops.places:
+        if op.phase == "forward" and op.macs:
+            op_totals = totals.setdefault((op.type, op.module, op.source), [0, 0])
+            op_totals[0] += op.calls
+            op_totals[1] += op.calls * op.macs
+    return EffectiveResult(
+        Effective(*key, calls, macs, density.get(key, 1.0), bits.get(key, (FULL, FULL)))
+        for key, (calls, macs) in totals.items()
+    )
+
+
+def _density_of_ops(prune: Result | None) -> Mapping[_Key, float]:
+    """Return the share of weights that are not zero, by op."""
+    sums: dict[_Key, list[int]] = {}
+    for key, row in _rows_by_op(prune):
+        counts = sums.setdefault(key, [0, 0])
+        counts[0] += row["weights"]
+        counts[1] += row["zeros"]
+    return {key: 1 - zeros / max(weights, 1) for key, (weights, zeros) in sums.items()}
+
+
+def _bits_of_ops(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
+    """Return the bits of the two factors of each op, the weight last."""
+    tensors: dict[_Key, dict[str, int]] = {}
+    for key, row in _rows_by_op(quantize):
+        tensors.setdefault(key, {})[row["tensor"]] = row["bits"]
+    factor_bits = {}
+    for key, bits_by_tensor in tensors.items():
+        weight = bits_by_tensor.pop("weight", None)
+        # An op without a weight, such as matmul, has two activations in the order of positions.
+        inputs = [bits for _, bits in sorted(bits_by_tensor.items())]
+        activation = inputs.pop(0) if inputs else FULL
+        factor_bits[key] = activation, weight or (inputs.pop(0) if inputs else FULL)
+    return factor_bits
+
+
+def _rows_by_op(result: Result | None) -> Iterable[tuple[_Key, Mapping[str, Any]]]:
+    for row in result.to_dict()["rows"] if result is not None else ():
+        yield (row["type"], row["module"], row["source"]), row

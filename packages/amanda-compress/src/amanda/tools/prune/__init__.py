@@ -21,8 +21,8 @@ from amanda.tools.prune._masks import (
     n_m_mask,
     tile_mask,
 )
-from amanda.tools.prune._options import cubic_sparsity, linear_sparsity
-from amanda.tools.prune._tool import PruneResult, PruneTool
+from amanda.tools.prune._result import PruneResult
+from amanda.tools.prune._tool import PruneTool, cubic_sparsity, linear_sparsity
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels import ChannelPruneResult, ChannelPruneTool

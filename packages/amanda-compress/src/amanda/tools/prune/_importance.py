@@ -1,19 +1,15 @@
-"""Importance of the elements of a weight: by its values, its gradients and its inputs."""
+"""Importance by gradients and inputs: the data that it needs, and SparseGPT."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import astype, do, shape
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS
 from amanda.tools.prune._masks import Array
-
-if TYPE_CHECKING:
-    from amanda.tools.prune._weight import PrunedWeight
-
 
 Importance = Literal["magnitude", "gradient", "movement", "wanda", "sparsegpt", "random"]
 
@@ -27,42 +23,6 @@ DATA_AND_REMEDY = {
     "sparsegpt": "the inputs of ops: call tool.prepare(model, example)",
 }
 """For each importance that the weight alone does not give: the missing data, and the call that gathers it."""
-
-
-def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Array:
-    """Return the importance of each element of a weight, in the order of `PrunedWeight.ordered`.
-
-    "magnitude": |w| (Han et al. 2015).  "gradient": |w * g|, the change of the loss to first order (Molchanov
-    et al. 2019, eq. 8).  "movement": the sum of -w * g over all steps (Sanh et al. 2020, sec. 3).  "wanda":
-    |w| * ||x||_2 (Sun et al. 2023, eq. 1).  "random": seeded by the
-    weight's number and the step alone, so that every framework draws the same.
-    """
-    magnitudes = weight.magnitudes
-    if importance == "gradient":
-        return abs(weight.product)
-    if importance == "movement":
-        return weight.like(-weight.ordered(weight["movement"]), magnitudes)
-    if importance == "wanda":
-        return magnitudes * weight.permuted(_norms(weight))
-    if importance == "random":
-        return random_scores(weight, [seed, weight.number, update, 1])
-    return magnitudes
-
-
-def random_scores(weight: PrunedWeight, key: list[int]) -> Array:
-    """Return random numbers between 0 and 1 in the shape of a weight's magnitudes."""
-    random = np.random.Generator(np.random.Philox(key))
-    uniform = random.random(tuple(weight.magnitudes.shape), np.float32)
-    return weight.like(uniform, weight.magnitudes)
-
-
-def _norms(weight: PrunedWeight) -> Array:
-    """Return the norm of the inputs that each element (outputs, inputs, window) multiplies."""
-    squares = weight.inputs  # (groups, inputs * window)
-    groups, outputs = shape(squares)[0], weight.canonical_shape[0]
-    norms = do("reshape", squares**0.5, (groups, 1, -1))
-    per_output = do("broadcast_to", norms, (groups, outputs // groups, shape(norms)[-1]))
-    return do("reshape", per_output, weight.canonical_shape)
 
 
 def why_inputs_unread(type: str, layout: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Masks: the elements of a weight that are kept, as functions of magnitudes.
+"""Masks: the elements of a weight that are kept, as functions of magnitudes, and patterns of sparsity.
 
 Weights are arrays of NumPy, tensors of PyTorch, or eager tensors of TensorFlow.  A mask has the weight's
 library, shape and type, with 1 where an element is kept and 0 elsewhere.
@@ -6,8 +6,10 @@ library, shape and type, with 1 where an element is kept and 0 elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from math import inf, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -325,3 +327,88 @@ def _swap_best(
             order[[positions[i], positions[j]]] = j, i
             group[[i, j]] = group[[j, i]]
     return np.array(sorted(changed_groups), np.intp)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A shape of sparsity: which elements of a weight are dropped together.
+
+    name: the option `pattern` of PruneTool.  keep_masks: function of the scores of weights (outputs, inputs,
+    ...), -inf where an element is dropped already, and of a sparsity; it returns keep masks.
+    n_m: n and m of a pattern that keeps n of each m consecutive input channels, whatever the sparsity.
+    block: outputs and inputs of a block; a weight's matrix (outputs, inputs and window) has whole blocks.
+    """
+
+    name: str
+    keep_masks: Callable[[Sequence[Array], float], list[Array]]
+    n_m: tuple[int, int] | None = None
+    block: tuple[int, int] | None = None
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True if each element is dropped by itself."""
+        return self.keep_masks is element_keep_masks
+
+    def why_unsupported(self, extents: Sequence[int], has_axes: bool) -> str | None:
+        """Return why a weight of these extents cannot have the pattern; None for a weight that can."""
+        if not has_axes and not self.is_elementwise:
+            return "which of its axes are outputs and inputs is not known"
+        if self.n_m is not None and extents[1] % self.n_m[1]:
+            return f"its {extents[1]} input channels are no multiple of {self.n_m[1]}"
+        if self.block is not None:
+            matrix = extents[0], prod(extents[1:])
+            if any(extent % block_extent for extent, block_extent in zip(matrix, self.block, strict=True)):
+                return f"its matrix of {matrix[0]}x{matrix[1]} has no whole number of blocks {self.block}"
+        return None
+
+
+def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -> Pattern:
+    """Return a pattern by name: "unstructured", n:m such as "2:4", "block", "tile" or "structured".
+
+    Raises PruneError for another name.
+    """
+    if match := re.fullmatch(r"(\d+):(\d+)", name):
+        n, m = int(match[1]), int(match[2])
+        if 0 < n <= m:
+            return Pattern(name, partial(_vector_keep_masks, n, m), (n, m))
+        raise PruneError(f"pattern is {name!r}: of each {m} channels {n} cannot be kept")
+    named: dict[str, Callable[..., list[Array]]] = {
+        "unstructured": element_keep_masks,
+        "block": partial(_matrix_block_keep_masks, block, norm),
+        "tile": partial(_matrix_tile_keep_masks, granularity),
+        "structured": partial(channel_keep_masks, norm=norm),
+    }
+    if name not in named:
+        raise PruneError(
+            f"pattern is {name!r}; it is unstructured, n:m (such as 2:4), block, tile or structured"
+        )
+    return Pattern(name, named[name], block=(block[0], block[1]) if name == "block" else None)
+
+
+def _vector_keep_masks(n: int, m: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
+    """Return keep masks by n:m along the input channels; the sparsity has no effect."""
+    return [
+        do("moveaxis", n_m_keep_mask(do("moveaxis", weight, 1, -1), n, m), -1, 1) for weight in magnitudes
+    ]
+
+
+def _matrix_block_keep_masks(
+    block: tuple[int, int], norm: int, magnitudes: Sequence[Array], sparsity: float
+) -> list[Array]:
+    """Return keep masks by blocks of the matrices (outputs, inputs and window) of weights."""
+    matrices = [do("reshape", weight, (shape(weight)[0], -1)) for weight in magnitudes]
+    keep_masks = block_keep_masks(matrices, sparsity, block, norm)
+    return [
+        do("reshape", keep_mask, shape(weight))
+        for keep_mask, weight in zip(keep_masks, magnitudes, strict=True)
+    ]
+
+
+def _matrix_tile_keep_masks(granularity: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
+    """Return keep masks by tiles of the matrices (inputs and window, outputs) of weights."""
+    matrices = [do("reshape", weight, (shape(weight)[0], -1)).T for weight in magnitudes]
+    keep_masks = tile_keep_masks(matrices, sparsity, granularity)
+    return [
+        do("reshape", keep_mask.T, shape(weight))
+        for keep_mask, weight in zip(keep_masks, magnitudes, strict=True)
+    ]

@@ -1,82 +1,214 @@
-"""PruneTool and its result."""
+"""PruneTool: its options, the schedule of its masks, and the routines of ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from math import cos, pi
+from typing import Any, Literal
 
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune._importance import Importance, sum_of_products, sum_of_squares, why_inputs_unread
-from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune._options import PruneOptions, PruneSchedule, Regrow, ScheduleKind, Scope, pattern_of
-from amanda.tools.prune._semi_structured import SemiStructured
+from amanda.tools.prune._importance import (
+    OF_GRADIENTS,
+    OF_INPUTS,
+    Importance,
+    sum_of_products,
+    sum_of_squares,
+    why_inputs_unread,
+)
+from amanda.tools.prune._masks import (
+    Array,
+    Pattern,
+    PruneError,
+    pattern_of,
+    row_keep_masks,
+)
+from amanda.tools.prune._result import PruneResult, SemiStructured
 from amanda.tools.prune._weight import MaskUpdater, PrunedWeight
-from amanda.tools.results import Column
 from amanda.tools.select import Globs
 from amanda.tools.steps import Steps
-from amanda.tools.weights import WeightResult, WeightTool, WeightView, weight_input
+from amanda.tools.weights import WeightTool, WeightView, weight_input
+
+ScheduleKind = Literal["constant", "linear", "cubic"]
 
 
-class PruneResult(WeightResult):
-    """The pruned weights, and the share of each that is dropped.
+@checked(error=PruneError)
+def cubic_sparsity(
+    step: NonNegativeInt, begin: NonNegativeInt, end: NonNegativeInt, initial: Share, final: Share
+) -> float:
+    """Return the sparsity at a step between begin and end, which rises fast at first and then slower.
 
-    zeros: number of dropped elements of pruned weights.  importance: the option of PruneTool.
-    dense: weights that `finalize(model, semi_structured=True)` left dense, by path, and the reasons.
+    Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
+    """
+    share_left = 1 - _share_passed(step, begin, end)
+    return final + (initial - final) * share_left**3
+
+
+@checked(error=PruneError)
+def linear_sparsity(
+    step: NonNegativeInt, begin: NonNegativeInt, end: NonNegativeInt, initial: Share, final: Share
+) -> float:
+    """Return the sparsity at a step between begin and end, which rises by the same amount at each step."""
+    return initial + (final - initial) * _share_passed(step, begin, end)
+
+
+def _share_passed(step: int, begin: int, end: int) -> float:
+    """Return the share of the steps from begin to end that have passed."""
+    if end <= begin:
+        raise PruneError(f"end is {end}, begin {begin}: the end comes after the beginning")
+    return min(max((step - begin) / (end - begin), 0.0), 1.0)
+
+
+@checked(error=PruneError)
+@dataclass(frozen=True)
+class PruneSchedule:
+    """The steps at which masks are updated: `begin`, then each `frequency`th, and `end`.
+
+    kind: "constant", or "linear" or "cubic" from `initial` at begin to `sparsity` at end.
+    end: None for one update at begin, or for updates without end where a frequency is set.
+    Raises PruneError for options that contradict each other.
     """
 
-    name: ClassVar[str] = "prune"
-    title = "Pruned weights"
-    state: ClassVar[tuple[str, str]] = ("masks", "/mask")
-    columns: ClassVar[Sequence[Column]] = (
-        *WeightResult.columns, Column("zeros", show="{:,}".format, total=True),
-        Column("sparsity", show="{:.4f}".format, number=True, unit="share"), Column("pattern"),
-    )  # fmt: skip
+    sparsity: Share = 0.5
+    kind: ScheduleKind = "constant"
+    initial: Share = 0.0
+    begin: NonNegativeInt = 0
+    end: NonNegativeInt | None = None
+    frequency: PositiveInt | None = None
 
-    def __init__(self, tool: PruneTool) -> None:
-        self._pattern, self.importance = tool.pattern, tool.importance
-        super().__init__(tool)
-        self.dense: dict[str, str] = {}
-        self.zeros: int = sum(weight.zeros for weight in tool.weights)
+    def __post_init__(self) -> None:
+        if self.end is not None and self.end <= self.begin:
+            raise PruneError(f"end is {self.end}, begin {self.begin}: the end comes after the beginning")
+        if self.kind != "constant" and self.end is None:
+            raise PruneError(f"a {self.kind} schedule has an end: the step from which the sparsity stays")
 
-    def row(self, weight: Any) -> tuple[Any, ...]:
-        """Return the values of the columns for a weight."""
-        zeros = weight.zeros
-        return *super().row(weight), zeros, zeros / max(weight.size, 1), self._pattern
+    def last_update(self, step: int) -> int | None:
+        """Return the last step up to `step` at which masks are updated; None before the first update."""
+        if step < self.begin:
+            return None
+        if not self.repeats:
+            return self.begin
+        if self.end is not None and step >= self.end:
+            return self.end
+        return step - (step - self.begin) % (self.frequency or 1)
 
     @property
-    def sparsity(self) -> float:
-        """The dropped share of the elements of pruned weights."""
-        return self.zeros / max(self.elements, 1)
+    def final_update(self) -> int:
+        """Return the step whose masks stay, or the first update of a schedule without an end."""
+        step = self.last_update(self.begin if self.end is None else self.end)
+        return self.begin if step is None else step
 
     @property
-    def share(self) -> float:
-        """The dropped share of all selected elements, those of skipped weights included."""
-        return self.zeros / max(self.elements + self.elements_left, 1)
+    def repeats(self) -> bool:
+        """True if masks are updated more than once."""
+        return self.kind != "constant" or self.frequency is not None
 
-    def facts(self) -> Mapping[str, Any]:
-        """Return totals, and the skipped weights with the reasons."""
-        return {
-            **super().facts(),
-            "zeros": self.zeros,
-            "sparsity": self.sparsity,
-            "share": self.share,
-            "importance": self.importance,
-        }
+    def sparsity_at(self, step: int) -> float:
+        """Return the sparsity of masks that are updated at a step."""
+        if self.kind == "constant" or self.end is None:
+            return self.sparsity
+        sparsity = cubic_sparsity if self.kind == "cubic" else linear_sparsity
+        return sparsity(step, self.begin, self.end, self.initial, self.sparsity)
 
-    def notes(self) -> Sequence[str]:
-        """Return sentences on totals, and on weights that were skipped."""
-        notes = [f"{self.counted}, sparsity {self.sparsity:.4f}."]
-        if self.elements_left:
-            notes.insert(
-                0,
-                f"{self.share:.4f} of the {self.elements + self.elements_left:,} elements that were selected "
-                f"are zero: {self.elements_left:,} are left as they are.",
+    def exchanged_share(self, step: int, fraction: float) -> float:
+        """Return the share of kept elements that is exchanged at a step, annealed to 0 at `end`.
+
+        Source: Evci et al. 2020, "Rigging the lottery" (RigL), eq. 1.
+        """
+        return fraction if self.end is None else fraction / 2 * (1 + cos(pi * min(step / self.end, 1.0)))
+
+
+Scope = Literal["local", "global"]
+Regrow = Literal["importance", "gradient", "random"]
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """The arguments of PruneTool.
+
+    Raises PruneError for arguments that contradict each other.
+    """
+
+    schedule: PruneSchedule
+    pattern: Pattern
+    scope: Scope
+    importance: Importance
+    regrow: Regrow | None
+    fraction: float
+    permute: bool
+    mask_gradients: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        is_n_m, name = self.pattern.n_m is not None, self.pattern.name
+        if is_n_m and (self.is_global or self.schedule.kind != "constant"):
+            raise PruneError(
+                f"pattern {name} drops the same of each weight at any time: it has no global budget and "
+                "no other schedule than the constant one"
             )
-        notes += [f"{path} stays dense: {why}." for path, why in self.dense.items()]
-        return notes + self.notes_on_skipped()
+        if self.permute and not is_n_m:
+            raise PruneError(f"permute is for patterns such as 2:4, not for {name}")
+        if self.importance == "movement" and not (self.pattern.is_elementwise or is_n_m):
+            raise PruneError(f"importance movement has a sign, of which {name} takes no norm")
+        if self.importance == "sparsegpt":
+            self._check_sparsegpt(is_n_m)
+        if self.exchanges and not self.pattern.is_elementwise:
+            raise PruneError(f"regrow={self.regrow!r} exchanges single elements, which {name} has not")
+        if self.regrow and not self.schedule.repeats:
+            raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
+
+    def _check_sparsegpt(self, is_n_m: bool) -> None:
+        if not (self.pattern.is_elementwise or is_n_m):
+            raise PruneError(f"importance sparsegpt drops elements or n:m, not {self.pattern.name}")
+        if self.is_global or self.schedule.repeats or self.permute:
+            raise PruneError(
+                "importance sparsegpt makes each mask once, as it changes the weight: it has no global "
+                "budget, no other schedule than the constant one, no frequency and no permute"
+            )
+
+    def keep_masks(self, scores: Sequence[Array], sparsity: float) -> list[Array]:
+        """Return keep masks of weights that share a budget; with Wanda each output has its own budget."""
+        if self.importance == "wanda" and self.pattern.is_elementwise and not self.is_global:
+            return row_keep_masks(scores, sparsity)
+        return self.pattern.keep_masks(scores, sparsity)
+
+    @property
+    def uses_gradients(self) -> bool:
+        """True if the importance is computed of gradients."""
+        return self.importance in OF_GRADIENTS
+
+    @property
+    def uses_inputs(self) -> bool:
+        """True if the importance is computed of the inputs of ops."""
+        return self.importance in OF_INPUTS
+
+    @property
+    def uses_weight_alone(self) -> bool:
+        """True if a mask is computed from the weight's own values alone."""
+        return not (self.is_global or self.uses_gradients or self.uses_inputs)
+
+    @property
+    def is_global(self) -> bool:
+        """True if all weights share one budget."""
+        return self.scope == "global"
+
+    @property
+    def ranks_dropped(self) -> bool:
+        """True if dropped elements are ranked again, and come back where they are important enough."""
+        return self.regrow == "importance"
+
+    @property
+    def exchanges(self) -> bool:
+        """True if each update exchanges kept elements for as many dropped ones."""
+        return self.regrow in ("gradient", "random")
+
+    @property
+    def needs_steps(self) -> bool:
+        """True if masks depend on the number of the step."""
+        return not self.uses_weight_alone or self.schedule.begin > 0 or self.schedule.repeats
 
 
 class PruneTool(WeightTool[PrunedWeight]):

@@ -1,18 +1,20 @@
-"""A pruned weight, and the updates of its mask."""
+"""A pruned weight, the importance of its elements, and the updates of its mask."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from amanda.tools.libraries import do
+from amanda.tools.libraries import do, shape
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune._importance import DATA_AND_REMEDY, random_scores, scores, sparsegpt
+from amanda.tools.prune._importance import DATA_AND_REMEDY, sparsegpt
 from amanda.tools.prune._masks import Array, PruneError, input_permutation, regrown_keep_masks
-from amanda.tools.prune._options import PruneOptions
 from amanda.tools.weights import Weight, WeightTool
+
+if TYPE_CHECKING:
+    from amanda.tools.prune._tool import PruneOptions
 
 
 class PrunedWeight(Weight):
@@ -156,6 +158,42 @@ def is_finite(array: Array) -> bool:
 def _add_to(total: Array | None, array: Array) -> Array:
     """Return the sum; without a total a copy of the array, which a framework may overwrite."""
     return array * 1 if total is None else total + array
+
+
+def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Array:
+    """Return the importance of each element of a weight, in the order of `PrunedWeight.ordered`.
+
+    "magnitude": |w| (Han et al. 2015).  "gradient": |w * g|, the change of the loss to first order (Molchanov
+    et al. 2019, eq. 8).  "movement": the sum of -w * g over all steps (Sanh et al. 2020, sec. 3).  "wanda":
+    |w| * ||x||_2 (Sun et al. 2023, eq. 1).  "random": seeded by the
+    weight's number and the step alone, so that every framework draws the same.
+    """
+    magnitudes = weight.magnitudes
+    if importance == "gradient":
+        return abs(weight.product)
+    if importance == "movement":
+        return weight.like(-weight.ordered(weight["movement"]), magnitudes)
+    if importance == "wanda":
+        return magnitudes * weight.permuted(_norms(weight))
+    if importance == "random":
+        return random_scores(weight, [seed, weight.number, update, 1])
+    return magnitudes
+
+
+def random_scores(weight: PrunedWeight, key: list[int]) -> Array:
+    """Return random numbers between 0 and 1 in the shape of a weight's magnitudes."""
+    random = np.random.Generator(np.random.Philox(key))
+    uniform = random.random(tuple(weight.magnitudes.shape), np.float32)
+    return weight.like(uniform, weight.magnitudes)
+
+
+def _norms(weight: PrunedWeight) -> Array:
+    """Return the norm of the inputs that each element (outputs, inputs, window) multiplies."""
+    squares = weight.inputs  # (groups, inputs * window)
+    groups, outputs = shape(squares)[0], weight.canonical_shape[0]
+    norms = do("reshape", squares**0.5, (groups, 1, -1))
+    per_output = do("broadcast_to", norms, (groups, outputs // groups, shape(norms)[-1]))
+    return do("reshape", per_output, weight.canonical_shape)
 
 
 class MaskUpdater:

@@ -9,8 +9,18 @@ with amanda.apply(quantize):
 print(quantize.result)
 """
 
-from amanda.tools.quantize._convert import convert
-from amanda.tools.quantize._fake import (
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from amanda.tools.quantize._fake_quantize import (
+    Bits,
+    Float8,
+    Grid,
+    Groups,
+    QuantizeError,
+    Rounding,
+    choose_qparams,
     fake_quantize,
     fake_quantize_gradient,
     gradient_scale,
@@ -19,7 +29,6 @@ from amanda.tools.quantize._fake import (
     lsq_quantize,
     lsq_scale,
 )
-from amanda.tools.quantize._grid import Bits, Float8, Grid, Groups, QuantizeError, Rounding, choose_qparams
 from amanda.tools.quantize._kv_cache import KVCacheResult, KVCacheTool, quantized_states
 from amanda.tools.quantize._observers import (
     Histogram,
@@ -35,6 +44,9 @@ from amanda.tools.quantize._observers import (
 from amanda.tools.quantize._result import Quantized, QuantizeResult, sqnr
 from amanda.tools.quantize._tool import QuantizeTool
 
+if TYPE_CHECKING:
+    from amanda.tools.quantize.weights import convert
+
 __all__ = [
     "Bits", "Float8", "Grid", "Groups", "Histogram", "HistogramObserver", "KVCacheResult",
     "KVCacheTool", "MinMaxObserver",
@@ -43,3 +55,12 @@ __all__ = [
     "fake_quantize", "fake_quantize_gradient", "gradient_scale", "lsq_gradients", "lsq_plus_scale",
     "lsq_quantize", "lsq_scale", "make_observer", "quantized_states", "sqnr",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import `convert`, and with it the tools for weights alone, when it is first used."""
+    if name != "convert":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from amanda.tools.quantize import weights
+
+    return weights.convert

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import amanda
 from amanda.options import NonNegativeInt, PositiveInt, Range, checked
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.quantize._result import sqnr
 from amanda.tools.results import Column, Result, shortened
 from amanda.tools.select import Globs, Selection, as_remarks

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._fake import fake_quantize
-from amanda.tools.quantize._grid import (
+from amanda.tools.quantize._fake_quantize import (
     Grid,
     QuantizeError,
     Rounding,
     as_array,
     choose_qparams,
+    fake_quantize,
     flattened,
     other_axes,
 )

@@ -13,15 +13,21 @@ import amanda
 from amanda.errors import FileError
 from amanda.files import check_file_to_write, replacing_all
 from amanda.tools.libraries import numpy as np
-from amanda.tools.onnx_graph import add_note, inlined, opset_of, read_onnx, save_onnx
-from amanda.tools.quantize._grid import QuantizeError
-from amanda.tools.quantize._options import QuantizeOptions
+from amanda.tools.onnx_graph import (
+    add_note,
+    inlined,
+    opset_of,
+    read_onnx,
+    save_onnx,
+)
+from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.quantize._qdq import Key, QdqWriter, QuantizedInput, key_of
-from amanda.tools.quantize._tool import QuantizeTool
+from amanda.tools.quantize._tool import QuantizeOptions, QuantizeTool
 from amanda.tools.quantize.weights._convert import ConvertResult
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
 
 _NARROW = (
     "ONNX Runtime's kernel for products with weights of 4 bits rounds their inputs to 8 bits; a session with "

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._fake import Scale, fake_quantize_fixed
-from amanda.tools.quantize._grid import Groups, QuantizeError
-from amanda.tools.quantize._options import QuantizeOptions
-from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Quantizer
-from amanda.tools.quantize._result import Noise, Quantized
+from amanda.tools.quantize._fake_quantize import Groups, QuantizeError, Scale, fake_quantize_fixed
+from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Noise, Quantizer
+from amanda.tools.quantize._result import Quantized
 from amanda.tools.weights import ParameterSlice, WeightInput, WeightReads, parameter_store, weight_input
 
 if TYPE_CHECKING:
-    from amanda.tools.quantize._tool import QuantizeTool
+    from amanda.tools.quantize._tool import QuantizeOptions, QuantizeTool
+
 
 _INPUTS, _CLIPPING = "amanda.tools.quantize", "amanda.tools.quantize: values"
 
@@ -382,7 +381,7 @@ class QuantizedOp:
             scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in qparams)
             yield Quantized(
                 *self._columns, quantizer.name, grid.bits, grid.symmetric, grid.low, grid.high,
-                quantizer.axes, scale, zero_point, quantizer.group_size, getattr(grid, "dtype", ""),
+                quantizer.axes, scale, zero_point, quantizer.group_size, grid.dtype,
                 quantizer.executions, quantizer.noise.sqnr, self._output.sqnr,
             )  # fmt: skip
 

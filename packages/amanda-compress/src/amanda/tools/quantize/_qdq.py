@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from amanda.tools.kit import Unfolding
 from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
-from amanda.tools.onnx_graph import bodies_of, names_in, remove_unread
-from amanda.tools.quantize._fake import Scale, fake_quantize_fixed
-from amanda.tools.quantize._grid import FloatGrid, Grid, QuantizeError
-from amanda.tools.quantize._options import QuantizeOptions
+from amanda.tools.onnx_graph import (
+    bodies_of,
+    names_in,
+    remove_unread,
+)
+from amanda.tools.quantize._fake_quantize import FloatGrid, Grid, QuantizeError, Scale, fake_quantize_fixed
+from amanda.tools.quantize._tool import QuantizeOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,30 +1,55 @@
-"""Quantizers: the scale of one tensor that an op reads, and the quantised tensor."""
+"""Quantizers: the scale of one tensor that an op reads, the quantised tensor, and its noise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of, distributed, whole
-from amanda.tools.quantize._fake import (
+from amanda.tools.quantize._fake_quantize import (
+    Grid,
+    Groups,
+    QuantizeError,
     Scale,
+    as_array,
+    choose_qparams,
     fake_quantize,
     fake_quantize_gradient,
     gradient_scale,
+    group_size,
     lsq_gradients,
     lsq_plus_scale,
     lsq_quantize,
     lsq_scale,
     straight_through,
 )
-from amanda.tools.quantize._grid import Grid, Groups, QuantizeError, as_array, choose_qparams, group_size
 from amanda.tools.quantize._observers import Observer, extremes
-from amanda.tools.quantize._options import QuantizeOptions
-from amanda.tools.quantize._result import Noise
+from amanda.tools.quantize._result import sqnr
+
+if TYPE_CHECKING:
+    from amanda.tools.quantize._tool import QuantizeOptions
+
+
+class Noise:
+    """Sums of squares of values and of their quantisation errors, over executions."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+
+    def add(self, x: Any, quantised: Any) -> None:
+        """Add a tensor and the quantised tensor."""
+        exact, rounded = (as_array(tensor).astype(np.float64) for tensor in (x, quantised))
+        self.signal += float(np.square(exact).sum())
+        self.noise += float(np.square(rounded - exact).sum())
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal-to-quantisation-noise ratio in dB, infinite without noise; None before a measurement."""
+        return sqnr(self.signal, self.noise) if self.signal or self.noise else None
 
 
 class Quantizer:

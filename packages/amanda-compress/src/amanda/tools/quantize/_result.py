@@ -1,37 +1,36 @@
-"""Result of quantisation: a row for each tensor of each op."""
+"""Result of quantisation, a row for each tensor of each op; files of scales."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, log10
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from amanda.files import write_file
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._grid import as_array
-from amanda.tools.results import Column, Result, not_met, shortened
+from amanda.tools.quantize._fake_quantize import QuantizeError
+from amanda.tools.results import (
+    Column,
+    Result,
+    check_file,
+    check_schema,
+    not_met,
+    parsing,
+    read_text,
+    shortened,
+    to_json,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 _number = partial(Column, show="{:.4g}".format, number=True)
 _decibels = partial(Column, show="{:.1f}".format, number=True, unit="dB")
-
-
-class Noise:
-    """Sums of squares of values and of their quantisation errors, over executions."""
-
-    def __init__(self) -> None:
-        self.signal = self.noise = 0.0
-
-    def add(self, x: Any, quantised: Any) -> None:
-        """Add a tensor and the quantised tensor."""
-        exact, rounded = (as_array(tensor).astype(np.float64) for tensor in (x, quantised))
-        self.signal += float(np.square(exact).sum())
-        self.noise += float(np.square(rounded - exact).sum())
-
-    @property
-    def sqnr(self) -> float | None:
-        """Signal-to-quantisation-noise ratio in dB, infinite without noise; None before a measurement."""
-        return sqnr(self.signal, self.noise) if self.signal or self.noise else None
 
 
 def sqnr(signal: float, noise: float) -> float:
@@ -177,3 +176,59 @@ def _extent(tensor: Quantized) -> tuple[float | None, ...]:
         return None, None, None, None
     scale, zero_point = max(zip(tensor.scale, tensor.zero_point, strict=True))
     return scale, zero_point, (tensor.low - zero_point) * scale, (tensor.high - zero_point) * scale
+
+
+_NAME, _VERSION = "quantize.scales", 1
+
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
+
+
+def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> Path:
+    """Write arrays by name, and their description `about`, as .json or .safetensors.
+
+    Raises QuantizeError for another suffix, and FileError; an error leaves an existing file unchanged.
+    """
+    path = Path(path)
+    description = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
+    if path.suffix == ".json":
+        array_values = {
+            name: {"dtype": str(array.dtype), "values": array.tolist()} for name, array in arrays.items()
+        }
+        return write_file(path, to_json({**description, "arrays": array_values}, indent=1) + "\n")
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import save
+
+        plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+        return write_file(path, save(plain, {"amanda": to_json(description)}))
+    raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
+
+
+def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Return the arrays in a file of `write_scales`, and their description.
+
+    Raises QuantizeError for a file of another kind, or of a newer version, and FileError without one.
+    """
+    path = Path(path)
+    with parsing(path, "file of scales", QuantizeError):
+        if path.suffix == ".safetensors":
+            check_file(path)
+            from safetensors import safe_open
+
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads((file.metadata() or {})["amanda"])
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        else:
+            about = json.loads(read_text(path))
+            arrays = {name: np.array(array["values"], _dtype(array["dtype"]))
+                      for name, array in about.pop("arrays").items()}  # fmt: skip
+        check_schema(about, _NAME, _VERSION)
+        for name in ("options", "grids"):
+            if not isinstance(about.get(name, {}), Mapping):
+                raise ValueError(f"its {name} are {about[name]!r}")
+    return arrays, about
+
+
+def _dtype(name: str) -> str:
+    if name not in ("float32", "int32"):
+        raise ValueError(f"arrays of {name}")
+    return name

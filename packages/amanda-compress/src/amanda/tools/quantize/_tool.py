@@ -2,109 +2,190 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal
 
 import amanda
-from amanda.files import write_file
 from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
-from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import SEVERAL_WEIGHTS, StandardMapping
-from amanda.tools.quantize._grid import Bits, QuantizeError, Rounding
-from amanda.tools.quantize._observers import ObserverName
+from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS, MappingTool, StandardMapping, product_of
+from amanda.tools.quantize._fake_quantize import Bits, FloatGrid, Grid, QuantizeError, Rounding
+from amanda.tools.quantize._kernels import write_recompute
+from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
 from amanda.tools.quantize._op import QuantizedOp
-from amanda.tools.quantize._options import TYPES, Method, QuantizeOptions, operand_rules
 from amanda.tools.quantize._quantizer import Quantizer
-from amanda.tools.quantize._result import QuantizeResult
-from amanda.tools.results import check_file, check_schema, parsing, read_text, to_json
-from amanda.tools.select import Globs, Patterns, Selection, as_remarks, listed
+from amanda.tools.quantize._result import QuantizeResult, read_scales, write_scales
+from amanda.tools.select import Globs, Paths, Patterns, Selection, as_remarks, listed, unmatched
 from amanda.tools.weights import SharedState, WeightReads
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Method = Literal["static", "dynamic", "qat", "lsq", "lsq+"]
+
+# Some frameworks have convolutions that StandardMapping has no word for.
+TYPES = ("conv[!e]*", *(kind for kind in PRODUCTS if kind not in SEVERAL_WEIGHTS))
+"""Types of the ops whose inputs are quantised by default."""
+
+_DATA_ALONE = frozenset({"batch_norm", "embedding", "layer_norm", "group_norm"})
+"""Types of ops of which only the first input is quantised."""
 
 
-_NAME, _VERSION = "quantize.scales", 1
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Options of `QuantizeTool`, under the same names."""
 
-Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
+    method: Method
+    weight_bits: Bits | Mapping[str, Bits | None] | None
+    activation_bits: Bits | Mapping[str, Bits | None] | None
+    types: tuple[str, ...]
+    observer: ObserverName
+    weight_observer: ObserverName
+    percentile: float
+    per_channel: bool
+    group_size: int | None
+    symmetric_weights: bool
+    symmetric_activations: bool
+    rounding: Rounding
+    averaging: float
+    calibration: int
+
+    def __post_init__(self) -> None:
+        if self.weight_bits is None and self.activation_bits is None:
+            raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
+        for bits_option in (self.weight_bits, self.activation_bits):
+            for bits in bits_option.values() if isinstance(bits_option, Mapping) else [bits_option]:
+                if isinstance(bits, Mapping) or bits is not None:
+                    self._check_grid(Grid.of(bits, False))
+        if self.group_size is not None and not self.per_channel:
+            raise QuantizeError(
+                f"group_size is {self.group_size}, and per_channel False: a group lies within a channel"
+            )
+        if self.method.startswith("lsq") and self.rounding != "half_even":
+            raise QuantizeError(f"{self.method} rounds half to even; rounding is {self.rounding!r}")
+        if self.method in ("dynamic", "qat") and self.observer != "minmax":
+            raise QuantizeError(
+                f"observer is {self.observer!r}, but {self.method} takes the extremes at each execution; "
+                'leave it at "minmax", or let method be "static"'
+            )
+
+    def _check_grid(self, grid: Grid) -> None:
+        """Raise QuantizeError for options that a grid of floating numbers does not support."""
+        if not isinstance(grid, FloatGrid):
+            return
+        unfit = {"method": self.method.startswith("lsq"), "rounding": self.rounding != "half_even",
+                 "observer": self.observer == "histogram",
+                 "weight_observer": self.weight_observer == "histogram"}  # fmt: skip
+        for name, is_so in unfit.items():
+            if is_so:
+                raise QuantizeError(
+                    f"{name} is {getattr(self, name)!r}, which is for integers, and bits are {grid.dtype}"
+                )
+
+    @property
+    def trains(self) -> bool:
+        """True if gradients pass through quantised values."""
+        return self.method not in ("static", "dynamic")
+
+    def scale_options(self) -> dict[str, Any]:
+        """Return the options that saved scales depend on, by name."""
+        names = ("method", "weight_bits", "activation_bits", "per_channel", "group_size",
+                 "symmetric_weights", "symmetric_activations")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
+        """Return the options for an op in modules with these paths; None for no quantisation."""
+        weight, activation = (
+            next((bits for layers, bits in bits_option if layers(*paths)), None)
+            if isinstance(bits_option, list)
+            else bits_option
+            for bits_option in self._by_layer
+        )
+        if weight is None and activation is None:
+            return None
+        return replace(self, weight_bits=weight, activation_bits=activation)
+
+    @cached_property
+    def _by_layer(self) -> list[Any]:
+        both = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
+        return [
+            [(Paths(name, glob), bits) for glob, bits in bits_option.items()]
+            if isinstance(bits_option, Mapping) else bits_option
+            for name, bits_option in both.items()
+        ]  # fmt: skip
+
+    def unmatched(self) -> list[str]:
+        """Return sentences on globs of `weight_bits` and `activation_bits` that matched no op."""
+        return unmatched(
+            layers
+            for bits_option in self._by_layer
+            if isinstance(bits_option, list)
+            for layers, _ in bits_option
+        )
+
+    def bits(self, weight: bool) -> Any:
+        """Return the bits of weights, or of activations; None for no quantisation."""
+        return self.weight_bits if weight else self.activation_bits
+
+    def grid(self, weight: bool) -> Grid:
+        """Return the grid of weights, or of activations."""
+        learned = self.method.startswith("lsq")  # activations have an offset, or choose a sign
+        symmetric = self.symmetric_weights if weight else self.symmetric_activations and not learned
+        return Grid.of(self.bits(weight) or 8, symmetric)
+
+    def make_observer(self, weight: bool, axes: Sequence[int]) -> Observer:
+        """Return an observer that calibrates a tensor."""
+        name = self.weight_observer if weight else "mse" if self.method == "lsq+" else self.observer
+        return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
 
 
-def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> Path:
-    """Write arrays by name, and their description `about`, as .json or .safetensors.
+def operand_rules() -> MappingTool:
+    """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
-    Raises QuantizeError for another suffix, and FileError; an error leaves an existing file unchanged.
+    Operands are the factors of a product, and all inputs of most other types.
+    is_called_back: True if the program calls routines in Python (JAX); autodiff does not differentiate these,
+    so that a routine after the backward op changes the gradients.
     """
-    path = Path(path)
-    description = {"schema": f"amanda.{_NAME}", "version": _VERSION, **about}
-    if path.suffix == ".json":
-        array_values = {
-            name: {"dtype": str(array.dtype), "values": array.tolist()} for name, array in arrays.items()
-        }
-        return write_file(path, to_json({**description, "arrays": array_values}, indent=1) + "\n")
-    if path.suffix == ".safetensors":
-        from safetensors.numpy import save
-
-        plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-        return write_file(path, save(plain, {"amanda": to_json(description)}))
-    raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
+    return MappingTool([
+        ["*", partial(_write_is_called_back, False)], ["jax", partial(_write_is_called_back, True)],
+        ["*", _write_operands],
+        ["tensorflow", write_recompute],
+    ])  # fmt: skip
 
 
-def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Return the arrays in a file of `write_scales`, and their description.
-
-    Raises QuantizeError for a file of another kind, or of a newer version, and FileError without one.
-    """
-    path = Path(path)
-    with parsing(path, "file of scales", QuantizeError):
-        if path.suffix == ".safetensors":
-            check_file(path)
-            from safetensors import safe_open
-
-            with safe_open(path, framework="numpy") as file:
-                about = json.loads((file.metadata() or {})["amanda"])
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        else:
-            about = json.loads(read_text(path))
-            arrays = {name: np.array(array["values"], _dtype(array["dtype"]))
-                      for name, array in about.pop("arrays").items()}  # fmt: skip
-        check_schema(about, _NAME, _VERSION)
-        for name in ("options", "grids"):
-            if not isinstance(about.get(name, {}), Mapping):
-                raise ValueError(f"its {name} are {about[name]!r}")
-    return arrays, about
+def _write_is_called_back(is_called_back: bool, context: amanda.OpContext) -> None:
+    context["is_called_back"] = is_called_back
 
 
-def _dtype(name: str) -> str:
-    if name not in ("float32", "int32"):
-        raise ValueError(f"arrays of {name}")
-    return name
+def _write_operands(context: amanda.OpContext) -> None:
+    product, count = product_of(context), len(context.get_inputs())
+    factors = sorted(product.factors) if product else [0] if context["type"] in _DATA_ALONE else ()
+    context["operands"] = [position for position in factors or range(count) if position < count]
 
 
 class QuantizeTool(amanda.Tool):
     """Simulate quantisation of the weights and activations that ops read.
 
-    method: the source of scales.  "static": a calibration, after which scales are fixed; "dynamic": for
-        activations the values of each execution; "qat": training with the straight-through estimator, where
-        scales follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of activations.
-    weight_bits, activation_bits: 2 to 16, or "e4m3" or "e5m2" for floating types of 8 bits; None leaves
-        weights or activations unquantised.  {"layer1": 8, "*": 4}: bits by globs of module paths; the first
-        glob that matches an op counts, and an op that no glob matches is not quantised.
-    type: globs of op types, in StandardMapping's words or the framework's names; None for convolutions,
-        linear layers, products of matrices and attention.
+    method: where scales come from.  "static": a calibration, then they are fixed; "dynamic": for activations
+        the values of each execution; "qat": training with the straight-through estimator, where scales
+        follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of activations.
+    weight_bits, activation_bits: 2 to 16, or "e4m3" or "e5m2" for 8-bit floating-point types; None leaves
+        weights or activations unquantised.  {"layer1": 8, "*": 4} gives bits by globs of module paths; the
+        first matching glob applies, and an op without a match is not quantised.
+    type: globs of op types, as StandardMapping or the framework names them; None for convolutions, linear
+        layers, matrix products and attention.
     module, exclude: globs of module paths to quantise, and to skip; a path includes its submodules.
     observer, weight_observer: how a calibration chooses the range of activations, and of weights: "minmax",
-        "percentile" (`percentile` and 100 - `percentile`), "mse" (least squared error), "histogram" (as in
-        torch.ao).
+        "percentile" (from 100 - `percentile` to `percentile`), "mse" (least squared error), "histogram" (as
+        in torch.ao).
     per_channel: True for a scale for each output channel of a weight, False for one scale.
-    group_size: number of consecutive inputs of each output of a weight that share a scale, such as 32, 64 or
-        128; None: each output has one scale.
-    symmetric_weights, symmetric_activations: True for signed integers with zero point 0, False for unsigned.
+    group_size: number of consecutive input channels of a weight that share a scale, such as 32, 64 or 128;
+        None for no groups.
+    symmetric_weights, symmetric_activations: True for signed integers with zero point 0, False for unsigned
+        integers with any zero point.
     rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
     averaging: weight of each new batch in the moving averages of "qat".
-    calibration: number of executions of each op that calibrate it; 0: only those in `calibrating`.
+    calibration: number of executions that calibrate an op; 0: only executions in `with calibrating()`.
     sqnr: measure signal-to-quantisation-noise ratios; each op then runs twice.
 
     Raises QuantizeError for options that contradict each other.
@@ -221,7 +302,7 @@ class QuantizeTool(amanda.Tool):
                 grids[name.removesuffix(f".{part}")] = {
                     "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes,
                     "group_size": quantizer.group_size,
-                    "dtype": getattr(quantizer.grid, "dtype", ""),
+                    "dtype": quantizer.grid.dtype,
                 }  # fmt: skip
         return write_scales(path, arrays, {"options": self.options.scale_options(), "grids": grids})
 

@@ -5,8 +5,8 @@ print(sweep.run())
 sweep.result.save("sensitivity.svg")
 """
 
+from amanda.tools.sweep._allocation import OpCosts, WeightSize
 from amanda.tools.sweep._command import command
-from amanda.tools.sweep._costs import OpCosts, WeightSize
 from amanda.tools.sweep._result import ALL, Point, Site, SweepError, SweepResult
 from amanda.tools.sweep._sweep import BitsSweep, SparsitySweep, Sweep
 

@@ -40,14 +40,14 @@ def _parse_numbers(text: str) -> list[float]:
 @click.option(
     "--levels", type=_parse_numbers, metavar="N,N,...", help="Sparsities or bits, from mild to harsh."
 )
-@click.option("--type", "types", multiple=True, help="Only ops of this type; may be repeated.")
+@click.option("--type", "types", multiple=True, help="Sweep only ops of this type; may be repeated.")
 @click.option(
-    "--budgets", type=_parse_numbers, metavar="N,N,...", help="Shares of the cost to search levels for."
+    "--budgets", type=_parse_numbers, metavar="N,N,...", help="Budgets of the search, as shares of the cost."
 )
 @click.option(
     "--cost", type=click.Choice(["size", "flops"]), default="size", help="The cost that budgets limit."
 )
-@click.option("--metric", default="metric", help="Name of the number.")
+@click.option("--metric", default="metric", help="Name of the number in results.")
 @click.option("--retries", type=click.IntRange(0), default=0, help="Further runs of a failed point.")
 @compiled_option
 @save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
@@ -67,9 +67,9 @@ def _sweep_command(
 ) -> int:
     """Prune or quantise one op at a time, and all together, and evaluate the model each time.
 
-    FUNCTION, of a FILE or a module, takes no arguments and returns a number, such as an accuracy. Ctrl-C
-    prints and saves the points measured before. With --budgets each op gets its own level, such that the
-    cost of the model is within each budget, and --save writes that search.
+    FILE may also be a module. FUNCTION takes no arguments and returns a number, such as an accuracy. Ctrl-C
+    prints and saves the points measured so far. With --budgets, a search chooses a level for each op, so
+    that the model's cost is within each budget; --save then writes the result of the search.
 
     \b
     amanda sweep sparsity evaluate.py:accuracy --levels 0.5,0.9 --save sweep.svg
@@ -122,7 +122,7 @@ def _make_sweep(
             options |= {"sparsities": levels} if levels else {}
             return SparsitySweep(evaluate, **options)
         if not all(level.is_integer() for level in levels or ()):
-            raise SpecError("bits are whole numbers")
+            raise SpecError("bits are integers")
         options |= {"bits": [int(level) for level in levels]} if levels else {}
         return BitsSweep(evaluate, **options)
     except AmandaError as error:

@@ -15,8 +15,7 @@ from amanda.tools.kit import Progress, check_number
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
-from amanda.tools.sweep._allocation import KEEP, Allocation
-from amanda.tools.sweep._costs import CostModel, CostOption, RemainingShare
+from amanda.tools.sweep._allocation import KEEP, Allocation, CostOption, RemainingShare, SweepCost
 from amanda.tools.sweep._result import ALL, Point, Site, SweepError, SweepResult
 from amanda.tools.trials import SearchResult, Trial
 
@@ -76,7 +75,7 @@ class Sweep(Generic[Level]):
         self._sites: dict[str, Site] = {}
         self._points: dict[tuple[str, Level], Point] = {}
         self._dense: float | None = None
-        self._cost_model = CostModel(cost, left)
+        self._cost_model = SweepCost(cost, left)
         self._trials: dict[tuple[str, ...], Trial] = {}
 
     @property

@@ -9,12 +9,16 @@ In: ops, in the words of StandardMapping; models, whose parameters a `ParameterS
 Out: other values of weights, where ops read them and, by `finalize`, in the model.
 """
 
-from amanda.tools.weights._parameter_slices import ParameterSlice, SharedState
-from amanda.tools.weights._parameters import ParameterError, ParameterStore, StoredParameter, parameter_store
-from amanda.tools.weights._result import WeightResult
+from amanda.tools.weights._parameters import (
+    ParameterError,
+    ParameterStore,
+    SharedState,
+    StoredParameter,
+    parameter_store,
+)
 from amanda.tools.weights._tool import WeightTool
-from amanda.tools.weights._weight import Weight, WeightError, WeightView
-from amanda.tools.weights._weight_input import WeightInput, WeightReads, weight_input
+from amanda.tools.weights._weight import Weight, WeightError, WeightResult, WeightView
+from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads, weight_input
 from amanda.tools.weights._weights import SelectionOptions
 
 __all__ = [

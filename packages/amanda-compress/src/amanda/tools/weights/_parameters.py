@@ -6,16 +6,22 @@ parameter in its own shape.  Stores of further frameworks are entry points of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import amanda
 from amanda import interceptor
 from amanda.errors import AmandaError
 from amanda.tools.libraries import do, to_numpy
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import InstalledEntries, backend_of
+
+if TYPE_CHECKING:
+    from amanda.tools.weights._weight_input import ParameterSlice
+
 
 Changed = Callable[[Any], Any]
 """Returns new values of a part of a parameter, from its present ones."""
@@ -179,6 +185,19 @@ class ParameterStore:
             raise
 
 
+class StridedStore(ParameterStore):
+    """Parameters of a framework whose ops read views: a part is a layout, None for the parameter's own."""
+
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, StridedLayout | None]:
+        """Return the parameter that a weight is or is a view of, and the layout of the view."""
+        layout = StridedLayout.of(weight)
+        return interceptor.ordinal(parameter), None if layout == StridedLayout.of(parameter) else layout
+
+    def whole(self, parameter: Any) -> StridedLayout:
+        """Return the parameter's own layout."""
+        return StridedLayout.of(parameter)
+
+
 class Initializers(ParameterStore):
     """Initializers of an ONNX model, which are identified by its graph and their names."""
 
@@ -216,3 +235,71 @@ _INSTALLED = InstalledEntries("amanda.parameters", "parameter store", ParameterE
 def _store(library: str) -> ParameterStore:
     store = _INSTALLED.create(library, ParameterStore, "amanda.tools.weights.ParameterStore")
     return ParameterStore() if store is None else store
+
+
+def in_memory_order(form: StridedLayout) -> tuple[int, ...]:
+    """Return the axes of a part in memory order, which is the same for all of its forms."""
+    extents, strides, _ = form
+    return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
+
+
+class SharedState:
+    """The place that state of a part is kept under, whichever op of it happens to read the part first.
+
+    A parameter whose path in the model is known needs no more than the part.
+    """
+
+    def __init__(self) -> None:
+        self._readers: dict[Hashable, amanda.OpContext] = {}
+        self._holders: dict[amanda.OpContext, list[Hashable]] = {}
+        self._lines: dict[Hashable, list[Hashable]] = {}
+        self._states: dict[Hashable, Any] = {}
+
+    def state_of(
+        self,
+        context: amanda.OpContext,
+        part: ParameterSlice | None,
+        make: Callable[[amanda.OpContext, str], Any],
+        line: Hashable = None,
+    ) -> Any:
+        """Return the state of a part of a parameter, from `make(reader, suffix)` at its first reader.
+
+        reader, suffix: see `key_for`.  line: of the op, where each line that reads the part has state of its
+        own; the suffix of all lines but the first has the line's number.
+        Returns None for what is no part: what was computed, or selected.
+        """
+        if part is None or part.form is None:
+            return None
+        identity, form = interceptor.ordinal(part.holder), part.form
+        reader, suffix = self.key_for(context, identity, form, StridedLayout.of(part.holder))
+        if line is not None:
+            lines = self._lines.setdefault((reader, identity), [])
+            if line not in lines:
+                lines.append(line)
+            suffix += f"~{number}" if (number := lines.index(line)) else ""
+        key = reader, identity, form, line
+        if key not in self._states:
+            self._states[key] = make(reader, suffix)
+        return self._states[key]
+
+    def key_for(
+        self,
+        context: amanda.OpContext,
+        identity: Hashable,
+        part: StridedLayout | None,
+        whole: StridedLayout,
+        is_named: bool = False,
+    ) -> tuple[amanda.OpContext, str]:
+        """Return the context of the first reader of the parameter's parts, and a suffix for names of state.
+
+        identity: of the parameter; is_named: whether names of state have its path.
+        part: the form that is read, None for all of it.  whole: its own form.
+        """
+        is_part = part is not None and prod(part.extents) < prod(whole.extents)
+        reader = self._readers.setdefault(identity, context) if is_part else context
+        holders = self._holders.setdefault(reader, [])
+        if identity not in holders:
+            holders.append(identity)
+        number = 0 if is_named else holders.index(identity)
+        offset = f"@{part.offset}" if is_part and part is not None else ""
+        return reader, offset + (f"#{number}" if number else "")

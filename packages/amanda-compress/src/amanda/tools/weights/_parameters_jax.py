@@ -21,7 +21,7 @@ class Slots(ParameterStore):
         return parameter, None
 
     def slices(self, parameter: Any) -> Sequence[Any]:
-        """Return the slots of the slices of a stack; none of another slot."""
+        """Return the slots of the slices of a weight stack; () for another slot."""
         return parameter.parts() if hasattr(parameter, "parts") else ()
 
     def current_slice(self, parameter: Any) -> Any:

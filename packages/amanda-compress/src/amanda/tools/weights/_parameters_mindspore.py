@@ -8,24 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from amanda import interceptor
 from amanda.tools.libraries import do
-from amanda.tools.weights._parameters import Changed, ParameterStore, StoredParameter, StridedLayout, Undo
+from amanda.tools.weights._parameters import Changed, StoredParameter, StridedLayout, StridedStore, Undo
 
 Part = StridedLayout | None
 
 
-class MindSporeParameters(ParameterStore):
+class MindSporeParameters(StridedStore):
     """Parameters, and views of all or a part of one."""
-
-    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Part]:
-        """Return the parameter that a weight is or is a view of, and the layout of the view."""
-        layout = StridedLayout.of(weight)
-        return interceptor.ordinal(parameter), None if layout == StridedLayout.of(parameter) else layout
-
-    def whole(self, parameter: Any) -> StridedLayout:
-        """Return the parameter's own layout."""
-        return StridedLayout.of(parameter)
 
     def read(self, parameter: Any, part: Part) -> NDArray[Any]:
         """Return a part as an array."""

@@ -1,4 +1,4 @@
-"""Variables of TensorFlow, which ops read transposed and reshaped."""
+"""Variables of TensorFlow, which ops read transposed and reshaped, and what ops select out of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
 
+import amanda
 from amanda import interceptor
-from amanda.tools.weights._parameters import Changed, ParameterError, ParameterStore, StoredParameter, Undo
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import (
+    TENSORFLOW_PASSES,
+    TENSORFLOW_READS,
+)
+from amanda.tools.weights._parameters import (
+    Changed,
+    ParameterError,
+    ParameterStore,
+    StoredParameter,
+    Undo,
+)
 
 Array = NDArray[Any]
 Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
@@ -188,3 +201,88 @@ def _tf_variable(variable: Any) -> Any:
     """Return TensorFlow's variable behind one of Keras."""
     value = getattr(variable, "value", None)
     return variable if value is None or callable(value) else value
+
+
+_FOLLOWED = TENSORFLOW_PASSES | {"Squeeze", "ExpandDims"}
+_SELECTIONS = frozenset({
+    "StridedSlice", "Slice", "Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd", "Split",
+    "SplitV", "Unpack",
+})  # fmt: skip
+"""Types of ops that select elements of an input by other inputs."""
+_VALUE_POSITIONS = {"Split": 1}
+_FIXED_SELECTIONS = frozenset({"Split", "SplitV", "Unpack"})  # the program says which of the parts it takes
+
+
+class VariableSlices:
+    """Tensors that ops have selected out of variables.
+
+    In eager mode a routine records each execution.  In a graph the ops between variable and symbol show the
+    selection, and whether its indices are constant.
+    """
+
+    def __init__(self) -> None:
+        self._selections: dict[int, tuple[Any, bool]] = {}
+
+    def follow(self, context: amanda.OpContext) -> None:
+        """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
+        name = context.get_op_type()
+        if name not in _SELECTIONS | _FOLLOWED or not context.namespace.matches("tensorflow/*/eager"):
+            return
+        inputs = context.get_inputs()
+        reads_variable = name in _SELECTIONS and any(
+            context.get_variable(i) is not None for i in range(len(inputs))
+        )
+        selections = [selection for value in inputs if (selection := self._selection_of(value)) is not None]
+        if reads_variable or selections:
+            by_data = name in _SELECTIONS - _FIXED_SELECTIONS or any(by_data for _, by_data in selections)
+            context.insert_after_op(self._record_selection, by_data=by_data)
+
+    def reads(self, context: amanda.OpContext, index: int, by_data: bool) -> bool:
+        """Return True if an input of an op was selected out of a variable.
+
+        by_data: True to count only selections by indices that the data choose.
+        """
+        value = context.get_inputs()[index]
+        selection = self._selection_of(value)
+        return (selection[1] or not by_data) if selection is not None else _is_selected(value, by_data)
+
+    def _selection_of(self, value: Any) -> tuple[Any, bool] | None:
+        selection = self._selections.get(id(value))
+        return selection if selection is not None and selection[0]() is value else None
+
+    def _record_selection(self, *outputs: Any, by_data: bool) -> None:
+        for tensor in leaves(outputs):
+            self._selections[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), by_data
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._selections.pop(key, None)
+
+
+def _is_selected(symbol: Any, by_data: bool) -> bool:
+    """Return True if a symbol of a graph was selected out of a variable; with `by_data`, by the data."""
+    selects = False
+    while True:
+        try:
+            op = symbol.op
+        except AttributeError:  # an eager tensor has none
+            return False
+        if op.type in TENSORFLOW_READS or (op.inputs and _is_handle(op.inputs[0])):
+            return selects or op.type in _SELECTIONS
+        if op.type not in _SELECTIONS | _FOLLOWED or not op.inputs:
+            return False
+        position = _VALUE_POSITIONS.get(op.type, 0)
+        if op.type in _SELECTIONS and not selects:
+            selects = not (
+                by_data and _is_constant([value for i, value in enumerate(op.inputs) if i != position])
+            )
+        symbol = op.inputs[position]
+
+
+def _is_handle(symbol: Any) -> bool:
+    return str(getattr(symbol.dtype, "name", "")) == "resource"
+
+
+def _is_constant(symbols: Any) -> bool:
+    import tensorflow as tf
+
+    return all(tf.get_static_value(symbol) is not None for symbol in symbols)

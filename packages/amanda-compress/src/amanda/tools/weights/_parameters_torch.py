@@ -11,14 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda import interceptor
 from amanda.tools.kit import RequiredNames
 from amanda.tools.weights._parameters import (
     Changed,
     ParameterError,
-    ParameterStore,
     StoredParameter,
     StridedLayout,
+    StridedStore,
     Undo,
 )
 
@@ -30,7 +29,7 @@ Part = StridedLayout | None
 _REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:Tensor._base")
 
 
-class TorchParameters(ParameterStore):
+class TorchParameters(StridedStore):
     """Parameters and other leaves of autograd; a part is a view by extents, strides and offset."""
 
     def __init__(self) -> None:
@@ -43,15 +42,6 @@ class TorchParameters(ParameterStore):
         base = tensor if tensor._base is None else tensor._base
         is_leaf = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
         return base if is_leaf else None
-
-    def locate(self, parameter: Tensor, weight: Tensor) -> tuple[int, Part]:
-        """Return the parameter that a weight is or is a view of, and the layout of the view."""
-        layout = StridedLayout.of(weight)
-        return interceptor.ordinal(parameter), None if layout == StridedLayout.of(parameter) else layout
-
-    def whole(self, parameter: Tensor) -> StridedLayout:
-        """Return the parameter's own layout."""
-        return StridedLayout.of(parameter)
 
     def read(self, parameter: Tensor, part: Part) -> Tensor:
         """Return a view of a part, outside autograd."""

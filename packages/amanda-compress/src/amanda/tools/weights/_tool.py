@@ -14,12 +14,10 @@ from amanda.options import deprecated
 from amanda.tools.kit import canonical, restored, tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs
-from amanda.tools.weights._parameter_slices import ParameterSlice
 from amanda.tools.weights._parameters import ParameterError
-from amanda.tools.weights._result import WeightResult
 from amanda.tools.weights._views import Find, IndexedRows
-from amanda.tools.weights._weight import Present, Weight, WeightError, WeightView
-from amanda.tools.weights._weight_input import WeightInput, WeightReads, weight_input
+from amanda.tools.weights._weight import Present, Weight, WeightError, WeightResult, WeightView
+from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads, weight_input
 from amanda.tools.weights._weights import W, Weights, WeightSelection
 
 _instance_numbers = count()
@@ -130,7 +128,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     @property
     def transforms_gradients(self) -> bool:
-        """True if gradients go through `transform`: by autograd in eager PyTorch, by `transform_gradient`."""
+        """True if the backward pass goes through `transform`; False if it is straight-through."""
         return self.transform_gradient is not None
 
     @property
@@ -149,7 +147,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Reasons why selected weights are unchanged, by type and module of the op."""
+        """Reasons why selected weights stay unchanged; the keys name type and module of the op."""
         return self.weights.reasons
 
     @property

@@ -7,9 +7,9 @@ from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from amanda.tools.weights._parameter_slices import ParameterSlice
 from amanda.tools.weights._parameters import ParameterStore
 from amanda.tools.weights._weight import Array, Present, Weight, WeightView
+from amanda.tools.weights._weight_input import ParameterSlice
 
 if TYPE_CHECKING:
     from torch import Tensor

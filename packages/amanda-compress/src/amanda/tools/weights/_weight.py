@@ -1,21 +1,24 @@
-"""A weight of the model: the parameter, or the part of one, that ops read, and what a tool keeps of it."""
+"""A weight of the model: the parameter, or its part, that ops read; its state, and its row in a result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.kit import canonical, canonical_extents, restored, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
-from amanda.tools.weights._parameter_slices import in_memory_order
-from amanda.tools.weights._parameters import ParameterStore
+from amanda.tools.results import Column, Result, not_met, shortened
+from amanda.tools.select import as_remarks
+from amanda.tools.weights._parameters import ParameterStore, in_memory_order
 
 if TYPE_CHECKING:
     from amanda.tools.weights._tool import WeightTool
+
 
 Array = Any
 """An array of NumPy, or a tensor of PyTorch."""
@@ -282,3 +285,80 @@ class Weight(WeightView):
             return super().transformed_gradient(tool, gradient)
         result = super().transformed_gradient(tool, self.canonical(gradient))
         return None if result is None else self.restored(result)
+
+
+class WeightResult(Result):
+    """The weights that a tool changes, in the order of their first reads; a subclass adds columns.
+
+    elements: number of elements of these weights.
+    left: reasons why selected weights are unchanged, by type and module of the op.
+    elements_left: number of elements of those weights that are parameters.
+    waiting: names of loaded state that belongs to no weight read so far.
+    model: the model that `finalize` wrote; None in other results.
+    """
+
+    model: Any = None
+    name: ClassVar[str] = "weights"
+    title = "Changed weights"
+    state: ClassVar[tuple[str, str]] = ("state", "")
+    """Display name of the state of weights, and the text that names of that state contain."""
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"), Column("module", show=partial(shortened, width=44)),
+        Column("source", show=partial(shortened, width=32)), Column("shape"), Column("layout"),
+        Column("weights", show="{:,}".format, total=True),
+        Column("parameter", show=partial(shortened, width=32)),
+    )  # fmt: skip
+
+    def __init__(self, tool: WeightTool[Any]) -> None:
+        weights = tool.weights
+        self._rows = [self.row(weight) for weight in weights]
+        self.elements: int = sum(weight.size for weight in weights)
+        self.left = dict(weights.reasons)
+        self.elements_left: int = sum(weights.skipped_elements.values())
+        waiting = tool.waiting_state() if self._rows else []
+        self.waiting = tuple(name for name in waiting if self.state[1] in name)
+        self.remarks = as_remarks(tool.unmatched())
+        self._empty_reason = weights.empty_reason
+
+    def row(self, weight: Weight) -> tuple[Any, ...]:
+        """Return the values of the columns for a weight."""
+        shape = "x".join(map(str, weight.shape))
+        return (
+            "forward", weight.type, weight.module, weight.source, shape, weight.layout or "", weight.size,
+            weight.path,
+        )  # fmt: skip
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each weight."""
+        return self._rows
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return totals, and reasons for skipped weights."""
+        return {
+            "tensors": len(self._rows), "elements": self.elements, "left": self.left,
+            "elements_left": self.elements_left,
+        }  # fmt: skip
+
+    @property
+    def counted(self) -> str:
+        """The number of weights and of their elements, in words."""
+        count = len(self._rows)
+        return f"{count} weight{'s' * (count != 1)} of {self.elements:,} elements"
+
+    @property
+    def leading(self) -> int:
+        """Number of notes at the top: totals, and elements of skipped weights."""
+        return 1 + bool(self.elements_left)
+
+    def notes(self) -> Sequence[str]:
+        """Return totals, and reasons for skipped weights."""
+        notes = [f"{self.counted}."]
+        if self.elements_left:
+            notes.append(f"{self.elements_left:,} elements that were selected are left as they are.")
+        return notes + self.notes_on_skipped()
+
+    def notes_on_skipped(self) -> list[str]:
+        """Return a sentence for each skipped weight, and for loaded state of no weight."""
+        empty = [f"{self._empty_reason}."] if self._empty_reason else []
+        skipped = [f"{place} is left as it is: {why}." for place, why in self.left.items()]
+        return [*empty, *not_met(self.state[0], self.waiting), *skipped]

@@ -1,31 +1,30 @@
-"""Weight inputs of ops, also copies and selections of parameters, and the inputs that they multiply."""
+"""Weight inputs of ops, also copies and selections of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cache, cached_property, partial
+from itertools import count
 from math import prod
-from typing import Any, ClassVar, NamedTuple
-from weakref import ref
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import amanda
+from amanda.backend import TensorMap
 from amanda.errors import AmandaError
-from amanda.tools.kit import leaves, tensors_of, windows_of
-from amanda.tools.libraries import do, shape
+from amanda.tools.kit import RequiredNames, Tensors, tensors_of
 from amanda.tools.mapping import (
-    CONVOLUTIONS,
     MATRIX_PRODUCTS,
-    TENSORFLOW_PASSES,
-    TENSORFLOW_READS,
     StandardMapping,
-    are_transposed,
-    product_of,
-    spatial_axes,
 )
-from amanda.tools.weights._parameter_slices import READS, SLICE, FollowedSlices, ParameterSlice, may_vary
-from amanda.tools.weights._parameters import StridedLayout
+from amanda.tools.weights._multiplied_input import MultipliedInput, multiplied_input
+from amanda.tools.weights._parameters import ParameterStore, StridedLayout, parameter_store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from amanda.tools.weights._parameters_tensorflow import VariableSlices
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class WeightReads(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slices, self._variables = FollowedSlices(), VariableSlices()
+        self.slices = FollowedSlices()
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._follow)
         self.add_inst_for_op(self.slices.follow_symbols, require_outputs=True)
@@ -91,6 +90,13 @@ class WeightReads(amanda.Tool):
     def computes_weight(context: amanda.OpContext) -> bool:
         """Return True if an op belongs to a parametrization of PyTorch, which computes a weight."""
         return ".parametrizations." in f".{context.get_scope()}."
+
+    @cached_property
+    def _variables(self) -> VariableSlices:
+        """The tensors that ops of TensorFlow have selected out of variables."""
+        from amanda.tools.weights._parameters_tensorflow import VariableSlices
+
+        return VariableSlices()
 
     def stands_for(self) -> Hashable:
         """Return a key that all instances share, so that a scope has one of them."""
@@ -193,147 +199,215 @@ def _raise_unknown_part(whole: Any) -> Any:
     raise AmandaError("the part of a parameter that a graph reads is known only while it runs")
 
 
-_PASSED = TENSORFLOW_PASSES | {"Squeeze", "ExpandDims"}
-_SELECTIONS = frozenset({
-    "StridedSlice", "Slice", "Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd", "Split",
-    "SplitV", "Unpack",
-})  # fmt: skip
-"""Types of ops that select elements of an input by other inputs."""
-_VALUE_POSITIONS = {"Split": 1}
-_FIXED_SELECTIONS = frozenset({"Split", "SplitV", "Unpack"})  # the program says which of the parts it takes
+_REQUIRED = RequiredNames("amanda.tools.weights", "torch", "torch:UntypedStorage._cdata")
+
+COPIES = frozenset({"contiguous", "clone", "to"})
+"""Ops whose result is their input element by element, elsewhere in memory or in another type."""
+SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
+"""Ops that select elements by indices, which the data may choose."""
+
+READS, SLICE = "amanda.tools.weights: reads", "amanda.tools.weights: slice of the weight"
+"""Keys of contexts and of executions."""
+
+_FIRST_SWEEP = 64
+_instance_numbers = count()
 
 
-class VariableSlices:
-    """Tensors that ops have selected out of variables.
+@dataclass(frozen=True)
+class ParameterSlice:
+    """The parameter, and the part of it, that a tensor is.
 
-    In eager mode a routine records each execution.  In a graph the ops between variable and symbol show the
-    selection, and whether its indices are constant.
+    holder: the parameter.  of: gives the same elements of any tensor in the parameter's shape.
+    form: which part of the parameter it is, element by element; None of elements that were selected.
+    """
+
+    holder: Tensor
+    of: Callable[[Tensor], Tensor]
+    form: StridedLayout | None
+
+    @classmethod
+    def of_input(cls, context: amanda.OpContext, index: int) -> ParameterSlice | None:
+        """Return the slice that an input of an op is, during analysis; None for a computed value.
+
+        The tool that calls this depends on `WeightReads`.
+        """
+        return cast("ParameterSlice | None", context[READS].source(context, index))
+
+    @classmethod
+    def of_execution(cls, run: Mapping[str, Any]) -> ParameterSlice | None:
+        """Return the slice that the weight was before any tool changed it; None for a computed weight.
+
+        run: the dict of the execution that a routine receives.
+        """
+        return run.get(SLICE)
+
+
+class _CopiedSlice(NamedTuple):
+    """A tensor that was copied or selected out of a parameter, as long as its storage lives."""
+
+    storage: Any
+    layout: StridedLayout
+    holder: Callable[[], Tensor | None]
+    of: Callable[[Tensor], Tensor]
+    form: StridedLayout | None
+
+
+@cache
+def _torch_tensors_and_store() -> tuple[Tensors, ParameterStore]:
+    """Return the operations on PyTorch's tensors and parameters: a hot path asks for them once."""
+    import torch
+
+    return tensors_of(torch.empty(0)), parameter_store("torch")
+
+
+class FollowedSlices:
+    """Copies and selections of parameters' elements, as long as these live.
+
+    In eager mode routines follow each execution.  Of a graph's symbols no more is known than that they are
+    selections, which ops are analysed in the order in which they compute.
     """
 
     def __init__(self) -> None:
-        self._selections: dict[int, tuple[Any, bool]] = {}
+        self._copies: dict[int, _CopiedSlice] = {}
+        self._sweep_at = _FIRST_SWEEP
+        self._symbols: TensorMap[bool] = TensorMap()
+        self._inputs_key = f"inputs {next(_instance_numbers)}"  # several tools may follow one op
+
+    def of(self, value: Tensor) -> ParameterSlice | None:
+        """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
+        tensors, _ = _torch_tensors_and_store()
+        copied = self._copies.get(value.untyped_storage()._cdata) if tensors.is_strided(value) else None
+        # A new tensor may have the address of a freed storage: the weak reference tells them apart.
+        holder = None if copied is None or copied.storage.expired() else copied.holder()
+        if copied is None or holder is None:
+            return None
+        form = StridedLayout.of(value)
+        if form == copied.layout:
+            return ParameterSlice(holder, copied.of, copied.form)
+        part = None if copied.form is None else _composed(copied.form, copied.layout, form)
+        return ParameterSlice(holder, partial(_viewed_as, copied.of, copied.layout, form), part)
 
     def follow(self, context: amanda.OpContext) -> None:
-        """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
-        name = context.get_op_type()
-        if name not in _SELECTIONS | _PASSED or not context.namespace.matches("tensorflow/*/eager"):
+        """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
+        if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
             return
-        inputs = context.get_inputs()
-        reads_variable = name in _SELECTIONS and any(
-            context.get_variable(i) is not None for i in range(len(inputs))
+        if self.source(next(iter(context.get_inputs()), None)) is None:
+            return
+        compute = None if context["type"] in COPIES else context.get_computation()
+        context.insert_before_op(_record_inputs, name=self._inputs_key)
+        context.insert_after_op(self._record_copy, compute=compute)
+
+    def follow_symbols(self, context: amanda.OpContext) -> None:
+        """Note the outputs of an op of a graph as `follow` does, where outputs are symbols."""
+        if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/graph"):
+            return
+        selects = context["type"] in SELECTIONS and context.get_variable(0) is not None
+        if selects or self.is_selected(context.get_inputs()[0]):
+            for output in context.get_outputs() or ():
+                if (
+                    getattr(output, "_base", output) is None
+                ):  # else it is a view of the parameter, which is known
+                    self._symbols[output] = True
+
+    def is_selected(self, symbol: Any) -> bool:
+        """Return True if a symbol of a graph was selected out of a parameter, or is a view of such."""
+        base = getattr(symbol, "_base", None)
+        return self._symbols.get(symbol if base is None else base) is not None
+
+    @amanda.differentiable  # to be given what is a view of a parameter as that
+    def _record_copy(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
+        """Record the slice of a parameter that an output is a copy of."""
+        inputs = run.pop(self._inputs_key)
+        source = self.source(inputs[0])
+        tensors, store = _torch_tensors_and_store()
+        if source is None or not tensors.is_strided(output) or store.owner(output) is not None:
+            return
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        # Freed entries go once the table has doubled, so that a copy costs constant time.
+        if len(self._copies) >= self._sweep_at:
+            self.sweep()
+        _REQUIRED.check()
+        storage, of, form = output.untyped_storage(), source.of, source.form
+        if compute is not None:
+            of, form = partial(_selected, compute, of, inputs[1:]), None
+        lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._copies[storage._cdata] = _CopiedSlice(
+            lives, StridedLayout.of(output), weakref.ref(source.holder), of, form
         )
-        selections = [selection for value in inputs if (selection := self._selection_of(value)) is not None]
-        if reads_variable or selections:
-            by_data = name in _SELECTIONS - _FIXED_SELECTIONS or any(by_data for _, by_data in selections)
-            context.insert_after_op(self._record_selection, by_data=by_data)
 
-    def reads(self, context: amanda.OpContext, index: int, by_data: bool) -> bool:
-        """Return True if an input of an op was selected out of a variable.
+    def sweep(self) -> None:
+        """Forget what is freed, and with it the indices that selected it."""
+        for key, copied in list(self._copies.items()):  # other threads may write meanwhile
+            if copied.storage.expired() and self._copies.get(key) is copied:
+                self._copies.pop(key, None)
+        self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._copies))
 
-        by_data: True to count only selections by indices that the data choose.
-        """
-        value = context.get_inputs()[index]
-        selection = self._selection_of(value)
-        return (selection[1] or not by_data) if selection is not None else _is_selected(value, by_data)
-
-    def _selection_of(self, value: Any) -> tuple[Any, bool] | None:
-        selection = self._selections.get(id(value))
-        return selection if selection is not None and selection[0]() is value else None
-
-    def _record_selection(self, *outputs: Any, by_data: bool) -> None:
-        for tensor in leaves(outputs):
-            self._selections[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), by_data
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._selections.pop(key, None)
-
-
-def _is_selected(symbol: Any, by_data: bool) -> bool:
-    """Return True if a symbol of a graph was selected out of a variable; with `by_data`, by the data."""
-    selects = False
-    while True:
-        try:
-            op = symbol.op
-        except AttributeError:  # an eager tensor has none
-            return False
-        if op.type in TENSORFLOW_READS or (op.inputs and _is_handle(op.inputs[0])):
-            return selects or op.type in _SELECTIONS
-        if op.type not in _SELECTIONS | _PASSED or not op.inputs:
-            return False
-        position = _VALUE_POSITIONS.get(op.type, 0)
-        if op.type in _SELECTIONS and not selects:
-            selects = not (
-                by_data and _is_constant([value for i, value in enumerate(op.inputs) if i != position])
-            )
-        symbol = op.inputs[position]
-
-
-def _is_handle(symbol: Any) -> bool:
-    return str(getattr(symbol.dtype, "name", "")) == "resource"
-
-
-def _is_constant(symbols: Any) -> bool:
-    import tensorflow as tf
-
-    return all(tf.get_static_value(symbol) is not None for symbol in symbols)
-
-
-class MultipliedInput(NamedTuple):
-    """The input of an op that the op's weight multiplies.
-
-    position: among the op's inputs.  axis: of the channels, over which the op sums, from the end.
-    layout: axes of a convolution's input, such as "NCHW"; None of a matrix product.  attributes: of the op.
-    """
-
-    position: int
-    axis: int
-    layout: str | None
-    attributes: Mapping[str, Any]
-
-    def rows(self, x: Any, extents: Sequence[int]) -> Any:
-        """Return a value of the input as a matrix for each group of channels: (groups, positions, K).
-
-        The matrix is without autograd, and in float32 or wider.  K counts the elements of the weight for each
-        output, in the order of `canonical`.  Of a convolution, a row is what the window reads at one
-        position, with zeros for padding.
-        extents: of the canonical weight, (outputs, inputs, window).
-        """
-        plain = tensors_of(x).plain(x)
-        if self.layout is None:
-            plain = do("moveaxis", plain, self.axis, -1)
-            return do("reshape", plain, (1, -1, shape(plain)[-1]))
-        layout = self.layout if "N" in self.layout else f"N{self.layout}"
-        plain = plain if len(shape(plain)) == len(layout) else plain[None]
-        plain = do("transpose", plain, (layout.index("N"), *spatial_axes(layout), layout.index("C")))
-        _, *sizes, channels = shape(plain)
-        windows = list(zip(windows_of(self.attributes, layout, extents[2:]), sizes, strict=True))
-        plain = do("pad", plain, ((0, 0), *(window.pads(size) for window, size in windows), (0, 0)))
-        # Slices by the place in the window are several times as fast as an index of all positions.
-        places = product([slice(None)], *(window.slices(size) for window, size in windows))
-        read = do("stack", [plain[place] for place in places], -1)
-        rows = do("reshape", read, (-1, channels // extents[1], prod(extents[1:])))
-        return do("moveaxis", rows, 1, 0)
-
-
-def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput | None:
-    """Return the input that an op multiplies by its weight, of which the position is known.
-
-    None for a transposed convolution, transposed factors, and axes of which the layout is not known.
-    """
-    roles, attributes = product_of(context), context.get_attrs()
-    if roles is None or weight not in roles.factors or len(roles.factors) != 2:
-        return None
-    (position,) = (factor for factor in roles.factors if factor != weight)
-    rank = len(context["shape"](context.get_inputs()[position]) or ())
-    if context["type"] not in MATRIX_PRODUCTS:
-        layout: str | None = context["layout"]
-        if layout is None or context["type"] not in CONVOLUTIONS:
+    def source(self, value: Any) -> ParameterSlice | None:
+        """Return the slice of a parameter that an input views, copies or selects; else None."""
+        tensors, store = _torch_tensors_and_store()
+        if not tensors.is_strided(value):
             return None
-        return MultipliedInput(position, layout.index("C") - len(layout), layout, attributes)
-    if "dimension_numbers" in attributes:  # JAX sums over any axis
-        axis = attributes["dimension_numbers"][0][position][0] - rank
-        return MultipliedInput(position, axis, None, attributes)
-    if any(are_transposed(attributes)):
+        holder = store.owner(value)
+        if holder is None:
+            return self.of(value)
+        form = StridedLayout.of(value)
+        return ParameterSlice(holder, partial(_viewed_as, _identity, StridedLayout.of(holder), form), form)
+
+
+@amanda.differentiable
+def _record_inputs(*inputs: Any, name: str, run: dict[str, Any]) -> None:
+    run[name] = inputs
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _selected(
+    compute: Callable[[list[Any]], Tensor], of: Callable[[Tensor], Tensor], indices: Any, whole: Tensor
+) -> Tensor:
+    return compute([of(whole), *indices])
+
+
+def _viewed_as(
+    of: Callable[[Tensor], Tensor], layout: StridedLayout, form: StridedLayout, whole: Tensor
+) -> Tensor:
+    """Return the values of `of` with the layout in memory of the tensor that they replace, as a view."""
+    import torch
+
+    laid = of(whole)
+    extents, strides, offset = layout
+    # as_strided needs the memory order of the replaced tensor, and a computed copy may have another.
+    if laid.stride() != strides or not laid.is_contiguous():
+        values, laid = laid, torch.empty_strided(extents, strides, dtype=laid.dtype, device=laid.device)
+        laid.copy_(values)
+    return laid.as_strided(form.extents, form.strides, form.offset - offset + laid.storage_offset())
+
+
+def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -> StridedLayout | None:
+    """Return the part of a parameter that a view of a copy of a part is; None if no strides describe it."""
+    import torch
+
+    if not prod((*part.extents, *form.extents)):
         return None
-    is_matrix_behind = weight < position and rank > 1
-    return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)
+    # Numbered elements show where the view lies; strides of views cannot be multiplied in general.
+    places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
+    positions = _viewed_as(_identity, layout, form, places)
+    first = positions[(0,) * positions.dim()]
+    steps = [int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
+             for axis, size in enumerate(positions.shape)]  # fmt: skip
+    composed = StridedLayout(tuple(positions.shape), tuple(steps), int(first))
+    if min(steps, default=0) < 0:
+        return None
+    whole = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
+    return composed if torch.equal(whole, positions) else None
+
+
+def may_vary(context: amanda.OpContext, index: int) -> bool:
+    """Return True if an eager op of PyTorch may read another weight at its next execution."""
+    if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is None:
+        return False
+    import torch
+
+    return not isinstance(context.get_inputs()[index], torch.nn.Parameter)

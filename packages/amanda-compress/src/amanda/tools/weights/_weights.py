@@ -13,11 +13,10 @@ from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Selection, listed
-from amanda.tools.weights._parameter_slices import ParameterSlice, SharedState, is_adapter
-from amanda.tools.weights._parameters import ParameterStore, parameter_store
+from amanda.tools.weights._parameters import ParameterStore, SharedState, parameter_store
 from amanda.tools.weights._views import AliasedWeightView, Find, IndexedRows, order_of_axes, row_layout
 from amanda.tools.weights._weight import Weight, WeightView
-from amanda.tools.weights._weight_input import WeightInput, WeightReads
+from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads
 
 if TYPE_CHECKING:
     from amanda.tools.weights._tool import WeightTool
@@ -428,3 +427,8 @@ def _weak_reference(holder: Any) -> Callable[[], Any]:
 
 def _describe_op(context: amanda.OpContext) -> str:
     return f"{context['type']} of {context.get_scope() or context.get_source()}"
+
+
+def is_adapter(context: amanda.OpContext) -> bool:
+    """Return True if the op is one of a LoRA adapter of peft, which is trained beside the model's weights."""
+    return any(part.startswith("lora_") for path in context.get_scopes() for part in path.split("."))

@@ -11,21 +11,15 @@ import pytest
 
 from amanda import interceptor
 from amanda.plan.action import ActionType
-from amanda.testing._attached import attached
-from amanda.testing._gaps import Gaps
-from amanda.testing._sample import Sample
+from amanda.testing._sample import Gaps, Sample, attached
 from amanda.testing._suite._caching import CachingTests
-from amanda.testing._suite._contexts import ContextTests
-from amanda.testing._suite._failure import FailureTests
+from amanda.testing._suite._contexts import ContextTests, InputTests
 from amanda.testing._suite._identity import IdentityTests
-from amanda.testing._suite._inputs import InputTests
 from amanda.testing._suite._isolation import IsolationTests
-from amanda.testing._suite._order import OrderTests
-from amanda.testing._suite._partial import PartialTests
+from amanda.testing._suite._order import OrderTests, PartialTests
 from amanda.testing._suite._routines import RoutineTests
-from amanda.testing._suite._scopes import ScopeTests
-from amanda.testing._suite._threads import ThreadTests
-from amanda.testing._suite._transparency import TransparencyTests
+from amanda.testing._suite._scopes import ScopeTests, ThreadTests
+from amanda.testing._suite._transparency import FailureTests, TransparencyTests
 
 
 class DriverTests(
@@ -56,6 +50,8 @@ class DriverTests(
         if "point" in metafunc.fixturenames:
             metafunc.parametrize("point", range(2 if forward_only else 4))
         if "insertion" in metafunc.fixturenames:
+            # At collection, since a test for a pass that a framework lacks would be a gap of every such
+            # driver.
             actions = [action for action in ActionType if not (forward_only and action.is_backward)]
             metafunc.parametrize("insertion", [action.value for action in actions])
 
@@ -67,8 +63,10 @@ class DriverTests(
     def test_the_suite_passes_on_the_pure_python_interceptor(self, request: pytest.FixtureRequest) -> None:
         if not interceptor.NATIVE:
             return
+        # In a process of its own, since the interceptor is chosen when it is imported.
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         if request.config.inipath is not None:
+            # The settings of this run, among them the paths of what is tested.
             command += ["-c", str(request.config.inipath)]
         done = subprocess.run(
             [*command, f"{request.path}::{type(self).__name__}"],

@@ -8,13 +8,8 @@ from typing import Any
 
 import amanda
 from amanda.context import OpContext
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import also, inserting, tool
-
-
-class Kept:
-    """Something that can be referenced weakly."""
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import Referent, also, inserting, tool
 
 
 class CachingTests:
@@ -47,6 +42,7 @@ class CachingTests:
         with amanda.apply(inserting("insert_before_op", sample.name("linear"), lambda *_: runs.append(1))):
             for _ in range(3):
                 model(x)
+        # Two linear layers in three passes.
         assert len(runs) == 6
 
     def test_another_set_of_tools_has_plans_of_its_own(self, sample: Sample) -> None:
@@ -68,6 +64,7 @@ class CachingTests:
         recorder = tool(lambda _: analysed.append("one"), sample.name("relu"))
         with amanda.apply(recorder):
             model(x)
+        # Another routine makes another set of analyses, so the first is asked again, too.
         also(recorder, lambda _: analysed.append("two"), sample.name("relu"))
         with amanda.apply(recorder):
             model(x)
@@ -87,6 +84,7 @@ class CachingTests:
                 sample.name("relu"),
             )
             model(x)
+            # No op is admitted any more, so the third pass runs no routine.
             recorder.restrict(lambda _: False)
             model(x)
         assert runs == ["one", "one", "two"]
@@ -128,6 +126,7 @@ class CachingTests:
                 module(sample.tensor([1.0], narrow))
                 module(sample.tensor([[1.0]], wide))
                 module(sample.tensor([1.0, 2.0], wide))
+        # Another dtype or rank is another plan; another size of the same rank is not.
         assert analysed == [wide, narrow, wide]
 
     def test_a_tool_that_decides_by_shape_is_asked_for_each(self, sample: Sample) -> None:
@@ -157,6 +156,7 @@ class CachingTests:
             guard=lambda inputs: is_empty(inputs),
         )
         module = sample.module(lambda x: sample.relu(x))
+        # Two answers of the guard for four values: one analysis for each answer.
         tensors = [sample.tensor([number]) for number in (0.0, 1.0, 2.0, 0.0)]
         with amanda.apply(see):
             for x in tensors:
@@ -210,7 +210,7 @@ class CachingTests:
         assert analysed == ["backward"]
 
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
-        references: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
         recorder = tool(lambda context: _keep(context, references), sample.name("linear"))
         with amanda.apply(recorder):
@@ -220,7 +220,7 @@ class CachingTests:
         assert [reference() for reference in references] == [None, None]
 
     def test_a_plan_dies_with_its_model(self, sample: Sample) -> None:
-        references: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
         recorder = tool(lambda context: _keep(context, references))
         also(recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
@@ -232,7 +232,7 @@ class CachingTests:
             assert [reference() for reference in of_model] == [None, None, None]
 
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
-        references: list[weakref.ref[Kept]] = []
+        references: list[weakref.ref[Referent]] = []
         weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
         with amanda.apply(tool(lambda context: _keep(context, references), sample.name("linear"))):
             sample.linear(x, weight)
@@ -241,7 +241,9 @@ class CachingTests:
             assert [reference() for reference in references] == [None]
 
 
-def _keep(context: OpContext, references: list[weakref.ref[Kept]]) -> None:
-    value = context["kept"] = Kept()
+def _keep(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
+    """Store an object in the context that dies with the plan, and a reference to it."""
+    # In the context, which lives exactly as long as the plan.
+    value = context["kept"] = Referent()
     references.append(weakref.ref(value))
     context.insert_before_op(lambda *_: None)

@@ -10,15 +10,15 @@ from typing import Any
 
 import amanda
 from amanda.interceptor import OCCURRENCE_CAP
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import Executed, Seen, also, inserting, tool
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import Executed, Seen, also, inserting, tool
 
+# Run with other hash seeds: an id that came from `hash` or an address would differ.
 PROGRAM = """
 import importlib.util, sys
 import amanda
 from amanda.testing import attached
-from amanda.testing._suite._tools import Seen
+from amanda.testing._tools import Seen
 spec = importlib.util.spec_from_file_location("sample_of_a_driver", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module
@@ -45,6 +45,8 @@ class IdentityTests:
             for _ in range(3):
                 sample.backward(model(x))
         assert linear.ids[:2] == linear.ids[2:4] == linear.ids[4:]
+        # The two layers call the same operator at the same line of the framework: the module's path tells
+        # them apart.
         assert linear.ids[0] != linear.ids[1]
 
     def test_an_op_has_the_same_id_in_the_next_scope(self, sample: Sample) -> None:
@@ -67,6 +69,7 @@ class IdentityTests:
 
     @needs("call_sites")
     def test_an_op_keeps_its_id_when_a_neighbour_is_skipped(self, sample: Sample) -> None:
+        # The second relu alone would be the first one by a mere count of calls.
         skip = False
 
         def forward(x: Any) -> Any:
@@ -89,6 +92,7 @@ class IdentityTests:
         recorder = Seen()
         x = sample.input()
         with amanda.apply(recorder):
+            # Lines are not enough: the instruction in the code tells the two calls apart.
             sample.add(sample.relu(x), sample.relu(x))
         assert len(set(recorder.ids(sample.name("relu")))) == 2
 
@@ -96,6 +100,7 @@ class IdentityTests:
         recorder = Seen()
         model_a, model_b, x = sample.model(), sample.model(), sample.input()
         with amanda.apply(recorder):
+            # In turns, so that an id by the order of calls would be another one in the second round.
             for model in (model_a, model_b, model_a, model_b):
                 model(x)
         assert len(set(recorder.ids(sample.name("linear")))) == 4
@@ -114,6 +119,7 @@ class IdentityTests:
         module = sample.module(forward)
         with amanda.apply(recorder):
             module(x, weights)
+            # In reverse order, so that a count of calls alone would give each weight another op.
             module(x, weights[::-1])
         assert len(set(recorder.ids)) == 3
         assert recorder.ids[:3] == recorder.ids[3:][::-1]
@@ -121,6 +127,7 @@ class IdentityTests:
     @needs("call_sites")
     def test_repeats_of_a_place_are_told_apart_up_to_a_cap(self, sample: Sample) -> None:
         def forward(x: Any) -> Any:
+            # Beyond the cap: a loop of any length has a bounded number of ops.
             for _ in range(OCCURRENCE_CAP + 20):
                 x = sample.relu(x)
             return x
@@ -156,6 +163,7 @@ class IdentityTests:
         with amanda.apply(recorder):
             for _ in range(3):
                 x = activated(x)
+                # Two calls of the function in one line are two ways to its op.
                 x = sample.add(activated(x), activated(x))
         assert len(set(recorder.ids[:3])) == 3
         assert recorder.ids[:3] == recorder.ids[3:6] == recorder.ids[6:]
@@ -167,6 +175,7 @@ class IdentityTests:
 
         recorder = Seen()
         with amanda.apply(recorder):
+            # Each depth is another way to the line, so that without a bound each would be an op.
             deep(sample.input(), 2 * OCCURRENCE_CAP)
         assert 1 < len(recorder.ids(sample.name("relu"))) <= OCCURRENCE_CAP
 
@@ -201,6 +210,7 @@ class IdentityTests:
         model = sample.model()
 
         def forward(x: Any) -> Any:
+            # The second run happens in the backward pass, outside of the module's call.
             return sample.checkpoint(lambda value: model.second(sample.relu(model.first(value))), x)
 
         module = sample.module(forward)
@@ -245,6 +255,7 @@ class IdentityTests:
         heard: list[bool] = []
 
         def decide(value: Any, run: dict[str, Any], recomputed: bool) -> Any:
+            # The dict of the first run comes back, so the number is that of the first run, too.
             number = run.setdefault("number", sum(not again for _, again in decided))
             decided.append((number, recomputed))
             return value * (number + 1)
@@ -284,6 +295,7 @@ class IdentityTests:
             sample.backward(sample.model()(sample.input()))
         ids = [op_id for _, op_id in recorder.ops] + backward
         assert all(0 < op_id < 1 << 64 for op_id in ids)
+        # Spread over all 64 bits, so that two places hardly ever have one id.
         assert max(ids) > 1 << 48
 
     def test_ids_are_the_same_in_another_process(self, sample: Sample) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 import amanda
 from amanda.errors import MutationError, RoutineError
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import inserting, notes
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import inserting, notes
 
 
 class IsolationTests:
@@ -41,10 +40,13 @@ class IsolationTests:
     def test_gradients_reach_the_original_weights_of_the_model(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
         weights = [model.first.weight, model.second.weight]
+        # Cut off from its value, a weight would have no gradient at all; the edge between them is the
+        # identity.
         zero = inserting("insert_before_op", sample.name("linear"), lambda w: w * 0, [sample.weight_index])
         with amanda.apply(zero):
             sample.backward(model(x))
         assert all(sample.gradient(weight) is not None for weight in weights)
+        # The value takes the weight's place in the op, not in the model.
         assert model.first.weight is weights[0]
 
     @needs("backward")
@@ -68,6 +70,7 @@ class IsolationTests:
                 with amanda.autodiff_disabled():
                     sample.backward(sample.linear(x, weights[1]))
             sample.backward(sample.linear(x, weights[2]))
+        # 4 where the doubling takes part in the backward pass, 2 where the gradient passes straight through.
         assert [sample.numbers(sample.gradient(weight)) for weight in weights] == [[4.0], [2.0], [2.0]]
 
     @needs("backward")
@@ -88,6 +91,7 @@ class IsolationTests:
             result = sample.relu(x)
             with amanda.apply(inserting("insert_before_op", sample.name("add"), recorded.append, [0])):
                 sample.add(result, 1.0)
+        # The same object: a new one would have a node of autodiff more.
         assert recorded[0] is result
 
     def test_a_change_of_shape_is_an_error_at_the_routine(self, sample: Sample) -> None:
@@ -111,6 +115,7 @@ class IsolationTests:
     def test_another_floating_type_is_cast_back(self, sample: Sample) -> None:
         wide, narrow, *_ = sample.dtypes
         recorded: list[Any] = []
+        # A third has other bits in each floating type, so that the cast can be seen.
         x = sample.tensor([1 / 3], wide, requires_grad=True)
 
         def round_to_narrow(value: Any) -> Any:
@@ -121,6 +126,7 @@ class IsolationTests:
             result = sample.relu(x)
             sample.backward(result)
         assert sample.dtype(result) == sample.dtype(recorded[0]) == wide
+        # Rounded to the narrow type, whose relative error is below 1e-3, and not computed in the wide one.
         assert 0 < abs(sample.numbers(result)[0] - 1 / 3) < 1e-3
         assert sample.dtype(sample.gradient(x)) == wide
 
@@ -153,6 +159,7 @@ class IsolationTests:
     def test_an_in_place_op_passes_gradients_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
         with amanda.apply(inserting("insert_after_op", sample.name("add_"), lambda y: y * 10)):
+            # An op in place on a leaf that needs a gradient is an error of the framework itself.
             y = sample.add(x, 0.0)
             sample.add_(y, 1.0)
             sample.backward(y)

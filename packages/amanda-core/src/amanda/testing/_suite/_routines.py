@@ -9,9 +9,8 @@ import pytest
 
 import amanda
 from amanda.errors import ActionError, ReplaceConflictError
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import also, inserting, op_name, tool
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import also, inserting, op_name, tool
 
 
 class RoutineTests:
@@ -45,7 +44,7 @@ class RoutineTests:
         assert _runs_twice_in_each_of_two_executions(sample, amanda.traceable)
 
     def test_what_a_traceable_routine_reads_of_its_tool_may_be_set_anew(self, sample: Sample) -> None:
-        class Scaling(amanda.Tool):
+        class SettableScaling(amanda.Tool):
             def __init__(self) -> None:
                 self.factor = 2.0
                 self.add_inst_for_op(self.analyse)
@@ -58,9 +57,10 @@ class RoutineTests:
             def scaled(self, value: Any) -> Any:
                 return value * self.factor
 
-        recorder = Scaling()
+        recorder = SettableScaling()
         for _ in range(2):
             with amanda.apply(recorder):
+                # Back to the first value: a graph must not take the last copy for the right one.
                 for factor in (2.0, 5.0, 2.0):
                     recorder.factor = factor
                     assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [factor]
@@ -80,6 +80,7 @@ class RoutineTests:
         one_run = [
             "insert_before_op", "insert_after_op", "insert_before_backward_op", "insert_after_backward_op",
         ]  # fmt: skip
+        # Twice, since the second execution may run in native code.
         assert order == one_run * 2
 
     @needs("backward")
@@ -89,6 +90,7 @@ class RoutineTests:
         after = inserting("insert_after_backward_op", sample.relu_backward, lambda grad: grad + 1)
         with amanda.apply(before, after):
             sample.backward(sample.relu(x))
+        # relu passes no gradient at -1 and the whole at 2: 3 * 0 + 1 and 3 * 1 + 1.
         assert sample.numbers(sample.gradient(x)) == [1.0, 4.0]
 
     @needs("backward")
@@ -128,6 +130,7 @@ class RoutineTests:
 
     @needs("backward")
     def test_a_replacement_is_given_what_computes_the_op(self, sample: Sample) -> None:
+        # The negation is a part of the replacement, so its gradient is, too.
         def negated(value: Any, original: Any) -> Any:
             return original(value * -1)
 
@@ -144,6 +147,7 @@ class RoutineTests:
         before = inserting("insert_before_op", sample.name("relu"), lambda value: value + 1)
         after = inserting("insert_after_op", sample.name("relu"), lambda value: value + 5)
         with amanda.apply(recorder, before, after):
+            # (1 + 1) * 10 + 5: the replacement stands where the op stood.
             assert sample.numbers(sample.relu(x)) == [25.0]
 
     @needs("in_place")
@@ -167,7 +171,7 @@ class RoutineTests:
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_two_tools_that_replace_one_op_are_both_named(self, sample: Sample, nested: bool) -> None:
-        class Quantizer(amanda.Tool):
+        class Rounding(amanda.Tool):
             pass
 
         class Pruner(amanda.Tool):
@@ -175,7 +179,7 @@ class RoutineTests:
 
         tools = [
             also(kind(), lambda context: context.replace_op(lambda value: value), sample.name("relu"))
-            for kind in (Quantizer, Pruner)
+            for kind in (Rounding, Pruner)
         ]
         with pytest.raises(ReplaceConflictError) as caught:  # noqa: PT012
             if nested:
@@ -184,12 +188,12 @@ class RoutineTests:
             else:
                 with amanda.apply(*tools):
                     sample.relu(sample.tensor([1.0]))
-        assert "Quantizer" in str(caught.value)
+        assert "Rounding" in str(caught.value)
         assert "Pruner" in str(caught.value)
 
     @needs("backward")
     def test_two_tools_that_replace_one_backward_op_are_both_named(self, sample: Sample) -> None:
-        class Quantizer(amanda.Tool):
+        class Rounding(amanda.Tool):
             pass
 
         class Pruner(amanda.Tool):
@@ -202,11 +206,11 @@ class RoutineTests:
                 sample.relu_backward,
                 backward=True,
             )
-            for kind in (Quantizer, Pruner)
+            for kind in (Rounding, Pruner)
         ]
         with (
             amanda.apply(*tools),
-            pytest.raises(ReplaceConflictError, match=r"Pruner.*Quantizer|Quantizer.*Pruner"),
+            pytest.raises(ReplaceConflictError, match=r"Pruner.*Rounding|Rounding.*Pruner"),
         ):
             sample.backward(sample.relu(sample.tensor([1.0], requires_grad=True)))
 

@@ -1,20 +1,26 @@
-"""Meaning 10: how far a scope reaches."""
+"""Meaning 10: how far a scope reaches: tasks, processes, threads, and the tasks of pools."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
+import queue
+import sys
+import threading
+import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
 
 import amanda
 from amanda.context import OpContext
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import Executed, also, inserting, tool
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import Executed, also, inserting, tool
 
 
 class ScopeTests:
@@ -34,6 +40,7 @@ class ScopeTests:
 
         with amanda.apply(tool(analysis, sample.name("relu"))):
             sample.relu(sample.tensor([1.0]))
+        # The calls of relu in the analysis and in the routines are no ops.
         assert recorded == [sample.name("relu")]
 
     def test_ops_of_a_backward_routine_are_not_instrumented(self, sample: Sample) -> None:
@@ -63,6 +70,7 @@ class ScopeTests:
         assert relu.ids == []
 
     def test_an_op_looked_up_before_the_scope_is_seen(self, sample: Sample) -> None:
+        # The program's own reference, as by `from framework import relu`.
         early = sample.relu
         relu = Executed(sample.name("relu"))
         with amanda.apply(relu):
@@ -91,6 +99,7 @@ class ScopeTests:
                     sample.relu(sample.tensor([1.0]))
                     await asyncio.sleep(0)
 
+        # A task without a scope, between steps of tasks with one.
         async def bystander() -> None:
             for _ in range(5):
                 sample.relu(sample.tensor([1.0]))
@@ -99,6 +108,7 @@ class ScopeTests:
         async def main() -> None:
             await asyncio.gather(work(recorded["one"], 2), work(recorded["two"], 3), bystander())
 
+        # All three on one thread, where only the context of a task tells whose step it is.
         asyncio.run(main())
         assert [len(recorder.ids) for recorder in recorded.values()] == [2, 3]
 
@@ -213,6 +223,7 @@ class ScopeTests:
 
 
 def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
+    """Check in a forked child that the scope is closed and that others can open; exit with a status."""
     gc.disable()  # what frameworks of earlier tests have left needs threads that a child lacks
     status = 1
     try:
@@ -225,4 +236,135 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
             sample.relu(sample.tensor([1.0]))
         status = status or (0 if len(relu.ids) == 2 else 4)
     finally:
+        # Without the exit handlers of pytest and of the framework, which belong to the parent.
         os._exit(status)
+
+
+class ThreadTests:
+    """Tests of the threads to which a scope applies."""
+
+    def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        with amanda.apply(relu) as scope:
+            _in_thread(lambda: sample.relu(x))
+        assert len(relu.ids) == 1
+        assert scope.report == []
+
+    def test_a_thread_that_ran_before_sees_the_scope_in_what_is_bound_to_it(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        with _Worker() as before:
+            with amanda.apply(relu) as scope:
+                before.call(lambda: sample.relu(x))
+                assert relu.ids == []
+                assert [entry.what for entry in scope.report] == [f"thread {before.name}"]
+                # What is bound carries the scope to a thread that started before it.
+                bound = scope.bind(lambda: sample.relu(x))
+                before.call(bound)
+                assert len(relu.ids) == 1
+            before.call(bound)
+        assert len(relu.ids) == 1
+
+    def test_a_thread_that_outlives_its_scope_sees_nothing_more(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        inside, closed = threading.Event(), threading.Event()
+
+        def work() -> None:
+            sample.relu(x)
+            inside.set()
+            assert closed.wait(60)
+            sample.relu(x)
+
+        with amanda.apply(relu):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            assert inside.wait(60)
+        closed.set()
+        thread.join()
+        assert len(relu.ids) == 1
+
+    def test_a_task_of_a_pool_belongs_to_the_scope_in_which_it_was_submitted(self, sample: Sample) -> None:
+        relu = Executed(sample.name("relu"))
+        x = sample.tensor([1.0])
+        # One thread each, so that every task meets a thread that has run another before.
+        with ThreadPoolExecutor(1) as before, ThreadPool(1) as thread_pool:
+            with amanda.apply(relu), ThreadPoolExecutor(1) as inside:
+                # A pool's threads serve the whole program; it is the place of `submit` that counts.
+                for pool in (before, inside):
+                    pool.submit(sample.relu, x).result()
+                thread_pool.apply_async(sample.relu, (x,)).get()
+                assert len(relu.ids) == 3
+            before.submit(sample.relu, x).result()
+            thread_pool.apply(sample.relu, (x,))
+        assert len(relu.ids) == 3
+
+    def test_routines_of_a_tool_run_one_at_a_time(self, sample: Sample) -> None:
+        running, most = [0], [0]
+
+        def routine(_: Any) -> None:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            # Long enough for the other threads to come to the same routine.
+            time.sleep(0.002)
+            running[0] -= 1
+
+        x = sample.tensor([1.0])
+
+        def work() -> None:
+            for _ in range(5):
+                sample.relu(x)
+
+        interval = sys.getswitchinterval()
+        # The default of 5 ms would let a routine pass before another thread gets its turn.
+        sys.setswitchinterval(1e-5)
+        try:
+            with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
+                threads = [threading.Thread(target=work) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert most == [1]
+
+
+def _in_thread(function: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+class _Worker(threading.Thread):
+    """A thread that gets work through a queue of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._tasks: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+        self._done: queue.Queue[BaseException | None] = queue.Queue()
+
+    def __enter__(self) -> _Worker:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tasks.put(None)
+        self.join()
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call a function on the thread; what it raises is raised here."""
+        self._tasks.put(function)
+        error = self._done.get(timeout=60)
+        if error is not None:
+            raise error
+
+    def run(self) -> None:
+        """Work until there is no more."""
+        while (work := self._tasks.get()) is not None:
+            try:
+                work()
+                self._done.put(None)
+            except BaseException as error:
+                self._done.put(error)

@@ -1,10 +1,12 @@
-"""Meaning 11: a tool that changes nothing leaves everything as it is, and a scope leaves no trace."""
+"""Meanings 11 and 12: a scope leaves no trace; a tool's mistake reaches the user as itself."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import logging
 import pickle
+import re
 import sys
 import types
 from typing import Any
@@ -13,9 +15,8 @@ import pytest
 
 import amanda
 from amanda import interceptor
-from amanda.testing._gaps import needs
-from amanda.testing._sample import Sample
-from amanda.testing._suite._tools import POINTS, inserting, no_op, notes, tool
+from amanda.testing._sample import Sample, needs
+from amanda.testing._tools import POINTS, also, inserting, no_op, notes, op_name, tool
 
 
 class TransparencyTests:
@@ -70,6 +71,7 @@ class TransparencyTests:
         model, x = sample.model(), sample.input()
         with amanda.apply(no_op()):
             plain = sample.bits(model(x))
+            # Models hold functions of the framework, which a scope has replaced by stand-ins.
             for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
                 assert sample.bits(twin(x)) == plain
 
@@ -87,7 +89,7 @@ class TransparencyTests:
     ) -> None:
         plain = _trained(sample)
         before = _framework(sample)
-        with pytest.raises(ZeroDivisionError), amanda.apply(tool(_fail, **POINTS[point])):
+        with pytest.raises(ZeroDivisionError), amanda.apply(tool(_divide_by_zero, **POINTS[point])):
             _trained(sample)
         assert _changes(sample, before) == []
         assert _trained(sample) == plain
@@ -100,7 +102,7 @@ class TransparencyTests:
         plain = _trained(sample)
         name = sample.relu_backward if "backward" in insertion else sample.name("relu")
         before = _framework(sample)
-        failing = inserting(insertion, name, _fail)
+        failing = inserting(insertion, name, _divide_by_zero)
         with pytest.raises(ZeroDivisionError), amanda.apply(failing):
             _trained(sample)
         assert _changes(sample, before) == []
@@ -142,15 +144,18 @@ class TransparencyTests:
             return len(gc.get_objects())
 
         with amanda.apply(no_op()):
+            # The first passes analyse, cache programs and warm up the framework.
             for _ in range(5):
                 sample.backward(model(x))
             before = objects()
             for _ in range(50):
                 sample.backward(model(x))
+            # Fifty passes that kept an object each would be twice over this.
             assert objects() - before < 25
 
 
 def _trained(sample: Sample) -> list[bytes]:
+    """Return the bits of a model's result and gradients."""
     model, x = sample.model(), sample.input()
     result = model(x)
     sample.backward(result)
@@ -158,17 +163,19 @@ def _trained(sample: Sample) -> list[bytes]:
     return [sample.bits(value) for value in (result, *gradients)]
 
 
-def _fail(*_: Any, **__: Any) -> Any:
+def _divide_by_zero(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("a tool's own mistake")
 
 
 def _visible(value: Any) -> Any:
+    """Return what Python shows of an object: type, attributes, hooks."""
     values = getattr(value, "__dict__", {})
     hooks = {name: len(value) for name, value in values.items() if isinstance(value, dict)}
     return type(value), sorted(values), sorted(dir(value)), hooks
 
 
 def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
+    """Return the attributes of a framework's modules and classes."""
     root = sample.driver.framework
     attributes: dict[Any, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
@@ -186,7 +193,9 @@ def _home(kind: type) -> str:
 
 
 def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
+    """Return the attributes that are not as they were."""
     after = _framework(sample)
+    # A framework's own counters and caches change while it runs.
     mutable = (int, float, bool, str, tuple, type(None), dict, list)
     return [
         (holder, name)
@@ -199,3 +208,89 @@ def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
             or (after[holder][name] is not value and not isinstance(value, mutable))
         )
     ]
+
+
+# A driver must raise the very object: a new one of this class cannot be made from its text.
+class Mistake(Exception):
+    """The error of the suite's faulty tools; it cannot be made again from its message."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Faulty(amanda.Tool):
+    """Fails where it is told to."""
+
+
+def _raise_mistake(*_: Any, **__: Any) -> Any:
+    raise Mistake(7, reason="not enough bits")
+
+
+class FailureTests:
+    """Exceptions and reports."""
+
+    def test_an_exception_of_an_analysis_reaches_the_user_as_itself(self, sample: Sample, point: int) -> None:
+        backward = "backward" in POINTS[point]
+        ids: list[int] = []
+
+        def analysis(context: Any) -> None:
+            ids.append(context.get_backward_op_id() if backward else context.get_op_id())
+            _raise_mistake()
+
+        name = sample.relu_backward if backward else sample.name("relu")
+        failing = also(Faulty(), analysis, name, **POINTS[point])
+        after = "after" if "require_outputs" in POINTS[point] else "before"
+        at = f"{after}_{'backward' if backward else 'forward'}_op"
+        self._check(sample, failing, name, at, ids)
+
+    def test_an_exception_of_a_routine_reaches_the_user_as_itself(
+        self, sample: Sample, insertion: str
+    ) -> None:
+        backward = "backward" in insertion
+        ids: list[int] = []
+
+        def analysis(context: Any) -> None:
+            ids.append(context.get_backward_op_id() if backward else context.get_op_id())
+            getattr(context, insertion)(_raise_mistake)
+
+        name = sample.relu_backward if backward else sample.name("relu")
+        self._check(sample, also(Faulty(), analysis, name, backward=backward), name, insertion, ids)
+
+    @staticmethod
+    def _check(sample: Sample, failing: amanda.Tool, name: str, at: str, ids: list[int]) -> None:
+        """Check that the error is the tool's own, with one note that names tool, place, op and line."""
+        inner = sample.module(lambda x: sample.relu(x))
+        outer = sample.module(lambda x: inner(x))
+        outer.part = inner
+        x = sample.tensor([1.0], requires_grad=True)
+        with amanda.apply(failing), pytest.raises(Mistake) as caught:
+            sample.backward(outer(x))
+        assert caught.value.code == 7
+        assert str(caught.value) == "not enough bits"
+        # One note, though the error passed two modules and a backward pass.
+        (note,) = notes(caught.value)
+        assert "Faulty" in note
+        assert at in note
+        assert name in note
+        assert f"{ids[0]:#018x}" in note
+        assert "module part" in note
+        assert re.search(rf"{re.escape(__file__)}:\d+", note)
+
+    def test_what_cannot_be_instrumented_is_reported_and_logged_once(
+        self, sample: Sample, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(tool(op_name)) as scope:
+            for _ in range(3):
+                sample.beyond()
+        assert len(scope.report) == 1
+        assert scope.report[0].reason
+        assert scope.report[0].what in str(scope.report)
+        assert [record.name for record in caplog.records] == ["amanda"]
+        assert scope.report[0].reason in caplog.text
+
+    def test_the_report_is_empty_where_everything_was_instrumented(self, sample: Sample) -> None:
+        with amanda.apply(tool(op_name)) as scope:
+            sample.backward(sample.model()(sample.input()))
+        assert scope.report == []
+        assert str(scope.report) == "everything that ran was instrumented"

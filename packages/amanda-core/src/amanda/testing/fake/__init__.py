@@ -4,14 +4,25 @@ It stands for what a driver meets in a real one: operators that are found by att
 that call them, in-place and `out=` operators, results of several tensors, checkpoints.
 """
 
-from amanda.testing.fake._autograd import Node, enable_grad, is_grad_enabled, no_grad, run_backward
-from amanda.testing.fake._modules import Linear, Module, checkpoint
+from amanda.testing.fake._autograd import (
+    Node,
+    Parameter,
+    Tensor,
+    enable_grad,
+    is_grad_enabled,
+    no_grad,
+    run_backward,
+    tensor,
+)
 from amanda.testing.fake._operators import (
     OPERATORS,
     Halves,
+    Linear,
+    Module,
     add,
     add_,
     cat,
+    checkpoint,
     item,
     matmul,
     mul,
@@ -21,7 +32,6 @@ from amanda.testing.fake._operators import (
     split,
     sum,
 )
-from amanda.testing.fake._tensor import Parameter, Tensor, tensor
 
 __version__ = "1.0"
 

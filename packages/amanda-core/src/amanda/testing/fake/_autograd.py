@@ -1,19 +1,135 @@
-"""The tape: nodes that operators leave, and the engine that walks them backwards."""
+"""Tensors, which are flat lists of numbers, and their tape: nodes that operators leave, walked backwards."""
 
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias, cast
 
-from amanda.testing.fake._tensor import Tensor, mapped
+Number: TypeAlias = "float | complex"
+
+_TYPE_CODES = {"float64": "d", "float32": "f", "int64": "q"}
+
+
+class Tensor:
+    """Numbers of one dtype ("float64", "float32", "int64", "complex128") in a shape."""
+
+    requires_grad: bool
+
+    def __init__(
+        self,
+        numbers: Sequence[Number],
+        shape: Sequence[int],
+        dtype: str = "float64",
+        requires_grad: bool = False,
+    ) -> None:
+        if len(numbers) != prod(shape):
+            raise ValueError(f"{len(numbers)} numbers do not fill shape {tuple(shape)}")
+        self.numbers = rounded(numbers, dtype)
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.requires_grad = requires_grad
+        self.version = 0
+        self.grad: Tensor | None = None
+        self.node: Node | None = None
+        self.slot = 0
+        self.accumulator: AccumulateGrad | None = None
+
+    @property
+    def is_leaf(self) -> bool:
+        """Return True if no operator made it, as far as the tape knows."""
+        return self.node is None
+
+    def detach(self) -> Tensor:
+        """The same numbers, off the tape."""
+        return Tensor(self.numbers, self.shape, self.dtype)
+
+    def astype(self, dtype: str) -> Tensor:
+        """The numbers in another type, off the tape."""
+        return Tensor(self.numbers, self.shape, dtype)
+
+    def assign(self, tensor: Tensor) -> None:
+        """Take the numbers of another tensor of this shape."""
+        if tensor.shape != self.shape:
+            raise ValueError(f"shape {tensor.shape} does not fit into {self.shape}")
+        self.numbers = rounded(tensor.numbers, self.dtype)
+        self.version += 1
+
+    def backward(self) -> None:
+        """Give every leaf that this number was made from its gradient."""
+        run_backward([self], [Tensor([1.0] * len(self.numbers), self.shape, self.dtype)])
+
+    def __add__(self, other: Tensor | Number) -> Tensor:
+        return cast(Tensor, _operators().add(self, other))
+
+    def __mul__(self, other: Tensor | Number) -> Tensor:
+        return cast(Tensor, _operators().mul(self, other))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = () if isinstance(self, Parameter) else (self.requires_grad,)
+        return type(self), (self.numbers, self.shape, self.dtype, *options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.numbers}, {self.shape}, {self.dtype})"
+
+
+def _operators() -> Any:
+    from amanda.testing.fake import _operators  # which imports this module
+
+    return _operators
+
+
+class Parameter(Tensor):
+    """A tensor that is trained."""
+
+    def __init__(self, numbers: Sequence[Number], shape: Sequence[int], dtype: str = "float64") -> None:
+        super().__init__(numbers, shape, dtype, requires_grad=True)
+
+
+def tensor(nested: Any, dtype: str = "float64", requires_grad: bool = False) -> Tensor:
+    """A tensor of nested lists of numbers."""
+    shape: list[int] = []
+    level = nested
+    while isinstance(level, (list, tuple)):
+        shape.append(len(level))
+        level = level[0]
+    flat = [nested] if not shape else list(nested)
+    for _ in shape[1:]:
+        flat = [number for row in flat for number in row]
+    return Tensor(flat, shape, dtype, requires_grad)
+
+
+def rounded(numbers: Sequence[Number], dtype: str) -> list[Any]:
+    """The numbers as their type holds them."""
+    if dtype == "complex128":
+        return [complex(number) for number in numbers]
+    if dtype == "int64":
+        return [int(number.real) for number in numbers]
+    return array(_TYPE_CODES[dtype], [number.real for number in numbers]).tolist()
+
+
+def mapped(function: Callable[..., Number], first: Tensor, *operands: Tensor | Number) -> Tensor:
+    """A function of numbers, elementwise; plain numbers go with every element."""
+    columns = [
+        tensor.numbers if isinstance(tensor, Tensor) else [tensor] * len(first.numbers) for tensor in operands
+    ]
+    for tensor in operands:
+        if isinstance(tensor, Tensor) and tensor.shape != first.shape:
+            raise ValueError(f"shapes {first.shape} and {tensor.shape} differ")
+    return Tensor(
+        [function(*row) for row in zip(first.numbers, *columns, strict=True)], first.shape, first.dtype
+    )
+
 
 Gradients = Sequence[Tensor | None]
 Formula = Callable[[Gradients], Gradients]
 
+# Shared by all threads: a driver tells an operator's nodes by two readings of it.
 _numbers = count(1)
 
 
@@ -57,6 +173,7 @@ class AccumulateGrad(Node):
         self.leaf = leaf
 
     def _accumulate(self, grads: Gradients) -> Gradients:
+        """Add the gradient to the leaf's."""
         (grad,) = grads
         if grad is not None:
             self.leaf.grad = _added(self.leaf.grad, grad)
@@ -65,6 +182,7 @@ class AccumulateGrad(Node):
 
 @cache
 def _node_type(name: str) -> type[Node]:
+    # Cached, so that nodes of one operator have one type, as in real frameworks.
     return type(name, (Node,), {})
 
 
@@ -75,6 +193,7 @@ def is_grad_enabled() -> bool:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
+    """Switch whether operators leave nodes on this thread."""
     before, _mode.enabled = _mode.enabled, enabled
     try:
         yield
@@ -95,6 +214,7 @@ def enable_grad() -> Any:
 def record(name: str, inputs: Sequence[Any], outputs: Sequence[Tensor], formula: Formula) -> None:
     """Leave a node for outputs made from inputs, if any of these requires a gradient."""
     edges = [_edge(value) for value in inputs]
+    # Without an edge there is no leaf to reach, so no node is needed.
     if not _mode.enabled or not any(edges):
         return
     node = _node_type(name)(edges, formula, len(outputs), next_number())
@@ -103,10 +223,12 @@ def record(name: str, inputs: Sequence[Any], outputs: Sequence[Tensor], formula:
 
 
 def _edge(value: Any) -> tuple[Node, int] | None:
+    """Return the node and slot to which a tensor's gradient goes; None where it needs none."""
     if not isinstance(value, Tensor) or not value.requires_grad:
         return None
     if value.node is not None:
         return value.node, value.slot
+    # Made when first needed and kept with the leaf, as PyTorch's are.
     if value.accumulator is None:
         value.accumulator = AccumulateGrad(value)
     return value.accumulator, 0
@@ -120,6 +242,7 @@ def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         if edge is None:
             raise RuntimeError("the tensor does not require a gradient")
         _give(waiting, edge, grad)
+    # A node runs once all gradients of its outputs have come, so they are counted first.
     missing = _consumers(list(waiting))
     ready = [node for node in waiting if not missing[node]]
     with no_grad():
@@ -137,6 +260,7 @@ def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def _run(node: Node, grad_outputs: Gradients) -> Gradients:
+    """Run a node's formula between its hooks."""
     for pre_hook in list(node.pre_hooks):
         grad_outputs = pre_hook(grad_outputs) or grad_outputs
     grad_inputs = node.formula(grad_outputs)
@@ -146,6 +270,7 @@ def _run(node: Node, grad_outputs: Gradients) -> Gradients:
 
 
 def _consumers(roots: list[Node]) -> dict[Node, int]:
+    """Return how many gradients each node waits for."""
     counts = dict.fromkeys(roots, 0)
     waiting = list(roots)
     while waiting:

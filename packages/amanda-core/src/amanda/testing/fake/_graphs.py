@@ -11,11 +11,10 @@ from threading import RLock
 from typing import Any, ClassVar, NamedTuple
 
 from amanda.testing.fake import _operators
-from amanda.testing.fake._autograd import no_grad
-from amanda.testing.fake._tensor import Parameter, Tensor
+from amanda.testing.fake._autograd import Parameter, Tensor, no_grad
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     """One call of an operator.
 
     inputs: names of values, lists of names, and plain numbers.  outputs: names of what the call gives.
@@ -30,7 +29,7 @@ class Node(NamedTuple):
     source: str = ""
 
 
-class Graph:
+class OpGraph:
     """Nodes in the order in which they run.
 
     inputs: names of the values that a run is given.  constants: values that every run has, by name.
@@ -40,7 +39,7 @@ class Graph:
     def __init__(self) -> None:
         self.inputs: list[str] = []
         self.constants: dict[str, Tensor] = {}
-        self.nodes: list[Node] = []
+        self.nodes: list[GraphNode] = []
         self.outputs: Any = ()
         self._path: list[str] = []
 
@@ -59,25 +58,27 @@ class Graph:
         output_names = (f"{name}:0", f"{name}:1") if op is _operators.split else (name,)
         inputs = tuple(map(self._name, args))
         source = f"{frames[-1].filename}:{frames[-1].lineno}"
-        self.nodes.append(Node(op, inputs, output_names, name, ".".join(self._path), source))
-        results = [Value(self, item) for item in output_names]
+        self.nodes.append(GraphNode(op, inputs, output_names, name, ".".join(self._path), source))
+        results = [TracedValue(self, item) for item in output_names]
         return _operators.Halves(*results) if len(results) > 1 else results[0]  # type: ignore[arg-type]
 
-    def trace(self, function: Callable[..., Any], args: Sequence[Any]) -> Graph:
+    def trace(self, function: Callable[..., Any], args: Sequence[Any]) -> OpGraph:
         """Add what a function does; its tensors are the graph's inputs."""
         self.outputs = self._name(function(*map(self._input, args)))
         return self
 
     def _input(self, value: Any) -> Any:
+        """Return a symbol for a tensor argument; other arguments as they are."""
         if isinstance(value, list):
             return [self._input(item) for item in value]
         if not _is_given(value):
             return value
         self.inputs.append(f"input_{len(self.inputs)}")
-        return Value(self, self.inputs[-1])
+        return TracedValue(self, self.inputs[-1])
 
     def _name(self, value: Any) -> Any:
-        if isinstance(value, Value):
+        """Return the name of a symbol; store a tensor as a constant under a name."""
+        if isinstance(value, TracedValue):
             return value.name
         if isinstance(value, tuple):
             return tuple(map(self._name, value))
@@ -91,10 +92,10 @@ class Graph:
         return name
 
 
-class Value:
+class TracedValue:
     """A value of a graph that is traced."""
 
-    def __init__(self, graph: Graph, name: str) -> None:
+    def __init__(self, graph: OpGraph, name: str) -> None:
         self.graph = graph
         self.name = name
 
@@ -105,51 +106,55 @@ class Value:
         return self.graph.add(_operators.mul, [self, other])
 
 
-class Function:
+class TracedFunction:
     """A function that runs as a graph; within the tracing of another it becomes part of that one's graph.
 
     scope: the attribute of a function that holds this one.
     """
 
-    tracing: ClassVar[list[Graph]] = []
+    tracing: ClassVar[list[OpGraph]] = []
+    # Reentrant, since a function that is traced may call another.
     lock: ClassVar[Any] = RLock()
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.scope = ""
-        self.graphs: dict[Any, Graph] = {}
+        self.graphs: dict[Any, OpGraph] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, Function):
+        if isinstance(value, TracedFunction):
+            # An attribute's name is the path that a context tells, as that of a layer.
             value.scope = name
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A copy traces its own graphs, whose constants are its own parameters.
         return {**self.__dict__, "graphs": {}}
 
     def __call__(self, *args: Any) -> Any:
-        graph = next((item.graph for item in _flat(args) if isinstance(item, Value)), None)
+        graph = next((item.graph for item in _flat(args) if isinstance(item, TracedValue)), None)
         if graph is not None:
             graph._path += [self.scope] * bool(self.scope)
             try:
                 return self.function(*args)
             finally:
                 del graph._path[len(graph._path) - bool(self.scope) :]
+        # By dtype and rank, as frameworks retrace: another size of the same rank runs the same graph.
         key = tuple(map(_form, args))
         with self.lock:  # threads may call it for the first time at once
             if key not in self.graphs:
-                self.graphs[key] = Graph().trace(self.function, args)
+                self.graphs[key] = OpGraph().trace(self.function, args)
         return self.graphs[key].run([item for item in _flat(args) if _is_given(item)])
 
 
-def operator(op: Callable[..., Any]) -> Function:
+def operator(op: Callable[..., Any]) -> TracedFunction:
     """An operator as a function: a call of it with tensors runs a graph of one node."""
-    return Function(
-        lambda *args: next(item.graph for item in _flat(args) if isinstance(item, Value)).add(op, args)
+    return TracedFunction(
+        lambda *args: next(item.graph for item in _flat(args) if isinstance(item, TracedValue)).add(op, args)
     )
 
 
-def compute(node: Node, values_by_name: Mapping[str, Any]) -> dict[str, Any]:
+def compute(node: GraphNode, values_by_name: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a node gives, by name."""
     results = node.op(*(filled(item, values_by_name) for item in node.inputs))
     return dict(zip(node.outputs, results if len(node.outputs) > 1 else [results], strict=True))

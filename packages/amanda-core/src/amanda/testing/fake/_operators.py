@@ -1,12 +1,22 @@
-"""The operators: each reads or writes numbers, and leaves a node on the tape."""
+"""The operators, each of which leaves a node on the tape; and modules and checkpoints, which call them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from amanda.testing.fake._autograd import Gradients, is_grad_enabled, record
-from amanda.testing.fake._tensor import Number, Tensor, mapped
+from amanda.testing.fake import _autograd
+from amanda.testing.fake._autograd import (
+    Gradients,
+    Number,
+    Parameter,
+    Tensor,
+    enable_grad,
+    is_grad_enabled,
+    mapped,
+    no_grad,
+    record,
+)
 
 
 class Halves(NamedTuple):
@@ -31,6 +41,7 @@ def add_(input: Tensor, other: Tensor | Number) -> Tensor:
     if input.requires_grad and input.is_leaf and is_grad_enabled():
         raise RuntimeError("a leaf that requires a gradient is written in place")
     result = mapped(lambda a, b: a + b, input, other)
+    # The node leads to the tensor's history from before the write.
     inputs = [input.detach() if not input.requires_grad else _alias(input), other]
     input.assign(result)
     record("AddBackward", inputs, [input], lambda grads: (grads[0], grads[0]))
@@ -46,6 +57,7 @@ def _alias(tensor: Tensor) -> Tensor:
 def mul(input: Tensor, other: Tensor | Number) -> Tensor:
     """input * other, elementwise."""
     result = mapped(lambda a, b: a * b, input, other)
+    # Off the tape, and copies: what is written in place later must not change the gradient.
     a, b = input.detach(), other.detach() if isinstance(other, Tensor) else other
 
     def backward(grads: Gradients) -> Gradients:
@@ -105,6 +117,7 @@ def split(input: Tensor) -> Halves:
     zeros = [half.detach() for half in halves]
 
     def backward(grads: Gradients) -> Gradients:
+        # A half that nothing reads has no gradient, and counts as zeros.
         parts = [grad or _product(zero, 0) for grad, zero in zip(grads, zeros, strict=True)]
         return (
             Tensor(parts[0].numbers + parts[1].numbers, (parts[0].shape[0] + parts[1].shape[0], *trailing)),
@@ -135,6 +148,7 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
     return result
 
 
+# The operator below takes the name of the builtin.
 sum_of = sum
 
 
@@ -161,6 +175,7 @@ def item(input: Tensor) -> Any:
     return number
 
 
+# An operator that a driver cannot look into, so that reports can be tested.
 def opaque(input: Tensor) -> Tensor:
     """An operator that lies beyond instrumentation, as a compiled region would."""
     return input.detach()
@@ -175,6 +190,7 @@ def _product(tensor: Tensor | None, factor: Tensor | Number) -> Tensor:
 
 
 def _matrix_product(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Return the product of two matrices, off the tape."""
     (n, k), (rows, m) = tensor.shape, factor.shape
     if k != rows:
         raise ValueError(f"shapes {tensor.shape} and {factor.shape} do not multiply")
@@ -186,3 +202,60 @@ def _matrix_product(tensor: Tensor, factor: Tensor) -> Tensor:
 def _transposed(tensor: Tensor) -> Tensor:
     n, m = tensor.shape
     return Tensor([tensor.numbers[i * m + j] for j in range(m) for i in range(n)], (m, n), tensor.dtype)
+
+
+class Module:
+    """Something that is called, with modules and parameters as attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what a call does."""
+        raise NotImplementedError
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """This module and all in it, by path."""
+        yield prefix, self
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield from value.named_modules(f"{prefix}.{name}" if prefix else name)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The parameters of this module and all in it."""
+        for _, module in self.named_modules():
+            for value in vars(module).values():
+                if isinstance(value, Parameter):
+                    yield value
+
+
+class Linear(Module):
+    """input @ weight, with weight of shape (inputs, outputs)."""
+
+    def __init__(self, weight: Parameter) -> None:
+        self.weight = weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product."""
+        return matmul(input, self.weight)
+
+
+def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    """function(input), which keeps nothing for the backward pass and runs again in it."""
+    with no_grad():
+        output = function(input).detach()
+    detached = input.detach()
+
+    def backward(grads: Gradients) -> Gradients:
+        (grad,) = grads
+        assert grad is not None
+        # A leaf of its own, whose gradient is that of the checkpoint's input.
+        again = detached.detach()
+        again.requires_grad = True
+        with enable_grad():
+            result = function(again)
+            _autograd.run_backward([result], [grad])
+        return (again.grad,)
+
+    record("CheckpointBackward", [input], [output], backward)
+    return output

@@ -14,7 +14,7 @@ from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.util import weakref_cache_key_types
 
-from ._contexts import BACKWARD, LayerPrograms, cache_key_of, with_cache_key
+from ._contexts import BACKWARD, ToolStackPrograms, cache_key_of, with_cache_key
 from ._primitives import tap
 from ._traces import is_staged, is_tensor, primal
 from ._twins import Twins
@@ -52,8 +52,8 @@ class TappedExecution:
 
     def attach(self, trace: Trace) -> None:
         """Attach the trace of the execution."""
-        # JAX's caches hold this object in the taps; the trace, which holds the tools, is the layer's to hold.
-        self._trace = LayerPrograms.of(trace.stack).keep(self, trace)
+        # JAX's caches hold this object in the taps; the trace, which holds the tools, is the stack's to hold.
+        self._trace = ToolStackPrograms.of(trace.stack).keep(self, trace)
         _thread.attached = self
 
     def __enter__(self) -> "TappedExecution":
@@ -99,7 +99,7 @@ class TappedExecution:
 
     @property
     def handed(self) -> list[Any]:
-        """Return the symbols for the next tap that the backward pass comes to."""
+        """Return the symbols that the last tap of the backward pass left for the next one."""
         return _thread.handed.get(self, [])
 
     @handed.setter
@@ -130,7 +130,7 @@ class TappedExecution:
             assert trace.facts is not None
             op = Operation(f"{trace.facts.op.__name__}_transpose")
             step = BackwardStep(self._driver, trace, op, 0, state)
-            if not step.wanted:
+            if not step.has_work:
                 return cotangents, []
             grads = self._run(step.before, grads)
             symbols, with_symbols = _split_symbols((grads, trace.run))

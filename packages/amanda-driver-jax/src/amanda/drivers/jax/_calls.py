@@ -71,6 +71,7 @@ class PrimitiveCall(Call):
             return None
         primitive, params = self._primitive, self._params
         listed = primitive.name in LISTS
+        # The closure has none of the call's inputs: a tool may keep the function longer than the arrays.
         return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
 
     def formed(self, result: Any) -> Any:

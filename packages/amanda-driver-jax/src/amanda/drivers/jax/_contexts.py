@@ -25,8 +25,8 @@ BACKWARD = "backward"
 """Purpose of the key under which backward passes are traced, whose ops are not analysed."""
 
 
-class LayerPrograms:
-    """The programs that were traced for a layer of tools; the layer alone holds this object.
+class ToolStackPrograms:
+    """The programs that were traced for a stack of tools; the `ToolStack` alone holds this object.
 
     JAX's caches hold a program as long as its function lives, so a program holds nothing of the tools but
     tokens of routines and executions.
@@ -42,13 +42,14 @@ class LayerPrograms:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._scopes: tuple[weakref.ref[Any], ...] = ()
+        # Not at exit: the executables end with the process, and JAX may be gone already.
         weakref.finalize(self, _clear_executables, self._users).atexit = False
 
     @staticmethod
-    def of(layer: Any) -> "LayerPrograms":
-        """Return the programs of a layer."""
-        programs: LayerPrograms | None = layer.rewrites.get(LayerPrograms)
-        return programs or layer.rewrites.setdefault(LayerPrograms, LayerPrograms())
+    def of(stack: Any) -> "ToolStackPrograms":
+        """Return the programs of a stack of tools."""
+        programs: ToolStackPrograms | None = stack.rewrites.get(ToolStackPrograms)
+        return programs or stack.rewrites.setdefault(ToolStackPrograms, ToolStackPrograms())
 
     def add_scope(self, scope: Any) -> None:
         """Note a scope of these tools; programs of an earlier scope run in it too."""
@@ -97,10 +98,10 @@ def cache_key_of(state: State, purpose: Hashable = 0) -> Any:
     purpose: number of the variant, or BACKWARD.
     """
     if state.scopes:
-        LayerPrograms.of(state.stack).add_scope(state.scopes[-1])
+        ToolStackPrograms.of(state.stack).add_scope(state.scopes[-1])
     if not state.cache:  # a key that no cache has, so that everything is traced again
         return pjit.make_jit_cpp_cache(_CAPACITY)
-    return LayerPrograms.of(state.stack).keys[state.autodiff, purpose]
+    return ToolStackPrograms.of(state.stack).keys[state.autodiff, purpose]
 
 
 def set_cache_key() -> None:

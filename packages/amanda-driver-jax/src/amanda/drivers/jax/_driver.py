@@ -23,14 +23,16 @@ from ._contexts import cache_key_of, set_cache_key, unset_cache_key, with_cache_
 from ._evaluation import (
     TRACED_APART,
     caller_of_bind,
+    calls_in_condition,
     evaluated_program,
     holds_routines,
     retraced,
+    run_loop,
+    run_mapped,
     was_traced_apart,
 )
 from ._host import insert_callback, raise_failures_of_programs
 from ._jit import VALUES_AND_TANGENTS, instrument_jit
-from ._loops import calls_in_condition, run_loop, run_mapped
 from ._modules import (
     CONVERSIONS,
     ModulePlaces,
@@ -73,6 +75,8 @@ class JaxDriver(Arrays, EagerDriver):
     has_symbols = True
 
     def __init__(self) -> None:
+        # By name, too: functions of JAX with rules, such as `jax.nn.relu`, share a primitive, and are ops of
+        # their own.
         self._detours: dict[tuple[core.Primitive, str], Detour] = {}
         self._primitives: dict[Site, core.Primitive] = {}
         self._places = ModulePlaces()
@@ -95,6 +99,8 @@ class JaxDriver(Arrays, EagerDriver):
         enclose_modules(self.attributes, self._places)
         record_scans(self.attributes)
         self.attributes.on_restore(unset_cache_key)
+        # The last originals are held for the next ops of a scope; after the scope they would only take
+        # memory.
         self.attributes.on_restore(ORIGINALS.clear)
         set_cache_key()
 
@@ -222,7 +228,7 @@ class JaxDriver(Arrays, EagerDriver):
         add_note(INSERTION)
         guard_reads(action, facts)
 
-    def shown(self, values: list[Any]) -> list[Any]:
+    def unwrapped(self, values: list[Any]) -> list[Any]:
         """Return the values without the tracers of derivatives: arrays, or symbols of the program."""
         original_of = ORIGINALS.of
         return [

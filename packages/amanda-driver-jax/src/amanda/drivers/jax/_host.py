@@ -1,9 +1,12 @@
 """Routines in Python at ops of programs: JAX calls them back with the values of each execution."""
 
+# The functions of `_signal`, in C, are ten times as fast as those of `signal`, which make enums.
+import _signal  # type: ignore[import-not-found]
+import signal
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import wraps
 from itertools import count
@@ -20,10 +23,9 @@ from jax._src import core, dispatch, dtypes
 from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
 
-from ._contexts import LayerPrograms
+from ._contexts import ToolStackPrograms
 from ._modules import WeightStack, places_among, stacks_of
 from ._primitives import CALLBACKS, FAILURES, call_python, raise_failure, straight_through
-from ._signals import collecting_exceptions, running_routine
 from ._stacks import reading_slices
 from ._tensors import Arrays, cast_to_fit, without_derivative
 from ._traces import base_trace, is_numeric, is_tensor
@@ -61,7 +63,7 @@ def begin_execution(*_: Any) -> tuple[Any]:
 
 
 class RoutineToken:
-    """Callback of a program that stands for a routine: the layer of tools keeps the routine, not the program.
+    """Callback of a program that stands for a routine: the stack of tools keeps the routine, not the program.
 
     numbers: 1 if the routine takes the number of an execution, else 0.  observes: the routine changes no
     value.  slices: how many arrays at the end are numbers of slices of stacks.
@@ -69,7 +71,7 @@ class RoutineToken:
 
     def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "RoutineJob") -> None:
         self._numbers, self._slices, self._observes = numbers, slices, observes
-        programs = LayerPrograms.of(state.stack)
+        programs = ToolStackPrograms.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
@@ -235,3 +237,75 @@ def _raise_after_execution(original: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return execute
+
+
+_NUMBERS = sorted(signal.valid_signals())  # once, since each program that calls Python goes through them
+
+
+class _RoutineState(threading.local):
+    """State of a thread; in_routine: True while a routine runs, whose caller catches exceptions."""
+
+    in_routine = False
+
+
+_thread = _RoutineState()
+
+
+class _RoutineContext:
+    """Context of a routine, in which exceptions of handlers are raised at once: it may wait for a user."""
+
+    def __enter__(self) -> None:
+        _thread.in_routine = True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.in_routine = False
+
+
+running_routine = _RoutineContext()
+
+
+@contextmanager
+def collecting_exceptions(failures: list[BaseException]) -> Iterator[None]:
+    """Collect exceptions of signal handlers in a list within the context, unless a routine runs.
+
+    Nothing happens on threads other than the main thread, on which Python runs handlers.
+    """
+    handlers: dict[int, Callable[..., Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        pairs = ((number, _signal.getsignal(number)) for number in _NUMBERS)
+        handlers = {number: handler for number, handler in pairs if callable(handler)}
+    if not handlers:
+        yield
+        return
+    # A copy: `_restore` takes handlers out of the dict as it puts them back.
+    originals, is_open = dict(handlers), True
+
+    def collect(number: int, frame: Any) -> Any:
+        try:
+            return originals[number](number, frame)
+        except BaseException as error:
+            # Raised within a callback XLA would turn it into its own error; a routine's caller catches it.
+            if _thread.in_routine or not is_open:
+                raise
+            failures.append(error)
+
+    for number in handlers:
+        _signal.signal(number, collect)
+    try:
+        yield
+    finally:
+        is_open = False
+        _restore(handlers, collect)
+
+
+def _restore(handlers: dict[int, Callable[..., Any]], collect: Callable[..., Any]) -> None:
+    """Restore all handlers, even if a signal raises meanwhile."""
+    try:
+        while handlers:
+            number = next(iter(handlers))
+            if _signal.getsignal(number) is collect:  # unless the program has set another meanwhile
+                _signal.signal(number, handlers[number])
+            del handlers[number]
+    finally:
+        if handlers:
+            _restore(handlers, collect)

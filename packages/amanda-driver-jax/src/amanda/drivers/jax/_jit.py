@@ -13,7 +13,7 @@ from amanda.backend import Attributes
 from jax._src import core, pjit
 from jax._src.tree_util import FlatTree
 
-from ._contexts import LayerPrograms, cache_key_of, set_cache_key, with_cache_key, without_tools
+from ._contexts import ToolStackPrograms, cache_key_of, set_cache_key, with_cache_key, without_tools
 from ._primitives import ORIGINALS
 from ._requirements import FUNCTIONS_OF_OPS, wrap_optional
 from ._traces import (
@@ -102,7 +102,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             # A program counts its repeats of places from its beginning, so that each trace has the same ids.
             interceptor.reset_root()
             state = activation.state
-            programs = LayerPrograms.of(state.stack)
+            programs = ToolStackPrograms.of(state.stack)
             function = programs.function(fun)
             with function.current_variant() as variant:
                 key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()

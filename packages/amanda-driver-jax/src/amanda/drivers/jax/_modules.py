@@ -91,6 +91,7 @@ class ModulePlaces:
         trace = core.trace_ctx.trace if first is None or not is_within_jit() else first[1]
         if first is None or trace is core.eval_trace:
             return 0
+        # By trace, since each trace has symbols of its own, and JAX makes the copies of models anew in each.
         first_arrays = self._first_arrays.setdefault(trace, {}).setdefault(kind, [])
         if not any(array is first[0] for array in first_arrays):
             first_arrays.append(first[0])

@@ -82,6 +82,7 @@ for allowing in (
     effects.control_flow_allowed_effects, effects.remat_allowed_effects,
     effects.custom_derivatives_allowed_effects, effects.partial_eval_kept_effects,
 ):  # fmt: skip
+    # JAX refuses an effect in loops, checkpoints and derivatives unless its type is allowed there.
     allowing.add_type(Callbacks)
 
 FAILURES: list[BaseException] = []
@@ -171,6 +172,7 @@ def _straight_lowered(ctx: Any, original: Any, value: Any) -> Any:
 
 straight_p.def_impl(lambda original, value: value)
 straight_p.def_abstract_eval(_straight_aval)
+# The tangent of the original alone: derivatives pass the routine's value by.
 ad.primitive_jvps[straight_p] = lambda primals, tangents: (straight_p.bind(*primals), tangents[0])
 batching.primitive_batchers[straight_p] = _straight_batched
 mlir.register_lowering(straight_p, _straight_lowered)

@@ -13,6 +13,7 @@ from amanda.errors import DriverError
 Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
+# Private names, which any release of JAX may change. All are looked up before the first is patched.
 ESSENTIAL = {
     "ad_checkpoint": "remat_p.bind",
     "callback": "_callback_op_sharding emit_python_callback",

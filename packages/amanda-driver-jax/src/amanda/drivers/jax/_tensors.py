@@ -61,16 +61,17 @@ class Arrays(UnwrittenTensors):
         """Return `value` with the tangent of `original`."""
         return straight_through(original, cast_to_fit(original, value))
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return the value itself; for a symbol, whose trace ends, its shape and dtype."""
         value = primal(value)
         if isinstance(value, jax.core.Tracer):
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
-        return [self.kept(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return [self.storable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Return which inputs are differentiated; None where none is."""
         needs = tuple(_map_tensors(value, needs_gradient) for value in inputs)
+        # The flags nest as lists of inputs do; their text shows if any of them is set.
         return needs if "True" in str(needs) else None
 
 

@@ -41,7 +41,7 @@ def add_note(content: str) -> None:
 
 @contextmanager
 def collecting_notes() -> Iterator[dict[str, None]]:
-    """Collect the notes of the program that is traced within the context, which yields them."""
+    """Yield the notes that `add_note` writes while a program is traced in this context."""
     before, _thread.notes = _thread.notes, {}
     try:
         yield _thread.notes

@@ -90,6 +90,7 @@ def _run_noting_changes(calls: Sequence[Twins], run: Callable[..., Any], *args: 
     return result
 
 
+# JAX's caches have parameters of primitives in their keys, and hold those of such types weakly.
 weakref_cache_key_types.add(Twins)
 
 
@@ -142,6 +143,8 @@ def _gate_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _gate_transposed(cotangent: Any, value: Any, *, twins: Twins, ops: bool) -> Any:
+    # Gates at the inputs of the ops are open if a routine changed a gradient; those behind the function if
+    # none did.
     return [cotangent if twins.changed == ops else ad.Zero(value.aval.to_ct_aval())]
 
 

@@ -1,4 +1,4 @@
-"""Programs of one function for the tools of a layer: one for each set of values that routines read.
+"""Programs of one function for the tools of a stack: one for each set of values that routines read.
 
 Arrays that routines read are inputs of a program, and are read at each call.
 """
@@ -105,6 +105,7 @@ class Variant:
 
     def lift(self, place: Reading) -> Any:
         """Return the symbol of a new input of the program, for which a place is read at each call."""
+        # Outside of the trace, so that the constant is an array, which a call can pass, and no symbol.
         with core.set_current_trace(core.eval_trace):
             constant = jax.numpy.array(place.value)  # a copy, whose `id` stands for this place alone
         self._constants.append(constant)
@@ -156,7 +157,7 @@ def _is_same_array(const: Any, value: Any) -> bool:
 
 
 class TracedFunction:
-    """A function of the user for the tools of a layer, with a variant for each set of values that are read.
+    """A function of the user for the tools of a stack, with a variant for each set of values that are read.
 
     call: calls the function; JAX caches programs for the tools by it, not by the user's function.
     """

@@ -27,6 +27,8 @@ _PRODUCTS = ("linear", "matmul")
 def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of JAX."""
     if "shape" not in context:
+        # Optax' updates bind the same primitives as a model, so only the file of the calling line tells them
+        # apart.
         context["phase"] = "optimizer" if "/optax/" in context.get_source() else "forward"
         _describe_op(context)
     if context.is_backward():

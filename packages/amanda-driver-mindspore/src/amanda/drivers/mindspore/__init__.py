@@ -1,7 +1,7 @@
 """MindSpore, PyNative mode: every op that Python calls, and its backward ops."""
 
-from ._autoray import register_when_imported
 from ._driver import MindSporeDriver
+from ._tensors import register_when_imported
 
 register_when_imported()
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, Trace
+from amanda.backend import Attributes, BackwardStep, EagerDriver, Operation, State, Trace
 from amanda.interceptor import Suspension
 from mindspore import Parameter
 from mindspore.graph import api
 
-from ._operation import ACCUMULATE_GRAD, backward_operation
-from ._tensors import MindSporeTensors, StraightThrough, tensors_of
+from ._tensors import MindSporeTensorOps, StraightThroughFunction, tensors_of
 
+# Places of leaves begin beyond those of nodes, of which an execution has fewer.
 _LEAF_PLACE = 1 << 32
 
 
@@ -57,7 +57,7 @@ class InputNodes:
         pass
 
 
-class Autograd(MindSporeTensors, EagerDriver):
+class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
     """The part of the driver that maps backward ops to forward ops, and adds hooks for their routines."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Autograd(MindSporeTensors, EagerDriver):
         if activation is None or not self._marks:
             interceptor.reset_root()
             return run()
-        backward_pass = _BackwardPass(self, activation.state)
+        backward_pass = _HookedPass(self, activation.state)
         try:
             with Suspension():
                 backward_pass.add_hooks([tensor._grad_node for tensor in results])
@@ -169,10 +169,10 @@ class Autograd(MindSporeTensors, EagerDriver):
         return gradients
 
 
-class _BackwardPass:
+class _HookedPass:
     """A backward pass, with its hooks."""
 
-    def __init__(self, driver: Autograd, state: State) -> None:
+    def __init__(self, driver: MindSporeAutograd, state: State) -> None:
         self._driver = driver
         self._state = state
         self._remove: list[Callable[[], object]] = []
@@ -192,7 +192,7 @@ class _BackwardPass:
             for leaf in _leaves_of(node):
                 leaves.setdefault(leaf, mark)
             step = self._step(mark.trace, backward_operation(node.name()), mark.place, True)
-            if step.wanted:
+            if step.has_work:
                 hooks = _NodeHooks(step, self._failures)
                 self._remove += [
                     node.register_prehook(hooks.before).remove,
@@ -215,7 +215,7 @@ class _BackwardPass:
                 counts[id(trace)] = counts.get(id(trace), -1) + 1
                 place = 2 * _LEAF_PLACE + counts[id(trace)]
             step = self._step(trace, ACCUMULATE_GRAD, place, False)
-            if step.wanted:
+            if step.has_work:
                 self._remove.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).of_leaf))
 
     def _step(self, trace: Trace, op: Any, place: int, replaceable: bool) -> BackwardStep:
@@ -320,7 +320,7 @@ def _leaves_of(node: Any) -> Iterator[int]:
     for edge in node.next_functions:
         target = edge[0]
         # A routine's value stands between an op and the leaf that it replaces.
-        while target is not None and target.name() == StraightThrough.__name__:
+        while target is not None and target.name() == StraightThroughFunction.__name__:
             target = target.next_functions[0][0]
         if target is not None and target.is_leaf():
             yield target._unique_id()
@@ -330,3 +330,12 @@ def _changed_or_none(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | 
     if len(old) == len(new) and all(before is after for before, after in zip(old, new, strict=True)):
         return None
     return tuple(new)
+
+
+ACCUMULATE_GRAD = Operation("AccumulateGrad")
+"""The backward op that receives the gradient of a leaf."""
+
+
+def backward_operation(node: str) -> Operation:
+    """Return the backward op of a node, such as "ReLUBackward" for a node named "ReLU"."""
+    return Operation(node if node.endswith("Grad") else f"{node}Backward")

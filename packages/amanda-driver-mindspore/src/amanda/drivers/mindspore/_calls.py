@@ -9,10 +9,9 @@ from amanda.interceptor import Site
 from mindspore import Tensor
 
 from . import _signatures
-from ._signatures import NO_DEFAULT, Signature
+from ._signatures import HAS_UNWRITTEN, NO_DEFAULT, OperatorSignature, Writes, unwritten_outputs, writes_of
 from ._targets import writes_first_input
 from ._views import TensorElements
-from ._writes import HAS_UNWRITTEN, Writes, unwritten_outputs, writes_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -33,7 +32,9 @@ class MindSporeCall(Call):
         self.mutable, self.targets = self._writes()
 
     @abstractmethod
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
+    def _bind_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], OperatorSignature]:
         """Return the operator's inputs, without trailing defaults, and its signature."""
 
     @abstractmethod
@@ -132,11 +133,13 @@ class _DeclaredCall(MindSporeCall):
 
     def _writes(self) -> Writes:
         declared_writes = writes_of(type(self._primitive), self.attributes)
+        # A written argument may be among the trailing defaults, which are no inputs.
         are_passed = len(self.inputs) > max(declared_writes.inputs, default=-1)
         return declared_writes if are_passed else _WRITES_NOTHING
 
     def _outputs_for_tools(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
         if self.targets:
+            # The kernel may leave these outputs unwritten; the written inputs have the values.
             return {i: inputs[self.targets[i]] for i in range(min(len(values), len(self.targets)))}
         if self._site.key in HAS_UNWRITTEN:
             return dict.fromkeys(unwritten_outputs(self._site.key, self.attributes()))
@@ -152,10 +155,13 @@ class KernelCall(_DeclaredCall):
     def _primitive(self) -> Any:
         return self._original_arguments[0][0]
 
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
+    def _bind_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], OperatorSignature]:
         primitive, values = args
         kind: Any = type(primitive)
         signature = _signatures.kernel_signature(kind, len(values))
+        # Defaults at the end are no inputs: a call has the same inputs whether its caller wrote them or not.
         count = len(values) - signature.trailing_defaults(list(values))
         self._trailing_defaults = tuple(values[count:])
         return list(values[:count]), signature
@@ -177,7 +183,9 @@ class OverloadCall(MindSporeCall):
 
     method = False
 
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
+    def _bind_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], OperatorSignature]:
         values = list(args[0 if self.method else 1 :])
         name = getattr(self._site.target, "__name__", self._site.key)
         signatures = _signatures.overload_signatures(self._site.key, name, self.method)
@@ -197,7 +205,7 @@ class OverloadCall(MindSporeCall):
         defaults = (*signature.defaults, *[NO_DEFAULT] * len(unknown))
         while len(values) < len(names) and any(name in kwargs for name in names[len(values) :]):
             values.append(kwargs.get(names[len(values)], defaults[len(values)]))
-        return values, Signature(names, defaults, signature.positional, signature.gathered)
+        return values, OperatorSignature(names, defaults, signature.positional, signature.gathered)
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
         head = () if self.method else self._original_arguments[0][:1]
@@ -232,9 +240,11 @@ class AssignCall(MindSporeCall):
 
     __slots__ = ()
 
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
+    def _bind_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], OperatorSignature]:
         values = [*args[1:], *kwargs.values()]
-        return values, Signature(("value",), (NO_DEFAULT,), 1)
+        return values, OperatorSignature(("value",), (NO_DEFAULT,), 1)
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
         return (self._original_arguments[0][0], *inputs), {}
@@ -253,7 +263,9 @@ class NamedPrimitiveCall(_DeclaredCall):
     def _primitive(self) -> Any:
         return self._original_arguments[0][1]
 
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
+    def _bind_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], OperatorSignature]:
         _, primitive, _, values = args
         return list(values), _signatures.primitive_signature(primitive, len(values))
 
@@ -273,11 +285,14 @@ class ApplyCall(MindSporeCall):
 
     __slots__ = ()
 
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Signature]:
+    def _bind_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], OperatorSignature]:
         values = [*args[1:], *kwargs.values()]
+        # The first parameter of `forward` is the context, which is left out like a `self`.
         names = _signatures.parameters_of(args[0].forward)
         signature = _signatures.fill_names(names, len(values) - len(kwargs))
-        return values, Signature((*signature.names, *kwargs), signature.defaults, len(values))
+        return values, OperatorSignature((*signature.names, *kwargs), signature.defaults, len(values))
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
         args, kwargs = self._original_arguments

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _executor
 
-from ._autograd import Autograd, node_of
+from ._autograd import MindSporeAutograd, node_of
 from ._calls import (
     ApplyCall,
     AssignCall,
@@ -24,8 +24,7 @@ from ._calls import (
     OverloadCall,
 )
 from ._cells import cell_path, enclose_cells, patch_recomputation, report_compiled
-from ._executor import PrimitiveInterception
-from ._targets import Target, targets
+from ._targets import NativeTarget, PrimitiveInterception, targets
 from ._tensors import memory_of
 from ._views import MindSporeViews
 
@@ -38,7 +37,7 @@ _CALLS: dict[str, type[MindSporeCall]] = {
 APPLY = "Function.apply"
 
 
-class MindSporeDriver(Autograd):
+class MindSporeDriver(MindSporeAutograd):
     """MindSpore, PyNative mode."""
 
     api = 1
@@ -51,6 +50,7 @@ class MindSporeDriver(Autograd):
         self.views = MindSporeViews()
         self._generic = PrimitiveInterception(self)
         self._recorded_later = False
+        # By address, since a view does not name the parameter that it shows.
         self._memories: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:
@@ -83,10 +83,10 @@ class MindSporeDriver(Autograd):
                 site.remove()
 
     @cached_property
-    def _sites(self) -> dict[Site, Target]:
+    def _sites(self) -> dict[Site, NativeTarget]:
         return {self._site(target): target for target in targets()}
 
-    def _site(self, target: Target) -> Site:
+    def _site(self, target: NativeTarget) -> Site:
         name = target.operator
         # Native code may call Python functions as a part of the operator; their ops are no ops of the
         # program.
@@ -120,7 +120,7 @@ class MindSporeDriver(Autograd):
         target = self._sites.get(site)
         return (NamedPrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
 
-    def shown(self, values: list[Any]) -> list[Any]:
+    def unwrapped(self, values: list[Any]) -> list[Any]:
         """Record the memory of parameters among the values of an analysed execution; return the values."""
         for value in values:
             if isinstance(value, Parameter):
@@ -150,7 +150,7 @@ def _part_of(value: Any, variable: Any) -> str:
     return f"@{value.storage_offset()}" if value.size < variable.size else ""
 
 
-def _place_of(target: Target) -> tuple[Any, str]:
+def _place_of(target: NativeTarget) -> tuple[Any, str]:
     """Return holder and name of a target; for methods the Python class, since the native one is immutable."""
     return (Tensor, target.name) if target.holder is native.TensorPy else (target.holder, target.name)
 

@@ -1,24 +1,25 @@
-"""Signatures of operators: names and defaults of their arguments.
+"""Declarations of operators: names and defaults of their arguments, and the arguments that they write.
 
 Generated classes have signatures in Python. Native functions have signatures in their documentation, one for
-each overload.
+each overload. A primitive declares the arguments that it writes (`sig_rw.RW_WRITE`).
 """
 
 import ast
 import inspect
 import re
+import sys
+from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspore import Tensor
 from mindspore.ops import functional_overload
 
-from ._writes import declaration_of
-
 NO_DEFAULT = inspect.Parameter.empty
 
 
-class Signature(NamedTuple):
+class OperatorSignature(NamedTuple):
     """The signature of an operator.
 
     names, defaults: of the arguments in order.  positional: maximal number of positional arguments.
@@ -34,6 +35,7 @@ class Signature(NamedTuple):
         """Return the number of values at the end that are defaults."""
         count = 0
         for value, default in zip(reversed(values), reversed(self.defaults[: len(values)]), strict=False):
+            # Types are compared first: 1 equals True, and `!=` of a tensor gives a tensor.
             if default is NO_DEFAULT or type(value) is not type(default) or value != default:
                 break
             count += 1
@@ -41,22 +43,24 @@ class Signature(NamedTuple):
 
     def accepts(self, count: int, keywords: Any) -> bool:
         """Return True if a call may have `count` positional arguments and these keywords."""
+        # An argument such as `*shape` takes any number of positional values.
         most = count if self.gathered is not None else self.positional
         return count <= most and all(name in self.names[min(count, len(self.names)) :] for name in keywords)
 
 
 @cache
-def kernel_signature(primitive: Any, count: int) -> Signature:
+def kernel_signature(primitive: Any, count: int) -> OperatorSignature:
     """Return the signature of a generated class: arguments of the call, then those of the constructor."""
     parameters = parameters_of(primitive.__call__)
     made_with = parameters_of(primitive.__init__) if len(parameters) < count else []
     return fill_names([*parameters, *made_with], count)
 
 
-def primitive_signature(primitive: Any, count: int) -> Signature:
+def primitive_signature(primitive: Any, count: int) -> OperatorSignature:
     """Return the signature of a primitive that the executor runs by name."""
     kind: Any = type(primitive)
     parameters = parameters_of(kind.__call__)
+    # Primitives that are not generated take `*args`, so their names are in an attribute or in a declaration.
     if len(parameters) != count:
         attributes = getattr(primitive, "attrs", None) or {}
         names = attributes.get("input_names") or declaration_of(kind).names
@@ -65,7 +69,7 @@ def primitive_signature(primitive: Any, count: int) -> Signature:
 
 
 @cache
-def overload_signatures(operator: str, name: str, method: bool) -> tuple[Signature, ...]:
+def overload_signatures(operator: str, name: str, method: bool) -> tuple[OperatorSignature, ...]:
     """Return the signatures of a function or method, one for each overload; `self` is named `input`."""
     if method:
         documented, head = getattr(Tensor, name, None), ["input"]
@@ -74,7 +78,7 @@ def overload_signatures(operator: str, name: str, method: bool) -> tuple[Signatu
     lines = (getattr(documented, "__doc__", None) or "").splitlines()
     texts = [match[1] for line in lines if (match := _SIGNATURE.match(line))]
     return tuple(_parse_signature(text, head) for text in texts) or (
-        Signature(tuple(head), (NO_DEFAULT,), 99),
+        OperatorSignature(tuple(head), (NO_DEFAULT,), 99),
     )
 
 
@@ -94,14 +98,14 @@ def parameters_of(function: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def fill_names(parameters: list[tuple[str, Any]], count: int) -> Signature:
+def fill_names(parameters: list[tuple[str, Any]], count: int) -> OperatorSignature:
     parameters = parameters[:count] + [(f"argument{i}", NO_DEFAULT) for i in range(len(parameters), count)]
-    return Signature(
+    return OperatorSignature(
         tuple(name for name, _ in parameters), tuple(default for _, default in parameters), count
     )
 
 
-def _parse_signature(text: str, head: list[str]) -> Signature:
+def _parse_signature(text: str, head: list[str]) -> OperatorSignature:
     """Parse a signature of the documentation.  head: names ahead of it."""
     names, defaults = list(head), [NO_DEFAULT] * len(head)
     positional, gathered = None, None
@@ -116,7 +120,7 @@ def _parse_signature(text: str, head: list[str]) -> Signature:
         defaults.append(_literal(default.strip()) if default else NO_DEFAULT)
         if gathered is not None and positional is None:
             positional = len(names)
-    return Signature(
+    return OperatorSignature(
         tuple(names), tuple(defaults), len(names) if positional is None else positional, gathered
     )
 
@@ -134,8 +138,119 @@ def _split(text: str) -> list[str]:
 
 
 def _literal(text: str) -> Any:
+    """Return the value of a default in a signature's text; NO_DEFAULT for text that is no literal."""
     try:
         # Defaults are read from documentation, which may contain anything.
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return NO_DEFAULT
+
+
+class ArgumentDeclaration(NamedTuple):
+    """The declaration of arguments in the class of a primitive.
+
+    names: of the arguments.  written: positions of those that the operator writes.
+    """
+
+    names: tuple[str, ...] = ()
+    written: tuple[int, ...] = ()
+
+
+_UNDECLARED: Mapping[str, tuple[int, ...]] = {
+    "AdamNoUpdateParam": (0, 1),
+    "ApplyCenteredRMSProp": (0, 1, 2, 3),
+    "ApplyRMSProp": (0, 1, 2),
+    "CopyWithSlice": (0,),
+    "FusedAdaFactor": (7, 8, 9, 10, 11),
+    "FusedCastAdamWeightDecay": (0, 1, 2),
+    "Lamb": (0, 1, 2),
+    "LambApplyOptimizerAssign": (1, 2),
+    "LambApplyWeightAssign": (4,),
+    "SGD": (0, 3, 5),
+}
+"""Written inputs of primitives that declare them in their documentation only."""
+
+_STATISTICS: Mapping[str, tuple[int, ...]] = {
+    "BatchNorm": (3, 4),
+    "BatchNormExt": (3, 4),
+    "InstanceNorm": (3, 4),
+    "SyncBatchNorm": (3, 4),
+}
+"""Running statistics, which a normalisation writes in training.  Some declare that they write the scale, too,
+which no kernel does."""
+_MAX_NORM: Mapping[str, tuple[int, ...]] = {"Embedding": (1,)}
+"""Weights that are written if there is a `max_norm`."""
+
+# The objects of a declaration have no attribute for written arguments, so the source of the class is read.
+_DECLARATION = re.compile(r"^    __mindspore_signature__ =(.*?)(?=^    [@\w]|\Z)", re.DOTALL | re.MULTILINE)
+_ARGUMENT = re.compile(r"make_sig\(\s*['\"](\w+)['\"](.*?)(?=make_sig\(|\Z)", re.DOTALL)
+
+
+@cache
+def declaration_of(primitive: Any) -> ArgumentDeclaration:
+    """Return what a class of primitives declares, or the first of its bases that has a declaration."""
+    # A class may leave the declaration to its base class.
+    for kind in primitive.__mro__:
+        source = _classes(kind.__module__).get(kind.__name__, "")
+        declaration = _DECLARATION.search(source)
+        if declaration is not None:
+            arguments = _ARGUMENT.findall(declaration[1])
+            names = tuple(name for name, _ in arguments)
+            written = tuple(i for i, (_, options) in enumerate(arguments) if "RW_WRITE" in options)
+            return ArgumentDeclaration(names, _UNDECLARED.get(kind.__name__, written))
+        if kind.__name__ in _UNDECLARED:
+            return ArgumentDeclaration((), _UNDECLARED[kind.__name__])
+    return ArgumentDeclaration()
+
+
+@cache
+def _classes(module: str) -> Mapping[str, str]:
+    """Return the source of each class of a module of MindSpore."""
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    if not module.startswith("mindspore.") or not path.endswith(".py"):
+        return {}
+    parts = re.split(r"^class (\w+)", Path(path).read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=False))
+
+
+class Writes(NamedTuple):
+    """The inputs that a call writes.
+
+    inputs: positions of the inputs that are written.
+    returned: positions of those inputs that the first outputs stand for.
+    """
+
+    inputs: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+
+
+def writes_of(primitive: type, attributes: Callable[[], Mapping[str, Any]]) -> Writes:
+    """Return what a call of a primitive writes.
+
+    attributes: returns the arguments that are no tensors, by name.
+    """
+    name = primitive.__name__
+    if name in _STATISTICS:
+        return Writes(_STATISTICS[name]) if is_training(attributes()) else Writes()
+    if name in _MAX_NORM:
+        return Writes(_MAX_NORM[name]) if attributes().get("max_norm") is not None else Writes()
+    written = declaration_of(primitive).written
+    # The outputs of a primitive that writes stand for the written inputs, but AdamNoUpdateParam returns an
+    # update.
+    return Writes(written, () if name == "AdamNoUpdateParam" else written)
+
+
+def is_training(attributes: Mapping[str, Any]) -> bool:
+    """Return True for a normalisation that reads the statistics of its batch."""
+    return bool(attributes.get("is_training", attributes.get("training", True)))
+
+
+def unwritten_outputs(operator: str, attributes: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the positions of outputs that the operator's kernel leaves as memory that nobody has written."""
+    if operator == "batch_norm":
+        return (1, 2) if is_training(attributes) else (1, 2, 3, 4)
+    return (3, 4) if operator == "lstm" else ()
+
+
+HAS_UNWRITTEN = frozenset({"batch_norm", "lstm"})
+"""Operators with unwritten outputs."""

@@ -2,25 +2,28 @@
 
 Python reaches MindSpore's kernels by generated functions (`pyboost_relu`), by generated classes
 (`ConcatPrim_`), by objects that pick among overloads (`_add_instance`) and by methods of tensors; what
-has none of these goes through the executor by the name of its primitive (`_executor.py`). Pure-Python
-functions (`mint.nn.functional.linear`, `ops.cross_entropy`) are absent: what they call natively is here.
+has none of these goes through the executor by the name of its primitive. Pure-Python functions
+(`mint.nn.functional.linear`, `ops.cross_entropy`) are absent: what they call natively is here.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import mindspore._c_expression as native
+from amanda.backend import Attributes, EagerDriver, Operation
+from amanda.interceptor import IMPLEMENTATION, Detour
 from mindspore.common._tensor_cpp_method import tensor_cpp_methods
+from mindspore.graph import api
 from mindspore.ops.auto_generate import gen_ops_prim, pyboost_inner_prim
 
 Kind = Literal["kernel", "overload", "method", "assignment"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class NativeTarget:
     """A native callable to intercept.
 
     callable: the callable.  holder, name: the object with the callable, and its attribute.
@@ -72,44 +75,46 @@ READS_AND_WRITES = (
 
 
 @cache
-def targets() -> tuple[Target, ...]:
+def targets() -> tuple[NativeTarget, ...]:
     """Return the operators of this version of MindSpore that are native callables, each once."""
-    by_callable: dict[int, Target] = {}
+    by_callable: dict[int, NativeTarget] = {}
     for target in (*_kernels(), *_overloads(), *_methods()):
         # Several names may lead to one callable, and a callable can have a single stub.
         by_callable.setdefault(id(target.callable), target)
     return tuple(by_callable.values())
 
 
-def _kernels() -> Iterator[Target]:
+def _kernels() -> Iterator[NativeTarget]:
     """Yield the generated functions and classes that call kernels."""
     for name, function in vars(native).items():
+        # Python calls these functions as globals of `gen_ops_prim`, so the fallback patches them there.
         if name.startswith("pyboost_"):
-            yield Target(function, gen_ops_prim, name, "kernel", name.removeprefix("pyboost_"))
+            yield NativeTarget(function, gen_ops_prim, name, "kernel", name.removeprefix("pyboost_"))
     for name, primitive in vars(pyboost_inner_prim).items():
         if name.endswith("_impl"):
+            # The object may be of a subclass; the generated class defines the call.
             holder = next(kind for kind in type(primitive).__mro__ if kind.__name__.endswith("Prim_"))
             call = vars(holder)["__call__"]
-            yield Target(call.__func__, holder, "__call__", "kernel", name.removesuffix("_impl"))
+            yield NativeTarget(call.__func__, holder, "__call__", "kernel", name.removesuffix("_impl"))
 
 
-def _overloads() -> Iterator[Target]:
+def _overloads() -> Iterator[NativeTarget]:
     """Yield the objects that pick among overloads."""
     for name, instance in vars(native).items():
         if name.endswith("_instance") and type(instance).__name__.endswith("Functional_"):
             holder = type(instance)
             operator = name.removeprefix("_").removesuffix("_instance")
             call = vars(holder)["__call__"].__func__
-            yield Target(call, holder, "__call__", "overload", SPELLINGS.get(operator, operator))
+            yield NativeTarget(call, holder, "__call__", "overload", SPELLINGS.get(operator, operator))
 
 
-def _methods() -> Iterator[Target]:
+def _methods() -> Iterator[NativeTarget]:
     """Yield the native methods of tensors."""
     methods = vars(native.TensorPy)
     for name in (*tensor_cpp_methods, *READS_AND_WRITES):
         if name in methods:
             kind: Kind = "assignment" if name == "assign_value_cpp" else "method"
-            yield Target(methods[name], native.TensorPy, name, kind, SPELLINGS.get(name, name))
+            yield NativeTarget(methods[name], native.TensorPy, name, kind, SPELLINGS.get(name, name))
 
 
 NO_OPERATORS = frozenset(
@@ -145,5 +150,41 @@ def snake_case(name: str) -> str:
 
 def writes_first_input(operator: str) -> bool:
     """Return True if an operator writes into its first input."""
+    # "add_" writes in place, as in PyTorch; names with two underscores are special methods.
     trailing = operator.endswith("_") and not operator.endswith("__")
     return trailing or operator.startswith("inplace_") or operator == "setitem"
+
+
+METHODS = ("run_op_async", "real_run_op")
+
+
+class PrimitiveInterception:
+    """Stand-ins for the two methods of the executor that run primitives."""
+
+    def __init__(self, driver: EagerDriver) -> None:
+        self._driver = driver
+        self._detours: dict[tuple[str, str], Detour] = {}
+
+    def patch(self, attributes: Attributes) -> None:
+        """Patch the methods until `attributes` are restored."""
+        for method in METHODS:
+            attributes.set(api._PyNativeExecutor, method, self._stand_in(method))
+
+    def _stand_in(self, method: str) -> Callable[..., Any]:
+        """Stand-in for a method of the executor: runs operators through their detours."""
+        detours, original = self._detours, vars(native.PyNativeExecutor_)[method].__func__
+
+        def run(executor: Any, primitive: Any, name: str, args: Any) -> Any:
+            if name in NO_OPERATORS:
+                return original(executor._executor, primitive, name, args)
+            detour = detours.get((method, name))
+            if detour is None:
+                detour = detours[method, name] = self._detour(original, name)
+            return detour(executor._executor, primitive, name, args)
+
+        return run
+
+    def _detour(self, original: Any, name: str) -> Detour:
+        key = operator_of(name)
+        # The native method serves all primitives, so it gets no stub; the partial makes a callable for each.
+        return Detour(self._driver.site(partial(original), Operation(key), key, IMPLEMENTATION))

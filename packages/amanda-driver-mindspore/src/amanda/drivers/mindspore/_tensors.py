@@ -1,17 +1,21 @@
-"""Tensor primitives: isolation from autodiff, the straight-through edge, signatures."""
+"""Tensor primitives: isolation from autodiff, the straight-through edge, signatures, autoray's functions."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+
+import mindspore
+from amanda.backend import when_imported
 from amanda.errors import RoutineError
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as executor
 
 
-class StraightThrough(_Function):  # type: ignore[misc]
+class StraightThroughFunction(_Function):  # type: ignore[misc]
     """Returns a routine's value, and passes the gradient unchanged to the original value."""
 
     @staticmethod
@@ -25,12 +29,13 @@ class StraightThrough(_Function):  # type: ignore[misc]
         return grad, None
 
 
-class GradOff:
+class GradientsOff:
     """Context in which autodiff records nothing."""
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
+        # MindSpore's switch does not nest, so its former value is put back.
         self._before = executor.enable_grad()
         executor.set_enable_grad(False)
 
@@ -42,19 +47,19 @@ def unrecorded() -> AbstractContextManager[None]:
     """Return a context for writes that autodiff does not record."""
     # Outside of a gradient autodiff stays on: MindSpore refuses to write a view that was created in another
     # mode.
-    return GradOff() if executor.requires_grad() else nullcontext()
+    return GradientsOff() if executor.requires_grad() else nullcontext()
 
 
-class MindSporeTensors:
+class MindSporeTensorOps:
     """`TensorOps` of MindSpore."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a Tensor or a Parameter."""
         return isinstance(value, Tensor)
 
-    def isolated(self) -> GradOff:
+    def isolated(self) -> GradientsOff:
         """Return a context in which autodiff records nothing."""
-        return GradOff()
+        return GradientsOff()
 
     def version(self, value: Any) -> Any:
         """Return MindSpore's count of a tensor's writes; for a list, that of each tensor."""
@@ -70,33 +75,35 @@ class MindSporeTensors:
         """Call a routine where autodiff records nothing; a hot path."""
         if not executor.requires_grad():
             return func(*values, **kwargs)
-        with GradOff():
+        with GradientsOff():
             return func(*values, **kwargs)
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` in the floating type of `original`, which gets its gradient straight through."""
-        with GradOff():
+        with GradientsOff():
             value = _cast_like(original, value)
         if original._requires_grad and executor.requires_grad():
-            return StraightThrough.apply(original, value)
+            return StraightThroughFunction.apply(original, value)
         return _detach(value)
 
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor; if isolated, autodiff does not record the write."""
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
+        # Autodiff records the write of a differentiable routine, so that gradients reach the routine's
+        # inputs.
         if not isolated:
             copy_into(target, _same_shape(target, value))
             return
         with unrecorded():
             copy_into(target, _cast_like(target, value))
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return a tensor without its graph; a leaf, such as a parameter, unchanged."""
         if isinstance(value, Tensor):
             return _detach(value)
         if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):
-            return [self.kept(element) for element in value]
+            return [self.storable(element) for element in value]
         return value
 
     def copied(self, value: Any) -> Any:
@@ -126,12 +133,14 @@ class MindSporeTensors:
             elif isinstance(value, (list, tuple)):
                 for tensor in tensors_of(value):
                     bits = bits << 1 | tensor._requires_grad
+        # A power of two has the leading 1 alone: no tensor needs a gradient.
         return None if bits & (bits - 1) == 0 else bits
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a result as a list of outputs, and a function that gives such a list the result's form."""
         if isinstance(outputs, (list, tuple)):
             kind = type(outputs)
+            # A namedtuple takes fields as separate arguments; its `_make` takes a list.
             make = getattr(kind, "_make", kind)
             return list(outputs), make
         if outputs is None:
@@ -174,6 +183,7 @@ def _nothing(values: list[Any]) -> None:
 
 
 def _signature(value: Any) -> Hashable:
+    """Return dtype and rank of a tensor, or of each tensor in a list; None for other values."""
     if isinstance(value, Tensor):
         return value.dtype, len(value.shape)
     if isinstance(value, (list, tuple)):
@@ -182,6 +192,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _shape(value: Any) -> Hashable:
+    """Return the shape of a tensor, or of each tensor in a list; None for other values."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, (list, tuple)):
@@ -190,10 +201,12 @@ def _shape(value: Any) -> Hashable:
 
 
 def _detach(value: Any) -> Any:
+    # A leaf has no graph to be cut off from, and has to stay the object that the program knows.
     return ops.stop_gradient(value) if value._requires_grad and not value._is_leaf else value
 
 
 def _same_shape(original: Any, value: Any) -> Any:
+    """Return `value`; raise RoutineError if its shape is not that of `original`."""
     if tuple(original.shape) != tuple(value.shape):
         raise RoutineError(
             f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was given; "
@@ -222,3 +235,52 @@ def _cast_like(original: Any, value: Any) -> Any:
             )
         return value.astype(original_dtype)
     return value
+
+
+def _as_tensor(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else Tensor(np.asarray(value))
+
+
+def _assign(variable: Any, value: Any) -> None:
+    variable.set_data(Tensor(np.asarray(value)).astype(variable.dtype))
+
+
+def _count_nonzero(tensor: Any) -> int:
+    return int(np.count_nonzero(tensor.asnumpy()))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "array": _as_tensor,
+    "asarray": _as_tensor,
+    "to_numpy": lambda tensor: tensor.asnumpy(),
+    "assign": _assign,
+    "count_nonzero": _count_nonzero,
+    **{
+        name: getattr(ops, name)
+        for name in ("abs", "exp", "isfinite", "isinf", "isnan", "log", "matmul", "maximum", "minimum",
+                     "mul", "ones_like", "reshape", "round", "sign", "sqrt", "square", "tanh", "where",
+                     "zeros_like", "broadcast_to", "argsort", "moveaxis")
+        if hasattr(ops, name)
+    },
+    **{
+        # The default argument binds the name of this iteration.
+        name: (lambda tensor, *args, _name=name, **kwargs: getattr(tensor, _name)(*args, **kwargs))
+        for name in ("all", "any", "max", "mean", "min", "prod", "sum")
+    },
+}  # fmt: skip
+"""By autoray's name."""
+
+
+def register_when_imported() -> None:
+    """Register the functions with autoray, now or once it is imported."""
+    when_imported("autoray", _register_functions)
+
+
+def _register_functions() -> None:
+    """Register parameters as tensors of MindSpore, and the functions."""
+    import autoray
+
+    # The class of parameters is made at run time, and says that it is of another module.
+    autoray.register_backend(Parameter._get_base_class(Tensor), mindspore.__name__)
+    for name, function in FUNCTIONS.items():
+        autoray.register_function(mindspore.__name__, name, function)

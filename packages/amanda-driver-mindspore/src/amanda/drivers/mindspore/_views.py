@@ -23,7 +23,8 @@ class TensorElements(NamedTuple):
 
     @classmethod
     def at(cls, tensor: Any, index: Any) -> "TensorElements":
-        """Return the elements at an index."""
+        """Return the elements of `tensor[index]`."""
+        # A flag for each element, since an index may have slices, numbers, arrays and booleans.
         marks = np.zeros(tuple(tensor.shape), bool)
         marks[_numpy_index(index)] = True
         return cls(tensor, marks)
@@ -57,7 +58,7 @@ class MindSporeViews(Views):
         holders: Sequence[Any] = (),
     ) -> Tie:  # fmt: skip
         """Tie a value to a view for as long as the program has the value, or a view of the value."""
-        return TensorTie(self, view, value, on_death, holders)
+        return StorageTie(self, view, value, on_death, holders)
 
     def laid_out(self, view: Any, value: Any) -> Any:
         """Copy a tensor."""
@@ -82,7 +83,8 @@ class MindSporeViews(Views):
         """Update the ties of a tensor that has new memory."""
         memory = self.memory(tensor)
         for tie in self._living_ties():
-            if isinstance(tie, TensorTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
+            # Ties are looked up by memory, so a tie moves to the list of the new one.
+            if isinstance(tie, StorageTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
                 tie.ends = memory, tie.ends[1]
                 self._ties[former].remove(tie)
                 self._ties.setdefault(memory, []).append(tie)
@@ -119,7 +121,7 @@ class MemoryElements:
         return np.full(tuple(tensor.shape), bool(self._flags.any()))
 
 
-class TensorTie(Tie):
+class StorageTie(Tie):
     """A tensor that a routine returned, and the view that it replaces.
 
     holders: the program's tensors in the memory of the value, if the program does not have the value itself.
@@ -131,6 +133,7 @@ class TensorTie(Tie):
     ) -> None:  # fmt: skip
         self._views, self._view = views, view
         self.ends = views.memory(value), views.memory(view)
+        # The program has the value itself, or views of its memory alone; then the tie holds the value.
         self._held_value = value if holders else None
 
         def release(_: object) -> None:
@@ -186,6 +189,7 @@ class TensorTie(Tie):
         value = self.value
         if value is None:
             return True
+        # Bytes are compared, since no NaN equals another.
         if self._held_value is not None or value.asnumpy().tobytes() != self._view.asnumpy().tobytes():
             return False
         # Afterwards both share memory, as the program expects, and the tie is not needed any more.

@@ -4,6 +4,7 @@
 StandardMapping takes from a table. It imports no tool.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +12,8 @@ from typing import Any
 from amanda import AmandaError, OpContext
 from mindspore import Parameter
 
-from ._operation import ACCUMULATE_GRAD
+from ._autograd import ACCUMULATE_GRAD
 from ._targets import operator_of
-from ._vocabulary import CONVOLUTION, SPATIAL, WORDS
 
 _BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 _WEIGHT_AT = {
@@ -62,9 +62,11 @@ def _in_optimizer() -> bool:
 def _describe_op(context: OpContext) -> None:
     """Write the keys that describe an op."""
     name, inputs = context.get_op_type(), context.get_inputs()
+    # An operator in place has the word of the operator; `in_place` tells them apart.
     proper = name.removeprefix("inplace_")
     proper = proper.removesuffix("_") if not proper.endswith("__") else proper
     kind = word(proper)
+    # nn.Embedding gathers rows of its table; a gather from another tensor is an indexing.
     if proper == "gather" and inputs and isinstance(inputs[0], Parameter):
         kind = "embedding"
     weight = weight_index(kind, proper, inputs, context.get_variable)
@@ -90,6 +92,7 @@ def weight_index(
         return factors[0] if len(factors) == 1 else None
     if kind == "embedding":
         index: int | None = 0 if name == "gather" else 1
+    # Its second argument is the normalised shape.
     elif name == "layer_norm_ext":
         index = 2
     else:
@@ -148,3 +151,81 @@ def _weight_grad_index(context: OpContext) -> int | None:
         return int(index)
     has_gradient = index < len(grads) and grads[index] is not None
     return int(index) if has_gradient and shape(grads[index]) == extents else None
+
+
+CONVOLUTION = re.compile(r"(conv_transpose|conv)([123])d")
+SPATIAL = re.compile(r"(?:conv_transpose|conv|max_pool|avg_pool|adaptive_avg_pool)[123]d")
+
+_SAME = {
+    "add": "add_ext add_scalar adds assign_add accumulate_n_v2",
+    "add_n": "addn",
+    "amax": "reduce_max",
+    "amin": "reduce_min",
+    "all": "reduce_all",
+    "any": "reduce_any",
+    "argmax": "argmax_ext arg_max_with_value",
+    "argmin": "argmin_ext arg_min_with_value",
+    "avg_pool2d": "avg_pool avg_pool2d",
+    "adaptive_avg_pool2d": "adaptive_avg_pool2d_ext adaptive_avg_pool_2d",
+    "batch_norm": "batch_norm_ext sync_batch_norm",
+    "bitwise_not": "logical_not",
+    "cat": "concat",
+    "clamp": "clamp_scalar clamp_tensor clip_by_value",
+    "conv1d": "conv1d_ext conv1d_padding",
+    "conv2d": "conv2d_ext conv2d_padding convolution",
+    "conv3d": "conv3d_ext conv3d_padding",
+    "conv_transpose2d": "conv2d_transpose conv2d_backprop_input",
+    "cross_entropy": "softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits "
+    "cross_entropy_loss",
+    "div": "divs divmod divmods real_div xdivy",
+    "dropout": "dropout_ext func_dropout_ext dropout_do_mask_ext",
+    "elu": "elu_ext",
+    "eq": "equal eq_scalar",
+    "expand": "broadcast_to expand_as",
+    "flip": "reverse_v2 reverse",
+    "floor_divide": "floor_div floor_div_scalar",
+    "ge": "greater_equal greater_equal_scalar",
+    "gelu": "ge_lu gelu_ext",
+    "getitem": "select_view select_ext_view slice slice_ext slice_ext_view strided_slice narrow narrow_view",
+    "group_norm": "group_norm_ext",
+    "gt": "greater",
+    "layer_norm": "layer_norm_ext layer_norm_v3",
+    "le": "less_equal",
+    "leaky_relu": "leaky_relu_ext",
+    "linear": "dense",
+    "log_softmax": "log_softmax_ext",
+    "lt": "less",
+    "matmul": "matmul_ext mm mm_ext bmm bmm_ext batch_mat_mul mat_mul matrix_multiply",
+    "max_pool2d": "max_pool max_pool_with_argmax_v2 max_pool_with_indices max_pool_with_mask",
+    "max_pool3d": "max_pool3d",
+    "mean": "reduce_mean mean_ext",
+    "mul": "muls",
+    "ne": "not_equal ne_scalar",
+    "neg": "negative",
+    "nll_loss": "nllloss nll_loss_2d",
+    "numpy": "asnumpy",
+    "one_hot": "one_hot_ext",
+    "permute": "transpose transpose_view",
+    "pow": "pow_tensor_scalar pow_scalar_tensor",
+    "prod": "reduce_prod prod_ext",
+    "prelu": "p_re_lu",
+    "relu": "re_lu",
+    "relu6": "re_lu6",
+    "remainder": "floor_mod remainder_tensor_tensor remainder_tensor_scalar mod",
+    "reshape": "view flatten flatten_ext view_as",
+    "setitem": "tensor_scatter_update",
+    "silu": "si_lu swish",
+    "split": "split_tensor split_with_size split_tensor_view split_with_size_view chunk chunk_view",
+    "squeeze": "squeeze_view",
+    "stack": "stack_ext",
+    "sub": "sub_ext sub_scalar subs assign_sub",
+    "sum": "reduce_sum sum_ext",
+    "to": "cast to_dtype",
+    "transpose": "transpose_ext_view swapaxes t t_ext",
+    "unbind": "unstack unstack_ext_view",
+    "unsqueeze": "expand_dims expand_dims_view",
+    "where": "select",
+}
+
+WORDS = {name: word for word, names in _SAME.items() for name in names.split()}
+"""The vocabulary's word by MindSpore's name of an operator, where they differ."""

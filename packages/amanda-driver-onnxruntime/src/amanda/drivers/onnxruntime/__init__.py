@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amanda.drivers.onnxruntime._driver import OnnxRuntimeDriver
-    from amanda.drivers.onnxruntime._instrument import instrument
+    from amanda.drivers.onnxruntime._file import instrument
     from amanda.drivers.onnxruntime._options import session_options
 
 __all__ = ["OnnxRuntimeDriver", "instrument", "session_options"]
 
 _HOMES = {
     "OnnxRuntimeDriver": "_driver",
-    "instrument": "_instrument",
+    "instrument": "_file",
     "session_options": "_options",
 }
 

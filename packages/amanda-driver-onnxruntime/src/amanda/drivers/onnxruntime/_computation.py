@@ -1,8 +1,9 @@
-"""A node as a function, for the `original` of a replacement and for static values."""
+"""Nodes computed by themselves: as `original` of a replacement, and on constants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto
 import onnxruntime
 
 from ._options import session_options
-from ._symbols import tensor_type
+from ._values import Array, OnnxSymbol, tensor_type
 
 if TYPE_CHECKING:
     from amanda.backend import Side
@@ -58,6 +59,7 @@ class Computation:
         """Return a session of a model with the node alone, for inputs of these dtypes."""
         node = NodeProto()
         node.CopyFrom(self._node)
+        # An empty name stands for an optional input that is left out.
         node.input[:] = ["" if array is None else f"i{i}" for i, array in enumerate(arrays)]
         inputs = [
             ValueInfoProto(name=f"i{i}", type=tensor_type(array.dtype, None))
@@ -71,3 +73,63 @@ class Computation:
         return onnxruntime.InferenceSession(
             model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
         )
+
+
+def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> Array | None:
+    """Return the result of a node that only rearranges a constant; None for other nodes and inputs."""
+    rearrange = REARRANGEMENTS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    if rearrange is None or any(symbol is None or symbol.constant is None for symbol in inputs) or not inputs:
+        return None
+    arrays = [symbol.constant for symbol in inputs if symbol is not None]
+    if arrays[0] is None or arrays[0].dtype.type.__module__ != "numpy":
+        return None
+    attributes = {symbol.name: onnx.helper.get_attribute_value(symbol) for symbol in node.attribute}
+    array = np.asarray(rearrange(*arrays, **attributes))
+    # The result may be a view of a weight.
+    array.flags.writeable = False
+    return array
+
+
+def _transpose(array: Any, perm: Any = None) -> Any:
+    return array.transpose(perm)
+
+
+def _reshape(array: Any, shape: Any, allowzero: int = 0) -> Any:
+    """Reshape as ONNX does: 0 keeps the input's extent there, unless `allowzero` is set."""
+    extents = [
+        # An extent of 0 keeps the input's extent, unless `allowzero` is set.
+        array.shape[i] if extent == 0 and not allowzero else int(extent)
+        for i, extent in enumerate(shape)
+    ]
+    return array.reshape(extents)
+
+
+def _flatten(array: Any, axis: int = 1) -> Any:
+    first = array.shape[: axis if axis >= 0 else array.ndim + axis]
+    return array.reshape(prod(first), prod(array.shape[len(first) :]))
+
+
+def _squeeze(array: Any, axes: Any = None) -> Any:
+    return array.squeeze(None if axes is None else tuple(int(axis) for axis in axes))
+
+
+def _unsqueeze(array: Any, axes: Any = ()) -> Any:
+    return np.expand_dims(array, tuple(int(axis) for axis in axes))
+
+
+REARRANGEMENTS: dict[str, Any] = {
+    "Identity": lambda array: array.view(),
+    "Transpose": _transpose,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+}
+"""For each op type that only rearranges elements, a function of its inputs and attributes."""
+
+_CASTS = frozenset({"Cast", "CastLike", "DequantizeLinear"})
+
+
+def keeps_elements(node: NodeProto) -> bool:
+    """Return True for a node that rearranges or casts its first input."""
+    return node.domain in ("", "ai.onnx") and (node.op_type in REARRANGEMENTS or node.op_type in _CASTS)

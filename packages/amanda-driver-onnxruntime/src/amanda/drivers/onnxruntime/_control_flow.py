@@ -13,13 +13,12 @@ from onnx import NodeProto
 from amanda.backend import Execution
 
 from ._items import GraphItem, RoutineCall
-from ._names import bodies_of
-from ._symbols import Symbol
-from ._values import as_array
+from ._values import OnnxSymbol, as_array, bodies_of
 
 if TYPE_CHECKING:
     from ._graph_runner import GraphRunner
 
+# Scan of opset 8 has a batch axis and sequence lengths, which later versions dropped.
 _RUNNABLE_SINCE = {"If": 1, "Loop": 1, "Scan": 9, "SequenceMap": 17}
 """Nodes that Python can run, with the first opset whose semantics are those of this module."""
 LOOPS = ("Loop", "Scan", "SequenceMap")
@@ -39,11 +38,11 @@ class ControlFlowBody:
     symbol: returns the symbol of a value.  constants: its initializers.
     """
 
-    inputs: Sequence[Symbol]
+    inputs: Sequence[OnnxSymbol]
     outputs: Sequence[str]
-    declared: Sequence[Symbol]
+    declared: Sequence[OnnxSymbol]
     items: Sequence[GraphItem]
-    symbol: Callable[[str], Symbol]
+    symbol: Callable[[str], OnnxSymbol]
     constants: Mapping[str, Any]
 
     @property
@@ -153,8 +152,10 @@ def _run_loop(
     body, run = flow.bodies["body"], runner("body")
     # Limit and condition are optional inputs.
     limit, condition, *carried = (*inputs, None, None) if len(inputs) < 2 else inputs
+    # ONNX allows scalars and tensors with one element for both.
     limit_rounds = np.inf if limit is None else int(np.asarray(limit).reshape(()))
     goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))
+    # The session of the body refuses an input of another rank than the body declares.
     number, flag = (_scalar_maker(symbol) for symbol in body.inputs[:2])
     rows: list[list[Any]] = [[] for _ in body.outputs[1 + len(carried) :]]
     i = 0
@@ -223,16 +224,18 @@ def _run_sequence_map(
 _RUNNERS = {"If": _run_if, "Loop": _run_loop, "Scan": _run_scan, "SequenceMap": _run_sequence_map}
 
 
-def _scalar_maker(symbol: Symbol) -> Callable[[Any, Any], Any]:
+def _scalar_maker(symbol: OnnxSymbol) -> Callable[[Any, Any], Any]:
     """Return a function that makes scalars of the rank that a body declares: 0, or 1 with extent 1."""
     shape = (1,) * (symbol.ndim or 0)
     return lambda value, dtype: np.full(shape, value, dtype)
 
 
-def _stack_rounds(rows: Sequence[Any], symbol: Symbol, axis: int) -> Any:
+def _stack_rounds(rows: Sequence[Any], symbol: OnnxSymbol, axis: int) -> Any:
     """Stack values along a new axis; without rounds, unknown extents are 0 as in ONNX Runtime."""
     if rows:
+        # A negative axis counts in the result, which has one axis more than the values.
         return np.stack([np.asarray(value) for value in rows], axis if axis >= 0 else axis + 1 + rows[0].ndim)
+    # Without a value the declared type alone tells shape and dtype.
     extents = [extent or 0 for extent in symbol.shape or ()]
     extents.insert(axis if axis >= 0 else len(extents) + 1 + axis, 0)
     return np.zeros(extents, symbol.dtype or np.float32)

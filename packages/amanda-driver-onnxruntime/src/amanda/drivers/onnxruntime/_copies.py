@@ -8,15 +8,14 @@ from typing import Any
 
 import onnx
 
-from amanda.backend import Execution, Uninstrumented
+from amanda.backend import CannotInstrument, Execution
 
 from ._control_flow import nodes_within
 from ._graph_runner import GraphRunner
 from ._model import Model
 from ._rewrite import ModelRewriting
 from ._sessions import SessionFactory
-from ._symbols import Symbol
-from ._values import as_array
+from ._values import OnnxSymbol, as_array
 
 _RANDOM_OPS = (
     "Bernoulli",
@@ -31,7 +30,7 @@ _RANDOM_OPS = (
 class ModelCopy:
     """The instrumented copy of a session's model: routines, and sessions for the nodes between them.
 
-    Raises Uninstrumented where ONNX Runtime refuses the copy.
+    Raises CannotInstrument where ONNX Runtime refuses the copy.
     """
 
     def __init__(self, session: Any, rewriting: ModelRewriting) -> None:
@@ -43,6 +42,7 @@ class ModelCopy:
                 rewriting.report(state, "its kernel holds it, and a copy's begins anew")
         constants = {**model.constants, **rewriting.constants}
         sparse = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
+        # A run may override a default, so no session may hold it as a constant.
         constant_names = {*constants, *sparse} - model.overridable
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
         fetched = set(self.outputs.values())
@@ -57,8 +57,10 @@ class ModelCopy:
                 rewriting.free,
             )
         except Exception as error:
-            raise Uninstrumented("a session", f"ONNX Runtime refuses the copy: {error}") from error
-        self._inputs: dict[str, Symbol] = {name: symbol(name) for name in (*model.inputs, *model.overridable)}
+            raise CannotInstrument("a session", f"ONNX Runtime refuses the copy: {error}") from error
+        self._inputs: dict[str, OnnxSymbol] = {
+            name: symbol(name) for name in (*model.inputs, *model.overridable)
+        }
         self._defaults = {name: constants[name] for name in model.overridable}
 
     def fits(self, names: Sequence[str], feed: Mapping[str, Any]) -> bool:
@@ -80,14 +82,14 @@ class ModelCopy:
 def model_of(session: Any) -> Model:
     """Read the model of a session, from its path or its bytes.
 
-    Raises Uninstrumented where the model is out of reach.
+    Raises CannotInstrument where the model is out of reach.
     """
     path, data = session._model_path, session._model_bytes
     overridable = [argument.name for argument in session.get_overridable_initializers()]
     # The ORT format has an optimized graph of its own, which the onnx package cannot read.
     if path is not None and (not Path(path).exists() or str(path).endswith(".ort")):
         state = "in ORT format" if Path(path).exists() else "not there any more"
-        raise Uninstrumented("a session", f"its model {path} is {state}")
+        raise CannotInstrument("a session", f"its model {path} is {state}")
     try:
         model = (
             Model.of_file(path, overridable)
@@ -95,7 +97,7 @@ def model_of(session: Any) -> Model:
             else Model(onnx.load_from_string(data), "", overridable)
         )
     except Exception as error:
-        raise Uninstrumented("a session", f"its model cannot be read: {error}") from error
+        raise CannotInstrument("a session", f"its model cannot be read: {error}") from error
     names_in_model = model.inputs, model.outputs
     names_in_session = (
         [argument.name for argument in session.get_inputs()],
@@ -104,7 +106,7 @@ def model_of(session: Any) -> Model:
     # The file may have been replaced after the session was created; its routines would be at the wrong ops.
     if names_in_model != names_in_session:
         reason = f"{names_in_model}, not {names_in_session}"
-        raise Uninstrumented(
+        raise CannotInstrument(
             "a session", f"its model {path} has changed since the session was made: {reason}"
         )
     model.infer_types(SessionFactory(session, model).types)

@@ -16,13 +16,13 @@ from onnx.defs import OpSchema, SchemaError
 from amanda import backend
 from amanda.backend import Namespace, OpFacts, Side
 
-from ._symbols import Symbol, read_value
+from ._values import OnnxSymbol, read_value
 
 OWN_DOMAINS = ("", "ai.onnx", "com.microsoft")
 """Domains whose op types have no prefix."""
 
 
-class Operation(backend.Operation):
+class OnnxOperation(backend.Operation):
     """A node; equal to each other object for the same node.
 
     type: ONNX' name for the computation ("Conv"), or "domain::type" for a custom op.
@@ -70,7 +70,7 @@ def facts_of(
 ) -> OpFacts:
     """Return the facts of a node.  names: of its inputs.  graph: the identity of its graph."""
     metadata = {entry.key: entry.value for entry in node.metadata_props}
-    operation = Operation(node, name, graph)
+    operation = OnnxOperation(node, name, graph)
     roots = tuple(symbol.root for symbol in inputs.symbols if symbol is not None and symbol.root is not None)
     parameter_positions = [
         i for i, value in enumerate(inputs.values) if _initializer_key(graph, value) is not None
@@ -86,7 +86,7 @@ def facts_of(
 
 def _initializer_key(graph: Hashable, value: Any) -> tuple[Hashable, str] | None:
     """Return a key of the initializer that a value is computed from alone: graph and name; else None."""
-    return (graph, value.root) if isinstance(value, Symbol) and value.root is not None else None
+    return (graph, value.root) if isinstance(value, OnnxSymbol) and value.root is not None else None
 
 
 def scope_of(name: str, metadata: Mapping[str, str]) -> str:
@@ -163,6 +163,7 @@ def output_layout(node: onnx.NodeProto, opsets: Opsets) -> Layout:
     return _layout(schema.outputs if schema else (), len(node.output))
 
 
+# A graph has many nodes and few op types.
 @cache
 def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
     """Return the schema of an op type; None if ONNX has none, as for custom ops."""
@@ -178,6 +179,8 @@ def _layout(parameters: Sequence[Any], count: int) -> Layout:
     names: list[str] = []
     sizes: list[int | None] = []
     for parameter in parameters:
+        # Optional values at the end may be left out, and the last parameter may stand for any number of
+        # values.
         remaining = count - len(sizes)
         if parameter.option == OpSchema.FormalParameterOption.Variadic:
             return (*names, parameter.name), (*sizes, remaining)

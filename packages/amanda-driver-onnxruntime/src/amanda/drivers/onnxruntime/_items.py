@@ -12,7 +12,7 @@ import onnx
 from amanda.backend import Action, Execution, Insertion
 from amanda.errors import RoutineError
 
-from ._names import names_read
+from ._values import names_read
 
 
 class TypedInsertion(Insertion):
@@ -60,14 +60,18 @@ class TypedInsertion(Insertion):
             size = sizes[position]
             kinds = [next(dtypes) for _ in range(1 if size is None else size)]
             value = values[position]
+            # A list is one value where the graph has a sequence, and several where an input is variadic.
             is_single = (size is None and kinds[0] is None) or not isinstance(value, (list, tuple))
             flat += [value] if is_single else value
         return flat
 
 
 def _is_same(value: Any, before: Any) -> bool:
+    """Return True if a value, and each element of a list, is the object that it was before."""
     if isinstance(value, (list, tuple)) and isinstance(before, (list, tuple)):
         return len(value) == len(before) and all(map(_is_same, value, before))
+    # By identity: `==` of arrays would compare elements, and a routine that changes nothing returns what it
+    # got.
     return value is before
 
 

@@ -26,9 +26,8 @@ from onnx.external_data_helper import ExternalDataInfo
 import onnxruntime
 from amanda.files import file_beside
 
-from ._names import bodies_of, captured
 from ._options import session_options
-from ._symbols import Array, Symbol, tensor_type
+from ._values import Array, OnnxSymbol, bodies_of, captured, tensor_type
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
 """Returns the types of named values of a model, whose large initializers are passed as arrays."""
@@ -115,16 +114,16 @@ class Model:
                 model.graph.input.append(ValueInfoProto(name=name, type=types[name]))
         return model
 
-    def symbol(self, name: str) -> Symbol:
+    def symbol(self, name: str) -> OnnxSymbol:
         """Return the symbol of a value of the outermost graph."""
         constant = self.constants.get(name)
         type = self.types.get(name)
         if constant is None:
-            return Symbol(name, type)
+            return OnnxSymbol(name, type)
         type = type if is_typed(type) else tensor_type(constant.dtype, constant.shape)
         if name in self.overridable:
-            return Symbol(name, type, default=constant, root=name)
-        return Symbol(name, type, constant, root=name)
+            return OnnxSymbol(name, type, default=constant, root=name)
+        return OnnxSymbol(name, type, constant, root=name)
 
     def _copy_without_values(self, proto: ModelProto, folder: str) -> ModelProto:
         """Copy a model; move the values of its initializers into `constants`."""
@@ -215,9 +214,9 @@ def initializer_of(name: str, array: Array) -> TensorProto:
 
 
 def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
-    """Return the value of a Constant node; None for other nodes, and for values that are no dense tensor.
+    """Return the value of a Constant node; None for other nodes, and for values that are not dense tensors.
 
-    folder: the folder with its external data.
+    folder: the folder with the external data of the model.
     """
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
         return None

@@ -16,15 +16,15 @@ from onnx import GraphProto, NodeProto
 from amanda.backend import Insertion, NotTraceable, OpFacts, Rewriter, Rewriting, Side, Value, digest
 from amanda.errors import RoutineError
 
-from ._computation import Computation, computation_of
+from ._computation import Computation, computation_of, keeps_elements, rearrange_constant
 from ._control_flow import LOOPS, ControlFlowBody, ControlFlowNode, is_runnable
 from ._facts import facts_of, input_layout, output_layout
 from ._items import ComputedNode, GraphItem, RoutineCall, TypedInsertion
 from ._model import Model, array_of, constant_of, is_all_typed, types_in
-from ._rearrangements import keeps_elements, rearrange_constant
-from ._symbols import Array, Symbol
 from ._tracing import NodeRecorder, TracedArray
+from ._values import Array, OnnxSymbol
 
+# A model may have been instrumented before; the numbers of new names go on where the earlier ones end.
 _AMANDA_NAME = re.compile(r"amanda/[a-z]+(\d+)")
 
 
@@ -47,7 +47,7 @@ class ModelRewriting(Rewriting):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.last_number = _last_number(self.model.proto.graph)
-        self.symbol: Callable[[str], Symbol] = self.model.symbol
+        self.symbol: Callable[[str], OnnxSymbol] = self.model.symbol
 
     def run(self) -> None:
         """Analyse each node, and put the recorded actions among the nodes."""
@@ -82,7 +82,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         self,
         graph: GraphProto,
         rewriting: ModelRewriting,
-        symbol: Callable[[str], Symbol],
+        symbol: Callable[[str], OnnxSymbol],
         path: tuple[str, ...] = (),
         current: dict[str, str] | None = None,
         calls_python: bool = True,
@@ -94,7 +94,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         self.depth = depth
         self.items: list[GraphItem] = []
         self._outer_symbol = symbol
-        self._symbols: dict[str, Symbol] = {}
+        self._symbols: dict[str, OnnxSymbol] = {}
         if path:
             self._declare()
 
@@ -102,8 +102,9 @@ class OnnxRewriter(Rewriter[NamedNode]):
         """Return the nodes in the order of the graph, which is topological."""
         return map(NamedNode, self.graph.node, _unique_names(self.graph.node))
 
-    def symbol(self, name: str) -> Symbol:
+    def symbol(self, name: str) -> OnnxSymbol:
         """Return the symbol of a value of this graph, or of a graph around."""
+        # Each value has one symbol, since tools recognise a value by it.
         symbol = self._symbols.get(name)
         if symbol is None:
             symbol = self._outer_symbol(name)
@@ -132,6 +133,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
 
     def keep(self, node: NamedNode, inputs: Side, outputs: Side) -> None:
         """Add a copy of a node; a node that only rearranges a constant is computed here instead."""
+        # A copy, since the model is rewritten again for other tools.
         self._copied_node = copy = NodeProto()
         copy.CopyFrom(node.proto)
         copy.input[:] = inputs.refs
@@ -139,7 +141,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         if array is not None:
             name, source = copy.output[0], inputs.symbols[0]
             root = None if source is None else source.root
-            self._symbols[name] = outputs.symbols[0] = Symbol.of_array(name, array, root)
+            self._symbols[name] = outputs.symbols[0] = OnnxSymbol.of_array(name, array, root)
             # A constant in a body cannot be a constant of the model: other bodies may use the same name.
             if not self.rewriting.written and not self.path:
                 self.rewriting.constants[name] = array
@@ -157,6 +159,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         result.root = operands[0].root
         make_computation = computation_of(node.proto, inputs, self.rewriting.model)
         are_static = all(symbol.constant is not None or symbol.compute for symbol in operands)
+        # Computed when a tool reads the value, not for each weight that a graph casts or rearranges.
         if make_computation is not None and are_static:
             result.compute = partial(_compute_constant, make_computation, list(inputs.symbols))
 
@@ -176,19 +179,20 @@ class OnnxRewriter(Rewriter[NamedNode]):
                 )
         if any(body.calls_python for body_list in bodies.values() for body in body_list):
             runnable = ControlFlowNode(copied_node, {name: body for name, (body,) in bodies.items()})
+            # Routines after the node may follow the node among the items, so it need not be the last one.
             is_copy = (isinstance(item, ComputedNode) and item.node is copied_node for item in self.items)
             self.items[list(is_copy).index(True)] = runnable
 
-    def can_give(self, symbol: Symbol | None) -> bool:
+    def can_give(self, symbol: OnnxSymbol | None) -> bool:
         """Return True for a tensor, a sequence of tensors and an optional tensor."""
         return symbol is not None and symbol.holds_tensors
 
-    def can_replace(self, symbol: Symbol | None) -> bool:
+    def can_replace(self, symbol: OnnxSymbol | None) -> bool:
         """Return True for a tensor."""
         return symbol is not None and symbol.is_tensor
 
     def formed(
-        self, place: Insertion, symbols: Sequence[Symbol | None], inputs_side: Side, outputs_side: Side
+        self, place: Insertion, symbols: Sequence[OnnxSymbol | None], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
         """Set the dtypes of an insertion's results."""
         assert isinstance(place, TypedInsertion)
@@ -196,7 +200,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         place.depth = self.depth
         return place
 
-    def constant(self, symbol: Symbol | None) -> Any:
+    def constant(self, symbol: OnnxSymbol | None) -> Any:
         """Return the constant of a value; for a file, also a value computed from initializers alone."""
         if symbol is None:
             return None
@@ -207,11 +211,11 @@ class OnnxRewriter(Rewriter[NamedNode]):
         name = self.rewriting.new_name("constant")
         self.rewriting.constants[name] = constant
         self.rewriting.changed = True
-        self._symbols[name] = symbol = Symbol.of_array(name, constant)
+        self._symbols[name] = symbol = OnnxSymbol.of_array(name, constant)
         return Value(name, symbol)
 
     def inline(
-        self, place: Insertion, values: Sequence[Value], symbols: Sequence[Symbol], side: Side
+        self, place: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
     ) -> list[Value]:
         """Record routines as nodes, and add these.
 
@@ -233,7 +237,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
             array = value if isinstance(value, TracedArray) else recorder.constant(np.asarray(value, dtype))
             traced_results.append(array.astype(dtype))
         recorded_symbols = {
-            array.name: Symbol(array.name, array.type, recorder.constants.get(array.name))
+            array.name: OnnxSymbol(array.name, array.type, recorder.constants.get(array.name))
             for array in recorder.values
         }
         self.items += [ComputedNode(node) for node in recorder.nodes]
@@ -243,7 +247,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return [Value(array.name, recorded_symbols[array.name]) for array in traced_results]
 
     def call(
-        self, place: Insertion, values: Sequence[Value], symbols: Sequence[Symbol], side: Side
+        self, place: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
     ) -> list[Value]:
         """Add routines that Python runs between two sessions."""
         rewriting = self.rewriting
@@ -271,16 +275,18 @@ class OnnxRewriter(Rewriter[NamedNode]):
             # A value of the body hides a renamed value of the same name outside.
             self.current.pop(name, None)
             root = "/".join((*self.path, name)) if name in values else None
-            self._symbols[name] = Symbol(name, types.get(name), values.get(name), root=root)
+            self._symbols[name] = OnnxSymbol(name, types.get(name), values.get(name), root=root)
 
     def _rewrite_body(
         self, graph: GraphProto, path: tuple[str, ...], calls_python: bool, op_type: str
     ) -> ControlFlowBody:
         """Rewrite a graph in place, unless routines in it call Python; return it as a body."""
         depth = self.depth + (op_type in LOOPS)
-        inputs = [Symbol(value.name, value.type if value.HasField("type") else None) for value in graph.input]
+        inputs = [
+            OnnxSymbol(value.name, value.type if value.HasField("type") else None) for value in graph.input
+        ]
         declared = [
-            Symbol(value.name, value.type if value.HasField("type") else None) for value in graph.output
+            OnnxSymbol(value.name, value.type if value.HasField("type") else None) for value in graph.output
         ]
         constants = {tensor.name: array_of(tensor) for tensor in graph.initializer}
         rewriter = OnnxRewriter(graph, self.rewriting, self.symbol, path, self.current, calls_python, depth)
@@ -309,7 +315,9 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return Side(names, [self.symbol(name) if name else None for name in names], sizes, left_out)
 
 
-def _compute_constant(make_computation: Callable[[], Computation], symbols: Sequence[Symbol | None]) -> Array:
+def _compute_constant(
+    make_computation: Callable[[], Computation], symbols: Sequence[OnnxSymbol | None]
+) -> Array:
     """Compute a node from static values."""
     values = [None if symbol is None else symbol.static_value for symbol in symbols]
     array: Array = np.asarray(make_computation()(values))
@@ -317,7 +325,7 @@ def _compute_constant(make_computation: Callable[[], Computation], symbols: Sequ
     return array
 
 
-def _as_traced(recorder: NodeRecorder, ref: str, symbol: Symbol | None) -> TracedArray:
+def _as_traced(recorder: NodeRecorder, ref: str, symbol: OnnxSymbol | None) -> TracedArray:
     if symbol is None or symbol.type is None or not symbol.is_tensor:
         raise NotTraceable(f"{ref} is no tensor, or of a type that is not known before it runs")
     return recorder.value(ref, symbol.type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -13,10 +13,10 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 import onnxruntime
 
 from ._model import Model, add_outputs, array_of, initializer_of, output_types
-from ._names import bodies_of
-from ._schedule import ScheduledStep
-from ._symbols import Symbol, tensor_type
-from ._values import as_array
+from ._values import OnnxSymbol, as_array, bodies_of, tensor_type
+
+if TYPE_CHECKING:
+    from ._graph_runner import ScheduledStep
 
 _BUILT_IN = frozenset(
     {"", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft",
@@ -50,6 +50,8 @@ class PartSession:
         feed = {}
         for name, (session_name, dtype) in self._inputs.items():
             value = as_array(values[name])
+            # The Python interface of ONNX Runtime takes dtypes of NumPy alone. Values of others pass in a
+            # wider dtype, and a Cast in the session restores the dtype.
             feed[session_name] = value if dtype is None else value.astype(carrier_dtype(dtype))
         # The native session is called, since the stand-ins would take this run for one of the user's.
         results = self._session._sess.run(self._fetched, feed, options)
@@ -82,7 +84,11 @@ class SessionFactory:
         return options
 
     def part_session(
-        self, step: ScheduledStep, symbol: Callable[[str], Symbol], constants: Mapping[str, Any], free: bool
+        self,
+        step: ScheduledStep,
+        symbol: Callable[[str], OnnxSymbol],
+        constants: Mapping[str, Any],
+        free: bool,
     ) -> PartSession:
         """Return the session of a step.
 
@@ -92,6 +98,7 @@ class SessionFactory:
         input_names = set(self._model.inputs) | self._model.overridable
         inputs, outputs = passed_values(step.inputs, symbol), passed_values(step.outputs, symbol)
         for name, (session_name, dtype) in inputs.items():
+            # Inputs of the model keep the extents that it declares: `ModelCopy.fits` has checked them.
             passed_symbol = symbol(name).like(name, shape_is_kept=not free or name in input_names)
             type = (
                 passed_symbol.type
@@ -148,6 +155,7 @@ class SessionFactory:
         with self._session_settings() as options:
             if external:
                 options.add_external_initializers(list(external), list(external.values()))
+            # No fallback: the copy runs on the providers of the user's session, or is refused.
             session = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, self._providers, self._provider_options, enable_fallback=0
             )
@@ -185,7 +193,7 @@ def _is_custom(node: NodeProto) -> bool:
     return any(_is_custom(inner) for body in bodies_of(node) for inner in body.node)
 
 
-def passed_values(names: Sequence[str], symbol: Callable[[str], Symbol]) -> PassedValues:
+def passed_values(names: Sequence[str], symbol: Callable[[str], OnnxSymbol]) -> PassedValues:
     """Return the names and dtypes with which values pass into a session, or out of it."""
     dtypes = {name: symbol(name).dtype for name in names}
     return {

@@ -10,13 +10,13 @@ import numpy as np
 from amanda.backend import Reads, UnwrittenTensors
 from amanda.errors import MutationError, RoutineError
 
-from ._symbols import Symbol
 from ._tracing import TracedArray
+from ._values import OnnxSymbol
 
-_TENSORS = (np.ndarray, np.generic, TracedArray, Symbol)
+_TENSORS = (np.ndarray, np.generic, TracedArray, OnnxSymbol)
 
 
-class GraphTensors(UnwrittenTensors):
+class OnnxTensorOps(UnwrittenTensors):
     """Tensor primitives of ONNX Runtime, which has no backward pass."""
 
     def is_tensor(self, value: Any) -> bool:
@@ -36,6 +36,7 @@ class GraphTensors(UnwrittenTensors):
         try:
             return func(*values, **kwargs)
         except ValueError as error:
+            # NumPy has no exception of its own for a write into a read-only array.
             if "read-only" not in str(error):
                 raise
             raise MutationError(
@@ -55,6 +56,7 @@ class GraphTensors(UnwrittenTensors):
         original_dtype, value_dtype = original.dtype, value.dtype
         if original_dtype == value_dtype:
             return value
+        # A cast from complex would drop the imaginary part without notice.
         if (original_dtype.kind == "c") != (value_dtype.kind == "c"):
             raise RoutineError(
                 f"a routine returned {value_dtype.name} where {original_dtype.name} was given; it may not "
@@ -70,11 +72,12 @@ class GraphTensors(UnwrittenTensors):
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """Return True for a floating or complex dtype, also of ml_dtypes."""
+    # The dtypes of ml_dtypes, such as bfloat16, have NumPy's kind "V", so their names decide.
     return dtype.kind in "fc" or dtype.name.startswith(("bfloat", "float"))
 
 
 def _describe(value: Any, rank_alone: bool) -> Hashable:
-    if isinstance(value, Symbol):
+    if isinstance(value, OnnxSymbol):
         return (value.dtype and value.dtype.name, value.ndim) if rank_alone else value.shape
     return tuple([_describe(element, rank_alone) for element in value]) if isinstance(value, list) else None
 
@@ -92,5 +95,6 @@ def _shapes_agree(shape: Any, other_shape: Any) -> bool:
 class NumpyReads(Reads):
     """Reads with the plain values of NumPy."""
 
+    # Scalars of NumPy are compared by value, arrays by identity.
     plain: ClassVar[Any] = (*Reads.plain, np.dtype, np.generic)
     opaque: ClassVar[frozenset[str]] = Reads.opaque | {"ml_dtypes", "onnx", "onnxruntime"}

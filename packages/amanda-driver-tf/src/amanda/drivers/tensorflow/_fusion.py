@@ -54,6 +54,7 @@ def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
 
 
 def _check_that_onednn_does_not_fuse() -> None:
+    """Raise DriverError if oneDNN is on."""
     # The optimizer's options do not reach oneDNN, which fuses in a pass of its own.
     if _pywrap_util_port.IsMklEnabled():
         raise DriverError(

@@ -7,7 +7,7 @@ from typing import Any
 from amanda import backend
 
 
-class Operation(backend.Operation):
+class TensorFlowOperation(backend.Operation):
     """An operation; equal to each other object for the same operation, in any mode.
 
     type: TensorFlow's name for the computation ("Conv2D").  name: the node's name, or the type where there is

@@ -9,6 +9,8 @@ from amanda.errors import DriverError
 
 TESTED_VERSIONS = ("2.16", "2.18", "2.20", "2.21")
 
+# Private names of TensorFlow. A mode looks all of its names up before it patches anything, so that a version
+# without one of them leaves the mode off as a whole, and the other modes on.
 _ENGINE = (
     "eager.context:Context.add_function_def",
     "eager.context:Context.get_function_def",

@@ -1,18 +1,22 @@
-"""Primitives of tensors: isolation from the tape, the straight-through edge, signatures."""
+"""Primitives of tensors: the straight-through edge, signatures, isolation from the program's tapes."""
 
+from __future__ import annotations
+
+import functools
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from amanda.backend import Attributes
 from amanda.errors import RoutineError
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import backprop
 from tensorflow.python.framework.ops import EagerTensor
 
-from ._recording import Unrecorded
 
-
-class TensorFlowTensors:
-    """`TensorOps` for eager tensors; `GraphTensors` derives from it."""
+class EagerTensorOps:
+    """`TensorOps` for eager tensors; `GraphTensorOps` derives from it."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a tensor or a variable."""
@@ -59,7 +63,7 @@ class TensorFlowTensors:
             "assigned instead"
         )
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return the value: a tensor does not hold the tape that it is on."""
         return value
 
@@ -67,6 +71,8 @@ class TensorFlowTensors:
         """Return a differentiable copy of a tensor, or the same handle of a variable."""
         return tf.identity(value) if isinstance(value, tf.Tensor) and value.dtype != tf.resource else value
 
+    # A hot path: native calls for eager tensors, which nearly all values are, and lists, since a tuple is
+    # made from a list faster than from a generator.
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """Return dtype, rank and device of each tensor, also in lists."""
         return tuple(
@@ -94,6 +100,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _shape(value: Any) -> Hashable:
+    """Return the shape of a tensor, or of each in a list; None for an unknown rank and other values."""
     if isinstance(value, (tf.Tensor, tf.Variable)):
         return None if value.shape.rank is None else tuple(value.shape.as_list())
     if isinstance(value, (list, tuple)):
@@ -126,3 +133,66 @@ def cast_like(original: Any, value: Any) -> Any:
             )
         return tf.cast(value, original_dtype)
     return value
+
+
+class _UnrecordedDepth(threading.local):
+    """The number of open `Unrecorded` contexts of a thread."""
+
+    depth = 0
+
+
+_unrecorded = _UnrecordedDepth()
+
+
+class Unrecorded:
+    """Context in which no gradient tape or forward accumulator records; faster than `tape.stop_recording`."""
+
+    __slots__ = ("_was_stopped",)
+
+    def __enter__(self) -> None:
+        stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        self._was_stopped = stopped
+        _unrecorded.depth += 1
+        if not stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+    def __exit__(self, *_: object) -> None:
+        stopped, self._was_stopped = self._was_stopped, None
+        _unrecorded.depth -= 1
+        if not stopped:
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+
+    def __del__(self) -> None:
+        # An interrupt may come between the end of the body and `__exit__`, and would leave recording off.
+        if getattr(self, "_was_stopped", None) is not None:
+            self.__exit__()
+
+
+def allow_tapes_in_routines(attributes: Attributes) -> None:
+    """Make a tape that a routine opens record while it is open.
+
+    TensorFlow stops and restarts recording for all tapes of a thread at once. So the program's tapes record
+    the routine's ops, too; these do not count, since the routine's result is cut off from the ops that
+    computed it.
+    """
+    # Recording is stopped in native code, which has no switch for a single tape.
+    push, pop = backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
+
+    @functools.wraps(push)
+    def _push_tape(tape: Any) -> None:
+        if _unrecorded.depth and pywrap_tfe.TFE_Py_TapeSetIsStopped():
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+            # The tape remembers that it restarted recording: tapes may be closed in another order than they
+            # were opened.
+            tape._amanda_restarted = True
+        push(tape)
+
+    @functools.wraps(pop)
+    def _pop_tape(tape: Any) -> None:
+        pop(tape)
+        if getattr(tape, "_amanda_restarted", False):
+            tape._amanda_restarted = False
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+    attributes.set(backprop.GradientTape, "_push_tape", _push_tape)
+    attributes.set(backprop.GradientTape, "_pop_tape", _pop_tape)

@@ -244,7 +244,7 @@ class _BackwardPass:
             self._steps.append(trace)
             order = mark.order + 1
             step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, order, mark.shapes)
-            if step.wanted or self._create_graph:
+            if step.has_work or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _StepHooks(step, mark, self._driver, self._drop_values_after_last)
                 keep((node, node.register_prehook(hooks.before)))

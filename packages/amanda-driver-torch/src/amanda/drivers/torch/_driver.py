@@ -355,7 +355,7 @@ class DriverForUnfinishedResult(DriverOutsideModes):
         return call_alone(func, values, kwargs, overrides=False)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` in the place of `original`, as an instance of its class."""
+        """Return `value` in place of `original`, as an instance of the class of `original`."""
         return as_class_of(original, super().straight_through(original, value))  # type: ignore[no-any-return]
 
 

@@ -78,7 +78,7 @@ WITH_SUBCLASSES, MODES_ONLY = ProgramModes(), ProgramModes(subclasses=False)
 
 
 def current_overrides() -> ProgramModes | None:
-    """Return the function overrides that are in force; None if torch's functions call no override."""
+    """Return the active `__torch_function__` overrides; None if all overrides are disabled."""
     if _overrides_enabled():
         return WITH_SUBCLASSES
     return None if _all_overrides_disabled() else MODES_ONLY

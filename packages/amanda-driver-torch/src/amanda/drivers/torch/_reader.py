@@ -80,7 +80,7 @@ def make_reader(
 
 
 _READS_NOTHING = (
-    "native code cannot read the tensors of torch %s, so that routines take a multiple of the time: %s; "
+    "native code cannot read the tensors of torch %s, so routines are several times slower: %s; "
     "a version of amanda-driver-torch for this torch can: pip install --upgrade amanda-driver-torch"
 )
 _READS_SLOWLY = (

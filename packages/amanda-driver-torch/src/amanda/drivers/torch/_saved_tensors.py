@@ -156,7 +156,7 @@ def end_traceback_in_torch(error: BaseException) -> None:
 
 
 def has_hooks() -> bool:
-    """Return True if the user has hooks on tensors that are saved."""
+    """Return True inside `saved_tensors_hooks` of the user."""
     return _program_hooks() is not None
 
 

@@ -129,9 +129,9 @@ DEPRECATED_ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def signatures(called: Any) -> tuple[Signature, ...]:
-    """Return the signatures of a target's callable, an OpOverload, its packet or an autograd.Function.
+    """Return the signatures of an intercepted function, OpOverload(Packet) or autograd.Function.
 
-    Empty if the signatures are unknown.
+    The tuple is empty if they are unknown.
     """
     target = by_callable().get(called)
     if target is not None:

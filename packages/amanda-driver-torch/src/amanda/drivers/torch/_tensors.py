@@ -144,7 +144,7 @@ class TorchTensors:
         results = [value for value in outputs if isinstance(value, torch.Tensor)]
         return SavedAtNodes(tensors, [*tensors, *results])
 
-    def kept(self, value: Any) -> Any:
+    def storable(self, value: Any) -> Any:
         """Return a tensor without its graph, also if it gets a graph later; a leaf is returned as it is.
 
         So is a tensor that cannot be detached: under `is_grads_batched`, or of a class that raises.
@@ -158,7 +158,7 @@ class TorchTensors:
             except Exception:
                 return value
         if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
-            return [self.kept(item) for item in value]
+            return [self.storable(item) for item in value]
         return value
 
     def copied(self, value: Any) -> Any:

@@ -7,9 +7,9 @@ path, *_ = tool.paths()
 print(tool.result)
 """
 
-from amanda.tools.effective_path._path import EffectivePath, Layer, PathError, union
-from amanda.tools.effective_path._terms import Rule, Step, Terms, leading
-from amanda.tools.effective_path._tool import EffectivePathResult, EffectivePathTool
+from amanda.tools.effective_path._path import EffectivePath, EffectivePathResult, Layer, PathError, union
+from amanda.tools.effective_path._rules import Rule, Step, Terms, leading
+from amanda.tools.effective_path._tool import EffectivePathTool
 
 __all__ = [
     "EffectivePath",

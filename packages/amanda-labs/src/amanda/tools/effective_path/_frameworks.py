@@ -10,8 +10,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
-from amanda.tools.effective_path._rules import FIRST, WINDOWED
-from amanda.tools.effective_path._terms import OUTSIDE, Indices, InputIndex
+from amanda.tools.effective_path._rules import FIRST, OUTSIDE, WINDOWED, Indices, InputIndex
 from amanda.tools.kit import tensors_of, windows_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import are_transposed, local, spatial_axes
@@ -38,6 +37,7 @@ def jax_attributes(context: amanda.OpContext) -> Mapping[str, Any]:
 
 def _dot_equation(ranks: Sequence[int], contracted: Sequence[Any], batch: Sequence[Any]) -> str:
     """Return the einsum equation of a dot_general; contracted, batch: its axes in both factors."""
+    # Axes that both factors have get one letter; the letters that are free are those of one factor alone.
     letters = iter(ascii_letters)
     names = [[""] * rank for rank in ranks]
     shared = []
@@ -60,6 +60,7 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
 
     def broadcast(a: NDArray[Any]) -> NDArray[Any]:
         extents = [1] * len(parameters["shape"])
+        # JAX names the axes of the result that the operand's axes become; all others are new.
         for axis, size in zip(parameters["broadcast_dimensions"], a.shape, strict=True):
             extents[axis] = size
         return np.broadcast_to(a.reshape(extents), parameters["shape"])
@@ -72,6 +73,7 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
         pairs = [(low, high) for low, high, _ in parameters["padding_config"]]
+        # Padding between elements, and cropping, move elements in a way that np.pad has no form for.
         if any(inner for *_, inner in parameters["padding_config"]) or min(map(min, pairs), default=0) < 0:
             raise NotImplementedError(f"a pad by {parameters['padding_config']}")
         return np.pad(a, pairs, constant_values=-1)
@@ -85,7 +87,6 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
 Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
 """Function that moves the elements of an array as an op moves the elements of its input."""
 
-_TRANSPOSE_ATTRIBUTES = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
 _NON_NUMERIC_DTYPES = ("resource", "variant", "string", "complex")
 _FUSED_TYPES = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
@@ -95,6 +96,7 @@ def array(tensor: Any) -> NDArray[Any] | None:
     if getattr(tensor, "is_nested", False) or getattr(tensor, "is_meta", False):
         return None
     host_array = np.array(tensors_of(tensor).to_numpy(local(tensor)))
+    # Element types of ml_dtypes, such as bfloat16: float32 holds each of them exactly.
     return host_array if host_array.dtype.isbuiltin == 1 else host_array.astype(np.float32)
 
 
@@ -136,11 +138,14 @@ class OpValues:
         return [
             (i, j) for i, position in enumerate(op.inputs)
             for j, tensor in enumerate(position if isinstance(position, tuple) else (position,))
+            # Scales and statistics of a norm do not depend on the model's inputs, also where they are
+            # updated.
             if tensor in tensors and i != self.weight and (self.type not in FIRST or i == 0)
         ]  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the op's rule: `tables` of windows, `axes`, `scales`, `move`, ..."""
+        # Scales are needed to fold a constant into the sum before it; the op's own rule needs nothing else.
         if self.type in SCALES:
             return {"scales": SCALES[self.type](self)}
         if self.type in _ARGUMENTS:
@@ -163,6 +168,7 @@ class OpValues:
 def _reduced_axes(op: OpValues) -> list[int] | None:
     """Return the axes of a reduction; None for all axes, also for an empty list, but not in TensorFlow."""
     axes = op.integers("dim", "axes", at=1)
+    # TensorFlow means no axis by an empty list, and the others mean all.
     return axes if axes or "keep_dims" in op.attributes else None
 
 
@@ -181,12 +187,14 @@ def _window_tables(op: OpValues) -> list[Indices]:
         positions = list(map(_adaptive_windows, sizes, counts))
     else:
         weight = op.weight_layout
+        # A pooling has no weight: its window is among the attributes.
         kernel = [op.inputs[1].shape[weight.index(layout[i])] for i in axes] if weight else []
         windows = windows_of(op.attributes, layout, kernel)
         positions = [
             window.positions(*extents) for window, *extents in zip(windows, sizes, counts, strict=True)
         ]
     return [
+        # Padding is no element: its coordinate makes the flat index negative.
         np.where((table >= 0) & (table < size), table, OUTSIDE)
         for table, size in zip(positions, sizes, strict=True)
     ]
@@ -198,6 +206,7 @@ def _adaptive_windows(size: int, count: int) -> Indices:
     Positions past the end of a window are `size`.
     """
     starts = np.arange(count) * size // count
+    # Rounded up, as PyTorch rounds the ends of adaptive windows.
     ends = -(-(np.arange(1, count + 1) * size) // count)
     positions = starts[:, None] + np.arange((ends - starts).max())
     return np.where(positions < ends[:, None], positions, size)
@@ -206,11 +215,13 @@ def _adaptive_windows(size: int, count: int) -> Indices:
 def _norm_scales(op: OpValues) -> Sequence[Any]:
     """Return the scale of each channel in a batch norm; in training the variance is the batch's."""
     data, gamma, _, _, variance = op.inputs[:5]
+    # TensorFlow's attribute tells its op from those of frameworks with the channels in the second place.
     default_layout = "NHWC" if "is_training" in op.attributes else "NC"
     channel = (op.layout or default_layout).index("C")
     if variance is None or op.attribute_or_input("training", "is_training", "training_mode"):
         variance = data.var(axis=tuple(axis for axis in range(data.ndim) if axis != channel))
     epsilon = op.attribute_or_input("eps", "epsilon", default=1e-5)
+    # In float64: the sum of contributions is compared with theta times the value, and rounding would decide.
     scale = (1 if gamma is None else gamma) / np.sqrt(variance.astype(np.float64) + epsilon)
     return [scale.reshape([-1 if axis == channel else 1 for axis in range(data.ndim)])]
 
@@ -242,6 +253,7 @@ def _all_moves(op: OpValues, framework_moves: Mapping[str, Move]) -> Mapping[str
     axis = op.attribute_or_input("dim", "axis", default=0)
 
     def split(a: NDArray[Any]) -> list[NDArray[Any]]:
+        # Some frameworks give the parts as a list, others as several outputs.
         parts = op.outputs[0] if isinstance(op.outputs[0], list) else op.outputs
         return np.split(a, np.cumsum([part.shape[axis] for part in parts])[:-1], axis=axis)
 
@@ -261,6 +273,7 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
         widths = attributes["pad"]
+        # PyTorch pads from the last axis on, NumPy from the first.
         pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
         return _pad_indices(a, [(0, 0)] * (a.ndim - len(pairs)) + pairs, attributes)
 
@@ -273,6 +286,7 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
         first, second = (
             int(op.attribute_or_input(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2)
         )  # mT has none
+        # `T` of a vector is the vector.
         return a.swapaxes(first, second) if a.ndim > 1 else a
 
     return _all_moves(op, {
@@ -294,6 +308,7 @@ def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
         begin, end, *step = (op.integers(at=i) for i in range(1, len(op.inputs)))
         if step:
             return a[_strided_slice_index(begin, end, step[0], op.attributes)]
+        # Slice has sizes, with -1 for the rest of the axis; StridedSlice has ends and a step.
         return a[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begin, end, strict=True))]
 
     return _all_moves(op, {
@@ -381,10 +396,12 @@ def _decode_text(value: Any) -> str:
 def _onnx_rule_key(context: amanda.OpContext) -> str:
     """Return the key of a node's rule: its word, or its type if the node computes more than the word says."""
     name, inputs = context.get_op_type(), context.get_inputs()
+    # A fused or quantised op computes more than its word says, and a rule for the word would be wrong.
     keeps_own_type = name in _FUSED_TYPES or name.startswith("QLinear") or name.endswith("Integer")
     if name == "Gemm":
         keeps_own_type = bool(context.get_attrs().get("transA"))
     if name == "Attention":
+        # Attention of ONNX has four axes; ONNX Runtime's op of the same name projects as well.
         keeps_own_type = len(context["shape"](inputs[0]) or ()) != 4 or len(inputs) > 4
     return name if keeps_own_type else str(context["type"])
 
@@ -393,6 +410,7 @@ def _mapping_rule(
     moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type"),
     attributes: Callable[[amanda.OpContext], Mapping[str, Any]] = amanda.OpContext.get_attrs,
 ) -> Any:  # fmt: skip
+    """Return a mapping rule that writes the facts of an op by functions of its framework."""
     return partial(_write_moves, moves, word, attributes)
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from math import prod
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from amanda.errors import AmandaError
 from amanda.files import replacing
 from amanda.options import checked
-from amanda.tools.effective_path._terms import Indices
+from amanda.tools.effective_path._rules import Indices, InputIndex, Step
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import check_schema, parsing, read_npz
+from amanda.tools.results import Column, PlottedResult, check_schema, parsing, read_npz, shortened
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
 Part = Literal["neurons", "synapses", "weights"]
@@ -70,6 +72,7 @@ class Layer:
             indices = self.part(part)
             if indices.ndim != 1 or indices.dtype.kind not in "iu":
                 raise ValueError(f"the {part} of {self.module or self.type} are no list of indices")
+            # Checked here: an index beyond the end would fail later, in a mask, far from the file.
             if indices.size and not 0 <= indices.min() <= indices.max() < size:
                 raise ValueError(f"{self.module or self.type} has {size} {part}, and others are on the path")
 
@@ -86,6 +89,7 @@ class Layer:
         return mask.reshape(shape)
 
     def __or__(self, other: Layer) -> Layer:
+        # Flat indices of other shapes would be joined without a sign that they mean other elements.
         if self.sizes != other.sizes:
             raise PathError(
                 f"{self.module or self.type} has {self.sizes} neurons, synapses and weights, that of the "
@@ -128,6 +132,7 @@ class EffectivePath:
 
         Source: Qiu et al. 2019, sec. 4.2: the similarity of an image's path to a class's.
         """
+        # Layers are matched by name: a layer that the other path lacks has nothing in common.
         common = self._count_common(other, which)
         return {
             name: _overlap_share(common[name], len(layer.part(which))) for name, layer in self.layers.items()
@@ -146,6 +151,7 @@ class EffectivePath:
         """Return by layer the size of the intersection of both paths."""
         other_parts = {name: layer.part(part) for name, layer in other_path.layers.items()}
         return {
+            # Indices are unique and sorted, so NumPy need not sort them again.
             name: np.intersect1d(layer.part(part), other_parts.get(name, ()), assume_unique=True).size
             for name, layer in self.layers.items()
         }
@@ -160,6 +166,7 @@ class EffectivePath:
             header["layers"].append({"name": name, **fields})
             arrays.update({f"{i}/{part}": layer.part(part) for part in PARTS})
         with replacing(path) as temporary, temporary.open("wb") as file:
+            # No pickles: a file from elsewhere must not run code when it is loaded.
             np.savez_compressed(file, allow_pickle=False, path=np.array(json.dumps(header)), **arrays)
         return Path(path)
 
@@ -197,3 +204,163 @@ def union(paths: Iterable[EffectivePath]) -> EffectivePath:
 
 def _overlap_share(part: int, whole: int) -> float:
     return part / whole if whole else 1.0
+
+
+_COLOURS = ("#2563eb", "#d97706", "#059669")
+
+
+class EffectivePathResult(PlottedResult):
+    """Paths, and the share of each op that is on them, as a mean over the paths.
+
+    missing: types of ops at which paths end because they have no rule, each with a source line.
+    reason: text of the error if there are no paths.
+    """
+
+    name: ClassVar[str] = "effective_path"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase", shown=False), Column("type"), Column("module"),
+        Column("source", show=partial(shortened, width=36)),
+        *(column for part in PARTS for column in (
+            Column(part, show="{:,.1f}".format, number=True, total=True),
+            Column(f"all {part}", show="{:,}".format, number=True, total=True),
+            Column(f"{part} density", show="{:.2%}".format, number=True, unit="share"),
+        )),
+    )  # fmt: skip
+
+    def __init__(
+        self, paths: Sequence[EffectivePath], theta: float, missing: Mapping[str, str], reason: str = ""
+    ) -> None:
+        self.paths, self.theta, self.missing = tuple(paths), theta, dict(missing)
+        self.reason = reason
+        self.title = f"Effective paths of {len(self.paths)} samples, theta {theta:g}"
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each layer; counts and densities are means."""
+        rows = []
+        for name, layer in union(self.paths).layers.items() if self.paths else ():
+            layers = [path.layers[name] for path in self.paths if name in path.layers]
+            row: list[Any] = ["forward", layer.type, layer.module, layer.source]
+            for part, size in zip(PARTS, layer.sizes, strict=True):
+                count = fmean(len(sample_layer.part(part)) for sample_layer in layers)
+                row += [count, size, count / size] if size else [None, 0, None]
+            # Means over the paths that have the layer.
+            rows.append(row)
+        return rows
+
+    def notes(self) -> Sequence[str]:
+        """Return a sentence on the ops at which paths end, or on the reason why there are no paths."""
+        ends = [f"{kind} ({source})" for kind, source in self.missing.items()]
+        notes = [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
+        return [f"There is no path: {self.reason}."] if self.reason else notes
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return theta, and for each path its label and its density over all layers."""
+        paths = [
+            {"label": path.label, **{f"{part} density": path.density(part) for part in PARTS}}
+            for path in self.paths
+        ]
+        return {"theta": self.theta, "paths": paths, "missing": self.missing, "reason": self.reason}
+
+    def draw(self, axes: Axes) -> None:
+        """Draw bars for each layer: the share of its neurons, synapses and weights."""
+        rows = self.rows()
+        names = [column.name for column in self.columns]
+        for i, part in enumerate(PARTS):
+            column = names.index(f"{part} density")
+            bars = [
+                (n + (i - 1) * 0.27, row[column]) for n, row in enumerate(rows) if row[column] is not None
+            ]
+            axes.bar([x for x, _ in bars], [y for _, y in bars], 0.25, label=part, color=_COLOURS[i])
+        labels = [f"{row[2] or row[1]} {row[1] if row[2] else ''}".strip() for row in rows]
+        axes.set_xticks(range(len(rows)), labels, rotation=60, ha="right")
+        axes.set_ylabel("density")
+        axes.set_title(self.title, loc="left")
+        axes.legend(frameon=False)
+
+
+# One number for sample and element: sets of them are sorted arrays, which NumPy joins fast.
+Keys = list[Indices]
+"""Elements of a tensor on the paths of all samples.  A key is sample * size + flat index: the same element
+may be on the paths of several samples, since tensors of constants have no batch axis."""
+
+
+@dataclass
+class OpOnPath:
+    """The elements of an op's inputs and outputs that are on the paths of all samples.
+
+    weight: index of the weight among the inputs, if the op sums products with it.
+    synapses: number of terms of all outputs.  synapse_keys: terms on the paths.
+    element_keys: by input, the elements on the paths.
+    """
+
+    step: Step
+    output: int
+    fan_in: int = 1
+    synapses: int = 0
+    weight: InputIndex | None = None
+    synapse_keys: Keys = field(default_factory=list)
+    element_keys: dict[InputIndex, Keys] = field(default_factory=dict)
+
+
+def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
+    """Return for each sample the layer with the part of an op that is on the sample's path."""
+    step = op_on_path.step
+    # Several inputs, as of an addition, are numbered one after another.
+    neurons: list[list[Indices]] = [[] for _ in range(samples)]
+    size: int = 0
+    shape: tuple[int, ...] = ()
+    for where in (where for where in op_on_path.element_keys if where != op_on_path.weight):
+        tensor = step.tensor(where)
+        parts, part_size = _split_by_sample(op_on_path.element_keys[where], tensor.size, samples)
+        for sample_neurons, part in zip(neurons, parts, strict=True):
+            sample_neurons.append(part + size)
+        size += part_size
+        shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
+    weight = np.zeros(0) if op_on_path.weight is None else step.tensor(op_on_path.weight)
+    weight_keys = [] if op_on_path.weight is None else op_on_path.element_keys[op_on_path.weight]
+    # All samples share the weight, whose first axis is no batch.
+    weights, weight_size = _split_by_sample(weight_keys, weight.size, samples, shared=True)
+    terms = step.outputs[op_on_path.output].size * op_on_path.fan_in
+    synapses, per_sample = _split_by_sample(op_on_path.synapse_keys, terms, samples)
+    # `synapses` counts the terms that exist: a window at the border has fewer than `fan_in`.
+    total = op_on_path.synapses * per_sample // terms
+    return [
+        Layer(
+            step.type, step.op.module, step.op.source, np.concatenate(neurons[i]), synapses[i], weights[i],
+            (size, total, weight_size), shape if prod(shape) == size else (size,), weight.shape,
+            step.layout, step.weight_layout, op_on_path.fan_in,
+        )
+        for i in range(samples)
+    ]  # fmt: skip
+
+
+def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:
+    """Return the flat indices of keys for each sample, and the number of elements of a sample.
+
+    They are within the sample's block of a tensor, if all elements on the path lie in the samples' blocks.
+    """
+    all_keys = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
+    sample_of_key, indices = np.divmod(all_keys, max(size, 1))
+    # Only if each sample stays in its own block is the first axis that of the batch: a constant, and a tensor
+    # that mixes samples, have none.
+    within_sample = indices - sample_of_key * (size // samples)
+    if (
+        not shared
+        and size % samples == 0
+        and np.all((within_sample >= 0) & (within_sample < size // samples))
+    ):
+        indices, size = within_sample, size // samples
+    ends = np.searchsorted(sample_of_key, np.arange(samples + 1))
+    return [indices[ends[i] : ends[i + 1]] for i in range(samples)], size
+
+
+def layer_names(steps: Sequence[Step]) -> list[str]:
+    """Return a name for each step from its module and type, with a number for repetitions."""
+    counts: dict[str, int] = {}
+    names = []
+    for step in steps:
+        name = f"{step.op.module}/{step.type}"
+        # A module that is called twice has two layers, in the order of execution.
+        counts[name] = counts.get(name, -1) + 1
+        names.append(f"{name}.{counts[name]}" if counts[name] else name)
+    return names

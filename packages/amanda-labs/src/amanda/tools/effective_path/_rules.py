@@ -1,17 +1,168 @@
-"""Rules by the words of StandardMapping: functions that return the terms of an op's outputs."""
+"""Terms of the outputs of ops, and rules that return them, by the words of StandardMapping."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from amanda.tools.effective_path._terms import Indices, InputIndex, Mesh, Numbers, Rule, Step, Terms, aligned
+from amanda.options import PositiveFloat, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, spatial_axes
+from amanda.tools.trace import Op
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+Indices: TypeAlias = "NDArray[Any]"
+Numbers: TypeAlias = "NDArray[Any]"
+Mode = Literal["cumulative", "absolute"]
+InputIndex = tuple[int, int]
+"""A tensor among the inputs: the position, and the index in a list there, else 0."""
+
+OUTSIDE = -(1 << 40)
+"""Coordinate of an element outside of a tensor: flat indices that are computed with it are negative."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An execution of an op, as rules read it.
+
+    op: of the graph.  inputs, outputs: arrays, lists of arrays, and values that are no tensors.
+    weight, layout, weight_layout: as StandardMapping writes them.  arguments: of the op, under names that are
+    the same for every framework.  varying: the tensors among the inputs that depend on the model's inputs;
+    the rest are weights and constants.
+    """
+
+    op: Op
+    type: str
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    weight: int | None = None
+    layout: str | None = None
+    weight_layout: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    varying: Sequence[InputIndex] = ()
+
+    @property
+    def data(self) -> InputIndex:
+        """Return the index of the first tensor that varies."""
+        return self.varying[0] if self.varying else (0, 0)
+
+    def tensor(self, where: InputIndex) -> NDArray[Any]:
+        """Return the array at an index among the inputs."""
+        value = self.inputs[where[0]]
+        array: NDArray[Any] = value[where[1]] if isinstance(value, (list, tuple)) else value
+        return array
+
+
+class Terms(NamedTuple):
+    """The terms whose sums are elements of an op's output.
+
+    sources: for each tensor among the inputs, (outputs, terms) flat indices of the element in each term; -1
+    for a term without an element.  contributions: (outputs, terms) values of the terms; None if all terms are
+    on the path.  synapses: number of the terms of all elements; 0 for an op without synapses.
+    weighted: True for a sum with weights, of which following ops with constants count as a part.
+    """
+
+    sources: Mapping[InputIndex, Indices]
+    contributions: Numbers | None = None
+    synapses: int = 0
+    weighted: bool = False
+
+
+Rule = Callable[..., Terms]
+"""Function of a `Step`, flat indices into one of its outputs, and the output's position; returns `Terms`."""
+
+
+@checked
+def leading(
+    contributions: Numbers, value: Numbers, theta: PositiveFloat, mode: Mode = "cumulative"
+) -> NDArray[np.bool_]:
+    """Return True for the fewest positive contributions whose sum is at least theta times a neuron's value.
+
+    contributions: (neurons, terms).  value: (neurons,); NaN stands for the sum of the positive contributions,
+    and a neuron whose value is not positive has none.  If the positive contributions do not reach the value,
+    all of them are returned; of equal contributions the first comes first.  mode "absolute": all
+    contributions of theta or more.
+    Source: Qiu et al. 2019, sec. 3.1; Gan et al. 2020 (Ptolemy), sec. 3.
+    """
+    # What lowers a neuron does not explain its value.
+    positive = contributions > 0
+    if mode == "absolute":
+        return positive & (contributions >= theta)
+    # Ops such as a maximum have no sum to reach.
+    value = np.where(np.isnan(value), np.where(positive, contributions, 0).sum(1), value)
+    target = theta * value
+    # A partition saves nothing on a few terms.
+    if contributions.shape[1] <= 4 * _PRESORTED:
+        return _leading_sorted(contributions, target)
+    # Most sums are reached by a few of many terms, which need not all be sorted.
+    order = np.argpartition(-contributions, _PRESORTED, axis=1)[:, : _PRESORTED + 1]
+    order.sort(axis=1)
+    is_leading_here = _leading_sorted(np.take_along_axis(contributions, order, 1), target)
+    is_leading = np.zeros_like(positive)
+    np.put_along_axis(is_leading, order, is_leading_here, 1)
+    # Undecided if even the smallest of the largest was needed: more of them may be.
+    smallest = np.take_along_axis(contributions, order, 1).min(1)
+    # Also equal to the smallest: of equal contributions the first ones count, and a partition keeps any.
+    is_undecided = np.where(is_leading, contributions, np.inf).min(1) <= smallest
+    is_leading[is_undecided] = _leading_sorted(contributions[is_undecided], target[is_undecided])
+    return is_leading
+
+
+_PRESORTED = 32
+
+
+def _leading_sorted(contributions: Numbers, target: Numbers) -> NDArray[np.bool_]:
+    """Return True for the largest positive contributions, until their sum reaches a target."""
+    # Stable, so that of equal contributions the first come first in every run.
+    order = np.argsort(-contributions, axis=1, kind="stable")
+    ranked = np.maximum(np.take_along_axis(contributions, order, 1), 0)
+    # Infinities have no difference: the sum before each is the sum after its neighbour.
+    before = np.pad(np.cumsum(ranked, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    is_leading = np.zeros(contributions.shape, bool)
+    np.put_along_axis(is_leading, order, (before < target[:, None]) & (ranked > 0), 1)
+    return is_leading
+
+
+class Mesh:
+    """Coordinates of elements of an output and of their terms, by names of axes.
+
+    rows: flat indices of the elements.  axes: extents of the axes of the output.  terms: extents of the axes
+    that are summed over.  coordinates: by name of axis; they broadcast to (outputs, *terms).
+    """
+
+    def __init__(
+        self, rows: Indices, axes: Mapping[Any, int], terms: Mapping[Any, int] | None = None
+    ) -> None:
+        inner = terms or {}
+        self._shape = (len(rows), *inner.values())
+        outputs = np.unravel_index(rows, tuple(axes.values())) if axes else ()
+        self.coordinates = {
+            name: coordinates.reshape(-1, *[1] * len(inner))
+            for name, coordinates in zip(axes, outputs, strict=True)
+        }
+        # Open grids: coordinates broadcast, and no array of all terms is made for each axis.
+        self.coordinates.update(zip(inner, np.ix_(*map(np.arange, inner.values())), strict=True))
+
+    def indices(self, names: Sequence[Any], extents: Sequence[int]) -> Indices:
+        """Return (outputs, terms) flat indices into a tensor; an axis of extent 1 is broadcast."""
+        index = np.zeros(1, np.int64)
+        for i, (name, extent) in enumerate(zip(names, extents, strict=True)):
+            # An axis of extent 1 is broadcast; the coordinate stays negative outside of the tensor.
+            at = self.coordinates[name] if extent > 1 else np.minimum(self.coordinates[name], 0)
+            index = index + at * prod(extents[i + 1 :])
+        return np.broadcast_to(index, self._shape).reshape(self._shape[0], -1)
+
+
+def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
+    """Return flat indices into an operand for rows, flat indices into the shape of its broadcast."""
+    if shape == operand:
+        return rows
+    mesh = Mesh(rows, dict(zip(range(-len(shape), 0), shape, strict=True)))
+    return mesh.indices(range(-len(operand), 0), operand)[:, 0]
 
 
 def _product_terms(
@@ -25,11 +176,13 @@ def _product_terms(
     extents: dict[Any, int] = {}
     for tensor, names in zip(factors, labels[:2], strict=True):
         for name, extent in zip(names, tensor.shape, strict=True):
+            # A factor of extent 1 is broadcast along the axis.
             extents[name] = max(extents.get(name, 1), extent)
     summed = {name: extent for name, extent in extents.items() if name not in labels[2]}
     mesh = Mesh(rows, dict(zip(labels[2], shape, strict=True)), summed)
     indices = [mesh.indices(names, tensor.shape) for tensor, names in zip(factors, labels[:2], strict=True)]
     first, second = (tensor.reshape(-1)[index] for tensor, index in zip(factors, indices, strict=True))
+    # In float64: products of float32 are exact there.
     return indices, first.astype(np.float64) * second, prod(shape) * prod(summed.values())
 
 
@@ -41,6 +194,7 @@ def _matmul_terms(
     Axes of a batch that the output lacks are summed over too.
     """
     labels: list[Sequence[Any]] = [
+        # Axes of a batch are numbered from the right, so that broadcast ones meet.
         [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_transposed else axes)] if tensor.ndim > 1 else "k"
         for tensor, axes, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True)
     ]
@@ -91,6 +245,7 @@ def attention(step: Step, rows: Indices, output: int) -> Terms:
         mask = np.tril(np.ones(scores.shape[-2:], bool))
     if mask is not None:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    # The largest is subtracted, or else exp would overflow.
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
     # Only values are on the path: the softmax of query and key is taken as constant weights.
@@ -108,6 +263,7 @@ def _window_mesh(step: Step, rows: Indices, output: int, channels: Mapping[str, 
     window = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
     mesh = Mesh(rows, dict(zip(layout, shape, strict=True)), {**channels, **window})
     for axis, table in zip(spatial, tables, strict=True):
+        # The coordinate of an output becomes that of the input which each place of its window reads.
         mesh.coordinates[axis] = table[mesh.coordinates[axis], mesh.coordinates[axis.lower()]]
     num_outputs = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
     return mesh, num_outputs * prod(channels.values()) * prod(int((table >= 0).sum()) for table in tables)
@@ -123,11 +279,13 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
     mesh, count = _window_mesh(step, rows, output, {"I": 1 if is_depthwise else extents["I"]})
     coordinates = mesh.coordinates
     if is_depthwise:
+        # Output channel c * M + m of a depthwise convolution reads input channel c.
         coordinates["C"], coordinates["M"] = np.divmod(coordinates["C"], extents["M"])
         coordinates["I"] = coordinates["C"]
     else:
         coordinates["O"], groups = coordinates["C"], data.shape[layout.index("C")] // extents["I"]
         coordinates["C"] = coordinates["O"] // (extents["O"] // groups) * extents["I"] + coordinates["I"]
+    # Everything outside is -1, however far: negative flat indices would wrap around.
     data_indices = np.maximum(mesh.indices(layout, data.shape), -1)
     weight_indices = mesh.indices(
         [axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape
@@ -163,6 +321,7 @@ def maximum(step: Step, rows: Indices, output: int) -> Terms:
     read, count = _reduced_elements(step, rows, output)
     values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
     largest = np.zeros(read.shape)
+    # argmax gives the first of equal ones, to which frameworks send the gradient of a maximum.
     np.put_along_axis(largest, values.argmax(1)[:, None], 1, 1)
     return Terms({step.data: read}, largest, count)
 
@@ -176,6 +335,7 @@ def summation(step: Step, rows: Indices, output: int) -> Terms:
     sources, contributions = {}, np.zeros((len(rows), count))
     for i, where in enumerate(step.varying):
         array = step.tensor(where)
+        # A summand may be broadcast.
         index = aligned(rows, shape, array.shape)
         sources[where] = np.where(np.arange(count) == i, index[:, None], -1)
         contributions[:, i] = array.reshape(-1)[index].astype(np.float64) * scales[min(i, len(scales) - 1)]

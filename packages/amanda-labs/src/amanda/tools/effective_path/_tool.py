@@ -1,38 +1,52 @@
-"""The tool: keeps the values of a pass, and extracts paths along the graph."""
+"""The tool: keeps the values of a pass, and extracts paths along the graph from outputs back to inputs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import index
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import OptionError
 from amanda.options import Name, PositiveFloat, checked
-from amanda.tools.effective_path._extraction import STATE, Extraction
 from amanda.tools.effective_path._frameworks import FRAMEWORKS, SCALES, OpValues
-from amanda.tools.effective_path._path import PARTS, EffectivePath, PathError, union
-from amanda.tools.effective_path._rules import PASSING, RULES
-from amanda.tools.effective_path._terms import Mode, Rule, Step
+from amanda.tools.effective_path._path import (
+    EffectivePath,
+    EffectivePathResult,
+    Keys,
+    OpOnPath,
+    PathError,
+    layer_names,
+    layers_by_sample,
+)
+from amanda.tools.effective_path._rules import (
+    PASSING,
+    RULES,
+    Indices,
+    Mode,
+    Numbers,
+    Rule,
+    Step,
+    Terms,
+    aligned,
+    leading,
+)
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.results import Column, PlottedResult, shortened
 from amanda.tools.select import Paths
 from amanda.tools.trace import Graph, ProgramOp, Tensor, TraceTool
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 _MAX_EXECUTIONS = 64
 """Most ops that one line in a loop is in a path."""
 
 
 class EffectivePathTool(amanda.Tool):
-    """Extracts the neurons, synapses and weights that explain each output of a model.
+    """Extract the neurons, synapses and weights that explain each output of a model.
 
     theta, mode: a neuron is explained by the fewest inputs whose contributions sum to the share theta of its
     value ("cumulative"), or by all inputs that contribute theta or more ("absolute").
@@ -64,6 +78,7 @@ class EffectivePathTool(amanda.Tool):
         self.theta, self._mode, self._output = theta, mode, Paths("output", output)
         self._rules = {**RULES, **(rules or {})}
         self._custom = frozenset(rules or ())
+        # Paths lead along forward ops alone.
         self._trace = TraceTool(executions=_MAX_EXECUTIONS, backward=False)
         self._values: dict[tuple[int, int], OpValues] = {}
         self._missing: dict[str, str] = {}
@@ -88,6 +103,7 @@ class EffectivePathTool(amanda.Tool):
         if context["phase"] != "forward":
             return
         moves, word, attributes = context["effective path"]
+        # The program's rule for a framework's own name comes before the word's.
         rule_key = context.get_op_type() if context.get_op_type() in self._custom else word
         if rule_key in self._rules:
             op_values = OpValues(
@@ -101,9 +117,11 @@ class EffectivePathTool(amanda.Tool):
 
     @amanda.observer
     def _record_inputs(self, *inputs: Any, op_values: OpValues, program_op: ProgramOp) -> None:
+        """Copy the inputs of an op; begin a new pass if the op has run in this one."""
         key = program_op.op.id, program_op.position
         if key in self._values:  # the op has run in this pass already, so a new pass has begun
             self.clear()
+        # Copied before the op runs: it may write its inputs.
         self._values[key] = replace(op_values, inputs=[op_values.copy_for_rules(value) for value in inputs])
 
     @amanda.observer
@@ -145,10 +163,12 @@ class EffectivePathTool(amanda.Tool):
 
     def _executed_steps(self, graph: Graph) -> dict[int, Step]:
         """Return the steps of the last pass, by the index of their op in the graph."""
+        # The n-th op of one id in the graph is the n-th execution in the pass.
         varying, steps, executed = _varying_tensors(graph), {}, Counter[int]()
         for op in graph.ops:
             values = self._values.get((op.id, executed[op.id]))
             executed[op.id] += 1
+            # An op that raised has inputs alone.
             if values is not None and values.outputs:
                 steps[op.index] = Step(
                     op, values.type, values.inputs, values.outputs, values.weight, values.layout,
@@ -168,6 +188,7 @@ class EffectivePathTool(amanda.Tool):
                 f"no op{location} has given floating-point numbers of (samples, classes); {len(steps)} ops "
                 "of a pass were seen: run the model in the tool's scope first"
             )
+        # The last one: heads that come before the classifier give scores too.
         return candidates[-1]
 
 
@@ -195,78 +216,172 @@ def _is_shape(tensor: Tensor) -> bool:
 
 
 def _as_integers(labels: Any) -> list[int] | None:
+    """Return labels as integers; None if one is no integer."""
     try:
         return [index(label) for label in labels]
     except TypeError:
         return None
 
 
-_COLOURS = ("#2563eb", "#d97706", "#059669")
+STATE = ("parameter", "buffer", "constant")
+"""Kinds of tensors that do not depend on a model's inputs."""
+_SHAPE_ONLY_TYPES = frozenset(
+    {"reshape", "squeeze", "unsqueeze", "identity", "Identity", "contiguous", "clone", "to"}
+)
+TERMS_PER_CHUNK = 1 << 18
+"""Number of terms that are computed at once."""
 
 
-class EffectivePathResult(PlottedResult):
-    """Paths, and the share of each op that is on them, as a mean over the paths.
+class Extraction:
+    """Extracts the effective paths of the samples of a pass.
 
+    steps: the executed ops, by their index in the graph.  rules: by type.  theta, mode: see `leading`.
     missing: types of ops at which paths end because they have no rule, each with a source line.
-    reason: text of the error if there are no paths.
     """
 
-    name: ClassVar[str] = "effective_path"
-    columns: ClassVar[Sequence[Column]] = (
-        Column("phase", shown=False), Column("type"), Column("module"),
-        Column("source", show=partial(shortened, width=36)),
-        *(column for part in PARTS for column in (
-            Column(part, show="{:,.1f}".format, number=True, total=True),
-            Column(f"all {part}", show="{:,}".format, number=True, total=True),
-            Column(f"{part} density", show="{:.2%}".format, number=True, unit="share"),
-        )),
-    )  # fmt: skip
-
     def __init__(
-        self, paths: Sequence[EffectivePath], theta: float, missing: Mapping[str, str], reason: str = ""
+        self, graph: Graph, steps: Mapping[int, Step], rules: Mapping[str, Rule], theta: float, mode: Mode
     ) -> None:
-        self.paths, self.theta, self.missing = tuple(paths), theta, dict(missing)
-        self.reason = reason
-        self.title = f"Effective paths of {len(self.paths)} samples, theta {theta:g}"
+        self._graph, self._steps, self._rules = graph, steps, rules
+        self._theta, self._mode = theta, mode
+        self._active: dict[int, Keys] = {}
+        self.missing: dict[str, str] = {}
 
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each layer; counts and densities are means."""
-        rows = []
-        for name, layer in union(self.paths).layers.items() if self.paths else ():
-            layers = [path.layers[name] for path in self.paths if name in path.layers]
-            row: list[Any] = ["forward", layer.type, layer.module, layer.source]
-            for part, size in zip(PARTS, layer.sizes, strict=True):
-                count = fmean(len(sample_layer.part(part)) for sample_layer in layers)
-                row += [count, size, count / size] if size else [None, 0, None]
-            rows.append(row)
-        return rows
-
-    def notes(self) -> Sequence[str]:
-        """Return a sentence on the ops at which paths end, or on the reason why there are no paths."""
-        ends = [f"{kind} ({source})" for kind, source in self.missing.items()]
-        notes = [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
-        return [f"There is no path: {self.reason}."] if self.reason else notes
-
-    def facts(self) -> Mapping[str, Any]:
-        """Return theta, and for each path its label and its density over all layers."""
-        paths = [
-            {"label": path.label, **{f"{part} density": path.density(part) for part in PARTS}}
-            for path in self.paths
+    def paths(self, start: Step, labels: Sequence[int]) -> list[EffectivePath]:
+        """Return a path for each sample, from the element of its label in an output (samples, classes)."""
+        samples, classes = start.outputs[0].shape
+        rows = np.arange(samples) * classes + np.asarray(labels)
+        scores = start.op.outputs[0]
+        assert isinstance(scores, int)
+        # The keys of one element for each sample: its label's score.
+        self._active = {scores: [np.arange(samples) * samples * classes + rows]}
+        ops_on_path: list[OpOnPath] = []
+        # Backwards in execution order, so all readers of a tensor have added their keys before its producer.
+        for op in reversed(self._graph.ops[: start.op.index + 1]):
+            for output, tensor in enumerate(op.outputs):
+                keys = self._active.pop(tensor, None) if isinstance(tensor, int) else None
+                if keys is not None and (step := self._step_on_path(op.index)) is not None:
+                    op_on_path = OpOnPath(step, output)
+                    try:
+                        with np.errstate(invalid="ignore"):  # infinities sum to NaN, which `leading` expects
+                            self._follow_to_inputs(
+                                # Backwards, the first op on the path is the one that makes the scores.
+                                op_on_path,
+                                np.unique(np.concatenate(keys)),
+                                is_head=not ops_on_path,
+                            )
+                    except NotImplementedError as error:
+                        self.missing[f"{step.type}, {error}"] = op.source
+                    ops_on_path += [op_on_path] if op_on_path.synapses else []
+        names = layer_names([op_on_path.step for op_on_path in reversed(ops_on_path)])
+        layers = [layers_by_sample(op_on_path, samples) for op_on_path in reversed(ops_on_path)]
+        return [
+            EffectivePath({name: each[i] for name, each in zip(names, layers, strict=True)}, int(label))
+            for i, label in enumerate(labels)
         ]
-        return {"theta": self.theta, "paths": paths, "missing": self.missing, "reason": self.reason}
 
-    def draw(self, axes: Axes) -> None:
-        """Draw bars for each layer: the share of its neurons, synapses and weights."""
-        rows = self.rows()
-        names = [column.name for column in self.columns]
-        for i, part in enumerate(PARTS):
-            column = names.index(f"{part} density")
-            bars = [
-                (n + (i - 1) * 0.27, row[column]) for n, row in enumerate(rows) if row[column] is not None
-            ]
-            axes.bar([x for x, _ in bars], [y for _, y in bars], 0.25, label=part, color=_COLOURS[i])
-        labels = [f"{row[2] or row[1]} {row[1] if row[2] else ''}".strip() for row in rows]
-        axes.set_xticks(range(len(rows)), labels, rotation=60, ha="right")
-        axes.set_ylabel("density")
-        axes.set_title(self.title, loc="left")
-        axes.legend(frameon=False)
+    def _step_on_path(self, index: int) -> Step | None:
+        """Return the step of an op on a path; None if the path ends at the op."""
+        step = self._steps.get(index)
+        # An op that reads constants alone ends the path as a weight does, and misses no rule.
+        if step is not None and step.type in self._rules:
+            return step if step.varying else None
+        op = self._graph.ops[index]
+        if any(self._graph.tensors[tensor].kind not in STATE for tensor in op.reads):
+            self.missing[op.type] = op.source
+        return None
+
+    def _follow_to_inputs(self, op_on_path: OpOnPath, keys: Indices, is_head: bool) -> None:
+        """Extend the paths from an output of an op to its inputs.
+
+        keys: elements of the output that are on paths.  is_head: True for the op that makes the scores.
+        """
+        if not keys.size:
+            return
+        step, output = op_on_path.step, op_on_path.output
+        size, rule = step.outputs[output].size, self._rules[step.type]
+        # The terms of one element show how many terms the elements have, for the size of chunks.
+        first_terms = rule(step, keys[:1] % size, output)
+        op_on_path.fan_in = max(indices.shape[1] for indices in first_terms.sources.values())
+        op_on_path.synapses = first_terms.synapses
+        op_on_path.weight = next(
+            (at for at in first_terms.sources if first_terms.weighted and at == (step.weight, 0)), None
+        )
+        # A convolution may have thousands of terms for each element, more than memory has room for at once.
+        length = max(1, TERMS_PER_CHUNK // op_on_path.fan_in)
+        for first in range(0, len(keys), length):
+            chunk = keys[first : first + length]
+            terms = rule(step, chunk % size, output)
+            is_on_path = self._terms_on_path(step, chunk % size, output, terms, is_head)
+            _record_terms(op_on_path, chunk, is_on_path, terms)
+        for (i, j), keys_of_input in op_on_path.element_keys.items():
+            position = step.op.inputs[i]
+            tensor = position[j] if isinstance(position, tuple) else position
+            if tensor is not None and (i, j) != op_on_path.weight:
+                self._active.setdefault(tensor, []).extend(keys_of_input)
+
+    def _terms_on_path(self, step: Step, rows: Indices, output: int, terms: Terms, is_head: bool) -> Indices:
+        """Return (outputs, terms), True for the terms on the path.
+
+        Contributions are taken with the sign of the sum, so that a negative neuron is explained by negative
+        terms; the head's are not: what lowers a score does not explain it.
+        """
+        contributions = terms.contributions
+        if contributions is None:
+            return np.ones(next(iter(terms.sources.values())).shape, bool)
+        values = contributions.sum(1)
+        if terms.weighted:
+            values, scale = self._fold_constants(step, rows, output)
+            # A batch norm after the convolution scales each term as it scales the sum.
+            contributions = contributions * scale[:, None]
+        if is_head:  # for NaN `leading` takes the positive terms, so that a negative score has a path too
+            values = np.where(values > 0, values, np.nan)
+        else:
+            signs = np.nan_to_num(np.sign(values), nan=1)
+            contributions, values = contributions * signs[:, None], np.abs(values)
+        # The threshold of "absolute" is for products; of a pooling all that contribute are taken.
+        if self._mode == "absolute" and not terms.weighted:
+            return contributions > 0
+        return leading(contributions, values, self._theta, self._mode)
+
+    def _fold_constants(self, step: Step, rows: Indices, output: int) -> tuple[Numbers, Numbers]:
+        """Return the values of an output's elements after following ops with constants, and their scales.
+
+        An op with constants counts as a part of the sum that it reads if it is the only reader, such as the
+        bias, scale or batch norm of a convolution.
+        """
+        values = step.outputs[output].reshape(-1)[rows].astype(np.float64)
+        scale, size, tensor = np.ones(len(rows)), step.outputs[output].size, step.op.outputs[output]
+        while isinstance(tensor, int):
+            readers = [index for index in self._graph.tensors[tensor].consumers if index in self._steps]
+            reader = self._steps[readers[0]] if len(readers) == 1 else None
+            # With a second reader the values before the op are used too, and are no part of a sum.
+            if reader is None or len(reader.varying) != 1 or reader.outputs[0].size != size:
+                break
+            if reader.type not in _SHAPE_ONLY_TYPES:
+                scales, position = reader.arguments.get("scales", ()), reader.data[0]
+                if position >= len(scales):
+                    break
+                factor = np.asarray(scales[position], np.float64)
+                if factor.ndim:
+                    # Scales of a norm have one number for each channel.
+                    factor = factor.reshape(-1)[aligned(rows, reader.outputs[0].shape, factor.shape)]
+                scale = scale * (1 / factor if reader.type == "div" else factor)
+                values = reader.outputs[0].reshape(-1)[rows].astype(np.float64)
+            tensor = reader.op.outputs[0]
+        return values, scale
+
+
+def _record_terms(op_on_path: OpOnPath, keys: Indices, is_on_path: Indices, terms: Terms) -> None:
+    """Record the terms on the path of elements of an output, and the elements that they read."""
+    samples = keys // op_on_path.step.outputs[op_on_path.output].size
+    exists = np.zeros_like(is_on_path)
+    for where, indices in terms.sources.items():
+        is_read = is_on_path & (indices >= 0)
+        exists |= is_read
+        # Windows overlap, so that several terms read one element.
+        elements = np.unique((samples[:, None] * op_on_path.step.tensor(where).size + indices)[is_read])
+        op_on_path.element_keys.setdefault(where, []).append(elements)
+    if op_on_path.synapses:
+        row, term = np.nonzero(exists)
+        op_on_path.synapse_keys.append(keys[row] * op_on_path.fan_in + term)

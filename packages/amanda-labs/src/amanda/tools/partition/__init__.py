@@ -6,13 +6,11 @@ with amanda.apply(partition):
 print(partition.result)
 """
 
-from amanda.tools.partition._cut import PartitionError
-from amanda.tools.partition._ipc import ProtectError
-from amanda.tools.partition._parts import Part, PartsResult, StageChain
-from amanda.tools.partition._protect import ProtectedResult
+from amanda.tools.partition._cut import PartitionError, Plan, Slot
+from amanda.tools.partition._enclave import ProtectError
 from amanda.tools.partition._pytorch_pipeline import Pipeline
-from amanda.tools.partition._result import Crossing, PartitionResult, Plan, Slot, Stage
-from amanda.tools.partition._tool import PartitionTool
+from amanda.tools.partition._result import Crossing, Part, PartitionResult, PartsResult, Stage, StageChain
+from amanda.tools.partition._tool import PartitionTool, ProtectedResult
 
 __all__ = [
     "Crossing", "Part", "PartitionError", "PartitionResult", "PartitionTool", "PartsResult", "Pipeline",

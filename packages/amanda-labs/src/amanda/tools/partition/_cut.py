@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from amanda.errors import AmandaError
 from amanda.tools.libraries import networkx
 from amanda.tools.libraries import numpy as np
 from amanda.tools.partition._step_work import Floats, StepWork, TensorSpan
+from amanda.tools.results import read_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from amanda.tools.partition._pytorch_pipeline import Pipeline
 
 Stages: TypeAlias = "NDArray[np.int64]"
 """The stage of each forward op."""
@@ -30,7 +34,7 @@ class PartitionError(AmandaError, ValueError):
 
 
 @dataclass(frozen=True)
-class Request:
+class CutRequest:
     """Options of a cut; `amanda.tools.partition.PartitionTool` describes them."""
 
     stages: int
@@ -46,6 +50,7 @@ class Request:
         """Return the share of a batch's activations that a stage holds at once."""
         if self.schedule == "gpipe":
             return 1.0
+        # 1F1B: the last stage goes backward at once, each stage before it holds one micro-batch more.
         return min(self.microbatches, self.stages - stage) / self.microbatches
 
     def copies_of(self, work: StepWork) -> int:
@@ -53,7 +58,7 @@ class Request:
         return self.copies if self.copies is not None else 4 if work.has_backward else 1
 
 
-def cut(work: StepWork, request: Request) -> Stages:
+def cut(work: StepWork, request: CutRequest) -> Stages:
     """Return the stage of each forward op.  Raises PartitionError if no cut meets the request."""
     count = len(work.ops)
     if request.stages > count:
@@ -64,7 +69,7 @@ def cut(work: StepWork, request: Request) -> Stages:
     return min_cut(work, request) if request.method == "min_cut" else in_order(work, request)
 
 
-def in_order(work: StepWork, request: Request) -> Stages:
+def in_order(work: StepWork, request: CutRequest) -> Stages:
     """Cut the order of execution into stages so that the slowest stage or link is as fast as can be.
 
     Another order in which the ops can run is taken where that is faster by more than `tolerance`.
@@ -74,12 +79,14 @@ def in_order(work: StepWork, request: Request) -> Stages:
     orders = [
         _OrderedOps(work.in_order(order), request, np.array(order)) for order in _topological_orders(work)
     ]
+    # First the least load alone, then the fewest bytes among all cuts within the tolerance of it.
     slowest = [order.slowest() for order in orders]
     least = min(slowest)
     # The order of execution is preferred: its stages are ranges of the program.
     if slowest[0] <= least * (1 + request.tolerance):
         least, orders = slowest[0], orders[:1]
     if np.isinf(least):
+        # Nothing fits: the error names the memory that would do.
         least_memory = min(order.memory() for order in orders)
         raise PartitionError(
             f"no {request.stages} stages fit into memory={request.memory:,} bytes each; with "
@@ -93,10 +100,12 @@ def in_order(work: StepWork, request: Request) -> Stages:
 
 def _topological_orders(work: StepWork) -> list[list[int]]:
     """Return topological orders of the ops: the order of execution, and random ones."""
+    # A fixed seed: the same step is cut in the same way each time.
     count, random = len(work.ops), np.random.default_rng(0)
     graph = networkx.DiGraph(work.dependencies)
     graph.add_nodes_from(range(count))
     orders = [list(range(count))]
+    # Dynamic programming takes the square of the ops, so large graphs get few orders or none.
     for _ in range(min(_MAX_ORDERS, _MAX_ORDERED_OPS // count)):
         rank = random.permutation(count)
         orders.append(list(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__)))
@@ -106,11 +115,13 @@ def _topological_orders(work: StepWork) -> list[list[int]]:
 class _OrderedOps:
     """Forward ops in some order, to be cut.  positions: of these ops in the order of execution."""
 
-    def __init__(self, work: StepWork, request: Request, positions: Stages) -> None:
+    def __init__(self, work: StepWork, request: CutRequest, positions: Stages) -> None:
         self._work, self._request, self._positions = work, request, positions
         costs, activations = work.total, work.activations
         self._cost_ends, self._activation_ends = (
-            np.concatenate(([0.0], np.cumsum(values))) for values in (costs, activations)
+            # Running sums: the load of any range is one difference.
+            np.concatenate(([0.0], np.cumsum(values)))
+            for values in (costs, activations)
         )
         self._copies, self._crossing = request.copies_of(work), work.crossing
 
@@ -126,6 +137,7 @@ class _OrderedOps:
         """Return the fewest bytes across a cut whose stages and links cost at most `limit`, and the cut."""
 
         def link_bytes(stage: int, end: int, parameter_bytes: Floats) -> Floats:
+            # A stage that is too slow is no option, however few bytes cross ahead of it.
             bytes_across: Floats = np.where(
                 self._stage_load(stage, end, parameter_bytes) <= limit, self._crossing[:end], np.inf
             )
@@ -133,6 +145,7 @@ class _OrderedOps:
 
         crossing, starts = _best_cut(self._work, self._request.stages, link_bytes, np.add)
         stages = np.zeros(len(self._positions), np.int64)
+        # Each start raises the number of all ops behind it.
         for start in starts[1:]:
             stages[self._positions[start:]] += 1
         return crossing, stages
@@ -146,7 +159,9 @@ class _OrderedOps:
     def _stage_load(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
         """Return the cost of a stage or of the link ahead of it, for each start; inf if it does not fit."""
         load: Floats = np.maximum(
-            self._cost_ends[end] - self._cost_ends[:end], self._request.byte_cost * self._crossing[:end]
+            # Stages and links work at the same time: the slower of the two counts.
+            self._cost_ends[end] - self._cost_ends[:end],
+            self._request.byte_cost * self._crossing[:end],
         )
         if self._request.memory is not None:
             load[self._stage_memory(stage, end, parameter_bytes) > self._request.memory] = np.inf
@@ -165,12 +180,15 @@ def _best_cut(
     count = len(work.ops)
     best = np.full((stages + 1, count + 1), np.inf)
     start_of = np.zeros((stages + 1, count + 1), np.int64)
+    # No stage covers no op.
     best[0, 0] = 0.0
     for end, parameter_bytes in enumerate(work.parameter_bytes_by_start(), 1):
         for stage in range(min(stages, end)):  # a stage has one op at least
+            # All starts at once: a loop over them in Python would be cubic.
             values = combine(best[stage, :end], value(stage, end, parameter_bytes))
             start_of[stage + 1, end] = values.argmin()
             best[stage + 1, end] = values[start_of[stage + 1, end]]
+    # Starts are found from the end backwards.
     return float(best[stages, count]), list(_stage_starts(start_of))[::-1]
 
 
@@ -182,7 +200,7 @@ def _stage_starts(start_of: NDArray[np.int64]) -> Iterator[int]:
         yield end
 
 
-def min_cut(work: StepWork, request: Request) -> Stages:
+def min_cut(work: StepWork, request: CutRequest) -> Stages:
     """Cut into two sides with few bytes between them, none slower than half by more than `tolerance`.
 
     Raises PartitionError where no such sides are found.  Source: Yang & Wong 1996, "Efficient network flow
@@ -190,12 +208,14 @@ def min_cut(work: StepWork, request: Request) -> Stages:
     """
     candidates: list[tuple[float, list[int]]] = []
     for order in _topological_orders(work):
+        # The first and the last op of an order are fixed to a side, so other orders give other cuts.
         ordered = work.in_order(order)
         first_side = _balanced_side(ordered, request.tolerance)
         if first_side is not None:
             crossing = sum(span.tensor.bytes or 0 for span in ordered.spans if _is_cut(span, first_side))
             candidates.append((crossing, [order[i] for i in first_side]))
     if not candidates:
+        # Work that was not measured has no cost at all.
         share = float(work.total.max()) / max(float(work.total.sum()), _TINY)
         raise PartitionError(
             f"no two sides were found within tolerance={request.tolerance} of half; the heaviest op has "
@@ -219,6 +239,7 @@ def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
     count, ends = len(work.ops), np.cumsum(work.total)
     max_load = 0.5 * (1 + tolerance) * float(ends[-1])
     # In this order, the ops that are on the first side of every balanced cut, and on the second.
+    # Ops that come so early that all behind them are too much for the second side, and the reverse.
     first_side = {0, *range(int(np.searchsorted(ends, ends[-1] - max_load, "right")))}
     second_side = {count - 1, *range(int(np.searchsorted(ends, max_load)) + 1, count)}
     flow = _flow_network(work)
@@ -228,6 +249,7 @@ def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
         if load <= max_load and ends[-1] - load <= max_load:
             return side
         remaining_ops = set(range(count)) - side
+        # Yang and Wong: collapse the heavy side, give one op more to the other, and cut again.
         if load > max_load:
             second_side = remaining_ops | {max(side)}
         else:
@@ -257,4 +279,131 @@ def _minimum_cut_side(flow: networkx.DiGraph[Any], first_ops: set[int], second_o
     flow.add_edges_from(("first", i) for i in first_ops)
     flow.add_edges_from((i, "second") for i in second_ops)
     _, (side, _) = networkx.minimum_cut(flow, "first", "second")
+    # Without the nodes of tensors and the two ends.
     return {node for node in side if isinstance(node, int)}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The time from `begin` to `end` in which a stage computes a micro-batch, forward or backward."""
+
+    stage: int
+    microbatch: int
+    backward: bool
+    begin: float
+    end: float
+
+
+def microbatch_order(
+    schedule: Schedule, stage: int, stages: int, microbatches: int
+) -> list[tuple[int, bool]]:
+    """Return the micro-batches of a stage in order, each with True for its backward pass.
+
+    Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (PipeDream), sec. 3.2 (1F1B).
+    """
+    in_flight = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+    warm_up = [(i, False) for i in range(in_flight)]
+    steady = [task for i in range(microbatches - in_flight) for task in ((i, True), (i + in_flight, False))]
+    return [*warm_up, *steady, *((i, True) for i in range(microbatches - in_flight, microbatches))]
+
+
+def schedule_slots(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], microbatches: int
+) -> list[Slot]:
+    """Return when each stage computes each micro-batch.
+
+    forward, backward: time of each stage for a whole batch, of which micro-batches take equal parts.
+    Sending a tensor to another stage takes no time.
+    """
+    count, end_times, slots = len(forward), dict[tuple[int, int, bool], float](), list[Slot]()
+    has_backward = any(backward)
+    pending = []  # the tasks of each stage, the next one last
+    for stage in range(count):
+        tasks = microbatch_order(schedule, stage, count, microbatches)
+        # Reversed, since a list gives up its last element fastest.
+        pending.append([task for task in reversed(tasks) if has_backward or not task[1]])
+    clocks = [0.0] * count
+    while any(pending):  # each round runs every stage as far as the tasks of its neighbours have ended
+        for stage, tasks in enumerate(pending):
+            while tasks:
+                microbatch, is_backward = tasks[-1]
+                before = stage + 1 if is_backward else stage - 1
+                # The first stage of a direction waits for nobody.
+                ready = end_times.get((before, microbatch, is_backward)) if 0 <= before < count else 0.0
+                if ready is None:
+                    break
+                # A stage computes one micro-batch at a time.
+                begin = max(clocks[stage], ready)
+                duration = (backward if is_backward else forward)[stage] / microbatches
+                clocks[stage] = end_times[stage, microbatch, is_backward] = begin + duration
+                slots.append(Slot(stage, microbatch, is_backward, begin, begin + duration))
+                tasks.pop()
+    return slots
+
+
+def bubble_share(slots: Sequence[Slot], stages: int) -> float:
+    """Return the share of all stages' time in which a stage waits; (p-1)/(m+p-1) where stages are equal."""
+    total_time = stages * max((slot.end for slot in slots), default=0.0)
+    busy_time = sum(slot.end - slot.begin for slot in slots)
+    return 1 - busy_time / total_time if total_time else 0.0
+
+
+class PlannedOp(NamedTuple):
+    """A forward op in the order of execution, and its stage."""
+
+    type: str
+    module: str
+    stage: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stage of each op of a model, from which `pipeline` builds the stages.
+
+    parameters: the stages that read each parameter or buffer, by its path.
+    `PartitionResult.plan` returns a plan, `PartitionResult.save("partition.json")` writes it with the result,
+    and `load` reads it from that file.
+    """
+
+    stages: int
+    schedule: Schedule
+    microbatches: int
+    ops: Sequence[PlannedOp]
+    parameters: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan in a file that `PartitionResult.save` wrote; raise PartitionError for another."""
+        return read_json(path, "file that partition saved, partition.json", cls._from_json, PartitionError)
+
+    @classmethod
+    def _from_json(cls, content: Any) -> Plan:
+        """Return the plan in the content of a file; raise ValueError for other content."""
+        # Results of other kinds are JSON files too.
+        schema = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        if schema != "amanda.partition" or "parameters" not in content:
+            raise ValueError(f"it holds {schema!r}")
+        ops = [
+            PlannedOp(str(op["type"]), str(op["module"]), int(op["stage"]))
+            for op in content["ops"]
+            if op["phase"] == "forward"
+        ]
+        parameters = {
+            str(name): [int(stage) for stage in stages] for name, stages in content["parameters"].items()
+        }
+        # A file may come from a later version, or from hand.
+        if content["schedule"] not in get_args(Schedule):
+            raise ValueError(f"its schedule is {content['schedule']!r}")
+        return cls(len(content["rows"]), content["schedule"], int(content["microbatches"]), ops, parameters)
+
+    def pipeline(
+        self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None
+    ) -> Pipeline:
+        """Return the model of PyTorch, cut into the stages of this plan.
+
+        mb_args, mb_kwargs: an example of the model's inputs, of the size of one micro-batch.
+        Raises PartitionError for another model than the traced one, or one that cannot be cut at these ops.
+        """
+        from amanda.tools.partition._pytorch_pipeline import Pipeline
+
+        return Pipeline(self, model, mb_args, dict(mb_kwargs or {}))

@@ -1,16 +1,223 @@
-"""The protected process: holds parameters, runs the ops that read them, and steps their optimizers."""
+"""The protected process, and the messages to it: plain values and raw bytes, nothing pickled."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from threading import RLock
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from amanda.tools.partition._ipc import PackedTensors, ProtectError, pack_tensor, receive, send, unpack_tensor
+from amanda.errors import AmandaError
+from amanda.tools.libraries import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+RawBytes: TypeAlias = "NDArray[np.uint8]"
+
+_MIN_MESSAGE_BYTES = 16_385
+"""Bytes of a message that `multiprocessing.connection` writes without a copy that nobody could wipe."""
+_START_TIMEOUT = 120.0
+_CHILD_CODE = (
+    "import json, sys; settings = json.loads(sys.stdin.readline()); sys.path[:] = settings['path']; "
+    "from amanda.tools.partition._enclave import serve; serve(settings)"
+)
+
+
+class ProtectError(AmandaError, RuntimeError):
+    """An op cannot run in the protected process, or the program touched what lies there."""
+
+
+class TensorHeader(NamedTuple):
+    """Declaration of a tensor in a message.  order: its axes in memory, the slowest first.  size: bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+PackedTensors = Sequence[tuple[TensorHeader, RawBytes]]
+
+
+def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: PackedTensors) -> int:
+    """Send a message, wipe the memory that it was put together in, and return its bytes."""
+    # Length, header and raw bytes: to unpickle a message would let either side run code in the other.
+    header_bytes = json.dumps({**header, "tensors": [tensor_header for tensor_header, _ in tensors]}).encode()
+    size = 4 + len(header_bytes) + sum(tensor_header.size for tensor_header, _ in tensors)
+    # One buffer for all, so that there is one place to wipe: a copy could stay readable in freed memory.
+    message = bytearray(max(size, _MIN_MESSAGE_BYTES))
+    message[:4], message[4 : 4 + len(header_bytes)] = len(header_bytes).to_bytes(4, "little"), header_bytes
+    view, offset = np.frombuffer(message, np.uint8), 4 + len(header_bytes)
+    for tensor_header, content in tensors:
+        view[offset : offset + tensor_header.size] = content
+        offset += tensor_header.size
+    try:
+        connection.send_bytes(message)
+    finally:
+        # Also after an error.
+        view[:] = 0
+    return size
+
+
+def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTensors]:
+    """Return a message.  Raises ProtectError for one whose length is not what it declares."""
+    message = connection.recv_bytes()
+    end = 4 + int.from_bytes(message[:4], "little")
+    header = json.loads(message[4:end])
+    tensor_headers = [
+        TensorHeader(fields[0], tuple(fields[1]), tuple(fields[2]), fields[3])
+        for fields in header.pop("tensors")
+    ]
+    declared = end + sum(tensor_header.size for tensor_header in tensor_headers)
+    # Short messages are padded.
+    if max(declared, _MIN_MESSAGE_BYTES) != len(message):
+        raise ProtectError(f"a message declares {declared:,} bytes and has {len(message):,}")
+    tensors, content = [], np.frombuffer(message, np.uint8)
+    for tensor_header in tensor_headers:
+        tensors.append((tensor_header, content[end : end + tensor_header.size]))
+        end += tensor_header.size
+    return header, tensors
+
+
+class ProcessLink:
+    """The protected process, and the authenticated connection to it; one call at a time.
+
+    settings: sent to the process as it starts.  Raises ProtectError if the process does not start.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="amanda-")
+        self._lock = RLock()
+        # The key goes through standard input: arguments and environment are open to other programs.
+        address, key = str(Path(folder.name) / "socket"), os.urandom(32)
+        # Isolated: environment variables and the working folder must not choose what the process imports.
+        command = [sys.executable, "-I", "-c", _CHILD_CODE]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        process_settings = {**settings, "path": sys.path, "address": address, "key": key.hex()}
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            pipe.write(json.dumps(process_settings) + "\n")
+        try:
+            # The folder of the socket is needed for the connection alone.
+            self._connection = self._connect(address, key)
+        except BaseException:
+            self._wait_or_kill(0.0)
+            raise
+        finally:
+            folder.cleanup()
+
+    def _connect(self, address: str, key: bytes) -> Connection[Any, Any]:
+        """Return a connection once the process listens; raise ProtectError if it ends or takes too long."""
+        deadline = monotonic() + _START_TIMEOUT
+        while self._process.poll() is None and monotonic() < deadline:
+            try:
+                return Client(address, "AF_UNIX", key)
+            except (FileNotFoundError, ConnectionRefusedError):
+                sleep(0.02)
+        raise ProtectError(
+            f"the protected process did not start (exit status {self._process.poll()}); what it wrote to "
+            "standard error says why"
+        )
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the protected process."""
+        return self._process.pid
+
+    def call(
+        self, header: Mapping[str, Any], tensors: PackedTensors = ()
+    ) -> tuple[dict[str, Any], PackedTensors, int]:
+        """Send a message; return the header and the tensors of the answer, and the bytes that crossed.
+
+        Raises ProtectError with the error of the process, or if the process has died.
+        """
+        # Autograd's threads call too, and an answer belongs to the message before it.
+        with self._lock:
+            try:
+                sent = send(self._connection, header, tensors)
+                answer, results = receive(self._connection)
+            except (EOFError, OSError) as error:
+                raise ProtectError(
+                    f"the protected process is gone (exit status {self._process.poll()}), and the parameters "
+                    "that it held with it"
+                ) from error
+        # The process lives on: only this op has failed.
+        if "error" in answer:
+            raise ProtectError(answer["error"])
+        return answer, results, sent + sum(tensor_header.size for tensor_header, _ in results)
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._wait_or_kill(10.0)
+
+    def _wait_or_kill(self, timeout: float) -> None:
+        """Wait for the end of the process, and kill it after so many seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass(eq=False)
+class OpTraffic:
+    """Tensors that cross at an op, or for an optimizer, in both directions together.
+
+    headers: of the tensors of each call, as texts without repetitions.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    calls: int = 0
+    bytes: int = 0
+    headers: dict[str, None] = field(default_factory=dict)
+
+    def add(self, sent: Sequence[TensorHeader], received: Sequence[TensorHeader], size: int) -> None:
+        """Count a call and its bytes, and record the headers of its tensors."""
+        self.calls += 1
+        self.bytes += size
+        self.headers[f"{' '.join(map(str, sent)) or '-'} > {' '.join(map(str, received)) or '-'}"] = None
+
+
+def pack_tensor(tensor: Any) -> tuple[TensorHeader, RawBytes]:
+    """Return the header of a tensor of PyTorch, and its bytes in memory order; a dense one is not copied."""
+    import torch
+
+    tensor = tensor.detach()
+    order = tuple(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)))
+    # In memory order a dense tensor is contiguous, also with channels last, and comes back with its strides.
+    flat = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorHeader(dtype, tuple(tensor.shape), order, flat.numel()), flat.numpy()
+
+
+def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:
+    """Return a new tensor of PyTorch with this header and these bytes."""
+    import torch
+
+    tensor = torch.empty_permuted(header.shape, header.order, dtype=getattr(torch, header.dtype))
+    # A copy: the buffer of the message goes away.
+    tensor.permute(header.order).view(-1).view(torch.uint8).copy_(torch.from_numpy(content.copy()))
+    return tensor
 
 
 def serve(settings: Mapping[str, Any]) -> None:
@@ -21,11 +228,13 @@ def serve(settings: Mapping[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])  # as many threads as the program, for the same bits
     listener = Listener(settings["address"], "AF_UNIX", authkey=bytes.fromhex(settings["key"]))
     try:
+        # One connection alone: nobody else gets in once the program has.
         connection: Any = listener.accept()
     except (AuthenticationError, EOFError, OSError):
         return
     finally:
         with suppress(FileNotFoundError):  # the program has removed the folder
+            # No second program can connect.
             listener.close()
     with connection:
         _serve_messages(connection, Enclave())
@@ -82,6 +291,7 @@ class Enclave:
         dropped, failed: executions and backward passes to forget.
         """
         torch = self._torch
+        # What the program can no longer differentiate is freed with the next message.
         for execution in dropped:
             self._executions.pop(execution, None)
         for failed_pass in failed:
@@ -90,12 +300,14 @@ class Enclave:
         if random:  # `ProtectedExecution.forward` sends the generator's state after the arguments
             torch.set_rng_state(arguments.pop())
         for argument, is_trained in zip(arguments, trained, strict=True):
+            # Arguments are leaves here: their gradients are what the program is sent.
             argument.requires_grad_(is_trained)
         with nullcontext() if records else torch.no_grad():
             values = [self._decode_input(encoded, arguments) for encoded in inputs]
             if in_place and "tensor" in inputs[0]:  # autograd forbids a write to a leaf that needs a gradient
                 values[0] = values[0].clone()
             result = _call_by_schema(torch, op, values)
+        # Named tuples, as of `max` with an axis, count as sequences.
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         non_tensors = [type(output).__name__ for output in outputs if not isinstance(output, torch.Tensor)]
         if non_tensors:
@@ -109,6 +321,7 @@ class Enclave:
             self._executions[number] = arguments, outputs, list(dict.fromkeys(paths))
         generator_state = [pack_tensor(torch.get_rng_state())] if random else []
         is_sequence = isinstance(result, (tuple, list))
+        # An op in place on a parameter gives it back: its values must not leave the process.
         returns_parameter = any(result is parameter for parameter in self._parameters.values())
         packed_outputs = [] if returns_parameter else [pack_tensor(output) for output in outputs]
         trained = [output.requires_grad for output in outputs]
@@ -134,9 +347,11 @@ class Enclave:
         self, tensors: PackedTensors, number: int, outputs: Sequence[int], backward_pass: int
     ) -> tuple[Any, Any]:
         """Return the gradients of an op's arguments; keep those of parameters until the pass ends."""
+        # By pass: a gradient becomes the parameter's only if the whole pass succeeds.
         pass_gradients = self._pass_gradients.setdefault(backward_pass, {})
         arguments, results, paths = self._executions[number]
         trained_arguments = [argument for argument in arguments if argument.requires_grad]
+        # A parameter may have been frozen since.
         trained_paths = [path for path in paths if self._parameters[path].requires_grad]
         parameters = [self._parameters[path] for path in trained_paths]
         gradients = self._torch.autograd.grad(
@@ -147,6 +362,7 @@ class Enclave:
         for path, gradient in zip(trained_paths, gradients[len(trained_arguments) :], strict=True):
             if gradient is not None:
                 earlier_gradient = pass_gradients.get(path)
+                # Not in place: autograd may share the tensor between two inputs.
                 pass_gradients[path] = gradient if earlier_gradient is None else earlier_gradient + gradient
         has_gradient = [gradient is not None for gradient in gradients[: len(trained_arguments)]]
         packed_gradients = [
@@ -164,6 +380,7 @@ class Enclave:
         pass_gradients = self._pass_gradients.pop(backward_pass, {})
         for path, replaces_gradient in replaces.items():
             parameter, gradient = self._parameters[path], pass_gradients[path]
+            # `zero_grad` of the program is not seen here, but the program's stand-in tells it.
             if replaces_gradient or parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -177,6 +394,7 @@ class Enclave:
         options = [
             {key: _list_to_tuple(value) for key, value in group["options"].items()} for group in groups
         ]
+        # Made at the first step, with state of its own, as in the program.
         if optimizer not in self._optimizers:
             parameters = [[self._parameters[path] for path in group["paths"]] for group in groups]
             pairs = zip(parameters, options, strict=True)
@@ -190,9 +408,11 @@ class Enclave:
         ):
             if len(group["params"]) != len(message["paths"]):
                 raise ProtectError("an optimizer was given more protected parameters after its first step")
+            # A schedule may have changed the learning rate since the last step.
             group.update(group_options)
             for path, has_gradient in zip(message["paths"], message["gradients"], strict=True):
                 if not has_gradient:
+                    # The optimizer passes over a parameter without a gradient.
                     self._parameters[path].grad = None
         protected_optimizer.step()
         return {}, ()
@@ -206,6 +426,7 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
     """
     owner, _, name = op.rpartition(".")
     function = getattr(torch if owner == "torch" else attrgetter(owner.removeprefix("torch."))(torch), name)
+    # Functions such as `sum` take some arguments by keyword alone, which schemas tell.
     packet = getattr(torch.ops.aten, name.strip("_"), None)
     overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     schemas = [

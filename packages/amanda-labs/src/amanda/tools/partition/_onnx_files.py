@@ -12,10 +12,10 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 
 import amanda
 from amanda.tools.onnx_graph import add_note, save_onnx
-from amanda.tools.partition._cut import PartitionError, Request, Stages
-from amanda.tools.partition._ipc import ProtectError
+from amanda.tools.partition._cut import CutRequest, PartitionError, Stages
+from amanda.tools.partition._enclave import ProtectError
 from amanda.tools.partition._onnx_graph import FileFactsTool, FileGraph
-from amanda.tools.partition._parts import Part, PartsResult
+from amanda.tools.partition._result import Part, PartsResult
 from amanda.tools.partition._step_work import StepWork
 from amanda.tools.select import Selection
 
@@ -26,7 +26,7 @@ Analyse = Callable[[amanda.Tool], None]
 
 
 def write_stages(
-    request: Request, measured: StepWork | None, source: Path, folder: Path, analyse: Analyse,
+    request: CutRequest, measured: StepWork | None, source: Path, folder: Path, analyse: Analyse,
     about: Mapping[str, Any],
 ) -> PartsResult:  # fmt: skip
     """Write a file for each stage.  measured: costs of sessions that ran the model."""
@@ -50,7 +50,8 @@ def write_protected(
     tool = FileFactsTool(FileGraph(source), selection)
     analyse(tool)
     stage_of, kinds, remarks = assign_parts(tool, selection, text, source.parent)
-    request = Request(len(kinds), "order", 1, "1f1b", None, None, 0.0, 0.0)
+    # The parts are decided by the selection: these options are those of a plan without a pipeline.
+    request = CutRequest(len(kinds), "order", 1, "1f1b", None, None, 0.0, 0.0)
     graph = tool.graph
     ends = list(graph.inputs), list(graph.outputs)
     result = PartsResult(tool.work(None), request, *ends, stage_of)
@@ -76,6 +77,7 @@ def _write_parts(
         outputs = [value.name for value in model.graph.output]
         size = save_onnx(model, folder / name, source.parent, graph.is_external)
         result.parts.append(Part(name, kind, len(positions), inputs, outputs, size))
+    # Last: a folder with a plan has all of its files.
     result.save(folder / PLAN_FILE)
 
 
@@ -99,6 +101,7 @@ def assign_parts(
         min_part = max((part_of_op[i] for i in producers), default=0)
         # The part of the producers if it is of the op's kind, otherwise the next one.
         part_of_op.append(min_part + (min_part % 2 != is_protected))
+    # Part 0 has no op if the first op is protected.
     used_parts = sorted(set(part_of_op))
     kinds = ["protected" if level % 2 else "public" for level in used_parts]
     stages = np.array([used_parts.index(level) for level in part_of_op])
@@ -117,6 +120,7 @@ def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[st
         name for op, is_in in zip(graph.ops, is_selected, strict=True) if is_in for name in op.reads
     ]
     for op in graph.constants.values():
+        # A constant may be selected itself, as a fake-quantised weight is.
         facts = tool.ops.get(op.outputs[0])
         names_read += op.outputs if facts is not None and facts.selected else ()
     return {
@@ -138,6 +142,7 @@ def _shared_constants(
     for op, is_in in zip(graph.ops, is_selected, strict=True):
         if not is_in:
             public |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
+    # Outputs that no op makes: constants, or inputs handed on.
     passed_through = [name for name in graph.outputs if name not in graph.producer_of]
     public |= dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
     # Exporters store the same values under several names; a public twin would give a protected one away.
@@ -146,6 +151,7 @@ def _shared_constants(
         for name in protected_names
         if not _may_be_public(graph, name, folder)
     }
+    # No bytes stand for values that may be public.
     copies.pop(b"", None)
     for name, reader in public.items():
         if name in protected_names and _may_be_public(graph, name, folder):
@@ -172,6 +178,7 @@ def _may_be_public(graph: FileGraph, name: str, folder: Path) -> bool:
             and bool(op.reads)
             and all(_may_be_public(graph, input_name, folder) for input_name in op.reads)
         )
+    # Shapes, axes and flags say nothing about trained values.
     is_extents = tensor.data_type in (TensorProto.INT64, TensorProto.BOOL) and len(tensor.dims) <= 1
     return is_extents or not _constant_bytes(graph, name, folder)
 
@@ -183,8 +190,10 @@ def _constant_bytes(graph: FileGraph, name: str, folder: Path) -> bytes:
         return b""
     if tensor.data_type == TensorProto.STRING:
         return b"\0".join(tensor.string_data)
+    # Also external data, which the file itself does not hold.
     array: NDArray[np.generic] = numpy_helper.to_array(tensor, str(folder))
     content = array.tobytes()
+    # One number repeated, such as a mask of zeros, is no secret.
     return b"" if content == content[: array.itemsize] * array.size else content
 
 
@@ -206,6 +215,7 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
         required, outputs = required + passed_through, outputs + passed_through
     reads = dict.fromkeys(graph.with_constants(required))
     model = ModelProto()
+    # Opsets, functions and metadata of the whole model hold for each part.
     for field, value in graph.proto.ListFields():
         if field.name not in ("graph", "training_info"):
             _copy_field(model, field.name, value)
@@ -214,6 +224,7 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     part.metadata_props.extend(whole.metadata_props)
     constants = [graph.constants[name] for name in reads if name in graph.constants]
     ops = [*(graph.ops[i] for i in positions), *constants]
+    # In the order of the file, which ONNX wants to be topological.
     part.node.extend(whole.node[number] for number in sorted({op.number for op in ops}))
     part.initializer.extend(tensor for tensor in whole.initializer if tensor.name in reads)
     part.sparse_initializer.extend(
@@ -226,6 +237,7 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     part.input.extend(_value_info(tool, name) for name in crossing)
     part.output.extend(graph.outputs.get(name) or _value_info(tool, name) for name in outputs)
     part_values = {*produced, *reads}
+    # Inputs and outputs have their types already, and ONNX forbids a second entry.
     part.value_info.extend(
         info for info in whole.value_info if info.name in part_values - {*outputs, *crossing}
     )
@@ -240,6 +252,7 @@ def _value_info(tool: FileFactsTool, name: str) -> ValueInfoProto:
 
 
 def _copy_field(model: ModelProto, name: str, value: Any) -> None:
+    """Set a field of a model to a value, or extend it if it is repeated."""
     if hasattr(value, "extend"):
         getattr(model, name).extend(value)
     else:

@@ -62,6 +62,7 @@ class FileGraph:
     """
 
     def __init__(self, path: Path) -> None:
+        # Functions of the model are inlined: a cut may go through them.
         self.proto: ModelProto = inlined(read_onnx(path, ArtefactError, data=False))
         graph = self.proto.graph
         self.initializers = {tensor.name: tensor for tensor in graph.initializer}
@@ -79,7 +80,9 @@ class FileGraph:
         # An initializer that is an input too is a default, which a caller may replace.
         fixed = initializer_names - (input_names & self.inputs.keys())
         for number, node in enumerate(graph.node):
+            # Bodies of control flow read values of this graph too.
             op = FileOp(number, node, tuple(dict.fromkeys(reads_of(node))))
+            # A random op gives other numbers at each run, and a body may hold one: neither is a constant.
             is_simple = node.op_type not in _RANDOM_OPS and next(bodies_of(node), None) is None
             if is_simple and fixed.issuperset(op.reads):
                 self.constants |= dict.fromkeys(op.outputs, op)
@@ -131,9 +134,11 @@ class FileGraph:
         """
         model = ModelProto()
         model.CopyFrom(self.proto)
+        # What the file says may be of other extents than those that are set below.
         del model.graph.value_info[:]
         inputs = [value for value in model.graph.input if value.name in self.inputs]
         open_inputs = [value.name for value in inputs if _set_open_dims(value, 1)]
+        # Names of open extents are cleared: inference would keep them instead of computing numbers.
         for output in model.graph.output:
             _set_open_dims(output, None)
         with suppress(Exception):  # what a model says of itself may contradict what is inferred
@@ -161,6 +166,7 @@ def _known_shapes(graph: GraphProto) -> Iterator[tuple[str, tuple[int | None, ..
             dims = value.type.tensor_type.shape.dim
             yield value.name, tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in dims)
     for tensor in graph.initializer:
+        # Initializers have no value_info.
         yield tensor.name, tuple(tensor.dims)
     for node in graph.node:
         for body in bodies_of(node):
@@ -211,6 +217,7 @@ class FileFactsTool(amanda.Tool):
         """Record the facts of an op, or add its FLOPs to those of the op whose body it is in."""
         first_output = first_output_of(context.get_op().node)
         if first_output in self.graph.producer_of or first_output in self.graph.constants:
+            # Ops in bodies come after the op around them.
             self._current_op = self.ops[first_output] = FileOpFacts(
                 context.get_op_id(), context["type"], context.get_scope(), context.get_source()
             )
@@ -281,9 +288,11 @@ class FileFactsTool(amanda.Tool):
         costs: dict[int, float] = {}
         producer_of = self.graph.producer_of
         for op, cost in zip(measured.ops, measured.total, strict=True):
+            # A session renames and fuses ops, and keeps the names of most values.
             output_names = (output.name for output in measured.graph.outputs(op))
             position = next((producer_of[name] for name in output_names if name in producer_of), None)
             if position is not None:
+                # A fused op has the output of the last of its ops, which gets the cost of all.
                 costs[position] = costs.get(position, 0.0) + float(cost)
         unmeasured = [op for i, op in enumerate(self.graph.ops) if i not in costs]
         if unmeasured:
@@ -300,6 +309,7 @@ class FileFactsTool(amanda.Tool):
         constant_nodes = (name for name in graph.constants if graph.constant_tensor(name))
         constants = {*graph.initializers, *graph.sparse, *constant_nodes}
         sources = [name for name in graph.readers_of if name in graph.inputs or name in constants]
+        # Values from outside come first, as they are there before any op runs.
         index = {name: i for i, name in enumerate((*sources, *graph.producer_of))}
         ops = []
         for i, op in enumerate(graph.ops):

@@ -16,8 +16,7 @@ from typing import Any
 
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import torch_word
-from amanda.tools.partition._cut import PartitionError
-from amanda.tools.partition._result import Plan
+from amanda.tools.partition._cut import PartitionError, Plan
 
 
 class CutGraph:
@@ -37,9 +36,11 @@ class CutGraph:
         Raises PartitionError for a graph of another model than the plan's, and for values that cannot cross.
         """
         self._graph = module.graph
+        # Checked ahead: PyTorch's error would name nodes that the user has never seen.
         check_blocks(module)
         remove_copies_onto_themselves(self._graph)
         for node in self._graph.find_nodes(op="get_attr"):
+            # The exporter lists every parameter; an unread one would be copied into the first stage.
             if not node.users:
                 self._graph.erase_node(node)
         name_as_in_stages(self._graph)
@@ -51,10 +52,12 @@ class CutGraph:
         self._root_frame = dict(list(next(filter(None, stacks), {}).items())[:1])
         stages = _stages_of_nodes(self._plan, nodes)
         self._position = {node: (stages.get(node, 0), i) for node, i in orders.items()}
+        # The end of the last stage, behind whatever is added to it.
         self._position[output] = self._plan.stages - 1, inf
         self._check_writes()
         for node in nodes:
             self._clone_written_inputs(node)
+        # A copy of the list: nodes are added meanwhile.
         for node in list(self._position):
             if node.op != "get_attr":
                 self._send_to_later_stages(node)
@@ -93,10 +96,12 @@ class CutGraph:
         call = getattr(torch.ops.aten, op).default
         with self._graph.inserting_before(self._output):
             new_node = self._graph.call_function(call, (value,))
+        # The fake value, from which PyTorch takes the shapes of buffers between stages.
         new_node.meta["val"] = call(value.meta["val"])
         new_node.meta["nn_module_stack"] = (
             self._root_frame if before is None else before.meta["nn_module_stack"]
         )
+        # Half a place ahead of a node, as orders of nodes are whole numbers.
         self._position[new_node] = stage, inf if before is None else self._position[before][1] - 0.5
         return new_node
 
@@ -118,6 +123,7 @@ class CutGraph:
         sent = node
         if node in self._in_buffers:  # the next micro-batch may write to the buffer before this value is read
             sent = self._add_node("clone", node, first)
+        # A model's input has no op: the pipeline sends results of ops alone.
         elif not value.is_contiguous() or node.op == "placeholder":
             sent = self._add_node("alias" if value.is_contiguous() else "contiguous", node, first)
         for stage in range(first + 1, max(map(self._stage_of, readers)) + 1):
@@ -131,9 +137,11 @@ class CutGraph:
         """Clone each value of an earlier stage that an op writes to; the op and later ones use the clone."""
         stage, order = self._position[node]
         for value in written_inputs(node):
+            # A buffer is written in the stage that holds it.
             if value.op != "get_attr" and self._stage_of(value) != stage:
                 copy = self._add_node("clone", value, stage, node)
                 for user in list(value.users):
+                    # Users before the write see the value as it was.
                     if self._position[user][1] >= order:
                         user.replace_input_with(value, copy)
 
@@ -195,6 +203,7 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     planned = [(op.type, op.module) for op in plan.ops]
     exported = [(type_of(node), module_of(node)) for node in nodes]
     # The exporter adds and removes ops, so positions differ from the trace; the longest common runs agree.
+    # Without autojunk, which would drop ops that occur often.
     matcher = SequenceMatcher(None, planned, exported, autojunk=False)
     planned_stages = {
         block.b + i: plan.ops[block.a + i].stage
@@ -203,6 +212,7 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     }
     stage, stage_of = 0, dict[Any, int]()
     for i, node in enumerate(nodes):
+        # What the exporter has added belongs to the op before it.
         stage = planned_stages.get(i, stage)
         producer_stages = [stage_of[value] for value in node.all_input_nodes if value in stage_of]
         if is_assignment(node):
@@ -211,6 +221,7 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
             stage_of[node] = max([stage_of.get(value, 0), *users])
         else:
             stage_of[node] = (
+                # An element is taken where its tuple is made: a tuple cannot cross.
                 max(producer_stages) if node.target is operator.getitem else max([stage, *producer_stages])
             )
     missing = sorted(set(range(plan.stages)) - set(stage_of.values()))
@@ -236,6 +247,7 @@ _NORMS_WITH_STATISTICS = {"batch_norm", "instance_norm"}
 def type_of(node: Any) -> str:
     """Return the type of a node in the words of a trace."""
     name = torch_word(node.target.__name__.partition(".")[0].rstrip("_"))
+    # The exporter writes a subscript as several operators.
     return "getitem" if name in _SUBSCRIPTS else name
 
 
@@ -248,6 +260,7 @@ def module_of(node: Any) -> str:
 def _aliased_arguments(node: Any) -> Iterator[tuple[Any, bool]]:
     """Yield the nodes whose memory the result of an op shares or the op writes, with True for a write."""
     schema = getattr(node.target, "_schema", None)
+    # The schema says which arguments alias the result, and which are written.
     for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
         if argument.alias_info is not None:
             for alias in leaves([value]):
@@ -287,6 +300,7 @@ def remove_copies_onto_themselves(graph: Any) -> None:
     for node in list(graph.nodes):
         if is_assignment(node):
             buffer, value = node.args
+            # A chain of ops in place on one buffer.
             while value is not buffer and value.op == "call_function" and _is_in_place(value):
                 value = value.args[0]
             if value is buffer:
@@ -349,6 +363,7 @@ def set_module_frames(nodes: Iterable[Any]) -> None:
         root = next((kind for path, kind in stack.values() if not path), "")
         calls = [(str(path), str(key)) for key, (path, _) in stack.items() if path]
         kinds = dict(stack.values())
+        # PyTorch makes a submodule of each call; two calls of one module would give it twice.
         frames = _module_prefix(calls, open_calls, named_paths)
         named_paths.update(path for path, _ in frames)
         open_calls = frames

@@ -14,9 +14,8 @@ from typing import Any
 import amanda
 from amanda.options import checked
 from amanda.tools.kit import RequiredNames
-from amanda.tools.partition._cut import PartitionError
+from amanda.tools.partition._cut import PartitionError, Plan
 from amanda.tools.partition._pytorch_graph import CutGraph
-from amanda.tools.partition._result import Plan
 
 _REQUIRED = RequiredNames(
     "amanda.tools.partition",
@@ -43,6 +42,7 @@ class Pipeline:
     ) -> None:
         _REQUIRED.check()
         self.plan, self._model = plan, model
+        # The export runs the model's ops once, which no tool should count.
         with amanda.disabled(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees
             self.pipe = export_pipe(model, mb_args, dict(mb_kwargs), CutGraph(plan))
@@ -58,6 +58,7 @@ class Pipeline:
         """
         paths, persistent = dict(_tensors_by_name(self._model)), self._model.state_dict()
         for name, tensor in list(_tensors_by_name(module)):
+            # Constants that the export has lifted have no path in the model.
             tensor = paths.get(name, tensor)
             _register_tensor(module, name, tensor, name in persistent)
             yield name, tensor
@@ -70,6 +71,7 @@ class Pipeline:
         persistent = self._model.state_dict()
         placed_ids = {id(tensor) for tensors in self._stage_tensors for tensor in tensors.values()}
         for name, tensor in _tensors_by_name(self._model):
+            # The stage that has most of the modules on the path is nearest to the tensor's own.
             depths = [_num_existing_modules(module, name) for module in self._stages]
             for stage, tensors in enumerate(self._stage_tensors):
                 is_unread = id(tensor) not in placed_ids and stage == depths.index(max(depths))
@@ -91,6 +93,7 @@ class Pipeline:
             exported = {
                 names[id(paths[name])] for name in tensors if name in paths and id(paths[name]) in names
             }
+            # Compared by parameter, as a tied one has several paths.
             if planned != exported:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "
@@ -125,7 +128,9 @@ class Pipeline:
                 f"the plan has {self.plan.stages} stages, and the group has {size} processes; start one "
                 "process for each stage"
             )
+        # A hash instead of the plan: ranks exchange a few bytes.
         digests: list[Any] = [None] * size
+        # Ranks with different cuts would wait for each other without end.
         dist.all_gather_object(digests, self._digest(), group=group)
         differing_ranks = [i for i, digest in enumerate(digests) if digest != digests[0]]
         if differing_ranks:
@@ -160,6 +165,7 @@ class Pipeline:
         """
         count = self.plan.microbatches if microbatches is None else microbatches
         pipeline_schedule = schedule_class(self.plan.schedule)(stage, count, loss_fn, **options)
+        # Without a loss no gradients are computed.
         if loss_fn is not None:
             pipeline_schedule.shared = self._shared_parameters(stage)
         return pipeline_schedule
@@ -172,6 +178,7 @@ class Pipeline:
         parameters, groups = dict(_tensors_by_name(stage.submod)), dict[tuple[int, ...], Any]()
         pairs = []
         for names_by_stage in self.shared.values():
+            # Sorted: all holders create the same group.
             stages = tuple(sorted(names_by_stage))
             if stage.stage_index not in stages:
                 continue
@@ -191,6 +198,7 @@ class Pipeline:
         paths = dict(_tensors_by_name(self._model))
         stage_tensors = dict(_tensors_by_name(stage.submod))
         with amanda.disabled(), torch.no_grad():
+            # In the same order on all ranks, as broadcasts pair up by order.
             for number, tensors in enumerate(self._stage_tensors):
                 source = dist.get_global_rank(parent, number)
                 for name in tensors:
@@ -200,6 +208,7 @@ class Pipeline:
                     if number == stage.stage_index:
                         value = stage_tensors[name].detach().contiguous()
                     else:
+                        # A buffer to receive into: the model's own tensor may lie on another device.
                         value = torch.empty(target.shape, dtype=target.dtype, device=stage.device)
                     dist.broadcast(value, source, group=parent)
                     target.copy_(value)
@@ -257,6 +266,7 @@ def _tensors_by_path(program: Any) -> Any:
 
     root, traced = nn.Module(), program.module()
     for node in traced.graph.find_nodes(op="get_attr"):
+        # An unread tensor would give the first stage a parameter that it does not use.
         if not node.users:
             continue
         *names, last = node.target.split(".")
@@ -282,6 +292,7 @@ def _accept_keywords(pipe: Any, traced: Any) -> None:
     if len(signature(first_stage.forward).parameters) == len(signature(traced.forward).parameters):
         first_stage.graph._codegen = deepcopy(traced.graph._codegen)
         codegen = first_stage.graph._codegen
+        # The first stage has outputs of its own.
         codegen.pytree_info = codegen.pytree_info._replace(out_spec=None)
         first_stage.recompile()
 
@@ -318,4 +329,5 @@ def schedule_class(name: str) -> Any:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+    # Under PyTorch's name, which messages and profiles show.
     return type(schedule.__name__, (_SumsSharedGradients, schedule), {})

@@ -13,7 +13,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
-from amanda.tools.partition._ipc import (
+from amanda.tools.partition._enclave import (
     OpTraffic,
     ProcessLink,
     ProtectError,
@@ -87,6 +87,7 @@ class Protection:
         self.stand_ins.adopt(context, self._send_parameter)
 
     def _send_parameter(self, path: str, value: Any, tensor_header: TensorHeader, content: RawBytes) -> None:
+        """Send a parameter to the process, and record what crossed."""
         record = self.traffic_record("hold", id(value), "parameter", path.rpartition(".")[0], "")
         message = {"kind": "hold", "path": path, "trained": value.requires_grad}
         _, _, size = self.link.call(message, [(tensor_header, content)])
@@ -104,6 +105,7 @@ class Protection:
         if target is not None:
             inputs = (target, *inputs[1:])
         message = MessageInputs(inputs, self.stand_ins, f"{record.type} at {record.source}")
+        # Without a backward pass the process forgets the execution at once.
         records = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*message.tensors, *message.parameters)
         )
@@ -126,6 +128,7 @@ class Protection:
 
     def take_ended(self) -> Mapping[str, Sequence[int]]:
         """Return the executions and passes that the process can forget, and empty the lists of them."""
+        # The list is swapped, not emptied: `__del__` may append to it at any time.
         dropped, self.dropped = self.dropped, []
         failed, self.passes.failed = self.passes.failed, []
         return {"dropped": dropped, "failed": failed}
@@ -154,8 +157,10 @@ class Protection:
                 for stand_in in self.stand_ins:
                     _, tensors, _ = self.link.call({"kind": "read", "path": stand_in.path})
                     stand_in.tensor.detach().copy_(unpack_tensor(*tensors[0]))
+                    # Its NaN stood for a gradient that goes with the process.
                     stand_in.tensor.grad = None
         finally:
+            # Also if the process has died: the tool can be used again.
             self.stand_ins.clear()
             if self._process is not None and (finalizer := self._process.detach()) is not None:
                 _close_link(*finalizer[2])
@@ -271,6 +276,7 @@ class ProtectedExecution:
         protection = self.protection
         output_indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
         tensors = [pack_tensor(gradients[i]) for i in output_indices]
+        # One number for all nodes of a pass, on whichever thread they run.
         backward_pass = torch._C._current_graph_task_id()
         protection.passes.enter(backward_pass, protection)
         message = {
@@ -282,6 +288,7 @@ class ProtectedExecution:
             [header for header, _ in tensors], [header for header, _ in packed_gradients], size
         )
         protection.passes.set_parameters(backward_pass, answer["parameters"])
+        # Only gradients that exist were sent.
         remaining = iter(packed_gradients)
         for has_gradient in answer["has_gradient"]:
             yield unpack_tensor(*next(remaining)) if has_gradient else None
@@ -306,6 +313,7 @@ def _autograd_function() -> Any:
             outputs = execution.forward(header, tensors[:count])
             pairs = zip(outputs, execution.trained, strict=False)
             ctx.mark_non_differentiable(*(output for output, is_trained in pairs if not is_trained))
+            # None stays None: zeros would be sent to the process.
             ctx.set_materialize_grads(False)
             return outputs
 
@@ -343,6 +351,7 @@ class BackwardPasses:
         if number not in self.paths:
             self.paths[number] = ()
             engine: Any = torch.autograd.Variable._execution_engine
+            # Called after the last node of the pass, and dropped without a call if a node raises.
             engine.queue_callback(_PassEnd(number, protection).end)
 
     def set_parameters(self, number: int, paths: Sequence[str]) -> None:
@@ -368,6 +377,7 @@ class _PassEnd:
                 {"kind": "accumulate", "backward_pass": self._number, "replaces": replaces_gradient}
             )
             for path in replaces_gradient:
+                # NaN: the program must not read the gradient, but sees that there is one.
                 stand_ins[path].fill_gradient()
 
     def __del__(self) -> None:

@@ -13,7 +13,7 @@ import amanda
 from amanda import interceptor
 from amanda.errors import ToolError
 from amanda.tools.kit import leaves
-from amanda.tools.partition._ipc import ProtectError, RawBytes, TensorHeader, pack_tensor
+from amanda.tools.partition._enclave import ProtectError, RawBytes, TensorHeader, pack_tensor
 
 _OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
 PLAIN_TYPES = (int, float, bool, str, type(None))
@@ -51,6 +51,7 @@ class ParameterStandIn:
     def is_gradient_replaced(self) -> bool:
         """Return True if the program has dropped, replaced or written the gradient since it was filled."""
         grad = self.tensor.grad
+        # A new version tells that `zero_` or clipping has written into it.
         return grad is None or grad is not self.gradient or grad._version != self.version
 
     def fill_gradient(self) -> None:
@@ -62,6 +63,7 @@ class ParameterStandIn:
                 self.tensor.grad = torch.full_like(self.tensor, float("nan"))
             else:
                 self.tensor.grad.fill_(float("nan"))
+        # The version after the fill, so that this write does not count as the program's.
         self.gradient, self.version = self.tensor.grad, self.tensor.grad._version
 
 
@@ -71,6 +73,7 @@ class ParameterStandIns:
     def __init__(self) -> None:
         # By address of the memory, so that `find` returns a stand-in for its views too.
         self._by_address: dict[int, ParameterStandIn] = {}
+        # Weak: parameters of a model that is gone must not be kept.
         self._read_openly: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[ParameterStandIn]:
@@ -102,6 +105,7 @@ class ParameterStandIns:
         if torch.is_autocast_enabled("cpu"):
             raise ProtectError(f"{op_text} is selected and runs under autocast, which protect does not know")
         for value in tensors_in(context.get_inputs()):
+            # Bytes are sent as they lie in memory.
             if value.device.type != "cpu" or value.layout != torch.strided:
                 raise ProtectError(
                     f"{op_text} is given a tensor on {value.device} with layout {value.layout}; protect runs "
@@ -110,6 +114,7 @@ class ParameterStandIns:
             path = None if self.find(value) else parameter_path(value)
             if path is None or not value.numel():
                 continue
+            # An id alone may be that of a tensor that is gone.
             if self._read_openly.get(id(value)) is value:
                 raise ProtectError(
                     f"{op_text} is selected, and {path} is read by an op that is not: select both"
@@ -126,10 +131,12 @@ class ParameterStandIns:
         import torch
 
         header, content = pack_tensor(value)
+        # NaN would be written over its neighbours, and views of it would stay readable.
         if value.untyped_storage().nbytes() != header.size:
             raise ProtectError(
                 f"{path} shares its memory with other tensors; protect needs parameters of their own"
             )
+        # First: if the process refuses, the values are still here.
         hold(path, value, header, content)
         # NaN shows in results if an op reads the stand-in unseen; buffers of integers have no NaN.
         with torch.no_grad():
@@ -155,6 +162,7 @@ class ParameterStandIns:
 
     def _computes_from_parameters_alone(self, context: amanda.OpContext) -> bool:
         inputs = tensors_in(context.get_inputs())
+        # An op in place gives back the stand-in, whose values stay in the process.
         return bool(inputs) and all(map(self.find, inputs)) and not context["in_place"]
 
 
@@ -188,6 +196,7 @@ class ProtectedOptimizers:
                 f"{name} steps protected parameters; the protected process knows the optimizers of "
                 "torch.optim, without a closure"
             )
+        # Momentum in the program would be lost, so such an optimizer is refused rather than started anew.
         if optimizer not in self._stepped:
             stand_ins = [stand_in for group in groups for stand_in in group]
             stepped_paths = [s.path for s in stand_ins if optimizer.state.get(s.tensor)]
@@ -213,6 +222,7 @@ def _describe_group(group: Mapping[str, Any], stand_ins: Sequence[ParameterStand
             )
     options = {key: value for key, value in group.items() if key != "params"}
     for key, value in options.items():
+        # Adam's betas are a tuple.
         items = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(item, PLAIN_TYPES) for item in items):
             raise ProtectError(f"option {key} of an optimizer is {value!r}; protect sends numbers and texts")
@@ -225,6 +235,7 @@ def callable_of(context: amanda.OpContext) -> str:
     import torch
 
     op, name = context.get_op(), getattr(context.get_op(), "__name__", "")
+    # By name, looked up again in the process: no function is sent.
     for owner in _OWNERS:
         space = attrgetter(owner.removeprefix("torch."))(torch) if owner != "torch" else torch
         if getattr(space, name, None) is op:
@@ -244,6 +255,7 @@ def is_random(context: amanda.OpContext) -> bool:
 
 def shares_memory(context: amanda.OpContext) -> bool:
     """Return True for an op whose result may be a view of an input, and for a write by index."""
+    # No operator of ATen has these names; both reach the memory of a tensor.
     if context.get_op_type() in ("getitem", "setitem"):
         return True
     aliases = [result.alias_info for overload in _overloads(context) for result in overload._schema.returns]

@@ -1,14 +1,26 @@
-"""The stages of a cut: costs, memory, tensors that cross, the plan that files keep, and the schedule."""
+"""The stages of a cut: costs, memory, tensors that cross, and the files and sessions of an ONNX model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from amanda.tools.partition._cut import PartitionError, Request, Schedule, Stages, cut
+from amanda.errors import ArtefactError
+from amanda.options import Folder, checked
+from amanda.tools.partition._cut import (
+    CutRequest,
+    PartitionError,
+    Plan,
+    PlannedOp,
+    Slot,
+    Stages,
+    bubble_share,
+    cut,
+    schedule_slots,
+)
 from amanda.tools.partition._step_work import StepWork
 from amanda.tools.results import Column, PlottedResult, amount, read_json, shortened
 from amanda.tools.trace import Tensor, TraceResult
@@ -17,127 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from amanda.tools.partition._pytorch_pipeline import Pipeline
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The time from `begin` to `end` in which a stage computes a micro-batch, forward or backward."""
-
-    stage: int
-    microbatch: int
-    backward: bool
-    begin: float
-    end: float
-
-
-def microbatch_order(
-    schedule: Schedule, stage: int, stages: int, microbatches: int
-) -> list[tuple[int, bool]]:
-    """Return the micro-batches of a stage in order, each with True for its backward pass.
-
-    Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (PipeDream), sec. 3.2 (1F1B).
-    """
-    in_flight = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
-    warm_up = [(i, False) for i in range(in_flight)]
-    steady = [task for i in range(microbatches - in_flight) for task in ((i, True), (i + in_flight, False))]
-    return [*warm_up, *steady, *((i, True) for i in range(microbatches - in_flight, microbatches))]
-
-
-def schedule_slots(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], microbatches: int
-) -> list[Slot]:
-    """Return when each stage computes each micro-batch.
-
-    forward, backward: time of each stage for a whole batch, of which micro-batches take equal parts.
-    Sending a tensor to another stage takes no time.
-    """
-    count, end_times, slots = len(forward), dict[tuple[int, int, bool], float](), list[Slot]()
-    has_backward = any(backward)
-    pending = []  # the tasks of each stage, the next one last
-    for stage in range(count):
-        tasks = microbatch_order(schedule, stage, count, microbatches)
-        pending.append([task for task in reversed(tasks) if has_backward or not task[1]])
-    clocks = [0.0] * count
-    while any(pending):  # each round runs every stage as far as the tasks of its neighbours have ended
-        for stage, tasks in enumerate(pending):
-            while tasks:
-                microbatch, is_backward = tasks[-1]
-                before = stage + 1 if is_backward else stage - 1
-                ready = end_times.get((before, microbatch, is_backward)) if 0 <= before < count else 0.0
-                if ready is None:
-                    break
-                begin = max(clocks[stage], ready)
-                duration = (backward if is_backward else forward)[stage] / microbatches
-                clocks[stage] = end_times[stage, microbatch, is_backward] = begin + duration
-                slots.append(Slot(stage, microbatch, is_backward, begin, begin + duration))
-                tasks.pop()
-    return slots
-
-
-def bubble_share(slots: Sequence[Slot], stages: int) -> float:
-    """Return the share of all stages' time in which a stage waits; (p-1)/(m+p-1) where stages are equal."""
-    total_time = stages * max((slot.end for slot in slots), default=0.0)
-    busy_time = sum(slot.end - slot.begin for slot in slots)
-    return 1 - busy_time / total_time if total_time else 0.0
-
-
-class PlannedOp(NamedTuple):
-    """A forward op in the order of execution, and its stage."""
-
-    type: str
-    module: str
-    stage: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The stage of each op of a model, from which `pipeline` builds the stages.
-
-    parameters: the stages that read each parameter or buffer, by its path.
-    `PartitionResult.plan` returns a plan, `PartitionResult.save("partition.json")` writes it with the result,
-    and `load` reads it from that file.
-    """
-
-    stages: int
-    schedule: Schedule
-    microbatches: int
-    ops: Sequence[PlannedOp]
-    parameters: Mapping[str, Sequence[int]]
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Return the plan in a file that `PartitionResult.save` wrote; raise PartitionError for another."""
-        return read_json(path, "file that partition saved, partition.json", cls._from_json, PartitionError)
-
-    @classmethod
-    def _from_json(cls, content: Any) -> Plan:
-        """Return the plan in the content of a file; raise ValueError for other content."""
-        schema = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        if schema != "amanda.partition" or "parameters" not in content:
-            raise ValueError(f"it holds {schema!r}")
-        ops = [
-            PlannedOp(str(op["type"]), str(op["module"]), int(op["stage"]))
-            for op in content["ops"]
-            if op["phase"] == "forward"
-        ]
-        parameters = {
-            str(name): [int(stage) for stage in stages] for name, stages in content["parameters"].items()
-        }
-        if content["schedule"] not in get_args(Schedule):
-            raise ValueError(f"its schedule is {content['schedule']!r}")
-        return cls(len(content["rows"]), content["schedule"], int(content["microbatches"]), ops, parameters)
-
-    def pipeline(
-        self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None
-    ) -> Pipeline:
-        """Return the model of PyTorch, cut into the stages of this plan.
-
-        mb_args, mb_kwargs: an example of the model's inputs, of the size of one micro-batch.
-        Raises PartitionError for another model than the traced one, or one that cannot be cut at these ops.
-        """
-        from amanda.tools.partition._pytorch_pipeline import Pipeline
-
-        return Pipeline(self, model, mb_args, dict(mb_kwargs or {}))
 
 
 class Crossing(NamedTuple):
@@ -195,7 +86,7 @@ class PartitionResult(PlottedResult):
 
     about_shared: ClassVar[str] = "Held by several stages, which have to add up its gradients"
 
-    def __init__(self, work: StepWork, request: Request) -> None:
+    def __init__(self, work: StepWork, request: CutRequest) -> None:
         self.work, self.request = work, request
 
     @cached_property
@@ -222,6 +113,7 @@ class PartitionResult(PlottedResult):
             for index, reader_positions in work.parameters.items()
             if in_stage[list(reader_positions)].any()
         ]
+        # A parameter that several ops of the stage read is held once.
         parameters = sum(work.parameter_bytes[index] for index in parameter_indices)
         activations = int(work.activations[in_stage].sum())
         memory = self.request.copies_of(work) * parameters + self.request.in_flight(number) * activations
@@ -242,6 +134,7 @@ class PartitionResult(PlottedResult):
         for span in self.work.spans:
             source = int(stage_of[span.produced_at])
             for target in sorted({int(stage_of[i]) for i in span.read_at} - {source}):
+                # A span has a producer, which the type cannot say.
                 op = graph.ops[span.tensor.producer or 0]
                 yield Crossing(span.tensor, source, target, op.type, op.module)
 
@@ -250,6 +143,7 @@ class PartitionResult(PlottedResult):
         """Return the stages that read each parameter or buffer, by its path."""
         stages_by_name: dict[str, Sequence[int]] = {}
         for index, reader_positions in self.work.parameters.items() if self.stage_of is not None else ():
+            # Graphs of some frameworks have tensors without names.
             name = self.work.graph.tensors[index].name or f"tensor {index}"
             stages_by_name[name] = sorted({int(self.stage_of[i]) for i in reader_positions})  # type: ignore[index]
         return stages_by_name
@@ -350,6 +244,7 @@ class PartitionResult(PlottedResult):
         for is_ahead, word in ((True, "forward"), (False, "backward")):
             crossings = []
             for crossing in self.crossings:
+                # A tensor that skips a stage crosses every cut between the two.
                 before, after = sorted((crossing.source, crossing.target))
                 if before < number <= after and (crossing.source < crossing.target) == is_ahead:
                     crossings.append(crossing)
@@ -409,3 +304,122 @@ class PartitionResult(PlottedResult):
 
 def _op_label(op: Any) -> str:
     return f"{op.module}: {op.type}" if op.module else str(op.type)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file with a part of the model.  kind: "stage", "public" or "protected".
+
+    inputs, outputs: names of values of the whole model.  bytes: of initializers.
+    """
+
+    file: str
+    kind: str
+    ops: int
+    inputs: list[str]
+    outputs: list[str]
+    bytes: int
+
+
+class PartsResult(PartitionResult):
+    """Stages of a file that was cut; `parts` are the files in the order in which they run.
+
+    inputs, outputs: of the whole model.
+    """
+
+    about_shared = "In the files of several parts"
+
+    def __init__(
+        self, work: StepWork, request: CutRequest, inputs: list[str], outputs: list[str],
+        stage_of: Stages | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(work, request)
+        self.inputs, self.outputs = inputs, outputs
+        self.parts: list[Part] = []
+        # Set over the cached property: protected parts are no result of a cut.
+        if stage_of is not None:
+            self.stage_of = stage_of
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        """Return the title of the stages, or the numbers of protected ops and bytes."""
+        if all(part.kind == "stage" for part in self.parts):
+            return super().title
+        protected_parts = [part for part in self.parts if part.kind == "protected"]
+        crossing = amount(sum(crossing.tensor.bytes or 0 for crossing in self.crossings), unit="B")
+        return (
+            f"{sum(part.ops for part in protected_parts)} of {len(self.work.ops)} ops and "
+            f"{amount(sum(part.bytes for part in protected_parts), unit='B')} of initializers are in "
+            f"{', '.join(part.file for part in protected_parts)} alone; {crossing} cross"
+        )
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the files in the order in which they run, and the inputs and outputs of the whole model."""
+        files = [asdict(part) for part in self.parts]
+        return {**super().facts(), "files": files, "inputs": self.inputs, "outputs": self.outputs}
+
+    def notes(self) -> Sequence[str]:
+        """Return the order of the files, and the notes on the stages."""
+        files = ", ".join(part.file for part in self.parts)
+        return [
+            f"Run in this order: {files}. Each is given the model's inputs that it reads.",
+            *super().notes(),
+        ]
+
+
+class StageChain:
+    """Sessions of the files that `PartitionTool` wrote into a folder, run in the order of `partition.json`.
+
+    options, providers: of each session, as onnxruntime.InferenceSession has them.
+    Raises FileError for a folder without such a file, ArtefactError for another file of this name.
+    """
+
+    @checked(error=ArtefactError)
+    def __init__(
+        self, folder: Folder, options: Any = None, providers: Sequence[Any] = ("CPUExecutionProvider",)
+    ) -> None:
+        from onnxruntime import InferenceSession
+
+        plan = Path(folder, "partition.json")
+        self.outputs: list[str]
+        files, self.outputs = read_json(
+            plan, "plan of files that amanda instrument wrote", _read_plan, ArtefactError
+        )
+        self.sessions = [InferenceSession(Path(folder, file), options, list(providers)) for file in files]
+
+    def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
+        """Run the parts in order, and return outputs of the whole model.  output_names: None for all.
+
+        feeds: inputs of the whole model.  A value is dropped once no later part reads it.
+        """
+        requested = self.outputs if output_names is None else list(output_names)
+        unknown_names = [name for name in requested if name not in self.outputs]
+        if unknown_names:
+            raise ArtefactError(
+                f"there is no output {unknown_names[0]!r}; there are {', '.join(self.outputs)}"
+            )
+        values = dict(feeds)
+        reads = [{value.name for value in session.get_inputs()} for session in self.sessions]
+        reads_default = [
+            {value.name for value in session.get_overridable_initializers()} for session in self.sessions
+        ]
+        for number, session in enumerate(self.sessions):
+            # An input with a default may be fed as well.
+            names_read = reads[number] | reads_default[number]
+            names = [value.name for value in session.get_outputs()]
+            outputs = session.run(names, {name: values[name] for name in names_read & values.keys()})
+            values |= zip(names, outputs, strict=True)
+            later = set(requested).union(*reads[number + 1 :], *reads_default[number + 1 :])
+            # Activations of earlier parts are freed as early as in one session.
+            values = {name: value for name, value in values.items() if name in later}
+        return [values[name] for name in requested]
+
+
+def _read_plan(plan: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the files and of the outputs; raise ValueError for a file in another folder."""
+    files, outputs = [str(entry["file"]) for entry in plan["files"]], [str(name) for name in plan["outputs"]]
+    for name in files:
+        # A plan from elsewhere must not open files outside of its folder.
+        if Path(name).name != name:
+            raise ValueError(f"it names {name!r}, which is no file of its folder")
+    return files, outputs

@@ -58,6 +58,7 @@ class StepWork:
         self.unstaged_ops = sum(op.phase not in ("forward", "backward") for op in graph.ops)
         self._position = {op.index: i for i, op in enumerate(self.ops)}
         for op in graph.ops:
+            # A backward op runs on the device that holds what its forward op has saved.
             if op.phase == "backward" and self.ops:
                 forward_position = self._position.get(-1 if op.forward is None else op.forward)
                 # Without a forward op, such as the gradient of the loss, it counts at the end of the pass.
@@ -76,6 +77,7 @@ class StepWork:
     def dependencies(self) -> Iterator[tuple[int, int]]:
         """Yield pairs of positions of forward ops: the producer of a tensor, and a reader."""
         for op in self.ops:
+            # A loop's graph may have an edge back, which no order could meet.
             for maker in self.graph.producers(op):
                 producer_position = self._position.get(maker.index)
                 if (
@@ -102,6 +104,7 @@ class StepWork:
         """Return the bytes of the outputs of each forward op, without views."""
         sizes = np.zeros(len(self.ops))
         for i, op in enumerate(self.ops):
+            # A view needs no memory of its own.
             sizes[i] = sum(tensor.bytes or 0 for tensor in self.graph.outputs(op) if tensor.alias_of is None)
         return sizes
 
@@ -123,12 +126,14 @@ class StepWork:
         for tensor in self.graph.tensors:
             root = self.root(tensor.index).index
             if root in sizes and self.graph.tensors[root].bytes is None:
+                # TensorFlow reads a variable through a handle without a size: what is read has it.
                 sizes[root] = max(sizes[root], tensor.bytes or 0)
         return sizes
 
     def root(self, index: int) -> Tensor:
         """Return the tensor whose memory a tensor shares, itself if it is no view."""
         tensor = self.graph.tensors[index]
+        # Views of views, and versions after writes, lead to one root.
         while tensor.alias_of is not None and tensor.alias_of != tensor.index:
             tensor = self.graph.tensors[tensor.alias_of]
         return tensor
@@ -149,6 +154,7 @@ class StepWork:
         """Return the bytes of the tensors that cross a cut ahead of each position, in both directions."""
         change = np.zeros(len(self.ops) + 1)
         for span in self.spans:
+            # A difference array: a tensor counts at every cut behind its first position up to its last.
             change[span.first + 1] += span.tensor.bytes or 0
             change[span.last + 1] -= span.tensor.bytes or 0
         crossing: Floats = np.cumsum(change)
@@ -169,6 +175,8 @@ class StepWork:
                 # Stages that start before the last reader have the parameter already.
                 bytes_from_start[last_reader.get(index, -1) + 1 : position + 1] += self.parameter_bytes[index]
                 last_reader[index] = position
+            # A view of one array, which grows from yield to yield: a copy for each end would take quadratic
+            # memory.
             yield bytes_from_start[: position + 1]
 
 
@@ -183,6 +191,7 @@ def work_in_flops(graph: Graph, flops: FlopsResult, steps: int) -> StepWork:
 
 def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWork:
     """Return the work of a step in seconds, which were measured op by op."""
+    # Self time, so that an op within another counts once.
     sums = (((place.phase, place.type, place.op_id), place.own / 1e9) for place in profile.places)
     costs = _cost_by_op(graph, sums, lambda op: (op.phase, op.type, op.id), steps)
     untimed = sum(place.calls - place.timed for place in profile.places)
@@ -205,5 +214,6 @@ def _cost_by_op(
     for group, cost in sums:
         totals[group] += cost
     for op in graph.ops:
+        # Executions of graphs are not counted, and taken for one.
         calls[key(op)] += op.calls or 1
     return {op.index: totals[key(op)] * (op.calls or 1) / calls[key(op)] / steps for op in graph.ops}

@@ -6,8 +6,7 @@ with amanda.apply(remat):
 print(remat.result)
 """
 
-from amanda.tools.remat._heuristics import HEURISTICS
-from amanda.tools.remat._storage import BudgetError, RematError
+from amanda.tools.remat._storage import HEURISTICS, BudgetError, RematError
 from amanda.tools.remat._tool import RematResult, RematTool
 
 __all__ = ["HEURISTICS", "BudgetError", "RematError", "RematResult", "RematTool"]

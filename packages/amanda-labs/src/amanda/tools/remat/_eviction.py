@@ -10,17 +10,18 @@ from time import perf_counter
 from typing import Any
 
 from amanda.tools.libraries import tree_map
-from amanda.tools.remat._heuristics import Heuristic, leave_neighbours
 from amanda.tools.remat._pytorch import TorchRuntime
 from amanda.tools.remat._storage import (
     BudgetError,
+    Heuristic,
     InputRef,
     Ledger,
     OpCounts,
-    RecordedOp,
     RematError,
+    ReplayableOp,
     ScratchInput,
     Storage,
+    leave_neighbours,
 )
 
 EXACT_ORDERS, STORAGES_PER_VICTIM = 128, 8
@@ -41,6 +42,7 @@ class Eviction:
     ) -> None:
         self.torch, self.ledger, self.budget, self.strict = torch, ledger, budget, strict
         self._heuristic = heuristic
+        # Weak: a storage that nobody reads any more is dropped with its copy.
         self.recomputed: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._generation = 0
         self._order: list[tuple[float, int, weakref.ref[Storage]]] = []  # a heap of candidates by score
@@ -51,6 +53,7 @@ class Eviction:
 
         is_exact: raise BudgetError, or warn, if the bytes do not fit; an estimate may be too high.
         """
+        # Storages that the program has freed make room without an eviction.
         self.ledger.process_deaths()
         if self.budget is None:
             return
@@ -63,6 +66,7 @@ class Eviction:
                 if is_exact:
                     self._report_shortage(need, counts)
                 return
+            # The program turned out to hold the memory: do not try this storage again for this op.
             if not self._evict(victim):
                 refused.add(victim)
 
@@ -118,6 +122,7 @@ class Eviction:
     def _is_held_by_tool_alone(self, storage: Storage) -> bool:
         """Return True if only this tool holds a storage."""
         filled_handles = sum(handle.tensor is not None for handle in storage.handles.alive())
+        # The use count covers holders in C++ as well, such as a saved tensor of a node that no tool knows.
         references = filled_handles + (storage.copy is not None)
         return references > 0 and self.torch.use_count(storage.address) == references
 
@@ -131,8 +136,9 @@ class Eviction:
         )
         if self.strict:
             raise BudgetError(message)
+        # Warned once: later shortages only raise the number in the result.
         if not self.ledger.totals.short:
-            logger.warning("the budget of memory is exceeded by %s bytes: %s", f"{short:,}", message)
+            logger.warning("the memory budget is exceeded by %s bytes: %s", f"{short:,}", message)
         self.ledger.totals.short = max(self.ledger.totals.short, short)
 
     def _evict(self, storage: Storage) -> bool:
@@ -152,24 +158,27 @@ class Eviction:
             storage.maker = None
             return False
         self.ledger.process_deaths()
+        # Counted after the memory is gone, since an attempt may fail.
         maker.counts.evictions += 1
         maker.counts.evicted_bytes += storage.size
         return True
 
     def revoke_commitments(self) -> None:
         """Revoke all commitments, since memory is about to be written that recomputations may read."""
+        # A counter, so that all commitments end without a walk over all ops.
         self._generation += 1
 
-    def commit(self, target: RecordedOp) -> bool:
+    def commit(self, target: ReplayableOp) -> bool:
         """Ensure that an op can be run again, now and later, and hold its inputs that could be freed.
 
         Return False for an op that depends on memory that is gone and cannot be made again.
         """
-        recomputable: set[RecordedOp] = set()
+        recomputable: set[ReplayableOp] = set()
         for operation in self._uncommitted_ancestors(target):
             if all(self._is_recoverable(ref.storage, recomputable) for ref in operation.refs):
                 recomputable.add(operation)
             else:
+                # Without the inputs, what the op made is lost once evicted: it stays.
                 for storage in operation.products:
                     if storage.live_memory is not None:
                         storage.maker = None
@@ -182,7 +191,7 @@ class Eviction:
                     self._keep_alive(ref)
         return True
 
-    def _uncommitted_ancestors(self, target: RecordedOp) -> list[RecordedOp]:
+    def _uncommitted_ancestors(self, target: ReplayableOp) -> list[ReplayableOp]:
         """Return an op and the ops that its inputs need, without committed ones, in execution order."""
         ancestors, waiting = {target}, [target]
         while waiting:
@@ -191,9 +200,11 @@ class Eviction:
                 if maker is not None and maker not in ancestors and maker.committed != self._generation:
                     ancestors.add(maker)
                     waiting.append(maker)
+        # In the order of execution inputs are decided before the ops that read them.
         return sorted(ancestors, key=lambda operation: operation.number)
 
-    def _is_recoverable(self, storage: Storage, recomputable: set[RecordedOp]) -> bool:
+    def _is_recoverable(self, storage: Storage, recomputable: set[ReplayableOp]) -> bool:
+        """Return True for a storage that is alive, or that ops in the set can make again."""
         maker = storage.maker
         if maker is None:
             return storage.live_memory is not None
@@ -203,6 +214,7 @@ class Eviction:
         """Hold the storage of an input that no op can make again, for recomputations that read it."""
         tensor = ref.tensor()
         if tensor is None or tensor._version != ref.version:
+            # The tensor object is gone, or was written through another one: the bytes themselves are held.
             tensor = self.torch.byte_tensor(ref.storage.live_memory)
         self.ledger.keep_alive(ref.storage, tensor.detach())
 
@@ -255,22 +267,26 @@ class StorageRecomputation:
         target.last_read = self.ledger.clock
         return target.live_memory
 
-    def _recompute(self, operation: RecordedOp, target: Storage) -> None:
+    def _recompute(self, operation: ReplayableOp, target: Storage) -> None:
         """Run an op again, and restore the storage that is needed and those that autograd still holds."""
         counts = operation.counts
         begin = perf_counter()
         inputs = tree_map(self._materialise_input, operation.inputs)
         results, saved = self.torch.replay(operation.compute, inputs, operation.settings)
+        # A repeated run makes all results of the op, also those that are not needed.
         self.ledger.update_peak(operation.size)
         for storage in operation.products:
+            # Other results that autograd still needs come for free; the rest is dropped at once.
             if storage.live_memory is None and (storage is target or storage.handles):
                 index, is_saved = storage.slot
                 self._restore_storage(storage, (saved if is_saved else results)[index : index + 1], counts)
         counts.rematerialisations += 1
         counts.seconds += perf_counter() - begin
+        # Recomputation takes time too, by which all storages grow stale.
         self.ledger.clock += operation.cost
 
     def _restore_storage(self, storage: Storage, tensors: Sequence[Any], counts: OpCounts) -> None:
+        """Give a storage the memory that a repeated run has made; raise RematError for another size."""
         framework_storage = tensors[0].untyped_storage() if tensors else None
         size = None if framework_storage is None else framework_storage.nbytes()
         if size != storage.size:
@@ -288,6 +304,7 @@ class StorageRecomputation:
         """Return an input for a repeated run; raise RematError if it was written without instrumentation."""
         if isinstance(value, ScratchInput):
             geometry = value.geometry
+            # Scratch: the op overwrites it, so that any memory will do.
             return self.torch.torch.zeros(geometry.size, dtype=geometry.dtype, device=value.device)
         if not isinstance(value, InputRef):
             return value
@@ -304,7 +321,7 @@ class StorageRecomputation:
         return view.requires_grad_() if value.requires_grad else view
 
 
-def _lock_inputs(operation: RecordedOp, locked: set[Storage]) -> Storage | None:
+def _lock_inputs(operation: ReplayableOp, locked: set[Storage]) -> Storage | None:
     """Lock the inputs of an op that have memory; return the first evicted one, or None."""
     missing = None
     for ref in operation.refs:

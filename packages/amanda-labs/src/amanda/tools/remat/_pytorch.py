@@ -90,11 +90,13 @@ class TorchRuntime:
     def will_record(self, tensors: Sequence[Any]) -> bool:
         """Return True if autograd will record an op that reads these tensors, and the op can run again."""
         torch, native = self.torch, self.torch._C
+        # Forward-mode levels keep tangents that a repeated run would not have.
         if not torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
             return False
         if not any(tensor.requires_grad for tensor in tensors) or not all(map(self.is_plain, tensors)):
             return False
         modes = map(native._get_function_stack_at, range(native._len_torch_function_stack()))
+        # A mode of the program may change what an op computes, and is not there at a repeated run.
         has_user_mode = any(type(mode).__name__ != "DeviceContext" for mode in modes)  # the default device's
         return not has_user_mode and not native._len_torch_dispatch_stack()
 
@@ -128,6 +130,7 @@ class TorchRuntime:
 
     def view(self, memory: Any, geometry: Geometry) -> Any:
         """Return a tensor of a geometry in a storage."""
+        # `set_` makes a view of any memory, without autograd and without a copy.
         tensor = self.torch.empty(0, dtype=geometry.dtype, device=memory.device)
         return tensor.set_(memory, geometry.offset, geometry.size, geometry.stride)
 
@@ -168,6 +171,7 @@ class TorchRuntime:
             devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
             generator_states = [torch.default_generator.get_state()]
             generator_states += [getattr(torch, device.type).get_rng_state(device) for device in devices]
+            # A generator that is passed to the op is advanced like the default one.
             generator_states += [
                 value.get_state() for value in leaves(inputs) if isinstance(value, torch.Generator)
             ]
@@ -178,6 +182,7 @@ class TorchRuntime:
         """Return a context in which autograd saves the results of `pack`, unless the user has hooks."""
         autograd = self.torch._C._autograd
         enabled = autograd._saved_tensors_hooks_is_enabled()
+        # The innermost hooks alone are called: ours would hide the program's.
         if not enabled or autograd._top_saved_tensors_default_hooks(False) is not None:
             return nullcontext()
         hooks: AbstractContextManager[Any] = self.torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -189,10 +194,13 @@ class TorchRuntime:
         """Run an op again; return its results, and the tensors that autograd saves, in order."""
         torch = self.torch
         current = self.settings(self.tensors(inputs))
+        # The repeated run may happen under another autocast than the first one: both have to be switched.
         disabled = [(device, False, dtype) for device, _, dtype in current.autocast or ()]
         with undisturbed(), ExitStack() as stack:
             for device, enabled, dtype in settings.autocast or disabled:
+                # Without autocast's cache, whose casts would hold on to weights.
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            # As at the first run: only with gradients does autograd save what the backward pass reads.
             stack.enter_context(torch.enable_grad())
             for (_, set_switch), current_value, recorded_value in zip(
                 self._switches, current.switches, settings.switches, strict=True
@@ -202,7 +210,9 @@ class TorchRuntime:
                     stack.callback(set_switch, current_value)
             results, saved = self._run_observed(compute, inputs)
             return [
-                result.detach() if isinstance(result, torch.Tensor) else result for result in results
+                # The graph of the repeated run is not needed: the first one is still in place.
+                result.detach() if isinstance(result, torch.Tensor) else result
+                for result in results
             ], saved
 
     def _run_observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -243,6 +253,7 @@ class TorchRuntime:
         input_storages = {tensor.untyped_storage()._cdata for tensor in self.tensors(inputs)}
         return sum(
             int(storages_made[address].untyped_storage().nbytes())
+            # A view of an input needs no memory.
             for address in storages_made.keys() - input_storages
         )
 

@@ -1,4 +1,4 @@
-"""Records of storages and of the ops that made them, and an account of live bytes."""
+"""Records of storages and of the ops that made them, the account of live bytes, and eviction heuristics."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import leaves
-from amanda.tools.remat._heuristics import join_neighbours
-
-if TYPE_CHECKING:
-    from amanda.tools.remat._heuristics import Cluster
 
 
 class RematError(AmandaError, RuntimeError):
@@ -21,7 +17,7 @@ class RematError(AmandaError, RuntimeError):
 
 
 class BudgetError(AmandaError, MemoryError):
-    """The budget cannot be held, and the tool is strict."""
+    """The tool has `strict=True`, and the memory budget is too small."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +58,7 @@ class WeakList(Generic[RecordT]):
         """Add a record; now and then drop the references of those that are gone."""
         if len(self._references) >= self._capacity:
             self._references = [reference for reference in self._references if reference() is not None]
+            # Doubling keeps the cost of a clean-up proportional to the records added since.
             self._capacity = 2 * len(self._references) + 8
         self._references.append(weakref.ref(record))
 
@@ -88,10 +85,10 @@ class Storage(_WeaklyReferenced):
     size: int
     address: int = 0
     memory: weakref.ref[Any] | None = None
-    maker: RecordedOp | None = None
+    maker: ReplayableOp | None = None
     slot: tuple[int, bool] = (0, False)
     handles: WeakList[Handle] = field(default_factory=WeakList)
-    consumers: WeakList[RecordedOp] = field(default_factory=WeakList)
+    consumers: WeakList[ReplayableOp] = field(default_factory=WeakList)
     copy: Any = None
     version: int | None = None
     last_read: float = 0.0
@@ -108,6 +105,7 @@ class Storage(_WeaklyReferenced):
         """True for a storage without memory that a backward op may still read."""
         if self.maker is None or self.live_memory is not None:
             return False
+        # Once the backward pass is over nobody asks for the storage again, and its cost counts no more.
         return bool(self.handles) or not self.maker.backward_is_over
 
     @property
@@ -150,7 +148,7 @@ class ScratchInput:
 
 
 @dataclass(eq=False, slots=True)
-class RecordedOp(_WeaklyReferenced):
+class ReplayableOp(_WeaklyReferenced):
     """An execution of an op, which can run again.
 
     compute: function of the inputs that returns the op's result.  inputs: with an InputRef for each tensor.
@@ -198,6 +196,7 @@ class RecordedOp(_WeaklyReferenced):
 
         The backward ops of all readers of the results have then run too.
         """
+        # Autograd frees what a node has saved when the node has run.
         return bool(self.saved) and all(handle() is None for handle in self.saved)
 
 
@@ -240,7 +239,9 @@ class Ledger:
 
     def find(self, memory: Any) -> MemoryEntry | None:
         """Return the entry of memory, or None."""
+        # By the address in C++, which may belong to a newer storage by now: the object below tells.
         entry = self._entries.get(memory._cdata)
+        # A new storage at a freed address has another object.
         return entry if entry is not None and entry.memory() is memory else None
 
     def add(self, memory: Any, storage: Storage, counts: bool) -> None:
@@ -272,6 +273,7 @@ class Ledger:
         while self._deaths:
             address, reference = self._deaths.popleft()
             entry = self._entries.get(address)
+            # Else the address belongs to newer memory already.
             if entry is not None and entry.memory is reference:
                 del self._entries[address]
                 self.bytes -= entry.size
@@ -304,3 +306,116 @@ class Ledger:
         """Remove all memory from the account."""
         self._entries.clear()
         self.bytes = 0
+
+
+Heuristic = Callable[["Storage", float], float]
+"""Function of a storage and its staleness, above 0; returns the score."""
+
+
+class Cluster:
+    """A set of a union-find forest: neighbouring storages that are gone, with the sum of their costs."""
+
+    __slots__ = ("_parent", "cost")
+
+    def __init__(self, cost: float) -> None:
+        self._parent: Cluster | None = None
+        self.cost = cost
+
+    def root(self) -> Cluster:
+        """Return the set's representative, which has the cost of all; halve the path to it."""
+        cluster = self
+        while cluster._parent is not None:
+            if cluster._parent._parent is not None:
+                # Path halving: later look-ups are nearly constant in time.
+                cluster._parent = cluster._parent._parent
+            cluster = cluster._parent
+        return cluster
+
+    def join(self, neighbour: Cluster) -> None:
+        """Unite two sets, and add up their costs."""
+        root, neighbour_root = self.root(), neighbour.root()
+        if root is not neighbour_root:
+            neighbour_root._parent = root
+            root.cost += neighbour_root.cost
+
+
+def missing_inputs(storage: Storage) -> list[Storage]:
+    """Return the storages that are gone and needed to make this one again."""
+    refs = () if storage.maker is None else storage.maker.refs
+    return [ref.storage for ref in refs if ref.storage.is_gone]
+
+
+def missing_consumers(storage: Storage) -> list[Storage]:
+    """Return the storages that are gone and need this one to be made again."""
+    consumers = storage.consumers.alive()
+    return [product for operation in consumers for product in operation.products if product.is_gone]
+
+
+def _neighbour_clusters(storage: Storage) -> list[Cluster]:
+    """Return the clusters of the evicted storages that are inputs or consumers of a storage."""
+    neighbours = [*missing_inputs(storage), *missing_consumers(storage)]
+    return [neighbour.cluster for neighbour in neighbours if neighbour.cluster is not None]
+
+
+def join_neighbours(storage: Storage) -> None:
+    """Join the sets around a storage that has lost its memory."""
+    if storage.is_gone:
+        storage.cluster = Cluster(storage.cost)
+        for cluster in _neighbour_clusters(storage):
+            storage.cluster.join(cluster)
+
+
+def leave_neighbours(storage: Storage) -> None:
+    """Subtract the cost of a storage that was made again; sets are never split: h_DTR^eq approximates."""
+    if storage.cluster is not None:
+        root = storage.cluster.root()
+        # Not below 0, which rounding or a set joined twice could give.
+        root.cost = max(root.cost - storage.cost, 0.0)
+        storage.cluster = None
+
+
+def _evicted_cost(storage: Storage) -> float:
+    """Return the cost of the evicted neighbourhood e*: evicted storages reached in either direction."""
+    return _reachable_cost(storage, missing_inputs) + _reachable_cost(storage, missing_consumers)
+
+
+def _reachable_cost(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> float:
+    """Return the cost of the evicted storages that are reached in a direction; each op counts once."""
+    visited, waiting, cost = {storage}, [storage], 0.0
+    operations = set()
+    while waiting:
+        for storage_reached in direction(waiting.pop()):
+            if storage_reached not in visited:
+                visited.add(storage_reached)
+                waiting.append(storage_reached)
+                if storage_reached.maker not in operations:
+                    operations.add(storage_reached.maker)
+                    cost += storage_reached.cost
+    return cost
+
+
+def _h_dtr_eq(storage: Storage, staleness: float) -> float:
+    clusters = {cluster.root() for cluster in _neighbour_clusters(storage)}
+    # Each set once, though several neighbours may be in it.
+    return (storage.cost + sum(cluster.cost for cluster in clusters)) / (storage.size * staleness)
+
+
+HeuristicName = Literal["h_dtr", "h_dtr_eq", "h_dtr_local", "h_e_star", "msps", "lru", "size"]
+
+HEURISTICS: dict[HeuristicName, Heuristic] = {
+    # Cost of the storage and its evicted neighbourhood, over bytes and staleness.
+    "h_dtr": lambda storage, staleness: (storage.cost + _evicted_cost(storage)) / (storage.size * staleness),
+    # The same with the neighbourhood by union-find, which is fast.
+    "h_dtr_eq": _h_dtr_eq,
+    # Cost of the storage alone, over bytes and staleness.
+    "h_dtr_local": lambda storage, staleness: storage.cost / (storage.size * staleness),
+    # Cost of the evicted neighbourhood alone: the reduced heuristic of the bound on linear networks.
+    "h_e_star": lambda storage, _: _evicted_cost(storage),
+    # Cost of the storage and of evicted ones before it, over bytes (Peng et al. 2020, "Capuchin").
+    "msps": lambda storage, _: (storage.cost + _reachable_cost(storage, missing_inputs)) / storage.size,
+    # The one that was read longest ago.
+    "lru": lambda _, staleness: 1 / staleness,
+    # The largest (GreedyRemat, Kumar et al. 2019).
+    "size": lambda storage, _: 1 / storage.size,
+}
+"""Heuristics by name."""

@@ -12,17 +12,18 @@ from typing import Any
 from amanda import interceptor
 from amanda.tools.mapping import undisturbed
 from amanda.tools.remat._eviction import Eviction, StorageRecomputation
-from amanda.tools.remat._heuristics import Heuristic, join_neighbours
 from amanda.tools.remat._pytorch import TorchRuntime
 from amanda.tools.remat._storage import (
     Handle,
+    Heuristic,
     InputRef,
     Ledger,
     MemoryTotals,
     OpCounts,
-    RecordedOp,
+    ReplayableOp,
     ScratchInput,
     Storage,
+    join_neighbours,
 )
 
 
@@ -34,11 +35,14 @@ class RematStore:
     """
 
     def __init__(self, totals: MemoryTotals, budget: int | None, heuristic: Heuristic, strict: bool) -> None:
+        # Autograd unpacks on its own threads, while the program may run forward ops; recomputation unpacks in
+        # turn.
         self.torch, self.ledger, self.lock = TorchRuntime(), Ledger(totals), threading.RLock()
         self.eviction = Eviction(self.torch, self.ledger, budget, heuristic, strict)
         self.recomputation = StorageRecomputation(self.torch, self.ledger, self.eviction)
         self._numbers = 0
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        # True after a forward pass: only then does an empty set mean that the backward pass is over.
         self._has_handles = False
 
     def storage_of(self, tensor: Any) -> Storage:
@@ -49,6 +53,7 @@ class RematStore:
         if storage is None:
             storage = Storage(memory.nbytes())
             ledger.add(memory, storage, counts=False)
+        # `detach_` has cut the tensor off: a repeated run of its maker would not be what the program has.
         elif storage.maker is not None and not tensor.requires_grad:
             self.eviction.cut_history(storage)
         storage.last_read = ledger.clock
@@ -61,7 +66,7 @@ class RematStore:
         inputs: Sequence[Any],
         tensors: Sequence[Any],
         scratch: Sequence[int],
-    ) -> RecordedOp:
+    ) -> ReplayableOp:
         """Record an op that is about to run.
 
         tensors: among its inputs.  scratch: indices of inputs that the op writes and does not read.
@@ -69,7 +74,7 @@ class RematStore:
         self._release_after_backward()
         recorded_inputs = [self._record_input(value, i in scratch) for i, value in enumerate(inputs)]
         self._numbers += 1
-        return RecordedOp(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
+        return ReplayableOp(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
 
     def _release_after_backward(self) -> None:
         """Drop copies and histories once autograd holds no handle any more."""
@@ -98,7 +103,7 @@ class RematStore:
             self.storage_of(value), geometry, value.requires_grad, value._version, weakref.ref(value)
         )
 
-    def saving_handles(self, operation: RecordedOp) -> AbstractContextManager[Any]:
+    def saving_handles(self, operation: ReplayableOp) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves handles instead of an op's tensors."""
         reference, indices = (
             weakref.ref(operation),
@@ -113,9 +118,10 @@ class RematStore:
 
         return self.torch.saved_tensors_context(pack, self.unpack)
 
-    def _save_handle(self, operation: RecordedOp, tensor: Any, index: int) -> Handle:
+    def _save_handle(self, operation: ReplayableOp, tensor: Any, index: int) -> Handle:
         """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op."""
         version = None if tensor.is_inference() else tensor._version
+        # What cannot be rebuilt from bytes is held as it is.
         if not self.torch.is_plain(tensor):
             return Handle(tensor.detach(), version, None, None)
         memory = tensor.untyped_storage()
@@ -124,13 +130,14 @@ class RematStore:
             storage = self._add_product(operation, memory, (index, True))
         else:
             storage = entry.storage or self.storage_of(tensor)
+        # Detached: autograd's node would otherwise hold itself through its saved output.
         handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
         storage.handles.add(handle)
         operation.saved.append(weakref.ref(handle))
         self._handles.add(handle)
         return handle
 
-    def finish(self, operation: RecordedOp, result: Any, pure: bool) -> None:
+    def finish(self, operation: ReplayableOp, result: Any, pure: bool) -> None:
         """Record the storages that an op has made.  pure: False if the op cannot be run again."""
         for index, value in enumerate(self.torch.results_in_order(result)):
             if isinstance(value, self.torch.torch.Tensor) and self.torch.is_plain(value):
@@ -145,7 +152,7 @@ class RematStore:
         if not pure:
             operation.cut_history()
 
-    def _add_product(self, operation: RecordedOp, memory: Any, slot: tuple[int, bool]) -> Storage:
+    def _add_product(self, operation: ReplayableOp, memory: Any, slot: tuple[int, bool]) -> Storage:
         storage = operation.add_product(memory.nbytes(), slot)
         self.ledger.add(memory, storage, counts=True)
         return storage
@@ -155,6 +162,7 @@ class RematStore:
 
         Raises RuntimeError, with autograd's text, if the program has written the tensor since.
         """
+        # Reads of attributes below must not reach the program's modes.
         with self.lock, self.torch.without_torch_function():
             storage = handle.storage
             tensor = handle.tensor
@@ -164,6 +172,7 @@ class RematStore:
                     return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
             if storage is not None:
                 storage.last_read = self.ledger.clock
+            # Autograd checks versions of tensors that it saves itself; of what hooks return it cannot.
             if handle.version not in (None, tensor._version):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
@@ -202,6 +211,7 @@ class RematStore:
         not_recomputable = [
             storage for storage in missing if storage.maker is None or not self.eviction.commit(storage.maker)
         ]
+        # For the time of the recomputation the memory counts as what it was before the write.
         written.memory = weakref.ref(memory)
         for storage in not_recomputable:
             self.recomputation.materialise(storage, bounded=False)
@@ -215,5 +225,6 @@ class RematStore:
                 if handle.tensor is None and handle.storage is not None:
                     self.torch.refill(handle, self.recomputation.materialise(handle.storage, bounded=False))
                 handle.storage = None
+            # Tensors stay in the handles, so that backward passes after the scope find them.
             self._handles.clear()
             self.ledger.clear()

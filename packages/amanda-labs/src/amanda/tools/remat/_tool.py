@@ -14,8 +14,7 @@ from amanda.errors import OptionError, ToolError
 from amanda.options import Name, NonNegativeInt, Where, checked
 from amanda.tools.mapping import MappingTool, Rerun, StandardMapping, rerun
 from amanda.tools.remat import _pytorch
-from amanda.tools.remat._heuristics import HEURISTICS, HeuristicName
-from amanda.tools.remat._storage import MemoryTotals, OpCounts
+from amanda.tools.remat._storage import HEURISTICS, HeuristicName, MemoryTotals, OpCounts
 from amanda.tools.remat._store import RematStore
 from amanda.tools.results import Column, Result, amount, shortened
 
@@ -24,7 +23,7 @@ logger = logging.getLogger("amanda")
 _MAX_SIZES = 10_000  # sizes kept at most
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
-_BUDGET_FORM = 'a number of bytes, or a text such as "2GiB" or "512 MB"'
+_BUDGET_FORM = 'a number of bytes, or a string such as "2GiB" or "512 MB"'
 Budget: TypeAlias = Annotated[
     NonNegativeInt | Name,
     Where(_BUDGET_FORM, lambda budget: isinstance(budget, int) or _AMOUNT.fullmatch(budget)),
@@ -32,9 +31,9 @@ Budget: TypeAlias = Annotated[
 
 
 class RematTool(amanda.Tool):
-    """Trains within a memory budget: evicts tensors that autograd saves, and recomputes them when needed.
+    """Train within a memory budget: evict tensors that autograd saves, and recompute them when needed.
 
-    budget: bytes of the storages that recorded ops make, or a text such as "2GiB", "512 MB"; None: no bound.
+    budget: bytes of the storages that recorded ops make, or a string, "2GiB" or "512 MB"; None: no bound.
     heuristic: name in `HEURISTICS` of the score by which storages are evicted.
     cost: of an op, its "time" or, for reproducible evictions, "count" (each op costs 1).
     strict: raise BudgetError if the budget cannot be held, instead of a warning.
@@ -61,6 +60,7 @@ class RematTool(amanda.Tool):
         self._counts: dict[int, OpCounts] = {}
         self._skipped_namespaces: set[amanda.Namespace] = set()
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
+        # Made at the first op, since torch may not be imported when the tool is.
         self._store: RematStore | None = None
         self._totals = MemoryTotals()
         self.depends_on(StandardMapping(), MappingTool([["pytorch/*/eager", rerun]]))
@@ -94,8 +94,10 @@ class RematTool(amanda.Tool):
         if rerun_facts is None:
             self._skip_op(context)
             return
+        # Also None, for an op of which nobody knows what it writes: all inputs are taken for written.
         if rerun_facts.written != ():
             context.insert_before_op(self._before_write, inputs=rerun_facts.written)
+        # An op with side effects must not run twice.
         if not rerun_facts.pure or context["phase"] != "forward":
             return
         counts = self._counts.setdefault(
@@ -116,7 +118,7 @@ class RematTool(amanda.Tool):
             self._skipped_namespaces.add(context.namespace)
             advice = "; mark what is computed again with jax.checkpoint" * context.namespace.matches("jax")
             logger.warning(
-                "remat is for PyTorch's eager mode; ops of %s run as they are%s", context.namespace, advice
+                "remat is for PyTorch's eager mode; ops of %s run unchanged%s", context.namespace, advice
             )
 
     def _before_write(self, *values: Any) -> None:
@@ -144,9 +146,11 @@ class RematTool(amanda.Tool):
         before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
         begin = perf_counter()
         try:
+            # Hooks around this op alone: other ops, and autograd's own, save as they always do.
             with store.saving_handles(operation):
                 result = compute(inputs)
         except BaseException:
+            # The op has failed half-way: what it made cannot be made again.
             operation.cut_history()
             raise
         seconds = perf_counter() - begin
@@ -158,6 +162,7 @@ class RematTool(amanda.Tool):
                 if len(self._sizes) >= _MAX_SIZES:  # numbers among the inputs may differ at each call
                     self._sizes.clear()
                 self._sizes[key] = operation.size
+            # What the op really made is known now, which may be more than was estimated.
             store.eviction.make_room(0, counts)
         return result
 
@@ -178,7 +183,7 @@ def _budget_bytes(budget: int | str | None) -> int | None:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if budget is None or isinstance(budget, int):
         return budget
-    raise OptionError(f'budget is {budget!r}; give a number of bytes, or a text such as "2GiB" or "512 MB"')
+    raise OptionError(f'budget is {budget!r}; give a number of bytes, or a string such as "2GiB" or "512 MB"')
 
 
 class RematResult(Result):

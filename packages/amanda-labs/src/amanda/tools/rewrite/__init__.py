@@ -7,11 +7,19 @@ with amanda.apply(rewrite):
 print(rewrite.result)
 """
 
-from amanda.tools.rewrite._builtin_rules import fold_batch_norm, fuse_attention, insert_after, remove
-from amanda.tools.rewrite._executions import Match, OpCall
-from amanda.tools.rewrite._pattern import Capture, Maybe, Op, PatternError, Rule
-from amanda.tools.rewrite._program import RewriteResult, Rewritten
-from amanda.tools.rewrite._tool import RewriteTool
+from amanda.tools.rewrite._program import Match, OpCall, Rewritten
+from amanda.tools.rewrite._rules import (
+    Capture,
+    Maybe,
+    Op,
+    PatternError,
+    Rule,
+    fold_batch_norm,
+    fuse_attention,
+    insert_after,
+    remove,
+)
+from amanda.tools.rewrite._tool import RewriteResult, RewriteTool
 
 __all__ = [
     "Capture", "Match", "Maybe", "Op", "OpCall", "PatternError", "RewriteResult", "RewriteTool", "Rewritten",

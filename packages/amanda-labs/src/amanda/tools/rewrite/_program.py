@@ -1,18 +1,17 @@
-"""The ops of a program, the matches of rules among them, and the choice of matches to replace."""
+"""The ops of a program, the matches of rules among them, and the executions that replacements read."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import amanda
+from amanda.backend import TensorMap
 from amanda.tools.kit import Dataflow, DataflowNode
-from amanda.tools.results import Column, Result, check_schema, shortened
-from amanda.tools.rewrite._pattern import Maybe, Op, Pattern, Rule
+from amanda.tools.rewrite._rules import Maybe, Op, Pattern, PatternError, Rule
 
 Edge = tuple[int, int]
 """An input of an op: the op's id, and the position."""
@@ -104,6 +103,7 @@ class ProgramMatches:
                 context.get_source(), context.namespace[0], context["rewrites"], context.is_eager(),
                 context["in_place"], context.get_op(), {}, flow,
             )  # fmt: skip
+        # At each analysis anew: shapes and attributes may differ from those of the first one.
         node.op, node.attributes, node.flow = context.get_op(), context.get_attrs(), flow
         node.fits = frozenset(op for op in self._patterns if op.fits(context))
         if node.fits and not node.is_eager:
@@ -113,8 +113,10 @@ class ProgramMatches:
         for number in flow.reads:
             producer = self._producer_node(number)
             if producer is not None:
+                # A reader outside of a match keeps the match from being replaced, whenever it is met.
                 producer.readers.add(op_id)
         for rank, rule in enumerate(self._rules):
+            # The longest: an optional op of the pattern is part of the match if it is there.
             binding = max(
                 self._match_op(rule.pattern, node, [], PatternBinding({}, {}, {})), key=_num_ops, default=None
             )
@@ -122,8 +124,10 @@ class ProgramMatches:
                 members = sorted(
                     (self.nodes[member] for member in binding.ops.values()), key=lambda member: member.order
                 )
+                # The last op last, though a member may have been analysed after it.
                 ids = (*(member.id for member in members if member is not node), op_id)
                 site = MatchSite(rule, binding, ids, (members[0].order, -len(members), rank))
+                # An analysis that is repeated finds the same match again, whose counts go on.
                 self._sites.setdefault((rule.name, ids), site)
         return node
 
@@ -133,6 +137,7 @@ class ProgramMatches:
 
     def record_output(self, node: ProgramNode, value: Any) -> None:
         """Record a tensor as the output of an op, unless it is recorded already."""
+        # A stand-in is a new tensor: later ops are to find the op whose output it stands for.
         if self._producer_node(self._flow.number(value)) is not node:
             self._flow.made(node.flow, [value])
 
@@ -149,6 +154,7 @@ class ProgramMatches:
                 yield from self._match_inputs(pending, binding)
         elif pattern in node.fits and node.id not in binding.ops.values():
             binding = binding._replace(ops={**binding.ops, pattern: node.id})
+            # All orders: which input of a commutative op is the pattern's first one shows further up alone.
             for order in pattern.orders(node.type):
                 input_patterns = [
                     (input_pattern, (node.id, position)) for position, input_pattern in enumerate(order)
@@ -168,6 +174,7 @@ class ProgramMatches:
         (pattern, edge), *remaining = pending
         number = self._tensor_at(edge)
         if isinstance(pattern, Maybe):
+            # With the optional op first; without it, the pattern of its input takes its place.
             for option in (pattern.op, pattern.op.first_input):
                 yield from self._match_inputs([(option, edge), *remaining], binding)
         elif isinstance(pattern, Op):
@@ -178,6 +185,7 @@ class ProgramMatches:
         elif pattern is None:
             yield from self._match_inputs(remaining, binding)
         elif pattern.name not in binding.captures:
+            # A capture needs an input, be it no tensor; an op's inputs are as many as it was called with.
             if edge[1] < len(self.nodes[edge[0]].flow.inputs):
                 captures = {**binding.captures, pattern.name: edge}
                 yield from self._match_inputs(remaining, binding._replace(captures=captures))
@@ -197,6 +205,7 @@ class ProgramMatches:
         """Choose the matches to replace; return the ids of ops for which the choice has changed."""
         replaced: dict[int, MatchSite] = {}
         for site in self._in_order():
+            # In the order of priority: a match that cannot be replaced leaves its ops to a later one.
             site.obstacle = site.broken or self._find_obstacle(site)
             overlapping = next((replaced[op_id] for op_id in site.members if op_id in replaced), None)
             if overlapping is not None and not site.obstacle:
@@ -204,6 +213,7 @@ class ProgramMatches:
             if not site.obstacle:
                 replaced |= dict.fromkeys(site.members, site)
         earlier, self._replaced = self._replaced, replaced
+        # Sites are compared by identity: these ops have plans for another match, or for none.
         return {op_id for op_id in earlier.keys() | replaced if earlier.get(op_id) is not replaced.get(op_id)}
 
     def _in_order(self) -> list[MatchSite]:
@@ -211,8 +221,10 @@ class ProgramMatches:
 
     def _find_obstacle(self, site: MatchSite) -> str:
         """Return the reason why the ops of a match cannot be replaced together; "" without a reason."""
+        # A match of one op has no output within it that others could read.
         for op_id in site.members if len(site.members) > 1 else ():
             node = self.nodes[op_id]
+            # The program sees what an op in place writes, also if its result is never read.
             if node.in_place:
                 return f"{node.name} writes in place"
             readers = node.readers.difference(site.members) if op_id != site.last else ()
@@ -236,10 +248,140 @@ def _num_ops(binding: PatternBinding) -> int:
 
 
 def _weak_reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference, or a function that returns a value which cannot be weakly referenced."""
     try:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
+
+
+@dataclass(eq=False)
+class OpExecution:
+    """An execution of an op of a match.
+
+    producers: the executions that made the inputs.  compute: function of the inputs that returns the output.
+    is_used: True once the match was replaced.  reader: the first reader of the output outside of the match.
+    """
+
+    node: ProgramNode
+    inputs: Sequence[Any]
+    compute: Callable[..., Any]
+    producers: Sequence[OpExecution | None] = ()
+    is_used: bool = False
+    reader: str = ""
+
+    @property
+    def is_intact(self) -> bool:
+        """True if the inputs of the op were not written since it was called."""
+        # Ops that are computed at once: outputs stay as they were made.
+        return True
+
+    def is_read(self) -> bool:
+        """Return True if an op outside of the match has read the output, or a hook wants its gradient."""
+        return bool(self.reader)
+
+
+class OpExecutions:
+    """Records of executions by their outputs, in a framework whose ops cannot be delayed.
+
+    on_read: called with each execution whose output is read outside of the match.
+    """
+
+    def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
+        self._on_read = on_read
+        self._by_output = TensorMap[OpExecution]()
+
+    def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
+        """Return the output of an op, or a tensor that stands for the output until it is read."""
+        # Producers first: an op in place may give back its input, which then has this execution.
+        producers, value = self.producers(inputs), compute(*inputs)
+        # A list of outputs has no place in a match, whose inner ops have one output each.
+        if hasattr(value, "dtype"):
+            self._by_output[value] = OpExecution(node, inputs, compute, producers)
+        return value
+
+    def producers(self, inputs: Sequence[Any]) -> list[OpExecution | None]:
+        """Return the execution that made each input."""
+        return [self.execution_of(value) for value in inputs]
+
+    def execution_of(self, value: Any) -> OpExecution | None:
+        """Return the execution that made a value."""
+        return self._by_output.get(value)
+
+    def compute_delayed(self, written: Sequence[Any] = ()) -> None:
+        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op."""
+
+
+class OpCall:
+    """An op of a match at an execution; a call computes the op.
+
+    type: StandardMapping's word.  name: the framework's name.  inputs: in the order of the schema; None for
+    an input that another op of the match makes.  attributes: the arguments that are not tensors, by name.
+    """
+
+    def __init__(self, execution: OpExecution, site: MatchSite) -> None:
+        node = execution.node
+        self.type, self.name, self.framework = node.type, node.name, node.framework
+        self.attributes, self.rewrites = node.attributes, node.rewrites
+        inner_edges = site.binding.edges
+        self.inputs: tuple[Any, ...] = tuple(
+            # What another op of the match makes may be a stand-in, and computing it would undo the rewriting.
+            [None if (node.id, i) in inner_edges else value for i, value in enumerate(execution.inputs)]
+        )
+        self._compute = execution.compute
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Return the op's result for all of its inputs; without arguments, for those of this execution."""
+        return self._compute(*(inputs or self.inputs))
+
+
+class Match:
+    """A match at an execution.  ops: the named ops.
+
+    `match["query"]` is the value of a Capture; `"mask" in match` is False if its op is absent.
+    """
+
+    def __init__(self, site: MatchSite, executions: Mapping[int, OpExecution]) -> None:
+        self._calls = {index: OpCall(execution, site) for index, execution in executions.items()}
+        self._site = site
+        self._captures = site.binding.captures
+        # All ops of a match are of one framework.
+        self.framework = self._calls[site.last].framework
+        self.ops = {
+            op.name: self._calls[op_id] for op, op_id in site.binding.ops.items() if op.name is not None
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._captures:
+            names = ", ".join(self._captures) or "nothing"
+            raise PatternError(f"the match has captured {names}, not {name!r}; `in` tells what is there")
+        index, position = self._captures[name]
+        return self._calls[index].inputs[position]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._captures
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a Capture; the default if its op is absent."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def original(self) -> Any:
+        """Compute the ops of the match as the program does; return the output of the last op."""
+        outputs: dict[int, Any] = {}
+
+        def output_of(op_id: int) -> Any:
+            # Each op once: several ops of the match may read one output.
+            if op_id not in outputs:
+                inputs = list(self._calls[op_id].inputs)
+                for (reader, position), producer in self._site.binding.edges.items():
+                    if reader == op_id:
+                        inputs[position] = output_of(producer)
+                outputs[op_id] = self._calls[op_id](*inputs)
+            return outputs[op_id]
+
+        return output_of(self._site.last)
 
 
 @dataclass(frozen=True)
@@ -264,53 +406,3 @@ class Rewritten:
     def why(self) -> str:
         """Return the reason why the match is never replaced, or reasons why some executions were not."""
         return self.obstacle or "; ".join(f"{reason} ({n})" for reason, n in self.fallbacks.items())
-
-
-class RewriteResult(Result):
-    """A row for each match, in the order of execution."""
-
-    name: ClassVar[str] = "rewrite"
-    title = "Rewritten subgraphs"
-    columns: ClassVar[Sequence[Column]] = (
-        Column("phase", shown=False), Column("type"), Column("module", show=partial(shortened, width=40)),
-        Column("source", show=partial(shortened, width=40)), Column("rule"), Column("ops"),
-        Column("replaced", show="{:,}".format, total=True),
-        Column("fallbacks", show="{:,}".format, total=True), Column("why"),
-    )  # fmt: skip
-
-    def __init__(self, matches: Sequence[Rewritten]) -> None:
-        self.matches = tuple(matches)
-
-    def count(self, rule: str | None = None) -> int:
-        """Return the number of matches that are replaced, of one rule or of all."""
-        return sum(not match.obstacle and rule in (None, match.rule) for match in self.matches)
-
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each match."""
-        return [
-            (match.phase, match.type, match.module, match.source, match.rule, " ".join(match.ops),
-             match.replaced, sum(match.fallbacks.values()), match.why)
-            for match in self.matches
-        ]  # fmt: skip
-
-    def facts(self) -> Mapping[str, Any]:
-        """Return the matches."""
-        return {"matches": [asdict(match) for match in self.matches]}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> RewriteResult:
-        """Return the result that `to_dict` described; raise ValueError for other schemas."""
-        check_schema(content, cls.name, cls.version)
-        return cls([Rewritten(**{**entry, "ops": tuple(entry["ops"])}) for entry in content["matches"]])
-
-    def merged(self, *results: RewriteResult) -> RewriteResult:
-        """Return the matches of this and other runs or ranks."""
-        return RewriteResult([match for result in (self, *results) for match in result.matches])
-
-    def notes(self) -> Sequence[str]:
-        """Return the number of matches of each rule."""
-        if not self.matches:
-            return ["No rule's pattern was met."]
-        rules = dict.fromkeys(match.rule for match in self.matches)
-        counts = ", ".join(f"{rule}: {self.count(rule)}" for rule in rules)
-        return [f"Matches that are replaced: {counts}."]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import amanda
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
-from amanda.tools.rewrite._executions import OpExecution, OpExecutions
-from amanda.tools.rewrite._program import ProgramNode
+from amanda.tools.rewrite._program import OpExecution, OpExecutions, ProgramNode
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +59,7 @@ class TorchOpExecutions(OpExecutions):
 
     def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
         super().__init__(on_read)
+        # None for an output that cannot be delayed: such ops run at once without another look.
         self._forms: dict[Hashable, OutputForm | None] = {}
         # Weakly: an output that nobody refers to any more is never computed.
         self.delayed: weakref.WeakSet[DelayedExecution] = weakref.WeakSet()
@@ -67,6 +67,7 @@ class TorchOpExecutions(OpExecutions):
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
         """Return a stand-in for the output, or the output itself if its form is not known yet."""
         delay = DelayedExecution(node, inputs, compute, self.producers(inputs), on_read=self._on_read)
+        # The form of an output depends on these alone; autocast changes its element type.
         key = (node.op, _input_signature(inputs), delay.modes)
         is_known = key in self._forms
         form = self._forms.get(key)
@@ -76,10 +77,12 @@ class TorchOpExecutions(OpExecutions):
             return delay.stand_in(form)
         value = delay.value()
         if not is_known:
+            # Numbers among the inputs may differ at each call.
             if len(self._forms) >= _MAX_FORMS:
                 self._forms.clear()
             self._forms[key] = _form_of(value, inputs)
         for tensor in _tensors_in([value]):
+            # The first execution is computed, and still found as a producer.
             self._by_output[tensor] = delay
         return value
 
@@ -92,6 +95,7 @@ class TorchOpExecutions(OpExecutions):
         for delay in list(self.delayed) if self.delayed else ():
             if not written:
                 delay.value()
+            # An op that has not run must read what was there when it was called.
             elif _storage_ids(written) & _storage_ids(delay.inputs):
                 delay.value()
                 delay.is_written = True
@@ -115,6 +119,7 @@ class DelayedExecution(OpExecution):
     def __post_init__(self) -> None:
         import torch
 
+        # Autocast is a setting of each device.
         devices = sorted({tensor.device.type for tensor in _tensors_in(self.inputs)})
         self.modes: tuple[Any, ...] = (
             torch.is_grad_enabled(),
@@ -126,6 +131,7 @@ class DelayedExecution(OpExecution):
         self._arguments: Sequence[Any] = ()
         self._random: Any = None
         self._value: Any = None
+        # Autograd's threads may read a stand-in while the program does; computing one may read others.
         self._lock = threading.RLock()
 
     @property
@@ -145,6 +151,7 @@ class DelayedExecution(OpExecution):
             return _make_stand_in(self, form)
         self.has_stand_in = True
         stand_in = _torch_classes()[1].apply(self, form, *_tensors_in(self.inputs))
+        # `apply` returns another Python object than `forward` made.
         stand_in._amanda_delay = self
         return stand_in
 
@@ -159,6 +166,7 @@ class DelayedExecution(OpExecution):
 
         with self._lock:
             if self._value is None:
+                # Saved before the op draws: a second computation has to give the same numbers.
                 self._random = torch.get_rng_state(), get_device_states(*_tensors_in(self.inputs))
                 self._value, self._arguments = self._compute_output()
             return self._value, self._arguments
@@ -186,6 +194,7 @@ class DelayedExecution(OpExecution):
             stack.enter_context(torch.set_grad_enabled(grad))
             for device, enabled, dtype in autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            # Aliases: gradients by them are those of this op, and do not run on into the program's graph.
             arguments = tree_map(_differentiable_alias if self.has_stand_in else _computed_value, self.inputs)
             return self.compute(*arguments), arguments
 
@@ -216,6 +225,7 @@ def _differentiable_alias(value: Any) -> Any:
     if not (isinstance(value, torch.Tensor) and value.requires_grad):
         return _computed_value(value)
     if delay_of(value) is None:
+        # A view has the memory of the input and a node of its own.
         return value.view_as(value)
     return _torch_classes()[2].apply(value, _computed_value(value).detach())
 
@@ -241,6 +251,7 @@ def _input_signature(value: Any) -> Hashable:
     from torch import Tensor
 
     if isinstance(value, Tensor):
+        # Views of a stand-in are delayed, views of the program's tensors are not.
         is_delayed = delay_of(value) is not None
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, is_delayed
     if isinstance(value, (list, tuple)):
@@ -252,6 +263,7 @@ def _form_of(value: Any, inputs: Sequence[Any] = ()) -> OutputForm | None:
     """Return the form of an output; None for several tensors, and for subclasses and sparse tensors."""
     import torch
 
+    # A parameter or another subclass has behaviour that a stand-in would lack.
     if type(value) not in (torch.Tensor, _torch_classes()[0]) or value.layout is not torch.strided:
         return None
     owns_memory = delay_of(value) is not None or not _storage_ids([value]) & _storage_ids(
@@ -289,6 +301,7 @@ def _torch_classes() -> tuple[Any, Any, Any]:
         def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            # Autograd detaches as it saves a tensor: that reads no element.
             if func is torch.ops.aten.detach.default:
                 (stand_in,) = args
                 return _make_stand_in(stand_in._amanda_delay, _form_of(stand_in))
@@ -309,6 +322,8 @@ def _torch_classes() -> tuple[Any, Any, Any]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            # The stand-in's node is entered only if the match was not replaced: the op's own gradient is
+            # computed.
             inputs, create_graph = _tensors_in(ctx.delay.inputs), torch.is_grad_enabled()
             # With create_graph the caller's graph holds, and frees, the one of the value, so each call of
             # this function needs a value with a graph of its own.
@@ -323,6 +338,7 @@ def _torch_classes() -> tuple[Any, Any, Any]:
                     value,
                     trained_arguments,
                     gradients,
+                    # The program may go backward twice.
                     retain_graph=True,
                     create_graph=create_graph,
                     allow_unused=True,
@@ -352,6 +368,7 @@ def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The read is recorded first, also for a hook: it tells that the match must not be replaced.
         value = self._amanda_delay.read(name)
         if name in HOOKS:
             return method(self, *args, **kwargs)

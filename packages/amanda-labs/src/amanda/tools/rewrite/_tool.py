@@ -5,39 +5,50 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import amanda
 from amanda.options import Name, checked
 from amanda.tools.kit import leaves
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.rewrite._builtin_rules import (
+from amanda.tools.results import Column, Result, check_schema, shortened
+from amanda.tools.rewrite._program import (
+    Edge,
+    Match,
+    MatchSite,
+    OpExecution,
+    OpExecutions,
+    ProgramMatches,
+    ProgramNode,
+    Rewritten,
+)
+from amanda.tools.rewrite._pytorch import HOOKS, TorchOpExecutions
+from amanda.tools.rewrite._rules import (
+    PatternError,
+    Rule,
     expand_rules,
     fold_in_pytorch,
     fold_in_tensorflow,
     fused_attention,
 )
-from amanda.tools.rewrite._executions import Match, OpExecution, OpExecutions
-from amanda.tools.rewrite._pattern import PatternError, Rule
-from amanda.tools.rewrite._program import Edge, MatchSite, ProgramMatches, ProgramNode, RewriteResult
-from amanda.tools.rewrite._pytorch import HOOKS, TorchOpExecutions
 
 logger = logging.getLogger("amanda")
 
 FIRST_EXECUTION = "the match was not known yet"
-OTHER_CONTROL_FLOW = "control flow: its ops came otherwise"
-INPUTS_WRITTEN = "what its ops were given was written in between"
-COMPILED_GRAPH = 'in graphs of compiled="instrument" single ops are replaced, and no matches of several'
+OTHER_CONTROL_FLOW = "control flow: its ops ran in another way"
+INPUTS_WRITTEN = "an input of its ops was written in between"
+COMPILED_GRAPH = 'graphs of compiled="instrument" can only replace matches of a single op'
 CONDITION_FAILED = "the rule's condition does not hold"
 
 
 class RewriteTool(amanda.Tool):
-    """Replaces subgraphs of a model, such as a convolution with its batch norm, by other computations.
+    """Replace subgraphs of a model, such as a convolution with its batch norm, by other computations.
 
-    rules: a `Rule`, a name of a built-in rule ("fold_batch_norm"), or several.  Of overlapping matches the
-    first to begin is replaced, then the longest, then the match of the first rule.  `result` has the matches,
-    with the number of replacements or the reason why there are none; `clear` forgets them.
+    rules: a `Rule`, the name of a built-in rule ("fold_batch_norm"), or a list of these.  Of overlapping
+    matches, the one that begins first is replaced; of these the longest; of these the one of the first rule.
+    `result` lists the matches, with the number of replacements or the reason for none; `clear` empties it.
     """
 
     # All ops of a file, and so all matches, are known before the first op changes.
@@ -76,14 +87,17 @@ class RewriteTool(amanda.Tool):
         if framework not in self._executions:
             self._executions[framework] = context["executions"](self._on_read)
         executions = self._executions[framework]
+        # Stand-ins are unknown to the data flow until an op reads them.
         for value in leaves(context.get_inputs()):
             execution = executions.execution_of(value)
             if execution is not None:
                 self._program.record_output(execution.node, value)
         node = self._program.record_op(context)
+        # Its plan is being made now, from the choice below.
         self._choose_matches(except_for=node)
         site = self._program.site_of(node.id)
         if site is None:
+            # Delayed ops that read the memory are computed before it is written.
             if node.in_place and node.is_eager and context.get_inputs():
                 context.insert_before_op(self._compute_readers, inputs=[0], executions=executions)
         elif not node.is_eager:
@@ -114,12 +128,14 @@ class RewriteTool(amanda.Tool):
             for i in range(len(nodes[index].flow.inputs))
             if (index, i) not in edges
         ]
+        # Symbols were held weakly: the condition sees None for those that are gone.
         symbols = {edge: nodes[edge[0]].values[edge[1]]() for edge in edges_read}
         if site.rule.when is not None and not site.rule.when(_graph_match(site, nodes, symbols)):
             site.fallbacks[CONDITION_FAILED] += 1
             return
         own_edges = [edge for edge in edges_read if edge[0] == last.id]
         other_edges = [edge for edge in edges_read if edge[0] != last.id]
+        # PyTorch's compiled graphs hand a replacement the inputs of its own op alone.
         if other_edges and not context["reads_other_ops"]:
             site.fallbacks[COMPILED_GRAPH] += 1
             return
@@ -146,9 +162,12 @@ class RewriteTool(amanda.Tool):
         executions: OpExecutions,
         original: Callable[..., Any],
     ) -> Any:
+        """Return the output that the rule computes; NotImplemented to compute the original."""
         # The executions of the match, back from this one: the same ops may have run in another order.
         by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
+        # Control flow may run the same ops in another order than when the match was found.
         reason = _collect_executions(site, node.id, by_op)
+        # Checked now: an output may have been read between its op and this one.
         read_execution = next((execution for execution in by_op.values() if execution.is_read()), None)
         if read_execution is not None and not reason:
             self._stop_replacing(site, read_execution)
@@ -164,12 +183,14 @@ class RewriteTool(amanda.Tool):
             reason = CONDITION_FAILED
         site.fallbacks[reason] += 1
         for execution in by_op.values():
+            # The original computes, and reads the outputs of the delayed ops: no read from outside.
             execution.reader = execution.reader or "the match itself"
         return NotImplemented
 
     def _replace_in_graph(
         self, *inputs: Any, edges: Sequence[Edge], site: MatchSite, reads: Sequence[Any] = ()
     ) -> Any:
+        """Return the output that the rule computes from symbols."""
         values = dict(zip(edges, (*inputs, *reads), strict=True))
         result = _call_replacement(site, _graph_match(site, self._program.nodes, values))
         site.replaced += 1
@@ -186,11 +207,12 @@ class RewriteTool(amanda.Tool):
         The reader is outside of the match.  A match that was replaced already is not replaced any more.
         """
         site = self._program.site_of(execution.node.id)
+        # Too late for this execution: the output is computed besides the replacement, and the match given up.
         if site is not None and execution.is_used:
             if execution.reader in HOOKS:
                 logger.warning(
-                    "%s was called on what %s at %s makes after its match was replaced: no gradient arrives "
-                    "there in this execution; rewrite replaces the match no more",
+                    "%s was called on an output of %s at %s after its match was replaced: the output gets no "
+                    "gradient in this execution; rewrite will no longer replace the match",
                     execution.reader, execution.node.type, execution.node.source,
                 )  # fmt: skip
             self._stop_replacing(site, execution)
@@ -221,6 +243,7 @@ def _collect_executions(site: MatchSite, reader: int, executions: dict[int, OpEx
             continue
         if execution is None or execution.node.id != producer:
             return FIRST_EXECUTION if not site.replaced and not site.fallbacks else OTHER_CONTROL_FLOW
+        # Two inputs that one op of the pattern makes have to come from one execution.
         if executions.setdefault(producer, execution) is not execution:
             return OTHER_CONTROL_FLOW
         reason = _collect_executions(site, producer, executions)
@@ -268,3 +291,53 @@ def _map_pytorch(context: amanda.OpContext) -> None:
 def _map_tensorflow(context: amanda.OpContext) -> None:
     context["rewrites"] = {"fold_batch_norm": fold_in_tensorflow}
     context["channels_last"] = (context.get_attrs().get("data_format") or b"NHWC") in (b"NHWC", "NHWC")
+
+
+class RewriteResult(Result):
+    """A row for each match, in the order of execution."""
+
+    name: ClassVar[str] = "rewrite"
+    title = "Rewritten subgraphs"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase", shown=False), Column("type"), Column("module", show=partial(shortened, width=40)),
+        Column("source", show=partial(shortened, width=40)), Column("rule"), Column("ops"),
+        Column("replaced", show="{:,}".format, total=True),
+        Column("fallbacks", show="{:,}".format, total=True), Column("why"),
+    )  # fmt: skip
+
+    def __init__(self, matches: Sequence[Rewritten]) -> None:
+        self.matches = tuple(matches)
+
+    def count(self, rule: str | None = None) -> int:
+        """Return the number of matches that are replaced, of one rule or of all."""
+        return sum(not match.obstacle and rule in (None, match.rule) for match in self.matches)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each match."""
+        return [
+            (match.phase, match.type, match.module, match.source, match.rule, " ".join(match.ops),
+             match.replaced, sum(match.fallbacks.values()), match.why)
+            for match in self.matches
+        ]  # fmt: skip
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the matches."""
+        return {"matches": [asdict(match) for match in self.matches]}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RewriteResult:
+        """Return the result that `to_dict` described; raise ValueError for other schemas."""
+        check_schema(content, cls.name, cls.version)
+        return cls([Rewritten(**{**entry, "ops": tuple(entry["ops"])}) for entry in content["matches"]])
+
+    def merged(self, *results: RewriteResult) -> RewriteResult:
+        """Return the matches of this and other runs or ranks."""
+        return RewriteResult([match for result in (self, *results) for match in result.matches])
+
+    def notes(self) -> Sequence[str]:
+        """Return the number of matches of each rule."""
+        if not self.matches:
+            return ["No rule's pattern was met."]
+        rules = dict.fromkeys(match.rule for match in self.matches)
+        counts = ", ".join(f"{rule}: {self.count(rule)}" for rule in rules)
+        return [f"Matches that are replaced: {counts}."]

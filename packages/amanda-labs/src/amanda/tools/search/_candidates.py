@@ -32,7 +32,7 @@ _SHAPE_KEEPING_TYPES = {*ACTIVATIONS, "dropout", "layer_norm", "softmax"}
 Original = Callable[..., Any]
 
 
-class Candidate:
+class OpCandidate:
     """A way to compute an op.
 
     label: its name in architectures.  skips: True if the op's branch of a residual block is not computed.
@@ -56,7 +56,7 @@ class Candidate:
         return 1.0, 1.0
 
 
-class KeepCandidate(Candidate):
+class KeepCandidate(OpCandidate):
     """The op itself."""
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
@@ -66,16 +66,18 @@ class KeepCandidate(Candidate):
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
         """Return the op's output; an op in place, which PyTorch alone has, writes into a copy."""
+        # In a mixture other candidates read the same input, which must not change before.
         return original(inputs[0].clone(), *inputs[1:]) if site.in_place else original(*inputs)
 
 
-class SkipCandidate(Candidate):
+class SkipCandidate(OpCandidate):
     """The op's input; for an addition that ends a residual block, the input of the block."""
 
     skips = True
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
         """Refuse ops whose output may have another shape than their input."""
+        # The branch is not computed either, so that a residual block becomes its shortcut.
         if site.type == "add":
             return "" if site.shortcut is not None else "it does not add a branch to what the branch reads"
         shape = context["shape"](context.get_inputs()[0])
@@ -90,13 +92,16 @@ class SkipCandidate(Candidate):
         """Return True for a product whose output has the shape of its first input."""
         extents = site.weight_shape
         product = product_of(context)
+        # The first input takes the op's place: it has to be the factor that is no weight.
         if product is None or product.factors != (0, site.weight):  # the first input takes the op's place
             return False
         if site.type in MATRIX_PRODUCTS:
+            # A square matrix keeps the last axis, and all others stay.
             return len(extents) == 2 and extents[0] == extents[1]
         layout: str | None = context["layout"]
         if layout is None or None in shape:
             return False
+        # Spatial axes keep their sizes only with a fitting padding and a stride of 1.
         sizes = [shape[i] or 0 for i, axis in enumerate(layout) if axis not in "NC"]
         windows = windows_of(context.get_attrs(), layout, extents[2:])
         is_same = all(window.places(size) == size for window, size in zip(windows, sizes, strict=True))
@@ -111,7 +116,7 @@ class SkipCandidate(Candidate):
         return 0.0, 0.0
 
 
-class ActivationCandidate(Candidate):
+class ActivationCandidate(OpCandidate):
     """Another activation."""
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
@@ -123,7 +128,7 @@ class ActivationCandidate(Candidate):
         return site.library.activation(self.label)(inputs[0])
 
 
-class FunctionCandidate(Candidate):
+class FunctionCandidate(OpCandidate):
     """A function of the user, of all inputs of the op."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -135,7 +140,7 @@ class FunctionCandidate(Candidate):
         return self._function(*inputs)
 
 
-class WeightCandidate(Candidate):
+class WeightCandidate(OpCandidate):
     """Base for candidates that give the op another weight."""
 
     def weight(self, value: Any, site: Site) -> Any:
@@ -148,6 +153,7 @@ class WeightCandidate(Candidate):
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
         """Refuse ops without a weight."""
+        # Masks and scales are by output channel.
         is_known = site.weight is not None and site.layout is not None and "O" in site.layout
         return "" if is_known else f"{site.type} has no weight with output channels"
 
@@ -163,6 +169,7 @@ class WeightCandidate(Candidate):
 
     def with_other_weight(self, inputs: Sequence[Any], site: Site) -> list[Any]:
         """Return the inputs with the other weight and bias."""
+        # A copy: other candidates of a mixture read the inputs as they are.
         values = list(inputs)
         values[site.weight or 0] = self.weight(values[site.weight or 0], site)
         if site.bias is not None:
@@ -189,8 +196,11 @@ class ConvolutionCandidate(WeightCandidate):
             return reason or f"{site.type} is no convolution"
         channels = context["shape"](context.get_inputs()[0])[layout.index("C")]
         outputs, inputs, *window = site.weight_shape
+        # Each group has as many channels as every other one.
         if channels % self.groups or outputs % self.groups:
             return f"{channels} to {outputs} channels are not {self.groups} groups"
+        # An odd change could not be shared evenly between both sides, and would shift the output by half an
+        # element.
         if any((size - self.kernel) % 2 for size in window):
             return f"windows of {window[0]} and {self.kernel} have no common centre"
         reason = site.library.weight_obstacle(context, site) or site.library.convolution_obstacle(
@@ -201,6 +211,8 @@ class ConvolutionCandidate(WeightCandidate):
         return reason
 
     def _initial_weight(self, context: amanda.OpContext, site: Site, channels: int) -> Any:
+        """Return the op's weight with another window and other groups."""
+        # From the trained weight, not at random: the candidate starts near the op that it replaces.
         weight = self.original_weight(context, site)
         dense = _regroup_weight(weight, channels // weight.shape[1], 1)
         regrouped = _regroup_weight(_resize_window(dense, self.kernel), 1, self.groups)
@@ -219,6 +231,7 @@ class ConvolutionCandidate(WeightCandidate):
 
     def cost_shares(self, site: Site) -> tuple[float, float]:
         """Return the share of elements of the weight."""
+        # FLOPs and bytes of a convolution are in proportion to the elements of its weight.
         share = np.size(site.array(self.label)) / np.prod(site.weight_shape)
         return share, share
 
@@ -242,6 +255,7 @@ class WidthCandidate(WeightCandidate):
         weight = self.original_weight(context, site)
         norms = np.abs(weight).reshape(len(weight), -1).sum(1)
         mask = np.zeros(len(weight), np.float32)
+        # Stable: of equal channels the first ones stay, on every machine.
         mask[np.argsort(-norms, kind="stable")[: ceil(self._share * len(weight))]] = 1
         return mask
 
@@ -269,11 +283,13 @@ class BitsCandidate(WeightCandidate):
 
     def __init__(self, label: str, bits: int) -> None:
         super().__init__(label)
+        # Symmetric, so that zero weights stay zero and no zero point is needed.
         self._grid = Grid.of(bits, symmetric=True)
 
     def weight(self, value: Any, site: Site) -> Any:
         """Return the weight on the grid."""
         xp, axes = tensors_of(value), ((site.layout or "").index("O"),)
+        # From the weight of this execution: it is trained meanwhile.
         grid_arguments = (*choose_qparams(*extremes(xp.detach(value), axes), self._grid), self._grid, axes)
 
         def backward(gradient: Any, x: Any) -> tuple[Any]:
@@ -283,6 +299,7 @@ class BitsCandidate(WeightCandidate):
 
     def cost_shares(self, site: Site) -> tuple[float, float]:
         """Return the share of bits."""
+        # Fake quantisation computes as many FLOPs as before; only the stored weight shrinks.
         return 1.0, self._grid.bits / (8 * site.itemsize)
 
 
@@ -292,6 +309,7 @@ def _regroup_weight(weight: Any, groups: int, target_groups: int) -> Any:
     dense = np.zeros((outputs, inputs * groups, *window), weight.dtype)
     for i, row in enumerate(weight):
         group = i * groups // outputs
+        # With groups each output sees the inputs of its group; in a dense weight all others are zero.
         dense[i, group * inputs : (group + 1) * inputs] = row
     size = dense.shape[1] // target_groups
     starts = [i * target_groups // outputs * size for i in range(outputs)]
@@ -344,6 +362,7 @@ class Choice:
         where = f"the choice at {self.selection}"
         self.candidates = [make_candidate(label_or_function, where) for label_or_function in candidates]
         labels = [make_candidate.label for make_candidate in self.candidates]
+        # Architectures name candidates by their labels.
         repeated = {label for label in labels if labels.count(label) > 1}
         if repeated:
             raise SearchError(f"SearchTool: {where} has {', '.join(sorted(repeated))} twice; name each once")
@@ -351,7 +370,7 @@ class Choice:
     @classmethod
     @checked(error=SearchError)
     def of(cls, text: Name) -> Choice:
-        """Return the choice of a text: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
+        """Return the choice of a string: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
 
         Raises SearchError for another text.
         """
@@ -363,7 +382,7 @@ class Choice:
         return cls(candidates.split("|"), type or None, module or None, shared)
 
 
-def make_candidate(label_or_function: str | Callable[..., Any], where: str) -> Candidate:
+def make_candidate(label_or_function: str | Callable[..., Any], where: str) -> OpCandidate:
     """Return the candidate of a label or of a function.  where: the choice, for errors.
 
     Raises SearchError for an unknown label.

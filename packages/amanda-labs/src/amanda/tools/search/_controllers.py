@@ -65,10 +65,13 @@ class Evolution(Random):
         """Return a random architecture until the population is full, then a child."""
         if len(self._alive) < self._population:
             return super().ask(space, numbers)
+        # From the generator of the trial, not from one of this object: a continued search draws the same.
         drawn = numbers.choice(len(self._alive), min(self._sample, len(self._alive)), replace=False)
         sample = [self._alive[i] for i in drawn]
+        # With one score, to be dominated by none is to be the best; with several it is to be on the front.
         parent, _ = min(sample, key=lambda member: self._count_dominators(member[1], sample))
         name = list(space)[numbers.integers(len(space))]
+        # The mutated op changes in any case.
         other_labels = [label for label in space[name] if label != parent[name]]
         return {**parent, name: other_labels[numbers.integers(len(other_labels))]}
 
@@ -80,6 +83,7 @@ class Evolution(Random):
         """Add an architecture to the population; from a full one, remove the oldest."""
         if scores:
             self._alive.append((dict(architecture), tuple(scores)))
+        # Age decides who dies, not the score: an architecture that was lucky once does not stay for ever.
         if len(self._alive) > self._population:
             ages = enumerate(self._alive) if len(scores) > 1 else ()
             del self._alive[
@@ -105,6 +109,7 @@ class PolicyGradient:
         probabilities = {}
         for name, labels in space.items():
             logits = self._logits.setdefault(name, np.zeros(len(labels)))
+            # The largest is subtracted, so that exp cannot overflow.
             exponents = np.exp(logits - logits.max())
             probabilities[name] = exponents / exponents.sum()
         return probabilities
@@ -126,6 +131,7 @@ class PolicyGradient:
         for name, chances in self.probabilities(space).items():
             drawn = np.zeros(len(chances))
             drawn[list(space[name]).index(architecture[name])] = 1
+            # The gradient of the log probability of a softmax: one at what was drawn, less the probabilities.
             self._logits[name] += self._rate * advantage * (drawn - chances)
         baseline = reward if self._baseline is None else self._baseline
         self._baseline = self._decay * baseline + (1 - self._decay) * reward
@@ -153,6 +159,7 @@ class StudyTrials:
     ) -> None:  # fmt: skip
         self._optuna, self._space, self._costs = _import_optuna("Search"), space, costs
         directions: list[Any] = ["maximize", *("minimize" for _ in costs)]
+        # A sampler of the user's, or in a study of the user's, keeps its own seed.
         self._is_seeded_anew = sampler is None and not isinstance(study, self._optuna.Study)
         if not isinstance(study, self._optuna.Study):
             study = self._open_study(study, directions, sampler)
@@ -165,6 +172,8 @@ class StudyTrials:
             name: self._optuna.distributions.CategoricalDistribution(tuple(labels))
             for name, labels in space.items()
         }
+        # By number: a trial object stays the same over several reads, so that new ones are told apart by
+        # identity.
         self._evaluated: dict[int, Trial] = {}
         self._proposal: Any = None
 
@@ -174,6 +183,7 @@ class StudyTrials:
             raise SearchError(
                 f"Search: study is {shown(storage)}; give a study of Optuna, or a storage or its URL"
             )
+        # In a storage the name leads a later process to the same study.
         name = None if storage is None else "search"
         try:
             study: Study = self._optuna.create_study(
@@ -188,6 +198,7 @@ class StudyTrials:
     def read(self) -> list[Trial]:
         """Return the trials that were evaluated, by any process, in the order of their numbers."""
         states = self._optuna.trial.TrialState
+        # Without copies: nothing here writes to them.
         for frozen in self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.FAIL)):
             # Proposals that were not evaluated have neither values nor an error.
             if frozen.number not in self._evaluated and (frozen.values or "error" in frozen.user_attrs):
@@ -196,6 +207,7 @@ class StudyTrials:
 
     def _read_trial(self, frozen: FrozenTrial) -> Trial:
         """Return a trial of the study; raise SearchError if it is over another space."""
+        # Trials over other candidates cannot be compared, and a sampler would fail later on.
         if frozen.distributions != self._distributions:
             space = {
                 name: getattr(distribution, "choices", distribution)
@@ -231,6 +243,7 @@ class StudyTrials:
         state, values = states.FAIL, None
         if trial.metric is not None:
             state, values = states.COMPLETE, [trial.metric, *trial.costs.values()]
+        # What the study proposed itself is told to its sampler; any other trial is added as it is.
         if self._proposal is not None and self._proposal.params == trial.architecture:
             proposal, self._proposal = self._proposal, None
             if trial.error:
@@ -270,6 +283,7 @@ class OptunaController(Random):
         if self.trials is None:
             raise SearchError("OptunaController: it has no study yet; give it to a Search, which makes one")
         self._tries += 1
+        # Samplers repeat themselves in a small space: random draws reach what is left of it.
         if self._tries > _MAX_REPEATED_PROPOSALS:
             return super().ask(space, numbers)
         return self.trials.ask(numbers)

@@ -10,9 +10,9 @@ from amanda.options import shown
 from amanda.tools.search._candidates import (
     ACTIVATIONS,
     ActivationCandidate,
-    Candidate,
     ConvolutionCandidate,
     KeepCandidate,
+    OpCandidate,
     SearchError,
     SkipCandidate,
     WeightCandidate,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amanda.tools.search._site import Site
 
 
-def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
+def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, OpCandidate]]:
     """Return the sites whose op is replaced, with the candidates.
 
     Raises SearchError if ops of one module have different candidates.
@@ -31,6 +31,7 @@ def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
     site_candidates = [(site, site.candidates[site.chosen]) for site in sites]
     sites_by_module: dict[tuple[str, str], Site] = {}
     for site, candidate in site_candidates:
+        # A module that is called twice has one weight and so one replacement.
         earlier_site = sites_by_module.setdefault((site.module, site.type), site)
         if earlier_site.chosen != site.chosen:
             raise not_a_module(
@@ -44,7 +45,7 @@ def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, Candidate]]:
     ]
 
 
-def not_a_module(site: Site, candidate: Candidate, reason: str) -> SearchError:
+def not_a_module(site: Site, candidate: OpCandidate, reason: str) -> SearchError:
     """Return the error for a candidate that cannot become a module."""
     return SearchError(
         f"SearchTool.finalize: {candidate.label!r} of {site.name} at {site.source} is no module: {reason}; "
@@ -61,6 +62,7 @@ def finalize_torch(model: Any, sites: Iterable[Site]) -> Any:
 
     if not isinstance(model, torch.nn.Module):
         raise SearchError(f"SearchTool.finalize: model is {shown(model)}; give the module that was run")
+    # The program's model stays as it is.
     finalized_model = deepcopy(model)
     with torch.no_grad():
         for site, candidate in changed_sites(sites):
@@ -69,6 +71,7 @@ def finalize_torch(model: Any, sites: Iterable[Site]) -> Any:
             except AttributeError as error:
                 raise not_a_module(site, candidate, f"the model has no module {site.module!r}") from error
             replacement = _replacement_module(site, candidate, module)
+            # Without the op its input reaches ops that used to write into a tensor of their own.
             if isinstance(candidate, SkipCandidate) and not site.in_place:
                 _disable_in_place_writers(site, candidate, finalized_model)
             if module is finalized_model:
@@ -76,6 +79,7 @@ def finalize_torch(model: Any, sites: Iterable[Site]) -> Any:
                 continue
             paths = [
                 path
+                # A module may be registered at several paths, and has to be replaced at each.
                 for path, submodule in finalized_model.named_modules(remove_duplicate=False)
                 if submodule is module
             ]
@@ -101,7 +105,7 @@ def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) 
         module.inplace = False
 
 
-def _replacement_module(site: Site, candidate: Candidate, module: Any) -> Any:
+def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
     """Return the module that computes a candidate."""
     from torch import nn
 
@@ -109,6 +113,7 @@ def _replacement_module(site: Site, candidate: Candidate, module: Any) -> Any:
         "relu": nn.ReLU, "relu6": nn.ReLU6, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh,
         "sigmoid": nn.Sigmoid, "elu": nn.ELU, "softplus": nn.Softplus,
     }  # fmt: skip
+    # The exact type: a subclass may compute more than its base.
     is_layer = type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if isinstance(candidate, SkipCandidate) and (
         is_layer or type(module) in (*activation_classes.values(), nn.Dropout, nn.LayerNorm)
@@ -125,12 +130,14 @@ def _replacement_module(site: Site, candidate: Candidate, module: Any) -> Any:
         original, padding = module, module.padding
         if not isinstance(padding, str):
             padding = tuple(padding_for_window(padding, module.dilation, change))
+        # On the same device and in the same element type, with a weight that is overwritten below.
         module = type(original)(
             original.in_channels, original.out_channels, candidate.kernel, original.stride, padding,
             original.dilation, candidate.groups, original.bias is not None, original.padding_mode,
             original.weight.device, original.weight.dtype,
         ).train(original.training)  # fmt: skip
         module.bias = original.bias
+    # A clone: the candidate's own weight goes on being trained by the tool.
     module.weight = nn.Parameter(weight.clone(), module.weight.requires_grad)
     if module.bias is not None:
         module.bias = nn.Parameter(candidate.bias(module.bias, site).clone(), module.bias.requires_grad)
@@ -152,6 +159,7 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
     weights: dict[str, tuple[Site, WeightCandidate]] = {}
     replaced: set[str] = set()
     for site, candidate in changed_sites(sites):
+        # Scopes of Keras and of TensorFlow's graphs separate names by slashes.
         parts = [part for path in site.scopes for part in path.replace(".", "/").split("/")]
         layer = next((layers[part] for part in reversed(parts) if part in layers), None)
         if layer is None:
@@ -167,6 +175,7 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
             if "activation" not in layer.get_config():
                 replaced.add(layer.name)
         elif isinstance(candidate, SkipCandidate) and hasattr(layer, "kernel"):
+            # An op with a bias is two ops in Keras: the skipped product would leave the addition.
             if getattr(layer, "use_bias", True):
                 raise not_a_module(site, candidate, f"{layer.name} adds a bias to what it skips")
             replaced.add(layer.name)

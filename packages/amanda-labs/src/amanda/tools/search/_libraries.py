@@ -14,7 +14,7 @@ from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool
 from amanda.tools.search._candidates import Original, SearchError
-from amanda.tools.search._gradients import Gradients, GradientSum
+from amanda.tools.search._site import Gradients, GradientSum
 
 if TYPE_CHECKING:
     from amanda.tools.search._site import Site
@@ -41,7 +41,7 @@ def _erf(x: Any) -> Any:
     return np.vectorize(erf, otypes=[np.float32])(x)
 
 
-class Library:
+class SearchLibrary:
     """Functions of a framework that candidates call; this class computes on arrays of NumPy."""
 
     no_gradient_reason = ""
@@ -66,7 +66,7 @@ class Library:
         """Return an op's input in a form that can be the op's output."""
         return x
 
-    def for_op(self, context: amanda.OpContext) -> Library:
+    def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op; this library itself if they do not depend on the op."""
         return self
 
@@ -103,7 +103,7 @@ class Library:
         raise SearchError(f"SearchTool.finalize: no modules of {type(model).__name__} are known here")
 
 
-class JaxLibrary(Library):
+class JaxLibrary(SearchLibrary):
     """JAX, eager and under jit.
 
     attributes: of the convolution, for the library of an op.
@@ -118,10 +118,12 @@ class JaxLibrary(Library):
     def __init__(self, attributes: Mapping[str, Any] | None = None) -> None:
         self._attributes = attributes or {}
 
-    def for_op(self, context: amanda.OpContext) -> Library:
+    def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: the padding of a convolution may depend on shapes."""
+        # No other op depends on shapes.
         if not context["type"].startswith("conv"):
             return self
+        # The padding is computed for these: the plan must not serve other shapes.
         context.get_input_shapes()
         return JaxLibrary(context.get_attrs())
 
@@ -137,6 +139,7 @@ class JaxLibrary(Library):
         import jax
 
         function: Callable[..., Any] = getattr(jax.nn, word)
+        # Other frameworks compute the exact one by default.
         return partial(function, approximate=False) if word == "gelu" else function
 
     def softmax(self, x: Any) -> Any:
@@ -148,7 +151,7 @@ class JaxLibrary(Library):
     def gradient_sum(self, parameter: Any, op: str) -> Gradients:
         """Return a sum in references of JAX, to which programs add."""
         _JAX_REQUIRED.check()
-        from amanda.tools.search._gradients import JaxGradientSum
+        from amanda.tools.search._site import JaxGradientSum
 
         return JaxGradientSum(parameter, op)
 
@@ -159,6 +162,7 @@ class JaxLibrary(Library):
     def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse padding that would be negative."""
         pads = context.get_attrs()["padding"]
+        # A negative padding would crop the input, which lax allows and no layer has.
         smallest = min(min(pair) for pair in _jax_padding(context.get_attrs(), change))
         return "" if smallest >= 0 else f"its padding is {pads}: a smaller window would give more"
 
@@ -172,7 +176,7 @@ class JaxLibrary(Library):
         return jax.lax.conv_general_dilated(*inputs, **{**arguments, "feature_group_count": groups})
 
 
-class TorchLibrary(Library):
+class TorchLibrary(SearchLibrary):
     """PyTorch.
 
     edges: padding by the module of the convolution, for the library of an op; None if the op itself pads.
@@ -181,7 +185,7 @@ class TorchLibrary(Library):
     def __init__(self, edges: ModulePadding | None = None) -> None:
         self._edges = edges
 
-    def for_op(self, context: amanda.OpContext) -> Library:
+    def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: a module pads the input of its convolution, unless with zeros."""
         edges = ModulePadding.of(context)
         return self if edges is None else TorchLibrary(edges)
@@ -206,11 +210,13 @@ class TorchLibrary(Library):
     def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
         """Refuse calls that leave padding or groups out, and padding that would be negative."""
         inputs = context.get_inputs()
+        # Positions of stride, padding, dilation and groups are those of the whole schema.
         if len(inputs) < 7:
             return "it is called without groups; call the convolution as a module"
         edges = ModulePadding.of(context)
         if edges is not None:
             return edges.convolution_obstacle(context["shape"](inputs[0]), inputs[5], change)
+        # "same" follows the window by itself; "valid" gives a smaller output for a larger window.
         if isinstance(inputs[4], str):
             return "" if inputs[4] == "same" else "its padding is 'valid'"
         pads = padding_for_window(inputs[4], inputs[5], change)
@@ -234,7 +240,7 @@ class TorchLibrary(Library):
         return finalize_torch(model, sites)
 
 
-class TensorFlowLibrary(Library):
+class TensorFlowLibrary(SearchLibrary):
     """TensorFlow, eager and in functions."""
 
     def __init__(self, no_gradient_reason: str = "") -> None:
@@ -263,6 +269,7 @@ class TensorFlowLibrary(Library):
         """Return an equal tensor; in a function its backward pass adds the gradient to the sum."""
         import tensorflow
 
+        # In eager mode a tape reaches the parameter itself.
         if not self.no_gradient_reason:
             return value
 
@@ -290,6 +297,7 @@ class TensorFlowLibrary(Library):
 
         if groups == 1:
             return original(*inputs)
+        # Inputs are split along their channels, and the weight along the outputs, its last axis.
         axis = site.channels
         parts = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
         return tf.concat([original(*part) for part in parts], axis)
@@ -314,7 +322,7 @@ def library_rules() -> MappingTool:
         "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
     )
     rules: list[list[Any]] = [
-        ["*", partial(_put_library, Library())], ["pytorch", partial(_put_library, TorchLibrary())],
+        ["*", partial(_put_library, SearchLibrary())], ["pytorch", partial(_put_library, TorchLibrary())],
         ["tensorflow", partial(_put_library, TensorFlowLibrary(graph))],
         ["tensorflow/*/eager", partial(_put_library, TensorFlowLibrary())],
         ["jax", partial(_put_library, JaxLibrary())],
@@ -322,7 +330,7 @@ def library_rules() -> MappingTool:
     return MappingTool(rules)
 
 
-def _put_library(library: Library, context: amanda.OpContext) -> None:
+def _put_library(library: SearchLibrary, context: amanda.OpContext) -> None:
     context["search"] = library
 
 
@@ -334,6 +342,7 @@ _TORCH_REQUIRED = RequiredNames(
 def padding_for_window(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
     """Return the padding of each axis.  change: of the sizes of the window."""
     pads = list(padding) if isinstance(padding, (list, tuple)) else [padding]
+    # One number stands for all axes.
     pads *= len(change) // len(pads)
     return [pad + growth for pad, growth in zip(pads, _padding_growth(dilation, change), strict=True)]
 
@@ -361,6 +370,7 @@ class ModulePadding:
         _TORCH_REQUIRED.check()
         from torch import nn
 
+        # The innermost module that is being called, whose `forward` has padded the input before the op.
         modules = [module for module in interceptor.subjects() if isinstance(module, nn.Module)]
         module: Any = modules[-1] if modules else None
         forwards = [conv_class._conv_forward for conv_class in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
@@ -369,6 +379,7 @@ class ModulePadding:
         return cls(module.padding_mode, tuple(module._reversed_padding_repeated_twice))
 
     def _pads_for_window(self, dilation: Any, change: Sequence[int]) -> list[int]:
+        # torch.nn.functional.pad begins with the last axis, and takes both sides of each.
         growth = [size for size in reversed(_padding_growth(dilation, change)) for _ in range(2)]
         return [pad + size for pad, size in zip(self.pads, growth, strict=True)]
 
@@ -378,6 +389,7 @@ class ModulePadding:
         if min(pads) < 0:
             return f"its padding is {list(self.pads)}: a smaller window would give more"
         limits = [
+            # Reflection does not repeat the element at the edge, so it has one less to give.
             size - before - after - (self.mode == "reflect")
             for size, before, after in zip(reversed(shape), self.pads[::2], self.pads[1::2], strict=False)
             for _ in range(2)
@@ -391,7 +403,9 @@ class ModulePadding:
         """Return a padded input with the padding for another window."""
         from torch.nn.functional import pad
 
+        # The module's own padding is right already.
         if not any(change):
             return x
+        # Negative padding removes what the module has added; a larger padding then reflects the input itself.
         inner = pad(x, [-size for size in self.pads])
         return pad(inner, self._pads_for_window(dilation, change), mode=self.mode)

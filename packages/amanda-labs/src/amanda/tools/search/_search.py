@@ -69,9 +69,11 @@ class Search:
             raise SearchError(
                 "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
             )
+        # Made here, so that each search has a controller of its own.
         if isinstance(controller, str):
             controller = _CONTROLLERS[controller]()
         is_controller = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
+        # A class has the methods too, and is a likely slip.
         if not is_controller or isinstance(controller, type):
             controller_names = ", ".join(map(repr, _CONTROLLERS))
             raise SearchError(
@@ -158,6 +160,7 @@ class Search:
                 self._study.add(self._unwritten[0])
                 del self._unwritten[0]
             trials = self._study.read()
+        # By identity: two trials of one architecture are equal, and both are told.
         earlier_ids = set(map(id, self._trials))
         self._trials = trials
         for trial in trials:
@@ -170,6 +173,7 @@ class Search:
         try:
             yield
         finally:
+            # A trial that could not be written may still be the proposal's.
             if self._study is not None and not self._unwritten:
                 self._study.drop_proposal()
 
@@ -178,11 +182,15 @@ class Search:
 
         The controller may repeat itself, so random architectures are drawn after many of its proposals.
         """
+        # By the number of trials: a search that goes on draws what one without a stop would.
         numbers = np.random.default_rng([self._seed, len(self._trials)])
+        # Training changes shared weights, so that the same architecture may score otherwise later.
         tried = [] if self._train is not None else [dict(trial.architecture) for trial in self._trials]
         if len(tried) >= prod(map(len, self._space.values())):
             return None
         for draw in range(2 * _MAX_DRAWS):
+            # A controller that has converged proposes what is known: the rest of the space is drawn at
+            # random.
             source = self._controller if draw < _MAX_DRAWS else Random()
             architecture = source.ask(self._space, numbers)
             self._check_architecture(source, architecture)
@@ -203,9 +211,12 @@ class Search:
     def _run_trial(self, architecture: Mapping[str, str]) -> Trial:
         """Train and evaluate an architecture, and return its trial, with an error if it failed."""
         self._tool.architecture = architecture
+        # NaN for all that is not measured when an evaluation fails.
         begin, numbers = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
 
         def measure() -> float:
+            # Each evaluation enters the scope again, so that between trials the program runs without the
+            # tool.
             with self._scope:
                 if self._train is not None:
                     self._train()

@@ -1,18 +1,23 @@
-"""An op with a choice: its candidates, their state, their computation, and its residual block."""
+"""An op with a choice, its decision, the state of its candidates, and the gradients of that state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from functools import cache, partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from zlib import crc32
 
 import amanda
 from amanda.tools.kit import Dataflow, DataflowNode, canonical_extents, tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import itemsize, product_of
-from amanda.tools.search._candidates import Candidate, Original
-from amanda.tools.search._decisions import Decision
-from amanda.tools.search._gradients import Gradients
-from amanda.tools.search._libraries import Library
+from amanda.tools.search._candidates import OpCandidate, Original, SearchError
+
+if TYPE_CHECKING:
+    from amanda.tools.search._libraries import SearchLibrary
 
 
 class InPlaceWriter(NamedTuple):
@@ -35,15 +40,16 @@ class Site:
     """
 
     def __init__(
-        self, context: amanda.OpContext, name: str, candidates: Sequence[Candidate],
+        self, context: amanda.OpContext, name: str, candidates: Sequence[OpCandidate],
         residual: tuple[int, frozenset[int]] | None, keep: Callable[..., Any],
     ) -> None:  # fmt: skip
         self.name, self.type, self.module = name, context["type"], context.get_scope()
         self.source, self.scopes = context.get_source(), tuple(context.get_scopes())
-        self.library: Library = context["search"]
+        self.library: SearchLibrary = context["search"]
         self.in_place: bool = context["in_place"]
         self.shortcut: int | None = None if residual is None else residual[0]
         self.branch = frozenset[int]() if residual is None else residual[1]
+        # The state is created on the device and in the library of the op's first input.
         self._like = context.get_inputs()[0]
         self._xp = tensors_of(self._like)
         self._states: dict[str, Any] = {}
@@ -56,6 +62,7 @@ class Site:
         self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
         self.bias = self._find_bias(context)
         self.op_ids: set[int] = set()
+        # Of interest when the op is skipped: they would write into its input.
         self.writers: dict[int, InPlaceWriter] = {}
         self.executions = amanda.Tally()
         self.rejected: dict[str, str] = {}
@@ -71,6 +78,7 @@ class Site:
         self.decision: Decision
 
     def _find_bias(self, context: amanda.OpContext) -> int | None:
+        """Return the position of the op's bias among its inputs; None without one."""
         inputs, product = context.get_inputs(), product_of(context)
         bias = None if product is None or product.weight is None else product.bias
         has_bias = bias is not None and bias < len(inputs) and context["dtype"](inputs[bias]) is not None
@@ -92,6 +100,7 @@ class Site:
         def state(value: Any) -> Any:
             return self._xp.state(value, self._like, trained)
 
+        # The tool keeps it under the op's place, so that state dicts and later models find it.
         self._states[name] = self._keep(name, lambda: state(make()), load=state, renew=self._xp.update)
         if trained:
             self._gradients[name] = self.library.gradient_sum(self._states[name], self.name)
@@ -104,9 +113,10 @@ class Site:
         """Return a tensor of state, such as a parameter, for an optimizer."""
         return self._states[name]
 
-    def read(self, name: str, like: Any, library: Library | None = None) -> Any:
+    def read(self, name: str, like: Any, library: SearchLibrary | None = None) -> Any:
         """Return state in the element type of a tensor.  library: None for the site's library."""
         library = library or self.library
+        # Read within the op, so that autodiff sees the parameter.
         value = self._xp.read(self._states[name])
         if name in self._gradients:
             value = library.with_gradient_sum(value, self._gradients[name], like)
@@ -116,10 +126,11 @@ class Site:
         """Return the sum of a parameter's gradients and reset it; None if there was no gradient."""
         return self._gradients[name].take()
 
-    def within(self, library: Library) -> Site:
+    def within(self, library: SearchLibrary) -> Site:
         """Return the op with the functions of another mode of its framework, and the same state."""
         if library is self.library:
             return self
+        # Shallow: state, decision and counters are shared.
         clone = copy(self)
         clone.library = library
         return clone
@@ -142,9 +153,11 @@ class Site:
         """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
         if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
+            # `skip` gives back the input itself.
             is_input = not self.in_place and any(output is value for value in inputs)
             # Autodiff, and ops in place after this one, expect an output that is no input.
             return self.library.as_output(output) if is_input else output
+        # All candidates run: their outputs are weighted by differentiable shares.
         outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
         shares = self.decision.mixture_shares(next(iter(outputs.values())), self.library)
         return sum(shares[label] * output for label, output in outputs.items())
@@ -164,7 +177,9 @@ def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozen
     for shortcut in (0, 1):
         start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
         visited, ops = _ancestors(flow, branch, start)
+        # Equal shapes: a broadcast addition is no shortcut that could take the block's place.
         if start in visited and ops and node.shapes[0] == node.shapes[1]:
+            # Ops that the shortcut needs as well are computed in any case.
             return shortcut, frozenset(ops - _ancestors(flow, start)[1])
     return None
 
@@ -174,6 +189,7 @@ def _ancestors(
 ) -> tuple[set[int | None], set[int]]:
     """Return the tensors from which a tensor is computed, back to `until`, and the ids of the ops."""
     waiting, visited, ops = [number], set[int | None](), set[int]()
+    # Bounded: every addition of a large model would otherwise walk back to its input.
     while waiting and len(visited) < _MAX_TENSORS:
         number_read = waiting.pop()
         producer = None if number_read in visited or number_read == until else flow.maker(number_read)
@@ -182,3 +198,214 @@ def _ancestors(
             ops.add(producer.op_id)
             waiting.extend(producer.reads)
     return visited, ops
+
+
+_SPREAD = 1e-3
+"""Standard deviation of the mixture weights at the start, as in the code of Liu et al. 2019."""
+
+
+class Decision:
+    """A decision of an architecture: a label for an op, or for all ops that share a choice.
+
+    name: in architectures.  sites: its ops.  labels: those that each of its ops can have.
+    label: the current one.  rejected: reasons of rejected candidates, by label.
+    """
+
+    def __init__(self, name: str, is_shared: bool) -> None:
+        self.name, self.is_shared = name, is_shared
+        self.sites: list[Site] = []
+        self.labels: tuple[str, ...] = ()
+        self.label = ""
+        self.rejected: dict[str, str] = {}
+        self._mixture_labels: tuple[str, ...] = ()
+        """The labels of the mixture weights; a later op may have rejected some of them."""
+
+    def admit(self, site: Site) -> bool:
+        """Add an op, and drop the labels that it cannot have; return False if fewer than two remain."""
+        labels = [label for label in self.labels or site.candidates if label in site.candidates]
+        if len(labels) < 2:
+            return False
+        prefix = f"{site.name} cannot have it: " if self.is_shared else ""
+        for label, reason in site.rejected.items():
+            self.rejected.setdefault(label, f"{prefix}{reason}")
+        self.sites.append(site)
+        self.labels = tuple(labels)
+        if self.label not in labels:
+            self.label = labels[0]
+        return True
+
+    def check(self, label: Any) -> None:
+        """Raise SearchError for a label that the decision does not have."""
+        if label not in self.labels:
+            reason = f", since {self.rejected[label]}" if label in self.rejected else ""
+            explanation = f"{reason}; it has {', '.join(self.labels)}"
+            raise SearchError(f"SearchTool: {label!r} is no candidate of {self.name}{explanation}")
+
+    def start_mixture(self, seed: int) -> None:
+        """Create the mixture weights, as state of the first op."""
+        if not self._mixture_labels:
+            self._mixture_labels = self.labels
+            # By name: the start does not depend on the order in which ops are met.
+            numbers = np.random.default_rng([seed, crc32(self.name.encode())])
+            start = _SPREAD * numbers.standard_normal(len(self.labels))
+            # State belongs to an op; a shared decision keeps it at its first one.
+            self.sites[0].keep_state("alpha", lambda: start, True)
+
+    @property
+    def alpha(self) -> Any:
+        """The mixture weights ahead of softmax; None if there are none."""
+        return self.sites[0].state("alpha") if self._mixture_labels else None
+
+    def mixture_shares(self, like: Any, library: SearchLibrary) -> Mapping[str, Any]:
+        """Return softmax of the mixture weights, in the element type of a tensor, by label."""
+        alpha = self.sites[0].read("alpha", like, library)
+        if self._mixture_labels != self.labels:  # -inf gives a label that was dropped the share 0
+            # The weights stay as they are: an optimizer holds them.
+            mask = np.array(
+                [0.0 if label in self.labels else -np.inf for label in self._mixture_labels], np.float32
+            )
+            alpha = alpha + library.cast(mask, like)
+        shares = library.softmax(alpha)
+        return {label: shares[self._mixture_labels.index(label)] for label in self.labels}
+
+    def probabilities(self) -> dict[str, float]:
+        """Return softmax of the mixture weights as numbers, by label; an empty dict if there are none."""
+        if not self._mixture_labels:
+            return {}
+        alpha = self.sites[0].array("alpha")[[self._mixture_labels.index(label) for label in self.labels]]
+        exponents = np.exp(alpha - alpha.max())
+        return dict(zip(self.labels, map(float, exponents / exponents.sum()), strict=True))
+
+
+class Gradients(Protocol):
+    """Sum of the gradients of a parameter since the last `take`."""
+
+    def take(self) -> Any:
+        """Return the sum, None if nothing was added; begin anew."""
+
+
+class GradientSum:
+    """Sum to which Python adds; it has a lock, since programs call it from any thread."""
+
+    def __init__(self) -> None:
+        self._sum: Any = None
+        # TensorFlow calls back from threads of its executor.
+        self._lock = Lock()
+
+    def add(self, gradient: Any) -> None:
+        """Add the gradient of one execution."""
+        with self._lock:
+            self._sum = gradient if self._sum is None else self._sum + gradient
+
+    def take(self) -> Any:
+        """Return the sum, None if nothing was added; begin anew."""
+        with self._lock:
+            total, self._sum = self._sum, None
+        return total
+
+
+class JaxGradientSum:
+    """Sum of the gradients of a parameter, and their number, in references of JAX.
+
+    op: name of the parameter's op, for errors.
+    """
+
+    def __init__(self, parameter: Any, op: str) -> None:
+        self._lock, self._op = Lock(), op
+        # Mutable arrays of JAX: jitted programs add to them as a side effect that is not optimised away.
+        reference = tensors_of(parameter).reference
+        self._total = reference(np.zeros(parameter.shape, parameter.dtype))
+        self._count = reference(np.int32(0))
+
+    def collect(self, value: Any, like: Any) -> Any:
+        """Return the parameter's value, whose gradient is added to the sum where `like` is differentiated.
+
+        JAX differentiates by values that the program passes to `grad`, and the parameter is none of them.
+        """
+        return _collecting_function()(value, like, self._total, self._count, self._op)
+
+    def take(self) -> Any:
+        """Return the sum, None if nothing was added; begin anew."""
+        with self._lock, amanda.disabled():
+            if not int(self._count[...]):
+                return None
+            total = self._total[...]
+            self._total[...] = np.zeros(self._total.shape, self._total.dtype)
+            self._count[...] = np.int32(0)
+        return total
+
+
+@cache
+def _collecting_function() -> Callable[..., Any]:
+    """Return a function that returns a value, and whose backward pass adds gradients to two references."""
+    import jax
+
+    @partial(jax.custom_vjp, nondiff_argnums=(4,))
+    def collect(value: Any, like: Any, total: Any, count: Any, op: str) -> Any:
+        return value
+
+    def forward(value: Any, like: Any, total: Any, count: Any, op: str) -> Any:
+        _refuse_differentiated_branches(op)
+        return value, (total, count)
+
+    def backward(op: str, references: tuple[Any, Any], gradient: Any) -> Any:
+        _add_to_references(*references, gradient)
+        # References have no gradient; `like` makes JAX differentiate this function.
+        return gradient, None, None, None
+
+    collect.defvjp(forward, backward)
+    return cast("Callable[..., Any]", collect)
+
+
+def _refuse_differentiated_branches(op: str) -> None:
+    """Raise SearchError while a branch of `cond` or `switch` is differentiated.
+
+    JAX gives no hint of it, so its functions are looked for among the callers.
+    """
+    from jax._src.lax.control_flow.conditionals import _cond_jvp, _cond_linearize
+
+    # JAX lets no write to a reference out of a branch, so the gradients would be lost.
+    codes, frame = (_cond_jvp.__code__, _cond_linearize.__code__), sys._getframe()
+    while frame.f_back is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    if frame.f_back is not None:
+        raise SearchError(
+            f"SearchTool: {op} is in a branch of jax.lax.cond or switch that is differentiated, and its "
+            "candidates have parameters, whose gradients JAX lets out of no branch; compute all branches and "
+            "select by jax.numpy.where, or give the op candidates without parameters and mixture=False"
+        )
+
+
+def _add_to_references(total: Any, count: Any, gradient: Any) -> None:
+    """Add a gradient to a sum, under `vmap` the gradient's sum over the rows.
+
+    A batched trace cannot write to a reference of an outer trace, so the write is made in the outer trace.
+    """
+    from jax._src import core
+    from jax._src.interpreters import batching
+
+    gradient = _row_sum_function()(gradient)
+    trace: Any = core.trace_ctx.trace
+    # vmap nests, and the reference belongs to a trace outside of all of them.
+    while isinstance(trace, batching.BatchTrace):
+        trace = trace.parent_trace
+    with core.set_current_trace(trace):
+        total[...] += gradient
+        count[...] += 1
+
+
+@cache
+def _row_sum_function() -> Callable[..., Any]:
+    """Return a function that returns its argument, under `vmap` the sum over the rows."""
+    from jax.custom_batching import custom_vmap
+
+    @custom_vmap  # type: ignore[untyped-decorator]
+    def summed(gradient: Any) -> Any:
+        return gradient
+
+    @summed.def_vmap  # type: ignore[untyped-decorator]
+    def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
+        # One parameter serves all rows of the batch, so its gradient is their sum.
+        return summed(gradient.sum(0)), False
+
+    return cast("Callable[..., Any]", summed)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import partial
+from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import amanda
 from amanda.files import write_file
@@ -16,21 +17,18 @@ from amanda.tools.kit import Dataflow, DataflowNode, leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.results import Column, Result, parsing, read_json, shortened, to_json
 from amanda.tools.search._candidates import Choice, Original, SearchError
-from amanda.tools.search._decisions import ArchitectureCosts, Decision, settle_architecture
-from amanda.tools.search._libraries import Library, library_rules
-from amanda.tools.search._site import InPlaceWriter, Site, find_residual_block
+from amanda.tools.search._libraries import SearchLibrary, library_rules
+from amanda.tools.search._site import Decision, InPlaceWriter, Site, find_residual_block
 from amanda.tools.select import as_remarks
-
-if TYPE_CHECKING:
-    from amanda.tools.search._site import Site
+from amanda.tools.sweep import OpCosts
 
 _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsqueeze", "getitem"}
 
 
 class SearchTool(amanda.Tool):
-    """Replaces ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
+    """Replace ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
 
-    choices: `Choice`s, or texts such as "conv2d@features=keep|conv5"; the first that selects an op counts.
+    choices: `Choice`s, or strings such as "conv2d@features=keep|conv5"; the first that selects an op counts.
     mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.
         2019), which an optimizer trains; `settle` then picks the candidates with the largest weights.
     architecture: a file that `save` wrote.  seed: of the initial mixture weights.
@@ -56,7 +54,9 @@ class SearchTool(amanda.Tool):
         listed = [choices] if isinstance(choices, (str, Choice)) else choices
         self.choices = [choice if isinstance(choice, Choice) else Choice.of(choice) for choice in listed]
         self.mixture, self._seed = mixture, seed
+        # Remembered: `settle` turns the mixture off, and the weights are still to be read.
         self._has_alphas = mixture
+        # Names count equal ops of one module; each framework's mode counts from the start.
         self._namers: dict[str, amanda.Tool] = {}
         self._flow = Dataflow()
         self._nodes: dict[int, DataflowNode] = {}
@@ -65,11 +65,13 @@ class SearchTool(amanda.Tool):
         self._refused: set[str] = set()
         self._unfit: dict[str, Mapping[str, str]] = {}
         self._untrained = ""
+        # Labels that were assigned before their ops were met.
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
         if architecture is not None:
             self.load(Path(architecture))
         self.depends_on(StandardMapping(), library_rules())
+        # The plan depends on what is read: a convolution's candidates may depend on shapes.
         self.add_inst_for_op(self._instrument_op, guard="read")
         self.add_inst_for_op(self._record_outputs, require_outputs=True)
 
@@ -99,6 +101,7 @@ class SearchTool(amanda.Tool):
         for name, label in labels.items():
             if name in self._decisions:
                 self._decisions[name].label = label
+        # Eager plans read the decision at each execution.
         self._retrace_programs()
 
     def alphas(self) -> Iterator[Any]:
@@ -120,6 +123,7 @@ class SearchTool(amanda.Tool):
         owners = [(site, name) for site in self._sites.values() for name in site.parameters]
         gradients = []
         for parameter in parameters:
+            # By identity: parameters compare element by element.
             owner = next((pair for pair in owners if pair[0].state(pair[1]) is parameter), None)
             if owner is None:
                 raise SearchError(
@@ -143,6 +147,7 @@ class SearchTool(amanda.Tool):
         probabilities = {name: decision.probabilities() for name, decision in self._decisions.items()}
         shares = {name: weights for name, weights in probabilities.items() if weights}
         architecture = settle_architecture(shares, self.architecture, limits or {}, measures)
+        # First, as the assignment below traces programs again.
         self.mixture = False
         self.architecture = architecture
         return self.architecture
@@ -233,6 +238,7 @@ class SearchTool(amanda.Tool):
         decisions = self._decisions
         for name, label in architecture.items() if decisions else ():
             if name not in decisions:
+                # Some name in any case: the user sees how names are written.
                 near = get_close_matches(name, decisions, n=3, cutoff=0) or list(decisions)[:3]
                 raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
             decisions[name].check(label)
@@ -259,15 +265,17 @@ class SearchTool(amanda.Tool):
             return
         namer = self._namers.setdefault(str(context.namespace), amanda.Tool())
         name = namer.place(context)
+        # Refused ops are not tried again at each analysis.
         if name not in self._sites and name not in self._refused:
             self._add_site(context, name, choice, node)
         site = self._sites.get(name)
         if site is None:
             return
         site.op_ids.add(context.get_op_id())
-        library: Library = context["search"]
+        library: SearchLibrary = context["search"]
         if library.no_gradient_reason and site.parameters:
             self._untrained = library.no_gradient_reason
+        # A tally counts natively.
         context.insert_before_op(site.executions, inputs=[])
         context.replace_op(self._compute_site, site=site.within(library.for_op(context)))
 
@@ -297,6 +305,7 @@ class SearchTool(amanda.Tool):
     def _record_write(self, context: amanda.OpContext, node: DataflowNode) -> None:
         """Record an op in place at the op with a choice to whose output it writes, also through views."""
         producer = self._flow.maker(node.data)
+        # A write through a view reaches the tensor that it is a view of.
         while producer is not None and producer.type in _VIEWS:
             producer = self._flow.maker(producer.data)
         for site in self._sites.values():
@@ -318,6 +327,76 @@ def _read_architecture(content: Any) -> dict[str, str]:
     if not isinstance(content, Mapping) or not all(isinstance(label, str) for label in content.values()):
         raise ValueError("it holds no object of labels by the names of ops")
     return dict(content)
+
+
+class ArchitectureCosts(OpCosts):
+    """Records the costs of each forward op, and computes those of architectures."""
+
+    def flops_of(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
+        """Return FLOPs of the forward pass; candidates scale the FLOPs of products, not of a bias."""
+        return self.flops(*self._shares_by_op(sites, architecture))
+
+    def size_of(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
+        """Return bytes of parameters; a parameter that several ops read counts once, by its largest share."""
+        return self.size(*self._shares_by_op(sites, architecture))
+
+    def _shares_by_op(
+        self, sites: Sequence[Site], architecture: Mapping[str, str]
+    ) -> tuple[dict[int, tuple[float, float]], set[int]]:
+        """Return the shares of products and weights by op id, and the ops that are skipped."""
+        if self.is_empty:
+            raise SearchError("SearchTool: the costs of ops are not known; call prepare(model, x) first")
+        shares: dict[int, tuple[float, float]] = {}
+        skipped: set[int] = set()
+        for site in sites:
+            candidate = site.candidates[architecture[site.decision.name]]
+            # An op that was analysed in several programs has several ids.
+            shares |= dict.fromkeys(site.op_ids, candidate.cost_shares(site))
+            if candidate.skips and site.branch:
+                skipped |= site.branch
+        return shares, skipped
+
+
+Measure = Callable[[Mapping[str, str]], float]
+
+
+def settle_architecture(
+    shares: Mapping[str, Mapping[str, float]],
+    architecture: Mapping[str, str],
+    limits: Mapping[Any, float],
+    measures: Mapping[str, Measure],
+) -> dict[str, str]:
+    """Return an architecture of the most probable candidates, with cheaper ones where limits need them.
+
+    shares: probabilities of candidates.  limits: by the names of measures; no change breaks an earlier limit.
+    Each change loses the least log probability for each unit of cost that it saves.  Raises SearchError if no
+    change saves any more.
+    """
+    # The most probable candidates first; only as far as limits ask for it are they given up.
+    settled = {
+        **architecture,
+        **{name: max(probabilities, key=probabilities.__getitem__) for name, probabilities in shares.items()},
+    }
+    earlier_limits: list[tuple[Measure, float]] = []
+    for cost, limit in limits.items():
+        measure = measures[cost]
+        while (cost_now := measure(settled)) > limit:
+            steps = []
+            for name, probabilities in shares.items():
+                for label, share in probabilities.items():
+                    cheaper = settled | {name: label}
+                    saved = cost_now - measure(cheaper)
+                    if saved > 0 and all(
+                        earlier_measure(cheaper) <= bound for earlier_measure, bound in earlier_limits
+                    ):
+                        # Greedy: the cheapest loss for each unit of cost, as all combinations are too many to
+                        # try.
+                        steps.append((log(probabilities[settled[name]] / share) / saved, name, label))
+            if not steps:
+                raise SearchError(f"SearchTool.settle: {cost} are {cost_now:g} at least, above {limit:g}")
+            settled |= [min(steps)[1:]]
+        earlier_limits.append((measure, limit))
+    return settled
 
 
 class ChoicesResult(Result):

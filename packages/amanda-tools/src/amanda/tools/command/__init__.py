@@ -16,37 +16,31 @@ from amanda.tools.command._line import (
     path_to_write,
     save_option,
 )
-from amanda.tools.command._options import Option, options_of
-from amanda.tools.command._spec import SpecError, Tooling, ToolSpec, made, split_tools
+from amanda.tools.command._specs import (
+    CommandOption,
+    SpecError,
+    Tooling,
+    ToolSpec,
+    made,
+    options_of,
+    split_tools,
+)
 
 if TYPE_CHECKING:
+    from amanda.tools.command._gathering import merge
     from amanda.tools.command._instrument import instrument
-    from amanda.tools.command._merge import merge
     from amanda.tools.command._run import run
 
 __all__ = [
-    "Option",
-    "OptionType",
-    "SpecError",
-    "ToolSpec",
-    "Tooling",
-    "compiled_option",
-    "exit_status",
-    "function_of",
-    "instrument",
-    "limit_option",
-    "made",
-    "merge",
-    "options_of",
-    "path_to_write",
-    "run",
-    "save_option",
-    "split_tools",
+    "CommandOption", "OptionType", "SpecError", "ToolSpec", "Tooling", "compiled_option", "exit_status",
+    "function_of", "instrument", "limit_option", "made", "merge", "options_of", "path_to_write", "run",
+    "save_option", "split_tools",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a command when it is asked for, since a process runs only one."""
-    if name not in ("instrument", "merge", "run"):
+    module = {"instrument": "_instrument", "merge": "_gathering", "run": "_run"}.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}._{name}"), name)
+    return getattr(import_module(f"{__name__}.{module}"), name)

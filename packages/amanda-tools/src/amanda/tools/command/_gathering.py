@@ -1,8 +1,9 @@
-"""Results of a program's processes: each writes a file; the root process merges, saves and prints them."""
+"""Results of a program's processes, each in a file, merged as the program ends or by `amanda merge`."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +12,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from amanda.errors import AmandaError
-from amanda.files import write_file
-from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
-from amanda.tools.command._spec import Tooling
-from amanda.tools.libraries import rich
-from amanda.tools.results import Result, can_merge, merge, read_json, reading, restored, to_json
+import click
 
+from amanda.errors import AmandaError
+from amanda.files import naming, write_file
+from amanda.tools.command._line import PATH, exit_status, limit_option
+from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
+from amanda.tools.command._specs import Tooling
+from amanda.tools.libraries import rich
+from amanda.tools.results import Result, by_rank, can_merge, load, read_json, reading, restored, to_json
+from amanda.tools.results import merge as merge_results
+
+# Bytes by which a file may grow between the question for its size and its reading.
 _MORE = 1 << 28
-"""Bytes by which a file may grow between the question for its size and its reading."""
 
 
 class Gathering:
@@ -61,6 +66,7 @@ class Gathering:
                 self._lose(tooling, error)
         if alone:
             return None
+        # The file comes last: once the root sees it, all that it names has been written.
         contents = {
             "tools": saved_results,
             "messages": self._messages,
@@ -79,6 +85,7 @@ class Gathering:
         self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
     def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
+        """Save a tool's result; return the path and the result, or its text where it cannot be merged."""
         with tooling.tool._amanda.lock:  # its routines may run on other threads
             result = getattr(tooling.tool, "result", None)
             if remark is not None and isinstance(result, Result):
@@ -101,6 +108,7 @@ class Gathering:
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
         teller = Teller(self._handed.quiet, self._handed.full)
+        # A rank that was killed left no file, so the number of ranks comes from those that did.
         expected = max((result["ranks"] for result in results.values()), default=0)
         missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known
         for index, tooling in enumerate(self._tools):
@@ -113,6 +121,7 @@ class Gathering:
                 self._lose(tooling, error)
         teller.say(*_sentences_once(self._messages, results, "messages"))
         killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
+        # Lost results are told under --quiet too: their absence would pass for success.
         teller.say(*dict.fromkeys([*_sentences_once(self._lost, results, "lost"), *killed]), anyway=True)
         if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
             shutil.rmtree(folder, ignore_errors=True)
@@ -129,6 +138,8 @@ class Gathering:
         return results
 
     def _checked_results(self, content: Any) -> Any:
+        """Return the content of a process's file; raise an error if it lacks something."""
+        # A damaged file is named and left; it must not take the results of the others with it.
         if len(content["tools"]) != len(self._tools) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")
         if any({"saved", "result", "text"} - result.keys() for result in content["tools"] if result):
@@ -145,6 +156,7 @@ class Gathering:
         missing: Sequence[str],
         saw_op: bool,
     ) -> None:
+        """Print the results of one tool, merged where they can be, and save what is merged."""
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
@@ -158,8 +170,9 @@ class Gathering:
             parts = {label: restored(other["result"], result) for label, other in theirs.items()}
             if saw_op:
                 parts = {self._label: result, **parts}
+            # The merged file has the tool's name alone, those of single processes have labels.
             own_path = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
-            merged = merge(parts, missing)
+            merged = merge_results(parts, missing)
             saved = self._save(tooling, merged, self._suffix)
             if len(labels) > 1:
                 teller.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
@@ -203,6 +216,7 @@ class Teller:
     """
 
     def __init__(self, quiet: bool = False, full: bool = False) -> None:
+        # A daemon may have closed the stream; Python then has None for it.
         self._is_there = sys.stderr is not None and not sys.stderr.closed
         self._quiet, self._full = quiet, full
         self._console = rich.console.Console(file=sys.stderr, highlight=False)
@@ -219,10 +233,12 @@ class Teller:
 
     def show(self, result: Any) -> None:
         """Write a result, or the text of one."""
+        # Rich folds a table into the width of the terminal; --full and files keep every column.
         is_table = self._console.is_terminal and not self._full and not isinstance(result, str)
         self._print(result if is_table else rich.text.Text(as_text(result, self._full)))
 
     def _print(self, content: Any, anyway: bool = False) -> None:
+        """Print text or a table; stop printing once nobody reads."""
         if not self._is_there or (self._quiet and not anyway):
             return
         try:
@@ -239,6 +255,7 @@ def as_text(result: Any, full: bool) -> str:
 def tell_of_others(handed: Handed) -> None:
     """Merge, save and print the results of other processes, in a root that has none itself."""
     try:
+        # The tools are made for their classes alone, which know how to merge.
         Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
     except Exception as error:  # the program's own end is not ours to change
         Teller().say(f"the results are lost: {type(error).__name__}: {error}")
@@ -247,3 +264,85 @@ def tell_of_others(handed: Handed) -> None:
 def _sentences_once(sentences: Iterable[str], results: Mapping[str, Any], key: str) -> list[str]:
     """Return the sentences of this process and of others, each once."""
     return list(dict.fromkeys([*sentences, *(text for result in results.values() for text in result[key])]))
+
+
+_OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.json")
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=PATH)
+@click.option(
+    "-o",
+    "--output",
+    type=PATH,
+    metavar="FILE",
+    help="File to write, in the format of its suffix; a folder if FILES is a folder.",
+)
+@click.option("--per-rank", is_flag=True, help="Keep the rows of each rank, with a column `rank`.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks, to report missing ones."
+)
+@limit_option
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
+def _command(
+    files: Sequence[Path], output: Path | None, per_rank: bool, ranks: int | None, quiet: bool
+) -> None:
+    """Merge the results of several ranks, processes or runs.
+
+    FILES are .json results of one tool, or one folder of `amanda run -o`; in a folder, the results of each
+    tool are merged into TOOL.json.
+    """
+    for tool, result in _merge_files(files, ranks, per_rank).items():
+        path = _path(files, output, tool)
+        if path is not None:
+            with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            result.save(path)
+        if not quiet:
+            sys.stdout.write(f"{result}\n")
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """Merge the results of several ranks, processes or runs."""
+    return exit_status(_command, "amanda merge", arguments)
+
+
+def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> dict[str, Result]:
+    """Return a merged result for each tool, by the tool's name; "" for files that were named one by one."""
+    is_folder = len(files) == 1 and files[0].is_dir()
+    results_by_tool = _results_of_folder(files[0]) if is_folder else {"": _results_of_files(files)}
+    merged_results: dict[str, Result] = {}
+    for tool, results in results_by_tool.items():
+        missing = missing_ranks(results, ranks)
+        merged_results[tool] = by_rank(results) if per_rank else merge_results(results, missing)
+        # Rows side by side cannot say what is missing, as a merged result does.
+        if per_rank and missing:
+            merged_results[tool].remarks = [f"There is no result of {', '.join(missing)}."]
+    return merged_results
+
+
+def _results_of_folder(folder: Path) -> dict[str, dict[str, Result]]:
+    """Return the results of processes in a folder, by tool, then by the label of the process."""
+    results_by_tool: dict[str, dict[str, Result]] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
+        if (named := _OF_PROCESS.fullmatch(path.name)) is not None:
+            results_by_tool.setdefault(named[2], {})[named[1].rstrip(".")] = load(path)
+    if not results_by_tool:
+        raise AmandaError(f"{folder} has no results of processes, such as rank0.flops.json")
+    return results_by_tool
+
+
+def _results_of_files(files: Sequence[Path]) -> dict[str, Result]:
+    """Return results by the process in the file's name, or by path if two names have the same process."""
+    named = [_OF_PROCESS.fullmatch(path.name) for path in files]
+    labels = [
+        path.stem if name is None else name[1].rstrip(".") for path, name in zip(files, named, strict=True)
+    ]
+    if len(set(labels)) < len(labels):
+        # Two runs in two folders have files of one name.
+        labels = [str(path) for path in files]
+    return {label: load(path) for label, path in zip(labels, files, strict=True)}
+
+
+def _path(files: Sequence[Path], output: Path | None, tool: str) -> Path | None:
+    return output if not tool else (output or files[0]) / f"{tool}.json"

@@ -17,10 +17,9 @@ import click
 import amanda
 from amanda import Instrumented
 from amanda.files import naming
-from amanda.tools.command._config import configured
 from amanda.tools.command._gathering import Teller
-from amanda.tools.command._line import PATH, exit_status, limit_option, path_to_write, tool_option
-from amanda.tools.command._spec import SpecError, Tooling, made
+from amanda.tools.command._line import PATH, configured, exit_status, limit_option, path_to_write, tool_option
+from amanda.tools.command._specs import SpecError, Tooling, made
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
 _FORMS = (".csv", ".html", ".json", ".txt")
@@ -58,8 +57,8 @@ def _command(
 ) -> int:
     """Write a copy of a model's file with tools in it, which runs without Amanda.
 
-    MODEL is an ONNX file, the folder of a SavedModel, or a file of torch.export; OUT is of the same kind.
-    It is written at once or not at all, and only if all routines are tensor code.
+    MODEL is an ONNX file, the folder of a SavedModel, or a file of torch.export; OUT has the same format.
+    OUT is written completely or not at all, and only if all routines of the tools are tensor code.
 
     \b
     amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
@@ -68,6 +67,7 @@ def _command(
     """
     specs = configured(config, tools, such_as="-t prune").tools
     for spec in specs:
+        # A file is run by programs that count no steps, so a window of steps would be open for good.
         if steps := _STEPS & spec.given.keys():
             selectors = ", ".join(sorted(steps))
             raise SpecError(f"tool {spec.name}: {selectors} chooses steps, and a file has none")
@@ -84,6 +84,7 @@ def _command(
     result = InstrumentedResult(instrumented, model)
     teller = Teller(quiet)
     results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
+    # Most tools of a file have nothing to report: they never ran.
     tables = [value for value in results if isinstance(value, Result) and value.rows()]
     for table in (*tables, result):
         teller.show(table)
@@ -106,11 +107,13 @@ def instrument(arguments: Sequence[str] = ()) -> int:
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
     """Convert SIGTERM to SystemExit, so that temporary files are removed."""
+    # Python sets handlers on the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
+        # The status by which shells report a death by signal.
         sys.exit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -134,6 +137,7 @@ def load_states(texts: Sequence[str], toolings: Sequence[Tooling]) -> None:
         if name not in named:
             raise SpecError(f"--state {text}: give TOOL=FILE, TOOL one of {', '.join(named)}")
         tool, path = named[name].tool, Path(file)
+        # A tool that saves more than arrays reads its own files, and checks them.
         load = getattr(tool, "load", None)
         try:
             if load is not None:
@@ -185,6 +189,7 @@ class InstrumentedResult(Result):
             for routine in done
         )
         places = [column.name for column in self.columns[2:]]
+        # dict.fromkeys keeps the order of the graph, which a set would lose.
         kinds = dict.fromkeys((routine.type, routine.tool) for routine in done)
         return [(type, tool, *(counted[type, tool, place] for place in places)) for type, tool in kinds]
 

@@ -1,4 +1,4 @@
-"""Parts of several subcommands: exit statuses and common options."""
+"""Parts of several subcommands: exit statuses, common options, and configuration files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +20,8 @@ import click
 from amanda.errors import AmandaError, FileError, UnknownToolError, did_you_mean, printable
 from amanda.files import check_file_to_write
 from amanda.options import kind_of
-from amanda.tools.command._options import Unreadable, read
-from amanda.tools.command._spec import SpecError
-from amanda.tools.results import reading
+from amanda.tools.command._specs import SpecError, ToolSpec, Unreadable, combined, read
+from amanda.tools.results import parsing, read_text, reading
 
 PATH = click.Path(path_type=Path)
 _HELP: Any = {"help_option_names": ["-h", "--help"]}
@@ -44,6 +44,7 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
         return error.exit_code
     except AmandaError as error:
         return _report_error(name, str(error), 2 if isinstance(error, _USAGE) else failure, error)
+    # Without a file's name the working directory is what is absent: os.getcwd() gives none.
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         if error.filename is None and isinstance(error, FileNotFoundError):
@@ -72,7 +73,7 @@ def tool_option(help_text: str) -> Callable[[Any], Any]:
 
 def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--compiled`, passed as `compiled`."""
-    text = "Run compiled callables of PyTorch op by op, as eager code, or compiled with tools in them."
+    text = "How torch.compile callables run: op by op as eager code (default), or compiled with tools."
     kind = click.Choice(["eager", "instrument"])
     return click.option("--compiled", type=kind, default="eager", help=text)(command)
 
@@ -96,7 +97,8 @@ class _Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is no size such as 500MB or 4GB", param, ctx)
+            self.fail(f"{value!r} is not a size such as 500MB or 4GB", param, ctx)
+        # Decimal prefixes, as disks and `amount` have them.
         return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
 
@@ -104,13 +106,14 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--limit SIZE`: the size of the largest file that the command reads."""
 
     @functools.wraps(command)
+    # The limit is set around the command, as its readers lie deep in other packages.
     def limited(limit: int | None, **options: Any) -> Any:
         with reading(limit):
             return command(**options)
 
     return click.option(
         "--limit", type=_Size(), metavar="SIZE",
-        help="Read files of up to this size, uncompressed, such as 4GB.",
+        help="Largest uncompressed size of a file to read, such as 4GB.",
     )(limited)  # fmt: skip
 
 
@@ -121,6 +124,7 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
         path = Path(text)
         if path.suffix not in forms:
             raise click.BadParameter(f"{path} ends in none of {', '.join(forms)}")
+        # Checked before the command runs, which may take hours until it writes.
         if path.is_dir():
             raise click.BadParameter(f"{path} is a folder")
         if not path.parent.is_dir():
@@ -155,7 +159,7 @@ def function_of(named: str) -> Callable[[], Any]:
         raise SpecError(f"{where} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
     if path.suffix == ".py" and not path.is_file():
         raise SpecError(f"there is no file {where}")
-    module = _loaded(path) if path.suffix == ".py" else _imported(where)
+    module = _load_file(path) if path.suffix == ".py" else _import_module(where)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if isfunction(value)]
@@ -164,21 +168,106 @@ def function_of(named: str) -> Callable[[], Any]:
     return evaluate
 
 
-def _loaded(path: Path) -> ModuleType:
+def _load_file(path: Path) -> ModuleType:
+    """Import a file as a module, under the name of the file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # As Python does for a script: dataclasses and pickle look the module up, and its
+    # neighbours are imported from its folder.
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
     return module
 
 
-def _imported(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
+    """Import a module by name; raise SpecError if there is none."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise  # for an import in the module itself
         raise SpecError(f"there is no module {name}, and no file of that name") from error
+
+
+_CONFIG_KEYS = ("output", "tools")
+
+
+@dataclass
+class Config:
+    """The content of a configuration file: tools, and the folder for results."""
+
+    tools: list[ToolSpec] = field(default_factory=list)
+    output: Path | None = None
+
+
+def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
+    """Return a file's content with the tools of the command line; raise SpecError if there is no tool."""
+    config = Config() if path is None else read_config(path)
+    config.tools = combined(config.tools, [ToolSpec.parse(text) for text in tools])
+    if not config.tools:
+        raise SpecError(f"no tool is given: {such_as}, or --config FILE; `amanda tools` lists them")
+    return config
+
+
+def read_config(path: Path) -> Config:
+    """Return the content of a configuration file; raise SpecError if it is not valid."""
+    content = _read_table(path)
+    if not isinstance(content, Mapping):
+        raise SpecError(f"{path} has no keys; it has {' and '.join(_CONFIG_KEYS)}")
+    for key in content:
+        if key not in _CONFIG_KEYS:
+            raise SpecError(f"{path} has {key!r}; {did_you_mean(str(key), _CONFIG_KEYS)}")
+    output = content.get("output")
+    if output is not None and not isinstance(output, str):
+        raise SpecError(f"{path}: output is {output!r}; give the path of a folder")
+    return Config(_tool_specs(path, content.get("tools", {})), None if output is None else Path(output))
+
+
+def _read_table(path: Path) -> Any:
+    """Return the content of a TOML or YAML file."""
+    try:
+        with parsing(path, "configuration"):
+            text = read_text(path).decode()
+    except AmandaError as error:
+        raise SpecError(str(error)) from error
+    try:
+        if path.suffix == ".toml":
+            # Imported here: every process under `amanda run` imports this module, few read a file.
+            if sys.version_info >= (3, 11):
+                import tomllib
+            else:
+                import tomli as tomllib
+
+            return tomllib.loads(text)
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            return yaml.safe_load(text) or {}
+    except Exception as error:  # the parser's own error, with line and column
+        raise SpecError(f"{path} is no {path.suffix[1:].upper()}: {error}") from None
+    raise SpecError(f"{path} is neither .toml nor .yaml")
+
+
+def _tool_specs(path: Path, tools: Any) -> list[ToolSpec]:
+    """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`."""
+    if isinstance(tools, Mapping):
+        # `[tools.flops]` without options is None in YAML, an empty table in TOML.
+        tables = {name: table or {} for name, table in tools.items()}
+        tools = [
+            {**table, "name": name} if isinstance(table, Mapping) else table for name, table in tables.items()
+        ]
+    if not isinstance(tools, list):
+        raise SpecError(f"{path}: tools is {tools!r}; give a table of tools by name, or a list")
+    specs = []
+    for tool in tools:
+        if isinstance(tool, str):
+            specs.append(ToolSpec.parse(tool))
+        elif isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
+            options = {str(key): value for key, value in tool.items() if key != "name"}
+            specs.append(ToolSpec(tool["name"], options))
+        else:
+            raise SpecError(f"{path}: {tool!r} among the tools is neither a name nor a table with a name")
+    return specs

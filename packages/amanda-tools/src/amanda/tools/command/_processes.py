@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from amanda.tools.command._spec import Tooling, ToolSpec, made
+from amanda.tools.command._specs import Tooling, ToolSpec, made
 
 if sys.platform != "win32":
     import fcntl
@@ -27,6 +27,7 @@ if sys.platform != "win32":
 VARIABLE = "AMANDA_TOOLS"
 PROCESS = "AMANDA_PROCESS"
 FOLDER = str(Path(__file__).parent / "launch")
+# What torchrun sets alike for all ranks of one start, and anew for a restart.
 _OF_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
@@ -65,7 +66,9 @@ class Handed:
         """Write the settings into an environment, with the folder of `sitecustomize` first on PYTHONPATH."""
         environment[VARIABLE] = json.dumps(asdict(self))
         paths = (path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != FOLDER)
+        # First, since Python imports one sitecustomize alone; ours then imports the program's.
         environment["PYTHONPATH"] = os.pathsep.join([FOLDER, *filter(None, paths)])
+        # The label of the process that calls `amanda run`, where tools run it too.
         environment.pop(PROCESS, None)
 
     @classmethod
@@ -89,6 +92,7 @@ def number_of_ranks() -> int:
     """Return the number of ranks, if the launcher started all of them on this host; otherwise 0."""
     for every, here in _SIZES:
         size = os.environ.get(every, "")
+        # On several hosts no rank sees the files of all others.
         if size.isdigit() and os.environ.get(here) == size:
             return int(size)
     return 0
@@ -110,10 +114,13 @@ def process_label(handed: Handed) -> str:
     if rank and not above.startswith("rank"):
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         label = rank if restart == "0" else f"{rank}.restart{restart}"
+    # A variable that this process inherited says that another one came before it, unless
+    # the root set it and replaced itself by `exec`, which keeps its id.
     elif above and not (above.startswith("main") and os.getpid() == handed.root):
         label = f"{rank}.process{os.getpid()}".lstrip(".")
     else:
         label = "main"
+    # A file of this label is of the program before `exec`.
     if not label.startswith("rank") and (Path(handed.folder) / f"{label}.json").exists():
         restarts = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
         label = f"{label}.restart{restarts + 1}"
@@ -153,6 +160,7 @@ def folder_of_ranks() -> str | None:
     """Return a folder that the ranks of a launcher share; None outside of ranks, and for several hosts."""
     if sys.platform == "win32" or number_of_ranks() < 2 or "RANK" not in os.environ:
         return None
+    # Ranks of one launcher have one parent, and agree on the variables, so on the name too.
     run = "\0".join([str(os.getppid()), *(os.environ.get(name, "") for name in _OF_RUN)])
     name = f"amanda-{os.getuid()}-{sha256(run.encode()).hexdigest()[:16]}"
     try:
@@ -164,8 +172,18 @@ def folder_of_ranks() -> str | None:
         status = folder.lstat()
     except OSError:  # no temporary folder can be written to, or somebody has removed it
         return None
+    # The name can be guessed: another user may have made the folder, or a link to one of ours.
     ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return str(folder) if ours else None
+
+
+def is_python(path: Path) -> bool:
+    """Return True for a Python interpreter, and for a script whose first line names Python."""
+    if path.resolve() == Path(sys.executable).resolve():
+        return True
+    with path.open("rb") as file:
+        first = file.readline(256)
+    return first.startswith(b"#!") and b"python" in first
 
 
 class Rank:
@@ -175,11 +193,13 @@ class Rank:
         self._folder = Path(folder)
         (self._folder / f"{label}.json").unlink(missing_ok=True)
         self._alive: IO[str] | None = (self._folder / f"{label}.alive").open("w")
+        # The kernel releases the lock when the process dies, however it dies.
         fcntl.lockf(self._alive, fcntl.LOCK_EX)
 
     def end(self, leave: Callable[[], object], tell: Callable[[], None]) -> None:
         """Call `leave` to write the results of this rank, then `tell` if no other rank is alive."""
         with _alone(self._folder / "telling"):
+            # Under the lock, so that exactly one rank finds that it is the last.
             leave()
             if self._alive is not None:
                 self._alive.close()
@@ -189,6 +209,8 @@ class Rank:
 
 
 def _is_alive(path: Path) -> bool:
+    """Return True while a process holds the lock of a file."""
+    # Locks of lockf are for writing, for which the file has to be open for writing.
     with path.open("r+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

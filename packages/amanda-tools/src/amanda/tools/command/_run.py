@@ -1,19 +1,26 @@
-"""`amanda run`."""
+"""`amanda run`: its options, and the start of the program under tools."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any
 
 import click
 
 from amanda.options import Range
-from amanda.tools.command._config import configured
-from amanda.tools.command._launch import launch
-from amanda.tools.command._line import PATH, OptionType, compiled_option, exit_status, tool_option
-from amanda.tools.command._spec import SpecError, made, split_tools
+from amanda.plugins import driven_frameworks
+from amanda.tools.command._line import PATH, OptionType, compiled_option, configured, exit_status, tool_option
+from amanda.tools.command._processes import Handed, folder_of_ranks, is_in_rank, is_python, nothing
+from amanda.tools.command._specs import SpecError, ToolSpec, made, split_tools
 from amanda.tools.models import is_model
 
 
@@ -25,13 +32,13 @@ from amanda.tools.models import is_model
     "--every",
     type=OptionType(Annotated[float, Range(above=0, most=1e9)]),  # longer than a thread can wait
     metavar="SECONDS",
-    help="Save results as they are so far, too, for processes that are killed.",
+    help="Also save results at this interval, in case the program is killed.",
 )
 @compiled_option
 @click.option(
     "--construction",
     is_flag=True,
-    help="Apply tools to what makes models too: constructors and initializers.",
+    help="Also apply tools inside constructors and initializers of models.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
 @click.option("--full", is_flag=True, help="Print every row and column of results.")
@@ -60,10 +67,10 @@ def _command(
     amanda run flops timm:resnet50 --input-shape 8,3,224,224
 
     Models are hf:TYPE or hf:CONFIG.json (of transformers), timm:NAME, torch:MODULE:FUNCTION, keras:NAME and
-    FILE.onnx, with random weights and inputs; `amanda run flops hf:bert --help` lists their options.
+    FILE.onnx, with random weights and inputs; `amanda run flops hf:bert --help` lists options of models.
 
-    `amanda tools` lists the tools, `amanda info TOOL` their options. Of every tool: type, module, phase
-    (of the ops it acts on), start, end, frequency (of steps), out (a file for its result).
+    `amanda tools` lists the tools, `amanda info TOOL` their options. Every tool also takes type, module and
+    phase (which ops), start, end and frequency (which steps), and out (a file for its result).
     """
     settings = configured(config, tools, such_as="amanda run flops PROGRAM, -t flops")
     if not program:
@@ -86,6 +93,7 @@ def run(arguments: Sequence[str] = ()) -> int:
 def _separated(arguments: Sequence[str]) -> list[str]:
     """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program."""
     options = [parameter for parameter in _command.params if isinstance(parameter, click.Option)]
+    # click would take a program's own options for ours, so the program begins where ours end.
     valued = {name for option in options if not option.is_flag for name in option.opts}
     waiting = list(arguments)
     ours: list[str] = []
@@ -93,6 +101,7 @@ def _separated(arguments: Sequence[str]) -> list[str]:
         if waiting[0] in ("-m", "-c"):
             return [*ours, "--", *waiting]
         if not waiting[0].startswith("-"):
+            # `amanda run flops train.py`: the first word names tools, unless options have named them.
             names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in ours)
             if names_tools or _is_program(waiting[0]):
                 return [*ours, "--", *waiting]
@@ -107,3 +116,147 @@ def _separated(arguments: Sequence[str]) -> list[str]:
 def _is_program(word: str) -> bool:
     """Return True for a word that can only be a program: a model, or the path of a file."""
     return is_model(word) or Path(word).is_file() or word.endswith(".py") or os.sep in word.partition(":")[0]
+
+
+_WITH_VALUE = "WXQ"
+_GIVE = "give a script, -m module, a command on PATH, or a model such as hf:llama, timm:resnet50 or FILE.onnx"
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
+def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the command line of a program, and True if Python runs it.
+
+    `script.py ...`, `-m module ...`, `-c code ...` and further options are for this Python; another
+    executable file, and the name of one on PATH, is run as it is.  A word of `amanda.tools.models`, such as
+    `hf:llama`, is a program that runs the model.
+    Raises SpecError for a program that does not exist.
+    """
+    first = program[0]
+    if first.startswith("-"):
+        _check_flags(program)
+        return [sys.executable, *program], True
+    if is_model(first):
+        return [sys.executable, "-m", "amanda.tools.models", *program], True
+    path = Path(first)
+    # A folder or a zip file with a __main__.py is a program to Python.
+    if path.is_dir() or (path.is_file() and _is_script(path)):
+        return [sys.executable, *program], True
+    executable = first if path.is_file() else shutil.which(first)
+    if executable is None:
+        scripts = {script.stem: script for script in path.parent.glob("*.py")}
+        near = get_close_matches(path.stem, scripts, n=1)
+        hint = f"did you mean {scripts[near[0]]}?" if near else ""
+        raise SpecError(f"there is no {first!r}; {hint or _GIVE}")
+    return [executable, *program[1:]], is_python(Path(executable))
+
+
+def launch(
+    program: Sequence[str],
+    tools: Sequence[ToolSpec],
+    names: Sequence[str],
+    output: Path | None,
+    **options: Any,
+) -> int:
+    """Replace this process by the program, with the tools in its environment.
+
+    A program that Python does not run is a child process instead, whose exit status is returned.
+    names: of the tools, in the output.  options: further fields of `Handed`.
+    """
+    command, python = command_of(program)
+    output = None if output is None else _folder_for(output)
+    shared = folder_of_ranks() if python else None
+    try:
+        folder = shared or tempfile.mkdtemp(prefix="amanda-")
+    except OSError as error:
+        raise SpecError(f"results of processes cannot be gathered: {error.strerror or error}") from None
+    frameworks = driven_frameworks()
+    handed = Handed(
+        [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
+        None if output is None else str(output), frameworks, together=shared is not None,
+        is_rank=is_in_rank(), nothing=[nothing(name, frameworks) for name in names], **options,
+    )  # fmt: skip
+    environment = dict(os.environ)
+    handed.write_into(environment)
+    # exec drops what is still in the buffers.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # the shell may have closed it
+            stream.flush()
+    try:
+        # The program keeps our process id, so signals and exit status are its own.
+        if python and os.name == "posix":
+            os.execve(command[0], command, environment)
+        return _supervise(command, environment, handed)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SpecError(f"{command[0]} cannot be run: {error.strerror}") from None
+
+
+def _folder_for(output: Path) -> Path:
+    """Make the folder for results; return its absolute path.
+
+    Raises SpecError, before the program runs, if the folder cannot be made or written to.
+    """
+    try:
+        place = output.absolute()
+        place.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell: a read-only file system refuses as well.
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except OSError as error:
+        raise SpecError(f"results cannot be saved in {output}: {error.strerror}") from None
+
+
+def _supervise(command: Sequence[str], environment: dict[str, str], handed: Handed) -> int:
+    """Run a program as a child process; return its exit status, or end by the signal that ended the child."""
+    from amanda.tools.command._gathering import tell_of_others
+
+    arrived: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        # A terminal sends SIGINT to the child as well.
+        if number == signal.SIGINT and os.isatty(0):
+            return
+        # A signal may arrive before the child has started.
+        arrived.append(number)
+        for child in children:
+            child.send_signal(arrived.pop())
+
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    children.append(subprocess.Popen(command, env=environment))
+    while arrived:
+        children[0].send_signal(arrived.pop(0))
+    status = children[0].wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    tell_of_others(handed)
+    if status < 0:
+        # Shells tell a death by signal from an exit status, so we die of the same one.
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _check_flags(program: Sequence[str]) -> None:
+    """Raise SpecError for switches with which Python ignores PYTHONPATH or site."""
+    arguments = iter(program)
+    for argument in arguments:
+        if not argument.startswith("-") or argument.startswith("--") or argument == "-":
+            return
+        for letter in argument[1:]:
+            if letter in "mc":
+                return
+            if letter in "IES":
+                flag = f"python -{letter}, which ignores PYTHONPATH or site"
+                raise SpecError(f"tools cannot be applied under {flag}")
+            # The value is the rest of the word, or the next word.
+            if letter in _WITH_VALUE:
+                if argument.endswith(letter):
+                    next(arguments, None)
+                break
+
+
+def _is_script(path: Path) -> bool:
+    """Return True for a Python file, and for a file that is not executable."""
+    return path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)

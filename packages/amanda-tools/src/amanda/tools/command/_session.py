@@ -1,25 +1,30 @@
-"""One process under `amanda run`, from the opening of its scope to its end."""
+"""One process under `amanda run`: its scope, results that are saved early, later programs, tracebacks."""
 
 from __future__ import annotations
 
+import functools
+import linecache
 import logging
 import os
+import re
+import select
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.plugins import hookimpl, plugin_manager
 from amanda.tools.command._gathering import Gathering, Teller
-from amanda.tools.command._launch import before_exec
-from amanda.tools.command._processes import Handed, Rank, is_rank, process_label
-from amanda.tools.command._saving import GRACE, Saving
-from amanda.tools.command._tracebacks import show_program_alone
+from amanda.tools.command._processes import VARIABLE, Handed, Rank, is_python, is_rank, process_label
 from amanda.tools.select import leave_construction
 
 if TYPE_CHECKING:
     from amanda.tools.command.launch.sitecustomize import Process
+
 
 logger = logging.getLogger("amanda")
 
@@ -41,6 +46,7 @@ class Session:
 
     def open(self) -> None:
         """Open the scope."""
+        # Before the scope opens, so that no analysed op is missed.
         plugin_manager().register(self)
         self._begin()
         show_program_alone()
@@ -73,9 +79,11 @@ class Session:
         self._gathering = Gathering(handed, tools, Messages().texts, self._label)
         self._has_failed = False
         self._rank: Rank | None = None
+        # The lock is taken before the scope opens: no other rank may print while this one runs.
         if handed.together and self._pid == handed.root:
             self._rank = Rank(handed.folder, self._label)
         self._scope.start()
+        # A launcher kills ranks that wait in native code, where no handler in Python runs.
         if handed.every is not None or is_rank(self._label):
             self._listen()
 
@@ -95,6 +103,7 @@ class Session:
         self._saw_op = True
 
     def _is_closed(self) -> bool:
+        # After a fork the scope is that of the parent until the child has made tools of its own.
         return self._pid != os.getpid() or self._scope.closed
 
     def finish(self) -> None:
@@ -112,6 +121,7 @@ class Session:
             Teller().say(f"the results of process {self._pid} are lost: {type(error).__name__}: {error}")
 
     def _tell_or_leave(self, gathering: Gathering) -> None:
+        """Print the results in the root and in the last rank; write them into a file elsewhere."""
         if self._rank is not None:
             self._rank.end(lambda: gathering.leave(self._saw_op), lambda: gathering.tell(saw_op=False))
         elif self._pid == self._handed.root:
@@ -127,7 +137,7 @@ class Session:
                     self._gathering.leave(ended=False)
                 except Exception as error:
                     if not self._has_failed:
-                        logger.warning("results so far are not saved: %s; the next time tries again", error)
+                        logger.warning("the results so far were not saved: %s; the next save retries", error)
                     self._has_failed = True
 
     def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:
@@ -173,8 +183,10 @@ class Messages(logging.Handler):
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
         logger = logging.getLogger("amanda")
+        # A forked child has inherited the handler of its parent, whose messages are not its own.
         logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, Messages)]
         logger.addHandler(self)
+        # Else the program's root logger would print what the end of the process tells.
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -182,3 +194,190 @@ class Messages(logging.Handler):
         message = record.getMessage()
         if message not in self.texts and len(self.texts) < _MESSAGES:
             self.texts.append(message)
+
+
+def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
+    """Call `leave` whenever `exec` is about to replace the program of this process.
+
+    leave: takes True if the next program runs under the tools; returns a function that withdraws the results
+        that `leave` wrote, which is called if `exec` fails.
+    """
+    for name in ("execv", "execve"):  # which the others of the family call
+        setattr(os, name, _leaving(getattr(os, name), leave))
+
+
+def _leaving(original: Callable[..., Any], leave: Callable[[bool], Callable[[], None]]) -> Callable[..., Any]:
+    """Return a function in place of one of the exec family, which calls `leave` first."""
+
+    @functools.wraps(original)
+    def execute(path: Any, argv: Any, *env: Any) -> Any:
+        take_back = leave(_stays(path, *env)) if _can_be_run(path) else None
+        try:
+            return original(path, argv, *env)
+        except BaseException:
+            if take_back is not None:
+                take_back()
+            raise
+
+    return execute
+
+
+def _can_be_run(path: Any) -> bool:
+    try:
+        return Path(os.fsdecode(path)).is_file() and os.access(path, os.X_OK)
+    except TypeError:  # an open file, by its number
+        return True
+
+
+def _stays(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
+    """Return True if Python runs a program, in an environment that names tools."""
+    try:
+        return any(os.fsdecode(name) == VARIABLE for name in env) and is_python(Path(os.fsdecode(path)))
+    except (TypeError, OSError, AttributeError):
+        return False
+
+
+GRACE = 1.0
+"""Seconds without an answer to a signal, after which the main thread is taken to wait in native code."""
+_SOON = 0.1
+
+
+class Saving(threading.Thread):
+    """Thread that calls `save` every so many seconds, and when a signal's handler cannot run.
+
+    A launcher ends a rank that waits for another one in a collective by a signal, and kills the rank some
+    seconds later; Python runs handlers on the main thread, which waits.  A signal that arrives just before a
+    blocking system call does not interrupt the call, so the thread sends the signal once more.
+    """
+
+    def __init__(self, save: Callable[[], None], every: float | None) -> None:
+        super().__init__(name="amanda-saving", daemon=True)
+        self._save = save
+        self._every = every
+        self._handler: Any = None
+        self._ended = threading.Event()
+        self._reading, self._writing = os.pipe()
+        # A full pipe must not block the handler in C, which writes while the program stands still.
+        os.set_blocking(self._writing, False)
+
+    def receive_signals(self, handler: Any) -> None:
+        """Watch a handler's signals, unless the program has a wakeup descriptor; call on the main thread."""
+        self._handler = handler
+        # A program may have a descriptor of its own, as asyncio has; it gets it back.
+        before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+
+    def ignore_signals(self) -> None:
+        """Stop watching signals in a forked child, which would notify the thread of its parent."""
+        before = signal.set_wakeup_fd(-1)
+        if before not in (-1, self._writing):
+            signal.set_wakeup_fd(before)
+
+    def run(self) -> None:
+        """Save at intervals and at signals, until `end`."""
+        # Results are computed with the framework, and are no ops of the program.
+        with amanda.disabled():
+            self._run()
+
+    def _run(self) -> None:
+        """Save at intervals, and for a main thread that answers no signal."""
+        while not self._ended.is_set():
+            ready, _, _ = select.select([self._reading], [], [], self._every)
+            arrived = os.read(self._reading, 64) if ready else b""
+            ending = set(arrived) & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+            # A byte may be of any signal, or of `end`; a handler in Python is given a moment to end all.
+            if ready and (not ending or self._ended.wait(_SOON)):
+                continue
+            for number in ending:
+                self._send_again(number)
+            # A main thread in native code runs no handler, so the results are saved for it.
+            if not self._ended.wait(GRACE if ready else 0):
+                self._save()
+
+    def _send_again(self, number: int) -> None:
+        """Send a signal to the main thread, unless the program has a handler of its own for it."""
+        main = threading.main_thread().ident
+        if main is not None and signal.getsignal(number) == self._handler:
+            signal.pthread_kill(main, number)
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        # Wakes the thread, which waits in select.
+        os.write(self._writing, b"\0")
+
+
+_HOMES = tuple(f"{Path(path)}/" for path in amanda.__path__)
+_CALL_OF_OP = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
+
+
+def show_program_alone() -> None:
+    """Remove Amanda's frames from the tracebacks of exceptions that nothing caught."""
+    before = sys.excepthook
+    before_in_thread = threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        strip(error)
+        before(kind, error, error.__traceback__)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            strip(args.exc_value)
+            trace = args.exc_value.__traceback__
+            args = threading.ExceptHookArgs((args.exc_type, args.exc_value, trace, args.thread))
+        before_in_thread(args)
+
+    sys.excepthook = hook
+    threading.excepthook = thread_hook
+
+
+def strip(error: BaseException | None) -> None:
+    """Remove Amanda's frames from an exception that an op raised, and from its causes.
+
+    Exceptions of tools and of Amanda itself keep the frames; interrupts lose them wherever they were raised.
+    """
+    # Causes and contexts may lead in a circle.
+    visited: set[int] = set()
+    waiting = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in visited:
+            continue
+        visited.add(id(link))
+        interrupt = isinstance(link, KeyboardInterrupt)
+        notes = getattr(link, "__notes__", [])
+        if interrupt and notes:
+            notes[:] = [note for note in notes if not note.startswith("[amanda]")]
+        if interrupt or not any(note.startswith("[amanda]") for note in notes):
+            link.__traceback__ = _without_our_frames(link.__traceback__, interrupt)
+        # Causes, contexts and members of exception groups are printed as well.
+        waiting += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
+
+
+def _without_our_frames(trace: TracebackType | None, all_of_ours: bool) -> TracebackType | None:
+    """Return a traceback without the frames of Amanda that lead to an op, or without all of them."""
+    remaining: list[TracebackType] = []
+    ours: list[TracebackType] = []
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_HOMES):
+            ours.append(trace)
+        else:
+            remaining += [] if all_of_ours or _calls_op(ours) else ours
+            remaining.append(trace)
+            ours = []
+        trace = trace.tb_next
+    remaining += [] if all_of_ours or _calls_op(ours) else ours
+    # A traceback is a linked list, so frames are removed by linking past them.
+    for frame, after in zip(remaining, [*remaining[1:], None], strict=False):
+        frame.tb_next = after
+    return remaining[0] if remaining else None
+
+
+def _calls_op(frames: list[TracebackType]) -> bool:
+    """Return True if the last frame calls the op itself."""
+    if not frames:
+        return False
+    # Native code has no frame, so the line that calls the op is the last of ours.
+    code = frames[-1].tb_frame.f_code
+    return bool(_CALL_OF_OP.search(linecache.getline(code.co_filename, frames[-1].tb_lineno)))

@@ -6,7 +6,6 @@ with amanda.apply(coverage):
 print(coverage.result.by("phase"))
 """
 
-from amanda.tools.coverage._result import CoverageResult, OpCoverage
-from amanda.tools.coverage._tool import CoverageTool
+from amanda.tools.coverage._tool import CoverageResult, CoverageTool, OpCoverage
 
 __all__ = ["CoverageResult", "CoverageTool", "OpCoverage"]

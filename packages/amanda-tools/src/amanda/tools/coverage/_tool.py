@@ -1,23 +1,121 @@
-"""The tool, and the calls of leaf modules that it finds on the stack."""
+"""The tool that records which ops ran and which of them hooks at leaf modules would see, and its result."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import amanda
-from amanda.tools.coverage._result import CoverageResult, OpCoverage
 from amanda.tools.kit import RequiredNames
-from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.mapping import VOCABULARY, MappingTool, StandardMapping
+from amanda.tools.results import Column, PlacesResult
+
+KEYS = ("phase", "type", "module", "source", "model")
+_COUNTS = ("calls", "whole", "entered", "left")
+
+
+@dataclass
+class OpCoverage:
+    """One op, forward or backward.
+
+    model: class of the outermost module that calls the op.  calls: number of executions.  entered: executions
+    whose inputs a hook would have seen.  left: those whose outputs.  whole: those with both.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    model: str
+    calls: int = 0
+    whole: int = 0
+    entered: int = 0
+    left: int = 0
+
+
+class CoverageResult(PlacesResult[OpCoverage]):
+    """Executions of ops, and those that hooks of modules would have seen.
+
+    places: one entry for each op.  by: the keys of a row, of `KEYS`.
+    """
+
+    name: ClassVar[str] = "coverage"
+    keys: ClassVar[Sequence[str]] = KEYS
+    place = OpCoverage
+    summed = _COUNTS
+    counted: ClassVar[Sequence[Column]] = (
+        *(Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")),
+        Column("share", show="{:.1%}".format, number=True, unit="share"),
+    )
+
+    def __init__(self, places: Iterable[OpCoverage], by: Sequence[str] = KEYS) -> None:
+        self.places = [place for place in places if place.calls]
+        self.tell_by(by, "Ops that hooks of modules see")
+
+    def total(self, what: str = "calls", phase: str | None = None) -> int:
+        """Return the sum of "calls", "whole", "entered" or "left", of one phase or of both."""
+        return sum(getattr(place, what) for place in self.places if phase in (None, place.phase))
+
+    def share(self, phase: str | None = None) -> float:
+        """Return the share of executions that hooks see whole, from 0 to 1; 1 if nothing was executed."""
+        calls = self.total("calls", phase)
+        return self.total("whole", phase) / calls if calls else 1.0
+
+    @property
+    def types(self) -> Mapping[str, int]:
+        """Types of forward ops with their executions, the most frequent first."""
+        counts = Counter[str]()
+        for place in self.places:
+            if place.phase == "forward":
+                counts[place.type] += place.calls
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def without_word(self) -> Mapping[str, int]:
+        """Executions by the framework's own type, of ops for which StandardMapping has no word."""
+        return {kind: calls for kind, calls in self.types.items() if kind not in VOCABULARY}
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return rows by their keys, those with most executions first."""
+        rows = []
+        for key, places in self.grouped(self.places).items():
+            sums = [sum(getattr(place, count) for place in places) for count in _COUNTS]
+            rows.append((*key, *sums, sums[1] / sums[0]))
+        return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return totals of each phase, the types of ops, and each op."""
+        totals = {
+            phase: {count: self.total(count, phase) for count in _COUNTS}
+            for phase in dict.fromkeys(place.phase for place in self.places)
+        }
+        return {
+            "totals": totals, "types": self.types, "without_word": self.without_word, **super().facts()
+        }  # fmt: skip
+
+    def notes(self) -> Sequence[str]:
+        """Return the share of each phase, and types for which StandardMapping has no word."""
+        notes = [
+            f"Hooks at leaf modules see {self.total('whole', phase):,} of {self.total('calls', phase):,} "
+            f"{phase} ops ({self.share(phase):.1%}): the ops that are alone in a call of a leaf module."
+            for phase in ("forward", "backward")
+            if self.total("calls", phase)
+        ]
+        if missing := self.without_word:
+            listed = ", ".join(f"{kind} ({calls})" for kind, calls in missing.items())
+            notes.append(f"StandardMapping has no word for {listed}.")
+        return notes
 
 
 class CoverageTool(amanda.Tool):
-    """Count the ops that run, and those that hooks at leaf modules would see.
+    """Count the executed ops, and the ops that hooks on leaf modules would see.
 
     `result` has the counts, `clear` sets them to 0.  A leaf module has no modules in it.  Hooks see a forward
     op whole if it is the only op in a call of a leaf module: the pre-hook sees inputs, the hook outputs.
@@ -30,6 +128,7 @@ class CoverageTool(amanda.Tool):
         super().__init__()
         self._eager_ops: dict[int, OpCoverage] = {}
         self._graph_ops: dict[int, OpCoverage] = {}
+        # By thread: replicas of a model run at once.
         self._open_calls: dict[int, tuple[FrameType, ModuleCall]] = {}
         self._clears = 0
         modules = [["pytorch", TORCH.write_finder], ["tensorflow/*/eager", KERAS.write_finder]]
@@ -52,6 +151,7 @@ class CoverageTool(amanda.Tool):
             place.calls = place.whole = place.entered = place.left = 0
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
+        """Count executions of a forward op, in the call of its module where there are modules."""
         modules: ModuleFinder | None = context.get("modules")
         context["model"] = modules.outermost_class(sys._getframe()) if modules else ""
         place = self._op_coverage(context, context.get_op_id(), "forward", context["type"])
@@ -61,6 +161,7 @@ class CoverageTool(amanda.Tool):
             context.insert_before_op(self._count_call, inputs=[], place=place)
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
+        """Count executions of a backward op, in the call of its forward op."""
         place = self._op_coverage(
             context, context.get_backward_op_id() or 0, "backward", context["backward_type"]
         )
@@ -93,14 +194,17 @@ class CoverageTool(amanda.Tool):
         last = self._open_calls.get(get_ident())
         if last is None or last[0] is not frame:
             last = self._open_calls[get_ident()] = (frame, modules.open_call(frame, self._clears))
+        # The backward ops of this execution find the call of their forward op in `run`.
         call = run["call"] = last[1]
         if call.leaf:
             call.forward.add(place)
 
     @amanda.observer
     def _count_in_module_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
+        """Count an execution, and add the op to the call of its forward op."""
         place.calls += 1
         call: ModuleCall | None = run.get("call")
+        # After `clear` the forward half of the call is gone, and half a call would count wrongly.
         if call is not None and call.leaf and call.number == self._clears:
             call.backward.add(place)
 
@@ -112,6 +216,7 @@ def _count_seen_in_graphs(places: Iterable[OpCoverage]) -> None:
         place.whole = place.entered = place.left = 0
         if place.calls and place.module and place.type != "accumulate_grad":
             ops_by_scope.setdefault((place.phase, place.module), []).append(place)
+    # A scope with scopes in it is no leaf, whichever of its ops lie in it directly.
     scopes = {scope for _, scope in ops_by_scope}
     parents = {scope[:i] for scope in scopes for i, letter in enumerate(scope) if letter in "/."}
     for (_, scope), members in ops_by_scope.items():
@@ -149,6 +254,7 @@ class OpSpan:
             place.entered += 1
             place.whole += 1
         else:
+            # The first op was alone so far; now its outputs stay within the call.
             if self._count == 1:
                 self._first.whole -= 1
             self._last.left -= 1
@@ -185,6 +291,7 @@ class ModuleFinder:
 
     def innermost_frame(self, frame: FrameType | None) -> FrameType | None:
         """Return the frame of the innermost call of a module; None outside of modules."""
+        # Code objects are compared, not names: any function may be called `__call__`.
         codes = self._codes()
         while frame is not None and frame.f_code not in codes:
             frame = frame.f_back
@@ -208,6 +315,7 @@ class ModuleFinder:
 def _torch_call_codes() -> frozenset[CodeType]:
     from torch.nn import Module
 
+    # Module.__call__ is another function by version; all of them run hooks in _call_impl.
     _REQUIRED_TORCH.check()
     return frozenset({Module._call_impl.__code__})
 
@@ -222,6 +330,7 @@ def _keras_call_codes() -> frozenset[CodeType]:
         if module not in _keras_codes and (layer := getattr(sys.modules.get(module), name, None)) is not None:
             if module.startswith("keras."):
                 _REQUIRED_KERAS.check()
+            # Keras wraps __call__ to shorten tracebacks; frames have the code of the inner function.
             _keras_codes[module] = inspect.unwrap(vars(layer)["__call__"]).__code__
     return frozenset(_keras_codes.values())
 

@@ -4,11 +4,9 @@ result = diff(old, new, x, control="float64", bisect=True)
 print(result.sentence)
 """
 
-from amanda.tools.diff._command import command
-from amanda.tools.diff._comparison import Comparison
-from amanda.tools.diff._diff import diff
-from amanda.tools.diff._errors import TOLERANCES
-from amanda.tools.diff._programs import Command
+from amanda.tools.diff._diff import command, diff
+from amanda.tools.diff._errors import TOLERANCES, Comparison
+from amanda.tools.diff._recording import Command
 from amanda.tools.diff._result import DiffResult
 from amanda.tools.diff._tools import Float64Tool
 

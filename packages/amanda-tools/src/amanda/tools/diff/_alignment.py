@@ -37,6 +37,8 @@ def is_compute(type: str) -> bool:
 
 def matching_positions(keys: Sequence[Hashable], other_keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
     """Return positions of equal keys in order, with as few left out as difflib finds between equal ends."""
+    # difflib's time grows with the square of repeated keys, as layers have them: equal ends, which nearly
+    # always are all, go without it.  autojunk would drop every key that makes up over 1 % of the ops.
     shorter = min(len(keys), len(other_keys))
     start = next((i for i in range(shorter) if keys[i] != other_keys[i]), shorter)
     end = next((i for i in range(shorter - start) if keys[-1 - i] != other_keys[-1 - i]), shorter - start)
@@ -57,6 +59,7 @@ def same_ops(
     other_keys = [(dotted(other_run.ops[i].module), other_run.ops[i].type) for i in ops_b]
     likeness = OpSimilarity((run, ops_a, keys), (other_run, ops_b, other_keys))
     common_pairs = list(matching_positions(keys, other_keys))
+    # Ops with near values are fixed points; in the gaps between two of them the best pairs are looked for.
     sure = [pair for pair in common_pairs if likeness.near(*pair)]
     pairs = list(sure)
     for (i, j), (k, m) in pairwise([(-1, -1), *sure, (len(ops_a), len(ops_b))]):
@@ -90,6 +93,7 @@ def inside_module(run: Run, name: str) -> Callable[[str], bool]:
     TensorFlow adds a number to a name scope that was there before: `conv` may be `conv_1`.
     """
     name = re.escape(dotted(name))
+    # The strictest pattern that fits anything counts.
     patterns = [rf"{name}(\.|$)", rf"(.*\.)?{name}(\.|$)", rf"(.*\.)?{name}_\d+(\.|$)"]
     paths = {dotted(op.module) for op in run.ops}
     fitting = (pattern for pattern in patterns if any(re.match(pattern, path) for path in paths))
@@ -103,6 +107,7 @@ def same_modules(run: Run, other_run: Run) -> dict[str, str]:
     Modules with as many elements in their weights are paired in the order of execution.
     """
     paths, other_paths = (_paths(side) for side in (run, other_run))
+    # Names of a few modules may be equal by chance; half of them are not.
     shared = {path: path for path in paths if path in other_paths}
     if shared and 2 * len(shared) >= min(len(paths), len(other_paths)):
         return shared
@@ -133,11 +138,62 @@ def _weight_keys(run: Run) -> list[tuple[str, Hashable]]:
         op = run.ops[index]
         weight: Entry | None = next((e for e in run.by_op[index] if e.role == "weight"), None)
         if weight is not None and is_compute(op.type):
+            # Layouts of weights differ between frameworks, numbers of elements do not.
             keys.setdefault(dotted(op.module), (unified_type(op.type), weight.summary.statistics.elements))
             at_root += not op.module
     if at_root > 1:  # a graph without modules: what its last product gives is not what the first one does
         keys.pop("")
     return list(keys.items())
+
+
+def weight_gradients(run: Run, inside: Callable[[str], bool]) -> list[list[Entry]]:
+    """Return the gradients of weights of the ops in a module: for each tensor those of all executions."""
+    gradients: dict[tuple[int, int], list[Entry]] = {}
+    for index in run.indices("backward"):
+        for entry in run.by_op[index] if inside(run.ops[index].module) else ():
+            if entry.role == "weight gradient":
+                gradients.setdefault((index, entry.position), []).append(entry)
+    return list(gradients.values())
+
+
+_READS = frozenset({"ReadVariableOp", "Const", "Shape", "StopGradient", "VarHandleOp"})
+_SUMS = ("add", "BiasAdd")
+
+
+def module_outputs(run: Run, visit: Sequence[int]) -> list[Entry]:
+    """Return what the last op gave, and what the last product gave with its bias."""
+    ops = [i for i in visit if run.ops[i].type not in _READS]
+    ends = {ops[-1]} if ops else set()
+    # The ops of a module alone have the shortest path among those of its visit.
+    module = min((run.ops[i].module for i in ops), key=len, default="")  # a product of a child is the child's
+    products = [n for n, i in enumerate(ops) if is_compute(run.ops[i].type) and run.ops[i].module == module]
+    if products:
+        ends.add(_biased_end(run, ops[products[-1] :]))
+    return [
+        entry for i in sorted(ends) for entry in run.by_op[i]
+        if entry.role == "output" and entry.position == 0
+    ]  # fmt: skip
+
+
+def _biased_end(run: Run, ops: Sequence[int]) -> int:
+    """Return the last op of a product with its bias: ops that add to it or shape it, and keep its size."""
+    last, size = ops[0], _size(run, ops[0])
+    for index in ops[1:]:
+        kind = run.ops[index].type
+        if _size(run, index) != size:
+            continue
+        # Some frameworks add the bias in the product, others in an op of its own after it.
+        if kind not in (*_SUMS, "reshape", "squeeze"):
+            break
+        last = index
+        if kind in _SUMS:
+            break
+    return last
+
+
+def _size(run: Run, index: int) -> int:
+    outputs = [entry for entry in run.by_op[index] if entry.role == "output"]
+    return outputs[0].summary.statistics.elements
 
 
 NEAR = 0.05
@@ -177,10 +233,14 @@ class OpSimilarity:
         if not len(range_a) * len(range_b) or len(range_a) * len(range_b) > _CELLS:
             return []
         fits = self._fits(range_a, range_b)
+        # Needleman and Wunsch 1970, without a penalty for gaps: `total[i, j]` is the best sum from ops i and
+        # j on, filled from the end so that the walk below goes forward.  A row at a time, as Python loops are
+        # slow.
         total = np.zeros((len(range_a) + 1, len(range_b) + 1))
         for i in range(len(range_a) - 1, -1, -1):
             paired = np.where(fits[i] > 0, fits[i] + total[i + 1, 1:], 0.0)
             total[i, :-1] = np.maximum(paired, total[i + 1, :-1])
+            # To leave out ops of b costs nothing: a running maximum from the right.
             total[i] = np.maximum.accumulate(total[i, ::-1])[::-1]
         pairs, i, j = [], 0, 0
         while i < len(range_a) and j < len(range_b):
@@ -201,6 +261,8 @@ class OpSimilarity:
         key = module & kind
         shape = _equal_pairs(self._shapes[0][rows], self._shapes[1][columns])
         source = _equal_pairs(self._sources[0][rows], self._sources[1][columns])
+        # A program without modules has the path "" everywhere, which says nothing: then shapes have to fit as
+        # well.
         is_in_module = np.array([module != "" for module, _ in keys[0]])[:, None]
         fits = (
             1.5 * (key & (is_in_module | shape))
@@ -208,12 +270,15 @@ class OpSimilarity:
             + 1.0 * (source & kind)
             + 0.5 * (shape & kind)
         )
+        # A cheap test of all pairs at once, before samples are compared pair by pair.
         a, b = self._codes[0][rows, None], self._codes[1][None, columns]
         scale = np.maximum(np.abs(a[..., 1]), np.abs(b[..., 1]))
         alike = (a[..., 0] == b[..., 0]) & (np.abs(a[..., 1] - b[..., 1]) <= NEAR * scale)
         alike &= self._telling[0][rows, None] & self._telling[1][None, columns]
         for i, j in zip(*np.nonzero(alike), strict=True):
             if self.near(range_a[i], range_b[j]):
+                # Values say more than names: two ops of one kind and module are less alike than two with the
+                # same numbers.
                 fits[i, j] += 3.0 + (shape[i, j] & module[i, j])
         late = np.add.outer(np.linspace(0, _LATE, len(range_a)), np.linspace(0, _LATE, len(range_b)))
         return np.where(fits > 0, fits - late, 0.0)

@@ -1,204 +1,450 @@
-"""Comparison of an op of two runs, and the sentences on it."""
+"""Comparison of the tensors of two runs, op by op or module by module, and the cause of a difference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
 
-from amanda.tools.diff._errors import TOLERANCES
+from amanda.errors import AmandaError
+from amanda.tools.diff._alignment import inside_module, is_compute, module_outputs, weight_gradients
+from amanda.tools.diff._errors import TOLERANCES, Comparison, Distance, Pair, distance, noise_floor, tolerance
+from amanda.tools.diff._matching import (
+    INPUT_ROLES,
+    ExecutionMatcher,
+    OpMatch,
+    OpMatches,
+    Partners,
+    has_same_precision,
+)
+from amanda.tools.diff._result import reading_text
+from amanda.tools.diff._run import DataFlow, Execution, Run, visits
 from amanda.tools.dump import Entry, Op
 
-if TYPE_CHECKING:
-    from amanda.tools.diff._result import DiffResult
+Compared = tuple[Pair, Comparison]
+Expected = Mapping[tuple[int, int], float]
+"""Relative error that is expected of an execution of an op of run a, by the op's index and the execution."""
+MARGIN = 10.0
+"""How many times the expected error agrees: another order of summation may round a few times as much."""
+Read = tuple[str, float, bool]
+"""Role of what an op read, its relative error, and whether it agrees."""
+
+
+class RunComparison:
+    """Two runs, and the relative error up to which their tensors agree.
+
+    rtol: the same for all; None for `MARGIN` times what is expected, and where that is not known for one by
+    element type.  pairs: the tensors of each comparison that `in_order` returned.
+    """
+
+    def __init__(
+        self, run: Run, other_run: Run, rtol: float | None, expected: Expected | None = None
+    ) -> None:
+        self._runs = (run, other_run)
+        self._rtol, self._expected = rtol, {} if expected is None else expected
+        self.pairs: list[Pair] = []
+        self.matching = ExecutionMatcher(self._runs)
+        self.flows = DataFlow(run), DataFlow(other_run)
+        self.matches: dict[Execution, OpMatch] = {}
+        """Matches of ops by their first execution in run a."""
+        self.dismissed = 0
+        """Ops that differ, of two ways to the same results."""
+        self._is_one_precision = True
+        self.shaped: list[str] = []
+        """Modules that end in as many numbers, in an order that is not known."""
+        self.uneven: list[str] = []
+        """Modules that one run called more often than the other: their last outputs were compared."""
+
+    def in_order(self, compared: Iterable[Compared]) -> list[Comparison]:
+        """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
+        # Ops of a graph run on several threads: the order of execution would change from run to run.
+        ordered = self._runs[0].ordered
+
+        def place(item: Compared) -> tuple[int, int]:
+            entry = item[0][0]
+            return (entry.order if ordered else entry.execution), entry.op
+
+        comparisons: list[Comparison] = []
+        limit = 0.0
+        for pair, comparison in sorted(compared, key=place):
+            self.pairs.append(pair)
+            comparisons.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
+            if comparison.relative and not self._expected:  # precision that was lost is lost for what follows
+                limit = max(limit, comparison.by_type)
+        if not comparisons:
+            raise AmandaError("the two runs have no op in common; give a mapping of module names")
+        return comparisons
+
+    def ops(self, renamed: Mapping[str, str]) -> tuple[list[Compared], tuple[list[Op], list[Op]]]:
+        """Compare ops one by one; return also the ops of each run that the other does not have."""
+        pairing = OpMatches(self._runs, self.flows, self.matching, renamed)
+        matches, self._ends = pairing.matches, pairing.ends
+        self.matches = {match.executions[0][0]: match for match in matches}
+        self._is_one_precision = has_same_precision(self._runs, matches)
+        matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
+        sides = [
+            [run.ops[i] for i in indices] for run, indices in zip(self._runs, pairing.alone, strict=True)
+        ]
+        return [(match.pairs[0], self._compare_match(match)) for match in matches], (sides[0], sides[1])
+
+    def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
+        """Compare what modules give, and the gradients of their weights."""
+        for name, other_name in names.items():
+            inside = [inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
+            calls = [[*visits(run, is_inside)] for run, is_inside in zip(self._runs, inside, strict=True)]
+            if len(calls[0]) != len(calls[1]):  # exporters move ops, which cuts a call in two
+                products = [
+                    sum(is_compute(run.ops[i].type) for i in chain(*side))
+                    for run, side in zip(self._runs, calls, strict=True)
+                ]
+                if products[0] != products[1] or not products[0]:
+                    self.uneven.append(name)
+                calls = [[[*chain(*side)]] for side in calls]
+            for both in zip(*calls, strict=True):
+                yield from self._module_outputs(name, both)
+            gradients = [weight_gradients(*side) for side in zip(self._runs, inside, strict=True)]
+            for entries, other_entries in zip(*gradients, strict=False):
+                for pair in self._pair_entries(entries, other_entries):
+                    yield pair, self._comparison(pair, *self._measure(pair))
+
+    def _pair_entries(self, entries: Sequence[Entry], other_entries: Sequence[Entry]) -> Sequence[Pair]:
+        """Pair one tensor of all executions of both runs; where one run has several for one, join them."""
+        if min(len(entries), len(other_entries)) == 1 < max(len(entries), len(other_entries)):
+            pairs = self.matching.joined([[entry] for entry in entries], [[entry] for entry in other_entries])
+            self.matching.pieces += bool(pairs)
+            self.matching.unlike += not pairs
+            return pairs
+        self.matching.unmatched += abs(len(entries) - len(other_entries))
+        return list(zip(entries, other_entries, strict=False))
+
+    def _compare_match(self, match: OpMatch) -> Comparison:
+        """Compare by the tensor that is furthest off; by what the op read too if they differ."""
+        pairs = match.pairs
+        # The gradient of a bias before a normalisation is rounding noise around 0: it is judged by its op's
+        # size.
+        floor = max(noise_floor(side) for side in zip(*pairs, strict=True))
+        judged = [(*self._measure(pair, floor), pair) for pair in pairs]
+        # A tensor beyond its limit counts more than a larger error within another limit.
+        worst, limit, furthest = max(judged, key=lambda item: (item[0].relative > item[1], item[0].relative))
+        if not worst.relative:
+            return self._comparison(furthest, worst, limit)
+        inputs = self.matching.reads(match)
+        types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
+        if types[0] != types[1] and any(a.shape != b.shape for a, b in inputs):
+            entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
+            words = reading_text(((entry, 0.0, True) for entry in entries), self._runs[0].ops[furthest[0].op])
+            return replace(self._comparison(furthest, worst, limit), read=words)
+        if types[0] != types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
+            candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
+            inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
+        read = [self._agreement(pair) for pair in inputs]
+        pairs_read = ((pair[0], *agreement[1:]) for pair, agreement in zip(inputs, read, strict=True))
+        words = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
+        return replace(self._comparison(furthest, worst, limit, read), read=words)
+
+    def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
+        """Return that of what an op of another type has read which is nearest to what an op has read."""
+        alike = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
+        return min([partner, *alike], key=lambda c: self._agreement((entry, c))[1])
+
+    def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
+        """Leave out ops of another way to the same results, and put a cause before its effect.
+
+        comparisons: what `in_order` returned of ops.
+        """
+        rows = list(zip(comparisons, self.pairs, strict=True))
+        apart = [row for row in rows if row[0].diverges]
+        # If all results agree, ops that differ because their inputs do are steps of another way to these
+        # results.
+        if apart and (ends := self._result_agreements(rows)) and all(ends):
+            effects = {id(row[0]) for row in apart if self._is_effect(row[0], self._match_of(row[1]))}
+            self.dismissed = len(effects)
+            rows = [row for row in rows if id(row[0]) not in effects]
+        self._insert_last_result(rows)
+        # The first op that differs may only read what an op without a counterpart gave: that op is the cause.
+        first = next((i for i, row in enumerate(rows) if row[0].diverges), None)
+        if first is not None and not rows[first][0].only:
+            match, partners = self._match_of(rows[first][1]), Partners([*self.matches.values()])
+            cause = find_cause(self._runs, self.flows, partners, self._differing_reads(match))
+            if rows[first][0].phase == "backward" and match.is_whole:
+                executions = [side[0] for side in match.executions]
+                cause = cause or find_backward_cause(
+                    self._runs, partners, executions, rows[first][0].relative
+                )
+            if cause is not None:
+                rows.insert(first, self._cause(cause, *rows[first]))
+        self.pairs = [pair for _, pair in rows]
+        return [comparison for comparison, _ in rows]
+
+    def _match_of(self, pair: Pair) -> OpMatch:
+        return self.matches[pair[0].op, pair[0].execution]
+
+    def _result_agreements(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
+        """Return for each result, and for each gradient of a weight, True if both runs agree."""
+        agreements, has_gradients = [], False
+        for comparison, pair in rows:
+            match = self._match_of(pair)
+            if comparison.phase == "backward":
+                gradients = [pair for pair in match.pairs if pair[0].role == "weight gradient"]
+                has_gradients = has_gradients or bool(gradients)
+                floor = max((noise_floor(side) for side in zip(*match.pairs, strict=True)), default=0.0)
+                judged = (self._measure(pair, floor) for pair in gradients)
+                agreements += [distance.relative <= limit for distance, limit in judged]
+            elif any(
+                not flow.is_read(entry)
+                for pair in match.pairs for flow, entry in zip(self.flows, pair, strict=True)
+            ):  # fmt: skip
+                agreements.append(not comparison.diverges)
+        # Without gradients of weights, the last gradient is the result of the backward pass.
+        backward = [comparison for comparison, _ in rows if comparison.phase == "backward"]
+        if backward and not has_gradients:
+            agreements.append(not backward[-1].diverges)
+        return agreements + [not self._compare_match(match).diverges for match in self._ends]
+
+    def _insert_last_result(self, rows: list[tuple[Comparison, Pair]]) -> None:
+        """Insert the last result of a run that the other lacks, if it is not what the other comes to."""
+        for match in self._ends:
+            comparison, pair = self._compare_match(match), match.pairs[0]
+            if not comparison.diverges:
+                continue
+            is_in_b = any(pair[0].op == op for op, _ in self.matches)
+            reason = f"an op of {'b' if is_in_b else 'a'} alone, whose result no op reads"
+            in_a, in_b = (None, pair[1]) if is_in_b else (pair[0], None)
+            cause = Cause(in_a, in_b, comparison.relative, reason)
+            # Where run a had it, as all rows are in the order of run a.
+            at = next((i for i, (_, placed) in enumerate(rows) if placed[0].order > pair[0].order), len(rows))
+            rows.insert(at, self._cause(cause, comparison, pair))
+            return
+
+    def _is_effect(self, comparison: Comparison, match: OpMatch) -> bool:
+        """Return True for an op that may differ only because what it reads does."""
+        if comparison.is_retyped:
+            return False
+        if comparison.phase == "backward" or comparison.type != comparison.other_type:
+            return True
+        return any(
+            flow.maker(entry) is not None
+            for pair, _ in self._differing_reads(match) for flow, entry in zip(self.flows, pair, strict=True)
+        )  # fmt: skip
+
+    def _differing_reads(self, match: OpMatch) -> list[tuple[Pair, float]]:
+        """Return what an op reads that differs, with relative errors."""
+        read = [(pair, self._agreement(pair)) for pair in self.matching.reads(match)]
+        return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
+
+    def _cause(self, suspect: Cause, effect: Comparison, tensors: Pair) -> tuple[Comparison, Pair]:
+        """Return a comparison of the op that is the cause, and its tensors.
+
+        An op that a run lacks is compared by what the next op reads of it.  tensors: of that op.
+        """
+        if suspect.entry_a is not None and suspect.entry_b is not None:
+            pair = suspect.entry_a, suspect.entry_b
+            sides = [(entry.op, entry.execution) for entry in pair]
+            return self._compare_match(OpMatch([pair], ([sides[0]], [sides[1]]))), pair
+        side = 0 if suspect.entry_a is not None else 1
+        entry = suspect.entry_a or suspect.entry_b
+        assert entry is not None
+        op = self._runs[side].ops[entry.op]
+        cause = Comparison(
+            op.phase, op.type, op.module, op.source, "", "", "", entry.execution, suspect.error, None,
+            entry.summary.statistics.largest, effect.exact, effect.tolerance, effect.by_type,
+            (entry.dtype, entry.dtype), None, None, effect.expected, only="ab"[side], reason=suspect.reason,
+        )  # fmt: skip
+        return cause, tensors
+
+    def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Compared]:
+        """Compare what a module gave: at its end, or behind its product where the other has more in it."""
+        calls = list(zip(self._runs, both, strict=True))
+        ends = [module_outputs(run, visit) for run, visit in calls]
+        weights = [
+            [entry for i in visit for entry in run.by_op[i] if entry.role == "weight"] for run, visit in calls
+        ]
+        # A graph runs a loop's body in one call, where eager code calls the module again: last outputs
+        # correspond.
+        executions = [{entry.execution for entry in side} for side in ends]
+        if min(map(len, executions)) == 1 < max(map(len, executions)):
+            last = ([entry for entry in side if entry.op == side[-1].op] for side in ends)
+            for pair in self._pair_entries(*last):
+                yield pair, self._comparison(pair, *self._measure(pair))
+            return
+        self.matching.unmatched += len(executions[0] ^ executions[1]) if all(executions) else 0
+        for execution in sorted(executions[0]):
+            pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
+            if not pairs:
+                continue
+            # Else one module may have an activation at its end and the other not: the closest ends are meant.
+            types = {run.ops[entry.op].type for run, entry in zip(self._runs, pairs[-1], strict=True)}
+            if len(types) == 1 and _is_as_large(pairs[-1]):
+                pairs = pairs[-1:]
+            judged = [(pair, *self._measure(pair)) for pair in pairs]
+            read = [
+                self._agreement((a, b))
+                for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
+            ]  # fmt: skip
+            pair, closest, limit = min(judged, key=lambda item: item[1].relative)
+            # As many numbers in an unknown order of axes cannot be compared, and are reported instead.
+            if closest.relative == math.inf and pair[0].shape != pair[1].shape and _is_as_large(pair):
+                self.shaped.append(name)
+                continue
+            yield pair, self._comparison(pair, closest, limit, read)
+
+    def _measure(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
+        """Return a distance, and how far may be."""
+        ops = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
+        layouts = [
+            op.weight_layout if "weight" in entry.role else op.layout
+            for op, entry in zip(ops, pair, strict=True)
+        ]
+        arrays = [run.array(entry) for run, entry in zip(self._runs, pair, strict=True)]
+        return distance(pair, arrays, layouts, floor), self._bound(pair)
+
+    def _bound(self, pair: Pair) -> float:
+        """Return the relative error up to which two tensors agree."""
+        expected = self._expected.get((pair[0].op, pair[0].execution)) if self._rtol is None else None
+        if expected is None:
+            return tolerance(pair[0].dtype, pair[1].dtype, self._rtol)
+        return MARGIN * expected
+
+    def _agreement(self, pair: Pair) -> Read:
+        """Return the role, the relative error, and True if two tensors agree."""
+        difference, bound = self._measure(pair)
+        # What an op reads has gone through views and casts, for which no error of a control is known.
+        bound = max(bound, tolerance(pair[0].dtype, pair[1].dtype, self._rtol))
+        return pair[0].role, difference.relative, difference.relative <= bound
+
+    def _comparison(
+        self, pair: Pair, difference: Distance, limit: float, read: Sequence[Read] = ()
+    ) -> Comparison:
+        """Return the comparison of an op by one pair of its tensors."""
+        op, other_op = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
+        inputs = [agree for role, _, agree in read if role == "input"]
+        weights = [relative for role, relative, _ in read if role == "weight"]
+        return Comparison(
+            op.phase, op.type, op.module, op.source, other_op.type, other_op.module, other_op.source,
+            pair[0].execution, difference.relative, difference.cosine, difference.largest, difference.exact,
+            limit, limit, (pair[0].dtype, pair[1].dtype),
+            all(inputs) if inputs else None, max(weights) if weights else None,
+            self._expected.get((pair[0].op, pair[0].execution)),
+            is_retyped=bool(difference.relative) and self._is_retyped(pair),
+        )  # fmt: skip
+
+    def _is_retyped(self, pair: Pair) -> bool:
+        """Return True for two element types at one op, which the margin of a control would hide."""
+        types = {run.ops[entry.op].type for run, entry in zip(self._runs, pair, strict=True)}
+        floats = all(entry.dtype in TOLERANCES for entry in pair)
+        return (
+            bool(self._expected) and self._rtol is None and self._is_one_precision and floats
+            and len(types) == 1 and pair[0].dtype != pair[1].dtype
+        )  # fmt: skip
+
+
+def _is_as_large(pair: Pair) -> bool:
+    return math.prod(pair[0].shape) == math.prod(pair[1].shape)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One execution of an op that both runs have, or the output of a module.
+class Cause:
+    """An op that causes a later op to read different values.
 
-    phase to source: of run a.  other_type to other_source: of run b.  relative: L2 norm of the difference
-    over the larger norm of the two; inf if NaN, Inf or shapes differ.  cosine: of the angle between the
-    tensors; None if only summaries are known.  largest: largest magnitude of a difference.  exact: True if
-    all numbers were compared, False for a sample.  tolerance: largest `relative` at which the tensors agree.
-    by_type: tolerance of the element types alone; earlier ops may raise it.  dtypes: element types of both.
-    inputs: True if the inputs agree; None if that is unknown or nothing differs.  weight: relative error of
-    the weight; None likewise.  expected: relative error between run a and the control; None without a
-    control.  read: inputs and weights of the op in run a, in words.  failure: error of run b at this op.
-    is_retyped: True if the runs differ in the element type of this op, and not in that of most products.
-    only: "a" or "b" for an op that is the cause and has no counterpart; the first fields are of that run, and
-    `relative` is of what the next op reads.  reason: why such an op is the cause, in words.
+    entry_a, entry_b: outputs of the op in a and in b; None for a run that lacks the op.  error: relative
+    error of the tensor that is read.  reason: in words.
     """
 
-    phase: str
-    type: str
-    module: str
-    source: str
-    other_type: str
-    other_module: str
-    other_source: str
-    execution: int
-    relative: float
-    cosine: float | None
-    largest: float
-    exact: bool
-    tolerance: float
-    by_type: float
-    dtypes: tuple[str, str]
-    inputs: bool | None = None
-    weight: float | None = None
-    expected: float | None = None
-    read: str = ""
-    failure: str = ""
-    is_retyped: bool = False
-    only: str = ""
-    reason: str = ""
+    entry_a: Entry | None
+    entry_b: Entry | None
+    error: float
+    reason: str
 
-    @property
-    def diverges(self) -> bool:
-        """True if the relative error is larger than the tolerance, or the op has two element types."""
-        return self.relative > self.tolerance or self.is_retyped
 
-    @property
-    def verdict(self) -> str:
-        """ "same" to the last bit, "close" within the tolerance, or "different"."""
-        return "different" if self.diverges else "close" if self.relative else "same"
+def find_cause(
+    runs: tuple[Run, Run],
+    flows: tuple[DataFlow, DataFlow],
+    partners: Partners,
+    read: Sequence[tuple[Pair, float]],
+) -> Cause | None:
+    """Return the op that causes the different inputs of an op; None if that op reads another tensor.
 
-    @property
-    def place(self) -> str:
-        """Type, module, phase and source line in run a; also those of run b if type or module differ."""
-        place = " in ".join(filter(None, (self.type, self.module)))
-        if self.only or (self.type, self.module) == (self.other_type, self.other_module):
-            return ", ".join(filter(None, (f"{place} ({self.phase})", self.source)))
-        other_place = " in ".join(filter(None, (self.other_type, self.other_module)))
-        lines = [
-            ", ".join(filter(None, parts))
-            for parts in ((place, self.source), (other_place, self.other_source))
+    read: tensors that the op reads and that differ, with relative errors.
+    """
+    for pair, error in read:
+        is_derived = any(run.is_derived(entry) for run, entry in zip(runs, pair, strict=True))
+        # of a cast in one run, the op that reads it is named: it has two element types
+        if is_derived or (pair[0].shape, pair[0].dtype) != (pair[1].shape, pair[1].dtype):
+            continue
+        # A dump has no references between tensors: the op that made these numbers last made the tensor.
+        makers = [flow.maker(entry) for flow, entry in zip(flows, pair, strict=True)]
+        reader = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
+        cause = _unmatched_cause(makers, partners, reader, error) or _overwriting_cause(
+            runs, flows, partners, pair, makers, reader, error
+        )
+        if cause is not None:
+            return cause
+    return None
+
+
+def _unmatched_cause(
+    makers: Sequence[Entry | None], partners: Partners, reader: Sequence[Op], error: float
+) -> Cause | None:
+    """Return the ops that produced a tensor if one of them, or both, have no counterpart."""
+    maker_a, maker_b = makers
+    lacks = [maker is not None and not partners.of(maker, side) for side, maker in enumerate(makers)]
+    if all(lacks):
+        return Cause(maker_a, maker_b, error, "")
+    if lacks[0]:
+        return Cause(maker_a, None, error, f"an op of a alone, whose result {op_place(reader[0])} reads")
+    if lacks[1]:
+        return Cause(None, maker_b, error, f"an op of b alone, whose result {op_place(reader[1])} reads")
+    return None
+
+
+def find_backward_cause(
+    runs: tuple[Run, Run], partners: Partners, executions: Sequence[Execution], error: float
+) -> Cause | None:
+    """Return backward ops without a counterpart that ran just before an op of the backward pass.
+
+    A dump does not have the gradients that backward ops read.  executions: of the op in both runs.
+    """
+    before = []
+    for run, execution in zip(runs, executions, strict=True):
+        order = run.results(execution[0])[execution[1]][0].order
+        earlier = [
+            entry for index in run.indices("backward") for entry in run.by_op[index] if entry.order < order
         ]
-        return f"{lines[0]} ({self.phase}), which is {lines[1]} in b"
-
-    def __str__(self) -> str:
-        place = " in ".join(filter(None, (self.type, self.module)))
-        lines = [", ".join(filter(None, (f"{place} ({self.phase})", self.source)))]
-        if self.only:
-            lines.append(f"  {self.reason}")
-        elif (self.type, self.module) != (self.other_type, self.other_module):
-            lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
-        if self.other_source and self.other_source != self.source:
-            lines.append(f"  at {self.other_source} in b")
-        cosine = "" if self.cosine is None else f", cosine {self.cosine:.6g}"
-        lines.append(
-            f"  relative error {self.relative:.3g} (tolerance {self.tolerance:g}){cosine}, "
-            f"largest difference {self.largest:.3g}, execution {self.execution}"
-        )
-        if self.dtypes[0] != self.dtypes[1]:
-            loosest = max(TOLERANCES.get(dtype, 0.0) for dtype in self.dtypes)
-            kinds = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
-            lines.append(f"  {kinds}; rtol={loosest:g} is the tolerance of the less precise type")
-        if self.inputs is not None:
-            lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
-        if self.weight is not None:
-            lines.append(f"  relative error of its weight {self.weight:.3g}")
-        return "\n".join(lines)
+        before.append(max(earlier, key=lambda entry: entry.order, default=None))
+    reader = [run.ops[index] for run, (index, _) in zip(runs, executions, strict=True)]
+    return _unmatched_cause(before, partners, reader, error)
 
 
-_STEP = 2.0
-"""How many times the error before it an error is that the growth shows."""
-_SHOWN = 8
-_READ = 2
-"""Tensors that an op read that are named."""
+def _overwriting_cause(
+    runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], partners: Partners, pair: Pair,
+    makers: Sequence[Entry | None], reader: Sequence[Op], error: float,
+) -> Cause | None:  # fmt: skip
+    """Return the op in place that wrote into a tensor, in one run, before another op read the tensor."""
+    # Run b first: a is the reference, and a write that b alone has is the more likely fault.
+    for side in (1, 0):
+        maker = makers[1 - side]
+        if maker is None:
+            continue
+        twins = set(partners.of(maker, 1 - side))
+        writer = makers[side]
+        if not twins or (writer is not None and (writer.op, writer.execution) in twins):
+            continue
+        orders = [
+            entry.order
+            for op, execution in twins
+            for entry in runs[side].by_op[op]
+            if entry.execution == execution
+        ]
+        overwriting = flows[side].overwriting(pair[side], max(orders))
+        if overwriting is not None:
+            ends: list[Entry | None] = [None, None]
+            ends[side] = overwriting
+            reason = f"in place in {'ab'[side]}, it overwrites what {op_place(reader[side])} reads later"
+            return Cause(ends[0], ends[1], error, reason)
+    return None
 
 
-def sentence(result: DiffResult) -> str:
-    """Return the first difference: op, error, expected error, inputs, and the result with a's value in b."""
-    first = result.first
-    if first is None:
-        worst = max(result.comparisons, key=lambda comparison: comparison.relative)
-        if not worst.relative:
-            return f"No difference: all {len(result.comparisons):,} are the same to the last bit"
-        largest = f"{_error_text(worst)}, at {worst.place}"
-        return f"No difference beyond the tolerance: relative error at most {largest}"
-    if first.failure:
-        return f"b fails at {first.place}: {first.failure}"
-    parts = [f"The runs first differ at {first.place}: relative error {_error_text(first)}"]
-    if first.reason:
-        parts.append(first.reason)
-    if first.is_retyped:
-        parts.append(f"it gives {first.dtypes[0]} in a and {first.dtypes[1]} in b")
-    if first.read:
-        agreement = {None: "were", True: "agree", False: "differ already"}[first.inputs]
-        parts.append(f"its inputs {agreement} ({first.read})")
-    if first.weight:
-        parts.append(f"its weight differs by {first.weight:.2g}")
-    if result.remaining is not None:
-        parts.append(_remaining_text(first, result.remaining))
-    return "; ".join(parts)
-
-
-def _error_text(comparison: Comparison) -> str:
-    if comparison.expected is None:
-        return f"{comparison.relative:.2g} (allowed {comparison.tolerance:.2g})"
-    return f"{comparison.relative:.2g} (expected {comparison.expected:.2g})"
-
-
-def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
-    """Return what remains of the difference if the op, or the op that reads it, gives a's value in b."""
-    replaced = f"with a's value in {'the place of what reads it' if first.only else 'its place'}"
-    if remaining.first is None:
-        worst = max((comparison.relative for comparison in remaining.comparisons), default=0.0)
-        remainder = "not one bit of it" if not worst else f"no more than {worst:.2g}"
-        return f"{replaced}, {remainder} remains"
-    there = remaining.first
-    if there.place == first.place and there.dtypes[0] != there.dtypes[1]:
-        return f"{replaced}, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
-    return f"{replaced}, the runs next differ at {there.place}: {there.relative:.2g}"
-
-
-def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return the first op that diverges, those at which the error is twice what it was, and the last op."""
-    at = next((i for i, comparison in enumerate(comparisons) if comparison.diverges), None)
-    if at is None or comparisons[at].failure:
-        return []
-    steps = [comparisons[at]]
-    for comparison in comparisons[at + 1 :]:
-        if comparison.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
-            steps.append(comparison)
-    last = comparisons[-1]
-    return steps if last is steps[-1] else [*steps, last]
-
-
-def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a line for each op of `growth`."""
-    steps = growth(comparisons)
-    lines = [
-        f"  {comparison.relative:9.2g}  {comparison.place}, execution {comparison.execution}"
-        for comparison in steps
-    ]
-    return ["How the error grows, up to the last op:", *lines] if lines else []
-
-
-def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
-    """Return a text on the inputs of an op of run a: those that differ, or else the first ones.
-
-    read: tensors of run a, their relative errors, and whether they agree.
-    """
-    parameters = dict(op.parameters)
-    tensors = list(read)
-    listed = [tensor for tensor in tensors if not tensor[2]] or tensors
-    words = []
-    for entry, relative, agrees in listed[:_READ]:
-        statistics = entry.summary.statistics
-        span = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
-        odd = statistics.nan + statistics.inf + statistics.negative_inf
-        apart = "" if agrees else f" by {relative:.2g}"
-        words.append(
-            f"{_name(entry, parameters)}{apart}: {entry.dtype} {list(entry.shape)}{span}"
-            f"{f' with {odd:,} NaN or Inf' if odd else ''}"
-        )
-    return ", ".join(words)
-
-
-def _name(entry: Entry, parameters: Mapping[int, str]) -> str:
-    if entry.role == "input" and entry.position in parameters:
-        return f"parameter {parameters[entry.position]}"
-    return f"{entry.role} {entry.position}"
+def op_place(op: Op) -> str:
+    """Return type, module and line of an op."""
+    return ", ".join(filter(None, (" in ".join(filter(None, (op.type, op.module))), op.source)))

@@ -1,84 +1,25 @@
-"""The function that compares two runs, and the file that bundles them."""
+"""The function that compares two runs, and its command line, `amanda diff`."""
 
 from __future__ import annotations
 
-import json
-import re
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-from zipfile import ZipFile
+from typing import Any, Literal, NamedTuple, get_args
 
-from amanda.errors import AmandaError
-from amanda.files import replacing
+import click
+
+from amanda.errors import AmandaError, printable
 from amanda.options import NonNegativeFloat, NonNegativeInt, OutputFile, checked
+from amanda.tools.command import OptionType, SpecError, exit_status, function_of, limit_option, save_option
 from amanda.tools.diff._alignment import dotted, inside_module, same_modules, unpaired_modules
-from amanda.tools.diff._comparing import Expected, RunComparison
-from amanda.tools.diff._programs import MAX_BYTES
+from amanda.tools.diff._comparison import Expected, RunComparison
+from amanda.tools.diff._recording import MAX_BYTES, Command, Control, RecordedRuns
 from amanda.tools.diff._result import DiffResult
-from amanda.tools.diff._run import Compiled, Run, Source, run_of
-from amanda.tools.diff._runs import Control, RecordedRuns
-from amanda.tools.dump import Dump
-from amanda.tools.results import check_size, parsing, to_json
-
-_RESULT_FILE = "diff.json"
-_MEMBER = re.compile(r"(a|b|control)/(index\.json|tensors-\d+\.(safetensors|npz))")
-
-
-def write_bundle(path: Path, runs: Mapping[str, Run], result: DiffResult) -> None:
-    """Write the dumps of runs and a result into one file, which is whole or as it was before.
-
-    runs: by "a", "b" and "control".  Raises AmandaError for statistics, which have no tensors, and FileError.
-    """
-    for label, run in runs.items():
-        if run.dump is None:
-            raise AmandaError(f"a bundle holds dumps, and {label} is a file of statistics: {run.name}")
-    names = {label: run.name for label, run in runs.items()}
-    dumps = {label: run.dump for label, run in runs.items() if run.dump is not None}
-    with replacing(path) as part, ZipFile(part, "w") as file:
-        file.writestr(_RESULT_FILE, to_json({**result.to_dict(), "runs": names}))
-        for label, dump in dumps.items():
-            for name in ("index.json", *dump.files):
-                file.write(dump.folder / name, f"{label}/{name}")
-
-
-@contextmanager
-def open_bundle(path: Path | str | None) -> Iterator[dict[str, Run]]:
-    """Give the runs of a bundle by "a", "b" and "control", while the context is open; none for None.
-
-    Raises AmandaError for another file, and for one that is larger than what is read.
-    """
-    if path is None:
-        yield {}
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        with parsing(path, "bundle of amanda diff"):
-            names = _extract_dumps(Path(path), folder)
-            runs = {
-                label: replace(run_of(Dump(Path(folder) / label)), name=f"{name} of {path}")
-                for label, name in names.items() if label in ("a", "b", "control")
-            }  # fmt: skip
-        yield runs
-
-
-def _extract_dumps(path: Path, folder: str) -> dict[str, str]:
-    """Write the dumps of a bundle into a folder; return the names of its runs."""
-    with ZipFile(path) as file:
-        check_size(path, sum(member.file_size for member in file.infolist()))
-        names = json.loads(file.read(_RESULT_FILE))["runs"]
-        if not isinstance(names, dict):
-            raise ValueError(f"its runs are {type(names).__name__}, no object")
-        for name in file.namelist():
-            if _MEMBER.fullmatch(name):
-                file.extract(name, folder)
-            elif name != _RESULT_FILE:
-                raise ValueError(f"it has {name!r} in it, which is no part of a bundle")
-    return names
-
+from amanda.tools.diff._run import Compiled, Run, Source, open_bundle, write_bundle
+from amanda.tools.results import read_json
 
 By = Literal["op", "module"]
 _MAX_NAMES = 4
@@ -134,6 +75,7 @@ def diff(
         for name, other_name in (mapping or {}).items():
             _check_module(runs.a, name)
             _check_module(runs.b, other_name)
+        # The control is compared first: it runs a again, before b's value is replaced.
         criteria = _Criteria(mapping, rtol, by, runs.expected(control))
         result, comparing = _compare_runs(runs.a, runs.b, criteria)
         result.told += tuple(runs.remarks)
@@ -166,6 +108,7 @@ def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffRe
     """Compare two runs, op by op or module by module."""
     mapping, rtol, by, expected = criteria
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
+    # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.is_like(other_run)):
         compared_ops, alone = comparing.ops(mapping or {})
         compared = comparing.explained(comparing.in_order(compared_ops))
@@ -201,6 +144,7 @@ def _notes_on_compiled(run: Run, other_run: Run) -> list[str]:
         f"Eager code of {name}: {', '.join(side.op_by_op)} ran op by op"
         for name, side in (("a", run), ("b", other_run)) if side.op_by_op
     ]  # fmt: skip
+    # One compiled side at least is compared: then the sentence would be wrong.
     if notes and not run.in_graph and not other_run.in_graph:
         notes.insert(0, "Eager code was compared with eager code, and nothing that a compiler made")
     if notes:
@@ -252,3 +196,157 @@ def _check_module(run: Run, name: str) -> None:
         near = get_close_matches(name, paths, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(paths)[:8])}"
         raise AmandaError(f"module {name!r} of the mapping executed nothing in {run.name}; {hint}")
+
+
+@click.command()
+@click.argument("a", required=False)
+@click.argument("b", required=False)
+@click.option("--a", "line_a", metavar="COMMAND", help='A program to run as A: "train.py --epochs 1".')
+@click.option("--b", "line_b", metavar="COMMAND", help="A program to run as B.")
+@click.option("--python-b", metavar="PYTHON", help="The interpreter that runs the program of --b.")
+@click.option("--open", "bundle", metavar="FILE", help="A bundle that --save FILE.zip wrote, with A and B.")
+@click.option(
+    "--control",
+    metavar="RUN",
+    help="Run that measures expected errors: again (A once more), float64 (A in float64), auto (float64, "
+    "else again), a dump, or none.  The default with --a is auto.",
+)
+@click.option(
+    "--bisect/--no-bisect",
+    default=None,
+    help="Rerun B with A's output at the first op that diverges.  The default with --b.",
+)
+@click.option(
+    "--rtol",
+    type=OptionType(NonNegativeFloat),
+    help="Relative error up to which tensors agree; by default from --control or the dtype.",
+)
+@click.option(
+    "--map",
+    "mapped",
+    multiple=True,
+    metavar="M=N",
+    help="Compare module M of A with N of B; or a JSON file of {M: N, ...}; may be repeated.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["op", "module"]),
+    help="Compare ops or modules; by default modules across frameworks and ops within one.",
+)
+@click.option(
+    "--compiled",
+    type=click.Choice(["eager", "instrument"]),
+    help="Run compiled callables of PyTorch op by op (default for functions), or compiled with tools inside "
+    "(default for --a and --b).",
+)
+@save_option(".html", ".json", ".csv", ".txt", ".zip")
+@limit_option
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing; only return the exit status.")
+def _command(
+    a: str | None,
+    b: str | None,
+    line_a: str | None,
+    line_b: str | None,
+    python_b: str | None,
+    bundle: str | None,
+    control: str | None,
+    bisect: bool | None,
+    rtol: float | None,
+    mapped: Sequence[str],
+    by: By | None,
+    compiled: Compiled | None,
+    files: Sequence[Path],
+    quiet: bool,
+) -> int:
+    """Find the first op at which two runs diverge.
+
+    A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, a function without arguments to
+    run; --a and --b are programs.  The exit status is 0 if the runs agree, 1 if they diverge, 2 if they
+    cannot be compared.
+
+    \b
+    amanda diff before/ after/
+    amanda diff model.py:eager model.py:compiled --compiled instrument
+    amanda diff --a train.py --b "train.py --compile"
+    amanda diff --a train.py --b train.py --python-b ../older/bin/python --save found.zip
+    amanda diff --open found.zip
+    """
+    if python_b is not None and line_b is None:
+        raise SpecError("--python-b is the interpreter of the program of --b, which is not given")
+    with open_bundle(bundle) as bundled:
+        sides = [
+            _side(*sources, "ab"[i], compiled, bundled)
+            for i, sources in enumerate([(a, line_a, None), (b, line_b, python_b)])
+        ]
+        zipped = [path for path in files if path.suffix == ".zip"]
+        if len(zipped) > 1:
+            raise SpecError("one bundle is written at a time; give one --save FILE.zip")
+        result = diff(
+            *sides, mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled or "eager",
+            control=_control(control, isinstance(sides[0], Command), bundled),
+            bisect=isinstance(sides[1], Command) if bisect is None else bisect,
+            bundle=zipped[0] if zipped else None,
+        )  # fmt: skip
+    # The bundle is written by `diff`, while the folder of the dumps exists.
+    for path in files:
+        if path.suffix != ".zip":
+            result.save(path)
+    if not quiet:
+        sys.stdout.write(f"{printable(str(result))}\n")
+    return 1 if result else 0
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Find the first op at which two runs diverge.
+
+    The status is 0 if they do not, 1 if they do, 2 if they cannot be compared.
+    """
+    return exit_status(_command, "amanda diff", arguments, failure=2)
+
+
+def _side(
+    source: str | None,
+    line: str | None,
+    python: str | None,
+    side: str,
+    compiled: Compiled | None,
+    bundled: Mapping[str, Run],
+) -> Source:
+    """Return a path, a function where there is no such path, a program, or a run of a bundle."""
+    if line is not None:
+        if source is not None:
+            raise SpecError(f"{side} is given twice: as {source}, and as --{side} {line!r}")
+        return Command(line, compiled or "instrument", MAX_BYTES, python or sys.executable)
+    if source is None:
+        if side not in bundled:
+            raise SpecError(f"{side} is missing; give two runs, or --a and --b")
+        return bundled[side]
+    path = Path(source)
+    return path if path.exists() or ":" not in source else function_of(source)
+
+
+def _control(option: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
+    """Return the control that is asked for, and by default float64 for a program."""
+    if option is None:
+        return "auto" if is_program else bundled.get("control")
+    return None if option == "none" else option if option in get_args(Control) else Path(option)
+
+
+def _mapping(options: Sequence[str]) -> dict[str, str] | None:
+    """Return pairs, and those of files; None where nothing is given."""
+    names: dict[str, str] = {}
+    for option in options:
+        name, equals, other_name = option.partition("=")
+        if equals:
+            names[name] = other_name
+        elif not Path(option).is_file():
+            raise SpecError(f"--map {option} is neither M=N nor a JSON file")
+        else:
+            names.update(read_json(option, "file of module names", _names))
+    return names or None
+
+
+def _names(content: Any) -> dict[str, str]:
+    if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
+        raise ValueError("it holds no object of module names by module names")
+    return content

@@ -1,4 +1,4 @@
-"""Relative errors between tensors of two runs, in any layout, whole or in pieces."""
+"""Relative errors between two runs: of tensors in any layout, whole or in pieces, and of ops."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ def distance(
         array_distance(numbers, candidate, floor)
         for candidate in arrangements(other_numbers, layouts[1], numbers.shape, layouts[0])
     ]
+    # Several arrangements fit where extents are equal; the closest is taken for the one that is meant.
     return min(distances, key=lambda d: d.relative, default=Distance(math.inf, None, math.inf, True))
 
 
@@ -81,6 +82,8 @@ def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Dist
 
 
 def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
+    """Return how far float64 or complex128 numbers are from others of the same shape."""
+    # NaN and Inf agree where both have them at the same places; the distance is of the other numbers.
     finite = np.isfinite(a) & np.isfinite(b)
     if not finite.all():
         odd = ~finite
@@ -94,14 +97,17 @@ def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
     scale = max(float(np.abs(a).max()), float(np.abs(b).max())) or 1.0  # squares stay in range
     a, b, gap = a / scale, b / scale, _norm(difference / scale)
     norms = _norm(a), _norm(b)
+    # The floor is a root mean square; times the root of the size it is a norm.
     reference = max(*norms, floor * math.sqrt(a.size) / scale)
     product = abs((a.conj() * b).sum()) if a.dtype.kind == "c" else (a * b).sum()
+    # Rounding may put the cosine of equal tensors a bit over 1.
     cosine = min(1.0, float(product) / (norms[0] * norms[1])) if min(norms) > 0 else None
     return Distance(gap / reference if reference else 0.0, cosine, float(difference.max()), True)
 
 
 def _norm(array: NDArray[Any]) -> float:
-    """Return the L2 norm; BLAS, which numpy's asks, starts threads for it."""
+    """Return the L2 norm."""
+    # Not np.linalg.norm: it calls BLAS, which starts threads for a sum.
     return math.sqrt(float(np.square(np.abs(array)).sum()))
 
 
@@ -115,6 +121,9 @@ def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Di
         return Distance(0.0, None, 0.0, False)
     root = math.sqrt(a.count)
     norm = max(a.l2, b.l2, floor * root)
+    # For n numbers each of these gaps is at most the norm of the difference: by the triangle inequality for
+    # L2, by Cauchy and Schwarz for the mean and for L1, and as subtracting the mean shortens a vector for
+    # std.
     gaps = [abs(a.l2 - b.l2), root * abs(a.mean - b.mean), root * abs(a.std - b.std),
             abs(a.l1 - b.l1) / root]  # fmt: skip
     largest = max(abs(a.least - b.least), abs(a.most - b.most))
@@ -123,6 +132,7 @@ def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Di
     if entry.shape == other_entry.shape and sample and len(sample) == len(other_sample):
         sampled = _wide_distance(np.array(sample), np.array(other_sample), floor)
         return Distance(max(relative, sampled.relative), sampled.cosine, max(largest, sampled.largest), False)
+    # The extremes are a bound too: a norm is at most the root of n times the largest magnitude.
     return Distance(max(relative, largest / (a.largest or 1.0) / root), None, largest, False)
 
 
@@ -153,6 +163,8 @@ def arrangements(
             return
     if array.shape == shape:
         yield array
+    # Without known layouts: channels last against channels first.  In three axes of fitting shape the tensor
+    # is more likely (batch, tokens, width), where nothing has moved.
     if array.ndim >= 3 and array.ndim == len(shape):
         for moved in (np.moveaxis(array, -1, 1), np.moveaxis(array, 1, -1)):
             if moved.shape == shape and (array.ndim > 3 or array.shape != shape):
@@ -212,6 +224,7 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
     has_numbers = all(entry.file is not None for entry in (whole, *parts))
     if extent > length or (extent < length and not has_numbers):
         return None
+    # Samples are at fixed positions of each part, which are other positions of the whole: they are left out.
     statistics = reduce(Statistics.merged, (part.summary.statistics for part in parts))
     summary = replace(parts[0].summary, statistics=statistics, sample=())
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
@@ -219,6 +232,7 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
     assembled = other_run.derived(replace(parts[0], shape=shape, summary=summary), rows)
     if extent == length:
         return whole, assembled
+    # The part that a run computes may be the beginning or the end of the whole: the nearer end counts.
     ends = [
         run.derived(replace(whole, shape=shape), partial(_cut, run, whole, axis, start, extent))
         for start in (length - extent, 0)
@@ -236,6 +250,7 @@ def piece_ranges(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range]
     if len(wholes) == 1:
         return [range(len(parts))]
     if wholes[0].shape == parts[0].shape:
+        # Gradients of micro-batches have the shape of the whole, so extents cannot say where a whole ends.
         count, remainder = divmod(len(parts), len(wholes))
         return None if remainder or count < 2 else [range(i, i + count) for i in range(0, len(parts), count)]
     spans, start = [], 0
@@ -259,6 +274,7 @@ def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]
         _array(run, whole), _array(other_run, candidates[0]), equal_nan=True
     ):
         return candidates[0]
+    # Losses of micro-batches are averaged, gradients are added up: either may make the whole.
     if all(part.shape == whole.shape for part in parts) and _array(run, whole).dtype.kind in "fc":
         candidates += [
             other_run.derived(replace(parts[0]), partial(_scaled_sum, other_run, parts, by))
@@ -286,3 +302,92 @@ def _rows(run: Run, parts: Sequence[Entry], axis: int) -> NDArray[Any]:
 
 def _cut(run: Run, whole: Entry, axis: int, start: int, extent: int) -> NDArray[Any]:
     return np.take(_array(run, whole), range(start, start + extent), axis)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One execution of an op that both runs have, or the output of a module.
+
+    phase to source: of run a.  other_type to other_source: of run b.  relative: L2 norm of the difference
+    over the larger norm of the two; inf if NaN, Inf or shapes differ.  cosine: of the angle between the
+    tensors; None if only summaries are known.  largest: largest magnitude of a difference.  exact: True if
+    all numbers were compared, False for a sample.  tolerance: largest `relative` at which the tensors agree.
+    by_type: tolerance of the element types alone; earlier ops may raise it.  dtypes: element types of both.
+    inputs: True if the inputs agree; None if that is unknown or nothing differs.  weight: relative error of
+    the weight; None likewise.  expected: relative error between run a and the control; None without a
+    control.  read: inputs and weights of the op in run a, in words.  failure: error of run b at this op.
+    is_retyped: True if the runs differ in the element type of this op, and not in that of most products.
+    only: "a" or "b" for an op that is the cause and has no counterpart; the first fields are of that run, and
+    `relative` is of what the next op reads.  reason: why such an op is the cause, in words.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    other_type: str
+    other_module: str
+    other_source: str
+    execution: int
+    relative: float
+    cosine: float | None
+    largest: float
+    exact: bool
+    tolerance: float
+    by_type: float
+    dtypes: tuple[str, str]
+    inputs: bool | None = None
+    weight: float | None = None
+    expected: float | None = None
+    read: str = ""
+    failure: str = ""
+    is_retyped: bool = False
+    only: str = ""
+    reason: str = ""
+
+    @property
+    def diverges(self) -> bool:
+        """True if the relative error is larger than the tolerance, or the op has two element types."""
+        return self.relative > self.tolerance or self.is_retyped
+
+    @property
+    def verdict(self) -> str:
+        """ "same" to the last bit, "close" within the tolerance, or "different"."""
+        return "different" if self.diverges else "close" if self.relative else "same"
+
+    @property
+    def place(self) -> str:
+        """Type, module, phase and source line in run a; also those of run b if type or module differ."""
+        place = " in ".join(filter(None, (self.type, self.module)))
+        if self.only or (self.type, self.module) == (self.other_type, self.other_module):
+            return ", ".join(filter(None, (f"{place} ({self.phase})", self.source)))
+        other_place = " in ".join(filter(None, (self.other_type, self.other_module)))
+        lines = [
+            ", ".join(filter(None, parts))
+            for parts in ((place, self.source), (other_place, self.other_source))
+        ]
+        return f"{lines[0]} ({self.phase}), which is {lines[1]} in b"
+
+    def __str__(self) -> str:
+        place = " in ".join(filter(None, (self.type, self.module)))
+        lines = [", ".join(filter(None, (f"{place} ({self.phase})", self.source)))]
+        if self.only:
+            lines.append(f"  {self.reason}")
+        elif (self.type, self.module) != (self.other_type, self.other_module):
+            lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
+        if self.other_source and self.other_source != self.source:
+            lines.append(f"  at {self.other_source} in b")
+        cosine = "" if self.cosine is None else f", cosine {self.cosine:.6g}"
+        lines.append(
+            f"  relative error {self.relative:.3g} (tolerance {self.tolerance:g}){cosine}, "
+            f"largest difference {self.largest:.3g}, execution {self.execution}"
+        )
+        if self.dtypes[0] != self.dtypes[1]:
+            loosest = max(TOLERANCES.get(dtype, 0.0) for dtype in self.dtypes)
+            kinds = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
+            lines.append(f"  {kinds}; rtol={loosest:g} is the tolerance of the less precise type")
+        if self.inputs is not None:
+            lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
+        if self.weight is not None:
+            lines.append(f"  relative error of its weight {self.weight:.3g}")
+        return "\n".join(lines)

@@ -1,13 +1,13 @@
-"""Pairs of executions of ops: like with like, and whole tensors with their pieces."""
+"""Pairs of executions of ops of two runs: like with like, and whole tensors with their pieces."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from amanda.tools.diff._alignment import NEAR, dotted, is_distinctive, renaming, same_ops
-from amanda.tools.diff._causes import DataFlow, Execution, content_key, reads_shape
+from amanda.tools.diff._alignment import NEAR, dotted, is_compute, is_distinctive, renaming, same_ops
 from amanda.tools.diff._errors import (
     Pair,
     arrangements,
@@ -17,7 +17,7 @@ from amanda.tools.diff._errors import (
     piece_ranges,
     summary_distance,
 )
-from amanda.tools.diff._run import Run
+from amanda.tools.diff._run import DataFlow, Execution, Run, content_key, reads_shape
 from amanda.tools.dump import Entry
 from amanda.tools.libraries import numpy as np
 from amanda.tools.select import Phase
@@ -25,7 +25,7 @@ from amanda.tools.select import Phase
 INPUT_ROLES = ("input", "weight")
 
 
-class Match(NamedTuple):
+class OpMatch(NamedTuple):
     """Tensors of both runs that are compared with each other.
 
     executions: those of run a and those of run b; several where a tensor was joined of pieces.
@@ -44,7 +44,7 @@ class ExecutionMatcher:
     """Pairs the executions of ops of two runs.
 
     pieces, unlike: ops that one run executed once and the other in pieces, which make up the whole, or do
-    not.  left: executions of ops that the other run does not have.
+    not.  unmatched: executions that the other run does not have.
     """
 
     def __init__(self, runs: tuple[Run, Run]) -> None:
@@ -52,39 +52,49 @@ class ExecutionMatcher:
         self.pieces = self.unlike = self.unmatched = 0
         self._has_inputs = all(any(entry.role == "input" for entry in run.entries) for run in runs)
         sources = [{op.source for op in run.ops} for run in runs]
+        # Half of the lines in common: two versions of a program rather than two programs.
         self.is_same_code = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
 
-    def of_ops(self, index: int, other_index: int) -> list[Match]:
-        """Match two ops that seem to be the same; none where shapes say otherwise."""
+    def of_ops(self, index: int, other_index: int) -> list[OpMatch]:
+        """OpMatch two ops that seem to be the same; none where shapes say otherwise."""
         sides = self._executions([index], 0), self._executions([other_index], 1)
         counts = list(map(len, sides))
         whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
         fits = all(map(self._is_comparable, whole))
-        if fits and (counts[0] == counts[1] or (min(counts) > 1 and self._begins_alike(whole))):
+        # Executed as often, or a loop of another length that begins alike: executions pair up in order.
+        if fits and (
+            counts[0] == counts[1]
+            or (min(counts) > 1 and all(self._is_near(match.pairs) for match in whole[:2]))
+        ):
             self.unmatched += abs(counts[0] - counts[1])
             return [match for match in whole if match.pairs]
+        # Outputs of other shapes from inputs of the same shapes are a difference, not another op.
         if counts[0] == counts[1] and all(self._reads_alike(match, default=False) for match in whole):
             return [match for match in whole if match.pairs]
+        # One run may compute at once what the other computes step by step, as with a cache of keys and
+        # values.
         if (matches := self._match_pieces(*sides, self.is_same_line(index, other_index))) is not None:
             return matches
         if fits and min(counts) > 1:
             self.unmatched += abs(counts[0] - counts[1])
             return [match for match in whole if match.pairs]
+        # Without inputs nothing in the dump speaks against the pair.
         if counts[0] == counts[1] and not self._has_inputs:
             return [match for match in whole if match.pairs]
         self.unlike += 1
         return []
 
-    def of_groups(self, indices: Sequence[int], other_indices: Sequence[int]) -> list[Match]:
-        """Match the ops of two lines where those of one are pieces of those of the other."""
+    def of_groups(self, indices: Sequence[int], other_indices: Sequence[int]) -> list[OpMatch]:
+        """OpMatch the ops of two lines where those of one are pieces of those of the other."""
         sides = self._executions(indices, 0), self._executions(other_indices, 1)
+        # As many on both sides are ops of their own, and not pieces of each other.
         if len(sides[0]) == len(sides[1]) > 1:
             return []
         op, other_op = self._runs[0].ops[indices[0]], self._runs[1].ops[other_indices[0]]
         return self._match_pieces(*sides, self.is_same_code and op.source == other_op.source) or []
 
-    def of_results(self, index: int, other_index: int) -> list[Match]:
-        """Match the last ops of two runs, of any type, where their tensors have the same shapes."""
+    def of_results(self, index: int, other_index: int) -> list[OpMatch]:
+        """OpMatch the last ops of two runs, of any type, where their tensors have the same shapes."""
         sides = self._executions([index], 0), self._executions([other_index], 1)
         whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
         fits = all(self._has_same_shape(pair) for match in whole for pair in match.pairs)
@@ -95,11 +105,11 @@ class ExecutionMatcher:
         op, other_op = self._runs[0].ops[index], self._runs[1].ops[other_index]
         return not self.is_same_code or op.source == other_op.source
 
-    def is_near(self, matches: Sequence[Match]) -> bool:
+    def is_near(self, matches: Sequence[OpMatch]) -> bool:
         """Return True for tensors that have about the same values."""
         return all(self._is_near(match.pairs) for match in matches)
 
-    def reads(self, match: Match) -> list[Pair]:
+    def reads(self, match: OpMatch) -> list[Pair]:
         """Pair what the ops of a match read."""
         sides = [
             [run.read(*execution, *INPUT_ROLES) for execution in side]
@@ -129,37 +139,39 @@ class ExecutionMatcher:
 
     def _match_executions(
         self, execution_a: tuple[Execution, list[Entry]], execution_b: tuple[Execution, list[Entry]]
-    ) -> Match:
-        return Match(list(pair_entries(execution_a[1], execution_b[1])), ([execution_a[0]], [execution_b[0]]))
+    ) -> OpMatch:
+        """Return the match of two executions, tensor by tensor."""
+        return OpMatch(
+            list(pair_entries(execution_a[1], execution_b[1])), ([execution_a[0]], [execution_b[0]])
+        )
 
-    def _is_comparable(self, match: Match) -> bool:
+    def _is_comparable(self, match: OpMatch) -> bool:
         """Return False where shapes say that two executions are not of the same op."""
         if not all(self._has_same_shape(pair) for pair in match.pairs):
             return False
         return self._reads_alike(match, default=True) or self._is_near(match.pairs)
 
-    def _reads_alike(self, match: Match, default: bool) -> bool:
+    def _reads_alike(self, match: OpMatch, default: bool) -> bool:
         """Return True if what two executions read has the same shapes; default: of what read nothing."""
         read = self.reads(match)
         return all(map(self._has_same_shape, read)) if read else default
 
     def _has_same_shape(self, pair: Pair) -> bool:
+        """Return True for tensors of one shape, or of shapes that some arrangement makes equal."""
         if pair[0].shape == pair[1].shape:
             return True
         ops = [run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True)]
         layouts = [op.weight_layout if "weight" in pair[0].role else op.layout for op in ops]
+        # Arrangements are decided by shape: a broadcast zero stands in, and no file is read.
         stand_in = np.broadcast_to(np.zeros(()), pair[1].shape)
         return any(True for _ in arrangements(stand_in, layouts[1], pair[0].shape, layouts[0]))
-
-    def _begins_alike(self, whole: Sequence[Match]) -> bool:
-        return all(self._is_near(match.pairs) for match in whole[:2])
 
     def _match_pieces(
         self,
         executions: Sequence[tuple[Execution, list[Entry]]],
         other_executions: Sequence[tuple[Execution, list[Entry]]],
         is_sure: bool,
-    ) -> list[Match] | None:
+    ) -> list[OpMatch] | None:
         """Join pieces; None where they do not fit.  is_sure: the values may differ."""
         swapped = _is_piece(
             [outputs for _, outputs in executions], [outputs for _, outputs in other_executions]
@@ -174,10 +186,11 @@ class ExecutionMatcher:
             sides = [whole], pieces
             side_a, side_b = sides[::-1] if swapped else sides
             pairs = self.joined([outputs for _, outputs in side_a], [outputs for _, outputs in side_b])
+            # A single piece was cut out of the whole, which fits many tensors: its values have to be near.
             is_cut = len(pieces) == 1 and any(all(self._derived(pair)) for pair in pairs)
             if not pairs or not ((is_sure and not is_cut) or self._is_near(pairs)):
                 return None
-            matches.append(Match(pairs, ([key for key, _ in side_a], [key for key, _ in side_b])))
+            matches.append(OpMatch(pairs, ([key for key, _ in side_a], [key for key, _ in side_b])))
         is_joined = any(any(self._derived(pair)) for match in matches for pair in match.pairs)
         self.pieces += is_joined
         self.unmatched += 0 if is_joined else abs(len(executions) - len(other_executions))
@@ -188,10 +201,12 @@ class ExecutionMatcher:
 
     def _is_near(self, pairs: Sequence[Pair]) -> bool:
         """Return True if tensors that are neither scalars nor constants have about the same values."""
+        # Scalars and constants are near to those of any op.
         telling = [pair for pair in pairs if is_distinctive(pair[0])]
         return bool(telling) and all(self._distance(pair) <= NEAR for pair in telling)
 
     def _distance(self, pair: Pair) -> float:
+        """Return the relative error of two tensors: by numbers if one was assembled, else by summaries."""
         if pair[0].shape != pair[1].shape:
             return math.inf
         if not any(self._derived(pair)):
@@ -214,6 +229,8 @@ def _is_piece(executions: Sequence[Sequence[Entry]], other_executions: Sequence[
 def _join_outputs(
     run: Run, entries: Sequence[Entry], other_run: Run, executions: Sequence[Sequence[Entry]]
 ) -> list[Pair]:
+    """Pair each tensor of one execution with the tensor that several executions give together."""
+    # By id: equal entries of two executions are two tensors.
     partners = [{id(entry): part for entry, part in pair_entries(entries, outputs)} for outputs in executions]
     pairs: list[Pair] = []
     for entry in entries:
@@ -243,16 +260,19 @@ class OpMatches:
     ) -> None:
         self._runs, self._flows, self._matching, self._renamed = runs, flows, matching, renamed
         self._paired: tuple[set[int], set[int]] = (set(), set())
-        self.matches: list[Match] = []
+        self.matches: list[OpMatch] = []
         self.alone: Sides = ([], [])
-        self.ends: list[Match] = []
+        self.ends: list[OpMatch] = []
         for phase in get_args(Phase):
             self._match_phase(phase)
             for side, indices in enumerate(self._unpaired(phase)):
                 self.alone[side].extend(indices)
 
     def _match_phase(self, phase: str) -> None:
+        """Match the ops of a phase: first those that are surely equal, then pieces, then doubtful pairs."""
         if phase == "optimizer":
+            # The order of parameters in an optimizer says nothing, so what an op updates decides before its
+            # name.
             for pair in by_inputs(self._runs, self._unpaired(phase)):
                 self._add_matches(self._matching.of_ops(*pair))
         postponed = []
@@ -264,6 +284,7 @@ class OpMatches:
                 self._add_matches(matches)
             else:  # maybe one of several that make up the other
                 postponed.append(matches)
+        # Pieces before doubtful pairs: an op that is a piece must not be paired with the whole.
         self._match_lines(phase)
         for matches in postponed:
             if not any(
@@ -277,10 +298,11 @@ class OpMatches:
             self._match_ends()
 
     def _match_ends(self) -> None:
-        """Match the last results of both runs."""
+        """OpMatch the last results of both runs."""
         last = [_last_result(run, flow) for run, flow in zip(self._runs, self._flows, strict=True)]
         if last[0] is None or last[1] is None:
             return
+        # A result may come from an op of another type, which no name pairs.
         are_paired = [index in paired for index, paired in zip(last, self._paired, strict=True)]
         if not all(are_paired):
             matches = self._matching.of_results(last[0], last[1])
@@ -290,7 +312,7 @@ class OpMatches:
                 self._add_matches(matches)
 
     def _match_lines(self, phase: str) -> None:
-        """Match ops of one line with those of another whose tensors are pieces of theirs."""
+        """OpMatch ops of one line with those of another whose tensors are pieces of theirs."""
         names = renaming(self._renamed), dotted
         lines: list[dict[tuple[str, str], dict[str, list[int]]]] = [{}, {}]
         for side, indices in enumerate(self._unpaired(phase)):
@@ -301,19 +323,22 @@ class OpMatches:
         for key in lines[0].keys() & lines[1].keys():
             waiting = dict(lines[1][key])
             for source, indices in lines[0][key].items():
+                # The same line first: False comes before True.
                 for other_source in sorted(waiting, key=source.__ne__):
                     if matches := self._matching.of_groups(indices, waiting[other_source]):
                         self._add_matches(matches)
                         del waiting[other_source]
                         break
 
-    def _add_matches(self, matches: Sequence[Match]) -> None:
+    def _add_matches(self, matches: Sequence[OpMatch]) -> None:
+        """Add matches, and mark their ops as paired."""
         self.matches.extend(matches)
         for match in matches:
             for side in (0, 1):
                 self._paired[side].update(op for op, _ in match.executions[side])
 
     def _unpaired(self, phase: str) -> Sides:
+        """Return the ops of a phase that have no counterpart yet, of both runs."""
         ops_a, ops_b = (
             [i for i in run.indices(phase) if i not in paired]
             for run, paired in zip(self._runs, self._paired, strict=True)
@@ -351,6 +376,33 @@ def _last_result(run: Run, flow: DataFlow) -> int | None:
     """Return the last op of the forward pass that gives what no other op reads; None without one."""
     for index in reversed(run.indices("forward")):
         outputs = [entry for entries in run.results(index).values() for entry in entries]
+        # The backward pass begins by reading the shape of the loss, which is no use of its value.
         if not reads_shape(run.ops[index]) and not any(map(flow.is_read, outputs)):
             return index
     return None
+
+
+class Partners:
+    """Executions of ops of both runs that were compared with each other."""
+
+    def __init__(self, matches: Sequence[OpMatch]) -> None:
+        self._partners: tuple[dict[Execution, list[Execution]], dict[Execution, list[Execution]]] = ({}, {})
+        for match in matches:
+            for side in (0, 1):
+                for execution in match.executions[side]:
+                    self._partners[side].setdefault(execution, []).extend(match.executions[1 - side])
+
+    def of(self, entry: Entry, side: int) -> list[Execution]:
+        """Return the executions that the op of a tensor of run a (side 0) or run b was compared with."""
+        return self._partners[side].get((entry.op, entry.execution), [])
+
+
+def has_same_precision(runs: tuple[Run, Run], matches: Sequence[OpMatch]) -> bool:
+    """Return False for two runs whose products are mostly of other element types, as under autocast."""
+    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for match in matches:
+        if is_compute(runs[0].ops[match.pairs[0][0].op].type):
+            for count, entry in zip(counts, match.pairs[0], strict=True):
+                count[entry.dtype] += 1
+    common_dtypes = [count.most_common(1) for count in counts]
+    return not all(common_dtypes) or common_dtypes[0][0][0] == common_dtypes[1][0][0]

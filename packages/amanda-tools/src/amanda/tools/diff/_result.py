@@ -1,19 +1,121 @@
-"""Result of a comparison of two runs, with a plot of the errors."""
+"""Result of a comparison: each op of two runs, the sentences on them, and a plot of the errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._comparison import Comparison, growth, growth_lines, sentence
-from amanda.tools.dump import Op
+from amanda.tools.diff._errors import Comparison
+from amanda.tools.dump import Entry, Op
 from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase
+
+_STEP = 2.0
+"""How many times the error before it an error is that the growth shows."""
+_SHOWN = 8
+_READ = 2
+"""Tensors that an op read that are named."""
+
+
+def sentence(result: DiffResult) -> str:
+    """Return the first difference: op, error, expected error, inputs, and the result with a's value in b."""
+    first = result.first
+    if first is None:
+        worst = max(result.comparisons, key=lambda comparison: comparison.relative)
+        if not worst.relative:
+            return f"No difference: all {len(result.comparisons):,} are the same to the last bit"
+        largest = f"{_error_text(worst)}, at {worst.place}"
+        return f"No difference beyond the tolerance: relative error at most {largest}"
+    if first.failure:
+        return f"b fails at {first.place}: {first.failure}"
+    parts = [f"The runs first differ at {first.place}: relative error {_error_text(first)}"]
+    if first.reason:
+        parts.append(first.reason)
+    if first.is_retyped:
+        parts.append(f"it gives {first.dtypes[0]} in a and {first.dtypes[1]} in b")
+    if first.read:
+        agreement = {None: "were", True: "agree", False: "differ already"}[first.inputs]
+        parts.append(f"its inputs {agreement} ({first.read})")
+    if first.weight:
+        parts.append(f"its weight differs by {first.weight:.2g}")
+    if result.remaining is not None:
+        parts.append(_remaining_text(first, result.remaining))
+    return "; ".join(parts)
+
+
+def _error_text(comparison: Comparison) -> str:
+    if comparison.expected is None:
+        return f"{comparison.relative:.2g} (allowed {comparison.tolerance:.2g})"
+    return f"{comparison.relative:.2g} (expected {comparison.expected:.2g})"
+
+
+def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
+    """Return what remains of the difference if the op, or the op that reads it, gives a's value in b."""
+    replaced = f"with a's value in {'the place of what reads it' if first.only else 'its place'}"
+    if remaining.first is None:
+        worst = max((comparison.relative for comparison in remaining.comparisons), default=0.0)
+        remainder = "not one bit of it" if not worst else f"no more than {worst:.2g}"
+        return f"{replaced}, {remainder} remains"
+    there = remaining.first
+    if there.place == first.place and there.dtypes[0] != there.dtypes[1]:
+        return f"{replaced}, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
+    return f"{replaced}, the runs next differ at {there.place}: {there.relative:.2g}"
+
+
+def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return the first op that diverges, those at which the error is twice what it was, and the last op."""
+    at = next((i for i, comparison in enumerate(comparisons) if comparison.diverges), None)
+    if at is None or comparisons[at].failure:
+        return []
+    steps = [comparisons[at]]
+    for comparison in comparisons[at + 1 :]:
+        if comparison.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
+            steps.append(comparison)
+    last = comparisons[-1]
+    return steps if last is steps[-1] else [*steps, last]
+
+
+def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return a line for each op of `growth`."""
+    steps = growth(comparisons)
+    lines = [
+        f"  {comparison.relative:9.2g}  {comparison.place}, execution {comparison.execution}"
+        for comparison in steps
+    ]
+    return ["How the error grows, up to the last op:", *lines] if lines else []
+
+
+def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
+    """Return a text on the inputs of an op of run a: those that differ, or else the first ones.
+
+    read: tensors of run a, their relative errors, and whether they agree.
+    """
+    parameters = dict(op.parameters)
+    tensors = list(read)
+    listed = [tensor for tensor in tensors if not tensor[2]] or tensors
+    words = []
+    for entry, relative, agrees in listed[:_READ]:
+        statistics = entry.summary.statistics
+        span = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
+        odd = statistics.nan + statistics.inf + statistics.negative_inf
+        apart = "" if agrees else f" by {relative:.2g}"
+        words.append(
+            f"{_name(entry, parameters)}{apart}: {entry.dtype} {list(entry.shape)}{span}"
+            f"{f' with {odd:,} NaN or Inf' if odd else ''}"
+        )
+    return ", ".join(words)
+
+
+def _name(entry: Entry, parameters: Mapping[int, str]) -> str:
+    if entry.role == "input" and entry.position in parameters:
+        return f"parameter {parameters[entry.position]}"
+    return f"{entry.role} {entry.position}"
+
 
 _short = partial(shortened, width=36)
 
@@ -109,6 +211,7 @@ class DiffResult(Result):
         return next((comparison for comparison in self.comparisons if comparison.relative), None)
 
     def _first(self, *phases: str) -> Comparison | None:
+        """Return the first comparison of some phases, or of all, that diverges."""
         candidates = (
             comparison for comparison in self.comparisons if not phases or comparison.phase in phases
         )
@@ -162,6 +265,7 @@ class DiffResult(Result):
         return notes
 
     def _counts(self) -> str:
+        """Return a sentence on how many comparisons are the same, close and different."""
         counts = {"same": 0, "close": 0, "different": 0}
         for comparison in self.comparisons:
             counts[comparison.verdict] += 1
@@ -247,6 +351,7 @@ def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> st
 
 
 def _point(comparison: Any, x: float, is_ringed: bool) -> str:
+    """Return the point of a comparison, its tolerance, and the ring of a first divergence."""
     y, colour = _y(comparison.relative), _COLOURS[comparison.phase]
     place = f"{comparison.type} {comparison.module} {comparison.source}"
     label = escape(f"{place}: {comparison.relative:.3g}, {comparison.verdict}")

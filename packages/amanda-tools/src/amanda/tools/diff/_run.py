@@ -1,22 +1,31 @@
-"""A run to compare: the tensors of a dump, or of a file of statistics."""
+"""A run to compare, from a dump, statistics or a bundle, and the data flow between its ops."""
 
 from __future__ import annotations
 
+import json
+import re
+import tempfile
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from zipfile import ZipFile
 
 from amanda.errors import AmandaError, OptionError
+from amanda.files import replacing
 from amanda.options import shown
 from amanda.tools.dump import Dump, Entry, Op, Summary
+from amanda.tools.results import check_size, parsing, to_json
 from amanda.tools.stats import Measured, StatsResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from amanda.tools.diff._programs import Command
+    from amanda.tools.diff._recording import Command
+    from amanda.tools.diff._result import DiffResult
 
 Compiled = Literal["eager", "instrument"]
 Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[..., Any]"
@@ -50,6 +59,7 @@ class Run:
         self.by_op: dict[int, list[Entry]] = {}
         for entry in self.entries:
             self.by_op.setdefault(entry.op, []).append(entry)
+        # By id, with the entry itself, so that no other entry gets the id while the run lives.
         self._derived: dict[int, tuple[Entry, Callable[[], NDArray[Any]] | None]] = {}
 
     def derived(self, entry: Entry, array: Callable[[], NDArray[Any]] | None) -> Entry:
@@ -70,6 +80,7 @@ class Run:
 
     def indices(self, phase: str) -> list[int]:
         """Return the ops of a phase that gave something, in the order in which they ended."""
+        # Ops are sorted by their ends, as modules are: the result of an op that calls others is after theirs.
         ends: dict[int, int] = {}  # an op ends after those that it calls
         for index, op in enumerate(self.ops):
             orders = (entry.order for entry in self.by_op.get(index, ()) if entry.role in OUTPUT_ROLES)
@@ -93,6 +104,7 @@ class Run:
     @property
     def framework(self) -> str:
         """Tag of the framework of most ops; empty where it is not known."""
+        # A program may mix frameworks: the one with most ops decides.
         tags = [op.namespace.split("/")[0] for op in self.ops]
         return max(set(tags), key=tags.count) if tags else ""
 
@@ -157,6 +169,7 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
         op = Op(tensor.phase, tensor.type, tensor.module, tensor.source, "", 0)
         role, position = _role(tensor)
         repeated = any(e.op == len(ops) - 1 and (e.role, e.position) == (role, position) for e in entries)
+        # Statistics have no ids of ops: a tensor that comes again belongs to the next op of the same names.
         if not ops or ops[-1] != op or repeated:
             ops.append(op)
         summary = Summary(tensor.statistics, ())
@@ -194,9 +207,12 @@ def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op],
     An op on each tensor of a list becomes that op, once for each tensor.  A fused optimizer becomes an op for
     each tensor that it writes.
     """
+    # One run may call an optimizer's op per parameter and the other once for a list: as single ops both
+    # compare.
     over_lists = {i for i, op in enumerate(ops) if op.type.startswith((_FOREACH, _FUSED))}
     if not over_lists:
         return list(ops), list(entries)
+    # New ops come last: the positions of all others stay those of the dump.
     all_ops, all_entries, waiting = list(ops), [], defaultdict(list)
     for entry in entries:
         if entry.op in over_lists:
@@ -217,6 +233,7 @@ def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op],
                     all_ops.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
                 all_entries.append(replace(tensor, op=single, position=0))
                 all_entries += [
+                    # A list of one tensor, such as the count of steps, is read with every tensor.
                     replace(read[number if len(read) == len(tensors) else 0], op=single)
                     for (read_execution, kind, _), read in lists.items()
                     if read_execution == execution
@@ -225,3 +242,138 @@ def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op],
                 ]
     all_entries.sort(key=lambda entry: entry.order)
     return all_ops, all_entries
+
+
+_RESULT_FILE = "diff.json"
+_MEMBER = re.compile(r"(a|b|control)/(index\.json|tensors-\d+\.(safetensors|npz))")
+
+
+def write_bundle(path: Path, runs: Mapping[str, Run], result: DiffResult) -> None:
+    """Write the dumps of runs and a result into one file, which is whole or as it was before.
+
+    runs: by "a", "b" and "control".  Raises AmandaError for statistics, which have no tensors, and FileError.
+    """
+    for label, run in runs.items():
+        if run.dump is None:
+            raise AmandaError(f"a bundle holds dumps, and {label} is a file of statistics: {run.name}")
+    names = {label: run.name for label, run in runs.items()}
+    dumps = {label: run.dump for label, run in runs.items() if run.dump is not None}
+    with replacing(path) as part, ZipFile(part, "w") as file:
+        file.writestr(_RESULT_FILE, to_json({**result.to_dict(), "runs": names}))
+        for label, dump in dumps.items():
+            for name in ("index.json", *dump.files):
+                file.write(dump.folder / name, f"{label}/{name}")
+
+
+@contextmanager
+def open_bundle(path: Path | str | None) -> Iterator[dict[str, Run]]:
+    """Give the runs of a bundle by "a", "b" and "control", while the context is open; none for None.
+
+    Raises AmandaError for another file, and for one that is larger than what is read.
+    """
+    if path is None:
+        yield {}
+        return
+    # A dump reads its tensors when they are asked for, so the files stay until the context closes.
+    with tempfile.TemporaryDirectory() as folder:
+        with parsing(path, "bundle of amanda diff"):
+            names = _extract_dumps(Path(path), folder)
+            runs = {
+                label: replace(run_of(Dump(Path(folder) / label)), name=f"{name} of {path}")
+                for label, name in names.items() if label in ("a", "b", "control")
+            }  # fmt: skip
+        yield runs
+
+
+def _extract_dumps(path: Path, folder: str) -> dict[str, str]:
+    """Write the dumps of a bundle into a folder; return the names of its runs."""
+    with ZipFile(path) as file:
+        # A small archive may unpack to any size.
+        check_size(path, sum(member.file_size for member in file.infolist()))
+        names = json.loads(file.read(_RESULT_FILE))["runs"]
+        if not isinstance(names, dict):
+            raise ValueError(f"its runs are {type(names).__name__}, no object")
+        for name in file.namelist():
+            # Only names that `write_bundle` gives: others could lead out of the folder.
+            if _MEMBER.fullmatch(name):
+                file.extract(name, folder)
+            elif name != _RESULT_FILE:
+                raise ValueError(f"it has {name!r} in it, which is no part of a bundle")
+    return names
+
+
+_READ = ("input", "weight")
+_NEAR = 1e-5
+"""Relative difference of two sums of the same numbers in another order."""
+Execution = tuple[int, int]
+"""Index of an op, and the number of one of its executions."""
+
+
+class DataFlow:
+    """Makers and readers of the tensors of a run.
+
+    A dump has no references between tensors.  Tensors are the same if shape, type, extremes, zeros and
+    samples are equal; sums are not compared, as strided memory is summed in another order.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._outputs: dict[Hashable, list[Entry]] = {}
+        self._reads: dict[Hashable, int] = {}
+        for entry in sorted(run.entries, key=lambda entry: entry.order):
+            if entry.role in OUTPUT_ROLES:
+                self._outputs.setdefault(content_key(entry), []).append(entry)
+            elif entry.role in _READ and not reads_shape(run.ops[entry.op]):
+                self._reads[content_key(entry)] = entry.order
+
+    def maker(self, read: Entry) -> Entry | None:
+        """Return the last tensor with these numbers that an op gave before; None for one from elsewhere."""
+        outputs = self._outputs.get(content_key(read), [])
+        # Equal numbers may be made several times: the tensor that was read is the last one before.
+        before = bisect_left(outputs, read.order, key=lambda entry: entry.order)
+        return outputs[before - 1] if before else None
+
+    def is_read(self, output: Entry) -> bool:
+        """Return True if a later op read an output."""
+        return self._reads.get(content_key(output), -1) > output.order
+
+    def overwriting(self, read: Entry, after: int) -> Entry | None:
+        """Return the output of the last op that overwrote a tensor, maybe through a view, before it was read.
+
+        after: order of the op that produced the tensor.
+        """
+        exact = self.maker(read)
+        # A write of the whole tensor leaves numbers that are found as they are; through a view they are
+        # rearranged.
+        if exact is not None:
+            return exact if self._run.ops[exact.op].in_place and exact.order > after else None
+        writes = [
+            entry for entries in self._outputs.values() for entry in entries
+            if after < entry.order < read.order
+            and self._run.ops[entry.op].in_place and _is_rearranged(entry, read)
+        ]  # fmt: skip
+        return max(writes, key=lambda entry: entry.order, default=None)
+
+
+def reads_shape(op: Op) -> bool:
+    """Return True for an op that reads the shape of a tensor alone, as `ones_like` of a loss does."""
+    return op.type.endswith("_like")
+
+
+def content_key(entry: Entry) -> Hashable:
+    """Return a key that is equal for tensors of one shape with the same numbers."""
+    summary = entry.summary
+    exact = summary.statistics
+    # NaN is unequal to itself, and a key with it to every other.
+    sample = tuple(None if number != number else number for number in summary.sample)
+    return entry.shape, entry.dtype, exact.count, exact.nan, exact.zeros, exact.least, exact.most, sample
+
+
+def _is_rearranged(entry: Entry, other_entry: Entry) -> bool:
+    """Return True for two tensors with the same numbers, in any shape."""
+    first, second = entry.summary.statistics, other_entry.summary.statistics
+    exact = ("count", "nan", "inf", "negative_inf", "zeros", "least", "most")
+    if any(getattr(first, name) != getattr(second, name) for name in exact):
+        return False
+    # Of permuted numbers only sums differ, by the order in which they are added up.
+    return abs(first.l2 - second.l2) <= _NEAR * max(first.l2, second.l2)

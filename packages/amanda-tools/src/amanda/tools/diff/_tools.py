@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.diff._programs import Extra
 from amanda.tools.diff._run import OUTPUT_ROLES, Run
 from amanda.tools.dump import Dump, Entry, Op
 from amanda.tools.kit import RequiredNames, leaves, op_tensors, tensors_of
@@ -17,6 +16,9 @@ from amanda.tools.mapping import StandardMapping
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+Extra = tuple[type[amanda.Tool], Mapping[str, Any]]
+"""A tool besides the one that records, and its options."""
 
 _REQUIRED = RequiredNames(
     "amanda.tools.diff",
@@ -53,6 +55,7 @@ class Float64Tool(amanda.Tool):
 
 
 def _enter_modes(narrow: set[str]) -> Any:
+    """Enter modes that run ops in float64, and return the stack that leaves them."""
     _REQUIRED.check()
     import torch
     from torch.overrides import TorchFunctionMode
@@ -73,11 +76,14 @@ def _enter_modes(narrow: set[str]) -> Any:
                 return self._run_wide(func, args, kwargs or {})
 
         def _run_wide(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """Run a kernel in float64; in float32 if it draws random numbers or has no kernel in float64."""
             tensors = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
             if _copies_or_views(func) or not any(x.is_floating_point() for x in tensors):
                 return func(*args, **kwargs)
+            # An op in place keeps the type of the tensor that it writes, which views and autograd hold on to.
             if func._schema.is_mutable:
                 return self._run_mutable(func, args, kwargs)
+            # A generator draws other numbers for float64 than for float32.
             if _is_random(func, args, kwargs):
                 return func(*to(torch.float32, args), **to(torch.float32, kwargs))
             wide = {
@@ -87,6 +93,7 @@ def _enter_modes(narrow: set[str]) -> Any:
             wider = to(torch.float64, args)
             try:
                 outputs = func(*wider, **wide)
+            # There is no kernel for float64.
             except (RuntimeError, NotImplementedError):
                 narrow.add(str(func))
                 return func(*to(torch.float32, args), **to(torch.float32, kwargs))
@@ -96,6 +103,7 @@ def _enter_modes(narrow: set[str]) -> Any:
             return outputs
 
         def _run_mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """Run an op in place in the element type of the tensor that it writes."""
             arguments = {argument.name: argument for argument in func._schema.arguments}
             named = {**dict(zip(arguments, args, strict=False)), **kwargs}
             written = {
@@ -121,6 +129,7 @@ def _enter_modes(narrow: set[str]) -> Any:
         """Return True for views, for copies, and where autograd converts a gradient to the type of a leaf."""
         if func is torch.ops.aten._to_copy.default:
             return torch._C._current_graph_task_id() != -1
+        # A view has to stay one: a copy in float64 would not see writes into its base.
         aliases = (value.alias_info for value in func._schema.returns)
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         return is_view or func is torch.ops.aten.clone.default
@@ -133,6 +142,8 @@ def _enter_modes(narrow: set[str]) -> Any:
                 return func(*args, **(kwargs or {}))
             except RuntimeError:
                 tensors = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
+                # Functions in Python check that types are equal, and one input is float64 already; what
+                # writes in place must not write into a copy.
                 if len({x.dtype for x in tensors if x.is_floating_point()}) < 2 or func.__name__.endswith(
                     "_"
                 ):
@@ -161,6 +172,7 @@ class OpaqueTool(amanda.Tool):
         self.add_inst_for_op(self._take_out)
 
     def _take_out(self, context: amanda.OpContext) -> None:
+        """Replace an op by a call of its eager version, if it comes after the first ones."""
         if context.get_op_id() not in self._op_ids:
             self._op_ids.add(context.get_op_id())
             if len(self._op_ids) > self._first:
@@ -188,6 +200,7 @@ def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[R
     failing_run = try_from(0)
     if failing_run is None:
         raise error
+    # Each try runs the whole program: doubling and then halving takes twice the logarithm of the ops.
     works, fails = 0, 1
     while (run := try_from(fails)) is not None:
         failing_run, works, fails = run, fails, 2 * fails
@@ -200,6 +213,7 @@ def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[R
             fails = middle
         else:
             failing_run, works = run, middle
+    # The tool counts analyses of forward ops, in the order in which a dump has these.
     forward = [index for index, op in enumerate(failing_run.ops) if op.phase != "backward"]
     return failing_run, forward[works]
 
@@ -254,7 +268,9 @@ class ReplacedTool(amanda.Tool):
             context.insert_after_backward_op(self._replace_outputs, dtype=context["dtype"])
 
     def _is_target(self, context: amanda.OpContext, phase: str, kind: str) -> bool:
+        """Return True for the op whose place is that of the replaced op."""
         key = context.get_op_id(), context.get_backward_op_id()
+        # A program meets its ops in the same order again, so equal ops are told apart by their number.
         if key not in self._places:
             line_place = phase, kind, context.get_scope(), context.get_source()
             self._places[key] = (*line_place, self._counts[line_place])
@@ -262,6 +278,7 @@ class ReplacedTool(amanda.Tool):
         return self._places[key] == self._place
 
     def _replace_outputs(self, *values: Any, dtype: Any) -> list[Any] | None:
+        """Return the saved values of this execution; None, with the reason noted, where they do not fit."""
         entries = self._values.get(self._executed, [])
         self._executed += 1
         outputs = list(op_tensors(values, dtype))

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 Format = Literal["safetensors", "npz"]
 Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
+# Element types that safetensors has; others are kept as bytes, and the index has their names.
 _SAFETENSORS_TYPES = frozenset(
     "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 bfloat16 "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
 )
-"""Element types that safetensors has; others are kept as bytes, and the index has their names."""
 
 
 def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
     """Write arrays into one file atomically.  Raises FileError."""
+    # np.savez has no types of ml_dtypes either, which isbuiltin tells.
     is_safe = form == "safetensors"
     storable = {
         key: array if (array.dtype.name in _SAFETENSORS_TYPES if is_safe else array.dtype.isbuiltin == 1)
@@ -57,6 +58,7 @@ def read_arrays(path: Path) -> Arrays:
         if path.suffix == ".npz":
             return read_npz(path)
         check_file(path)
+        # As bytes: the index has each element type, also those that NumPy lacks.
         opened = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
         return {key: np.frombuffer(tensor["data"], np.uint8) for key, tensor in opened}
 
@@ -67,6 +69,7 @@ def restore_array(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> ND
     Raises AmandaError if the array has another number of bytes.
     """
     kind = Tensors.numpy_type(dtype)
+    # The index may be crafted: a negative extent, or one that asks for other memory, is refused.
     if kind.hasobject or min(shape, default=0) < 0 or prod(shape) * kind.itemsize != array.nbytes:
         raise AmandaError(f"{array.nbytes} bytes are no tensor of {dtype} and shape {list(shape)}")
     if array.dtype != kind:
@@ -152,6 +155,7 @@ class Entry:
         """Return the entry that `to_dict` described."""
         fields = {name: value[name] for name in cls.__dataclass_fields__}
         fields.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
+        # True would pass for an extent of 1.
         if not all(type(extent) is int for extent in fields["shape"]):
             raise ValueError(f"its shape is {value['shape']!r}")
         return made_of(cls, fields)
@@ -232,14 +236,17 @@ class Dump:
         self.op_by_op: list[tuple[str, str]]
         self.ops, self.entries, self.op_by_op = read_json(path, "index of a dump", _read_index)
         self._check_entries(path)
+        # The mark says that the last writing failed, entries say what an earlier one lost.
         failed = any(entry.left_out == FAILED for entry in self.entries)
         self.incomplete = failed or (self.folder / INCOMPLETE).exists()
         self._opened: OrderedDict[str, Arrays] = OrderedDict()
 
     def _check_entries(self, path: Path) -> None:
+        """Raise AmandaError for an entry of an op that is not there, or of a file outside the folder."""
         for entry in self.entries:
             if not 0 <= entry.op < len(self.ops):
                 raise AmandaError(f"{path} has an entry of op {entry.op}, and {len(self.ops)} ops")
+            # A name such as ../../secrets must not lead out of the folder.
             if entry.file is not None and not is_tensor_file(entry.file):
                 raise AmandaError(f"{path} names {entry.file!r}, which is no file of tensors in its folder")
 
@@ -274,8 +281,10 @@ class Dump:
             ) from error
 
     def _arrays(self, name: str) -> Arrays:
+        """Return the arrays of a file, which stay in memory for the next entries."""
         if name not in self._opened:
             self._opened[name] = read_arrays(self.folder / name)
+        # The files read last stay open to a reader that goes through entries in order.
         self._opened.move_to_end(name)
         while len(self._opened) > _MAX_OPEN_FILES:
             self._opened.popitem(last=False)

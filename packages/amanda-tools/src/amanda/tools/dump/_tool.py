@@ -82,10 +82,10 @@ class DumpResult(Result):
 
 Keep = Literal["no", "summary", "full"]
 
+# The first fields of `RawEntry`.
 _Facts = tuple[int, int, int, str, int, tuple[int, ...], str]
-"""The first fields of `RawEntry`."""
+# Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies.
 _HOST_BYTES = 1 << 18
-"""Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies."""
 
 
 @dataclass(slots=True)
@@ -137,6 +137,7 @@ class DumpTool(TensorTool[_IndexedOp]):
         self._writer = Writer(_rank_folder(Path(folder)), format, overwrite)
         self._order = self._bytes = 0
         self._dtype: Any = None
+        # Of the writer, not of the tool: a method of the tool would keep the tool alive.
         weakref.finalize(self, self._writer.flush)
 
     @property
@@ -183,6 +184,7 @@ class DumpTool(TensorTool[_IndexedOp]):
         return _IndexedOp(op.phase, op.type, op.module, op.source, self._writer.add_op(op))
 
     def _record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
+        # The reports say at the end which compiled callables ran op by op.
         for scope in State.current().scopes:
             if not any(scope.report is report for report in self._writer.reports):
                 self._writer.reports.append(scope.report)
@@ -206,6 +208,7 @@ class DumpTool(TensorTool[_IndexedOp]):
                         (source, stored, left_out, (record.index, self._order, execution, *tensor))
                     )
             self._order += 1
+        # All at once: an accumulator measures the tensors of many ops together.
         summaries = summarize([source for source, *_ in pending])
         for (_, stored, left_out, facts), (numbers, sample) in zip(pending, summaries, strict=True):
             self._writer.add(RawEntry(*facts, numbers, sample, left_out), stored)
@@ -219,9 +222,11 @@ class DumpTool(TensorTool[_IndexedOp]):
         if source is not None and keep == "summary":  # a hot path
             return source, source.shape, None, None
         shape = tensors.extents(op_tensor.tensor) if source is None else source.shape
+        # A type without a known size counts as the widest.
         size = prod(shape) * (itemsize(op_tensor.dtype) or 8)
         left_out = self._exceeded_limit(size) if keep == "full" else None
         is_stored = keep == "full" and left_out is None
+        # What is stored is copied to the host anyway, and then summarised there.
         on_host = is_stored or (source is None and size <= _HOST_BYTES)
         stored = exact_array(op_tensor.tensor) if on_host else None
         if is_stored and stored is None:
@@ -248,5 +253,6 @@ def _parameters(context: amanda.OpContext) -> tuple[tuple[int, str], ...]:
 
 def _rank_folder(folder: Path) -> Path:
     """Return the folder of this rank in a run with several ranks, else the folder itself."""
+    # From the environment: the tool may be made before the process group.
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1
     return folder / f"rank{os.environ.get('RANK', '0')}" if several else folder

@@ -89,8 +89,8 @@ logger = logging.getLogger("amanda")
 SHARD = 64 << 20
 """Bytes of tensors that wait to be written into one file."""
 _SECONDS, _PATIENCE = 2.0, 20.0
+# Of all writers, since one that has a lock of its own could not be copied before its first scope.
 _LOCK = Lock()
-"""Of all writers, since one that has a lock of its own could not be copied before its first scope."""
 
 
 class Writer:
@@ -124,6 +124,7 @@ class Writer:
         if not self.folder.exists():
             return
         with naming(self.folder, "read"):
+            # Only a dump, or what a killed one left, is replaced; anything else may be the user's work.
             names = sorted(path.name for path in self.folder.iterdir())
         there = [name for name in names if not _is_leftover(name)]
         if there and INDEX not in there:
@@ -153,6 +154,7 @@ class Writer:
     def entries(self) -> list[Entry]:
         """Return all entries, in order; without their tensors while these are not written."""
         with _LOCK:
+            # An entry names its file before that is written, so the name alone proves nothing.
             shard = self._shard_name() if self._waiting else ""
             written = (_without_tensor(e) if e.file == shard else e for e in self._raw_entries)
             return [entry.entry() for entry in written]
@@ -167,8 +169,10 @@ class Writer:
             self.flush()
 
     def _add_tensor(self, entry: RawEntry, array: NDArray[Any]) -> RawEntry:
+        """Keep a tensor for the next file; return the entry with the names of file and tensor."""
         op = self.ops[entry.op]
         name = f"{len(self._raw_entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
+        # Keys become names of members of an archive, where a slash would be a folder.
         key = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
         self._waiting[key] = array
         self._bytes += array.nbytes
@@ -179,6 +183,7 @@ class Writer:
 
     def flush(self) -> None:
         """Write what is pending, unless this is a forked process."""
+        # A forked child has a copy of what is pending, which its parent writes.
         if self._changed and os.getpid() == self._process:
             with _LOCK:
                 try:
@@ -194,7 +199,8 @@ class Writer:
                 (self.folder / INCOMPLETE).touch()  # an empty file needs no space
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("dump: %s; the program goes on, and the next writing tries again", error)
+            logger.warning("dump: %s; the program continues, and the next write retries", error)
+        # Keeping more would fill the memory while the disk stays full.
         if self._bytes >= SHARD:
             shard = self._shard_name()
             self._raw_entries = [_without_tensor(e) if e.file == shard else e for e in self._raw_entries]
@@ -202,13 +208,16 @@ class Writer:
         self._next_write = monotonic() + _SECONDS
 
     def _write(self) -> None:
+        """Write the tensors that wait, then the index, and set the time of the next writing."""
         start = monotonic()
         self._claim_folder()
+        # Tensors first: the index must never name a file that is not there.
         if self._waiting:
             write_arrays(self.folder / self._shard_name(), self._waiting, self._form)
             self.written += self._bytes
             self._waiting, self._bytes = {}, 0
             self._shards += 1
+        # Only new entries become text, or each write would take longer than the one before.
         self._texts += [to_json(entry.entry().to_dict()) for entry in self._raw_entries[len(self._texts) :]]
         index = to_json({
             "schema": f"amanda.{NAME}", "version": VERSION,
@@ -221,6 +230,7 @@ class Writer:
             (self.folder / INCOMPLETE).unlink(missing_ok=True)
         self._changed, self.failure = False, ""
         took = monotonic() - start
+        # Writing takes at most a twentieth of the time, however long the index has become.
         self._next_write = monotonic() + max(_SECONDS, _PATIENCE * took)
 
     def _op_by_op(self) -> list[list[str]]:
@@ -279,12 +289,14 @@ def _file_stamp(path: Path) -> tuple[int, int] | None:
         status = path.stat()
     except FileNotFoundError:
         return None
+    # A file that was replaced within one tick of the clock has another inode.
     return status.st_ino, status.st_mtime_ns
 
 
 def _claim_index(index: Path) -> bool:
     """Create an index without entries; return False if there is one."""
     try:
+        # "x" fails if the file is there, so of several processes one alone claims the folder.
         with index.open("x") as file:
             file.write(to_json({"schema": f"amanda.{NAME}", "version": VERSION, "ops": [], "entries": []}))
     except FileExistsError:

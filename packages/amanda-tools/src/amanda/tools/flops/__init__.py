@@ -11,18 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from amanda.plugins import import_from
-from amanda.tools.flops._cost import Cost, Formula, Shapes
-from amanda.tools.flops._result import FlopsResult, OpCost
+from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes
 from amanda.tools.flops._tool import FlopsTool
 
-__all__ = [
-    "Cost",
-    "FlopsResult",
-    "FlopsTool",
-    "Formula",
-    "OpCost",
-    "Shapes",
-]
+__all__ = ["Cost", "FlopsResult", "FlopsTool", "Formula", "OpCost", "Shapes"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops._cost import are_known, shape_of
-from amanda.tools.flops._result import OpCost
+from amanda.tools.flops._cost import OpCost, are_known, shape_of
 from amanda.tools.kit import leaves
 
 MAX_SHAPES = 1024
@@ -43,6 +42,7 @@ class ShapedContext(dict[str, Any]):
 
     def __init__(self, context: amanda.OpContext, sides: Sequence[list[Any]]) -> None:
         super().__init__(context)
+        # The costs of inner operators were computed with values, which this context lacks.
         self["within"] = None
         self._context = context
         self._sides = (*sides, None, None, None)
@@ -95,6 +95,8 @@ class ShapeCounts(amanda.ShapeTally):
         self._costs = costs
         self._settle = settle
         self._recomputed: _RecomputationCounts | None = None
+        # A backward op may have no gradient at its analysis; its tensors then have the element type of the
+        # forward op.
         kinds = [getattr(value, "dtype", None) for value in leaves(sides)]
         self._dtype: Any = next(
             (kind for kind in kinds if kind is not None), None if forward is None else forward._dtype
@@ -103,12 +105,16 @@ class ShapeCounts(amanda.ShapeTally):
         absent = None if forward is None else self._dtype
         builders = [[_stand_in_builder(value, absent) for value in side] for side in sides]
         self._builders: list[list[Callable[[Any], Any]]]
+        # A cost of gradients is decided by the shapes of the forward op as well, so a backward op counts all
+        # four sides.
         self._builders = builders if forward is None else [*forward._builders, *builders]
         names = (context.get_op_type(), context["type"], context["in_place"])
         op_key = names if forward is None else forward.key
         node = getattr(context.get_backward_op(), "__name__", "")
         is_view = context["is_view"]((), ())
         kind = is_view if forward is None else context["backward_type"]
+        # Ops with equal keys share their costs and, at one op id, their counts: whatever decides a cost is in
+        # the key.
         self.key: tuple[Hashable, ...] = (
             op_key, context["phase"], measure.__name__, node, kind, context.get_backward_order(),
             context["parameters"], context["complex_products"], key, *kinds,
@@ -117,6 +123,7 @@ class ShapeCounts(amanda.ShapeTally):
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
         """Count an execution with these shapes."""
         super().__call__(shapes=shapes)
+        # A program with ever new shapes, such as lengths of texts, must not grow without end.
         if len(self) > MAX_SHAPES:
             self._settle(self)
 
@@ -144,6 +151,7 @@ class ShapeCounts(amanda.ShapeTally):
             yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
 
     def _places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
+        """Yield a place for each set of shapes that was counted."""
         scope, source = self._context.get_scope(), self._context.get_source()
         for shapes, calls in counted.items():
             cost = self.cost(shapes)
@@ -157,6 +165,7 @@ class ShapeCounts(amanda.ShapeTally):
         key = (self.key, shapes)
         cost = self._costs.get(key)
         if cost is None:
+            # Costs can be computed again at any time, so all are dropped rather than the oldest.
             if len(self._costs) >= MAX_COSTS:
                 self._costs.clear()
             sides = zip(self._builders, shapes, strict=True)
@@ -233,6 +242,7 @@ class FirstShapeCount:
 
 def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> list[Any]:
     """Return stand-ins of these shapes; shapes beyond those of the analysis are of the last kind."""
+    # An op with a list of outputs may give more of them than at its analysis.
     return [builders[min(i, len(builders) - 1)](shape) for i, shape in enumerate(shapes)] if builders else []
 
 
@@ -253,6 +263,7 @@ def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
 
 
 def _is_tensor(value: Any) -> bool:
+    # By name: PyTorch is not imported here, and the shape of a subclass may say less than its values.
     kind = type(value)
     return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"
 
@@ -267,6 +278,7 @@ def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bo
     return len(tensors) == len(shallow) and are_known(shape_of(tensor, shape) for tensor in tensors)
 
 
+# Types whose result lies in new memory at all shapes; of those not listed, `reshape` for one, strides decide.
 _NEW_MEMORY = """
     cat stack hstack vstack index_select gather embedding index_add index_copy index_fill index_put scatter
     scatter_add scatter_reduce clone masked_fill masked_select take repeat repeat_interleave zeros_like
@@ -286,6 +298,7 @@ def is_always_or_never_view(kind: str, context: amanda.OpContext, is_view: bool)
     """Return whether an op of this type, which moves data, gives a view for all shapes or none, as here."""
     if kind in ("index", "getitem"):
         index = leaves(context.get_inputs()[1:])
+        # Indexing with tensors gathers, which always copies; with numbers and slices it is a view.
         if any(map(_is_tensor, index)):
             return not is_view
         return is_view and all(type(part) in _VIEW_INDICES for part in index)
@@ -293,4 +306,5 @@ def is_always_or_never_view(kind: str, context: amanda.OpContext, is_view: bool)
         return is_view or not context.get_outputs()
     if not any(map(_is_tensor, leaves(context.get_inputs()))):
         return not is_view
+    # With a memory format an op copies where strides differ, and returns its input where they do not.
     return kind in _ALWAYS_COPIES and context.get_attrs().get("memory_format") is None

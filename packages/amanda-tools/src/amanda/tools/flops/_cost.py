@@ -1,12 +1,17 @@
-"""Costs of ops, and the shapes that formulas read."""
+"""Costs of ops, the shapes that formulas read, and the result: a row for each op, module, type or phase."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isqrt, prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from amanda.errors import AmandaError
+from amanda.tools.results import NOTHING, Column, PlacesResult, amount
 
 Shape = tuple[int, ...]
 UNKNOWN = (None,)
@@ -31,11 +36,13 @@ class Cost(NamedTuple):
 
     def with_complex(self, products: int) -> Cost:
         """Return the cost if each multiply-accumulate takes `products` of real numbers."""
+        # A complex multiply-accumulate is several real ones; other operations stay as they are counted.
         more = (products - 1) * self.macs
         return Cost(self.macs + more, self.flops + 2 * more)
 
     def part(self, share: float) -> Cost:
         """Return the part of the cost that one process pays of an op that several compute together."""
+        # DTensor and its like run one op on several processes, each of which pays for its part.
         return self if share == 1.0 else Cost(round(self.macs * share), round(self.flops * share))
 
 
@@ -82,6 +89,7 @@ class Shapes:
     def elements(self) -> int:
         """Elements of the largest input or output: those that an elementwise op or a reduction visits."""
         everything = tensors([*self.inputs, *self.outputs])
+        # A reduction over a list, such as a sum of tensors, visits the elements of all of them.
         lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
         sizes = [*map(prod, everything), *(sum(map(prod, shapes)) for shapes in lists)]
         return max(sizes, default=0)
@@ -102,6 +110,7 @@ class Shapes:
 
         (n, k) by (k, m) gives (n, m), and n k m is the root of the product of the three sizes.
         """
+        # A nested tensor has one product for each component, and no two largest inputs.
         is_nested = any(isinstance(shape, Components) for shape in (*self.inputs, *self.outputs))
         if is_nested or not self.are_known:
             return 0
@@ -146,10 +155,12 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
             return [part(inner, i) for inner in shape]
         if isinstance(shape, Components):
             return shape[i]
+        # A dense tensor beside nested ones has a row for each component, unless all components share it.
         is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == number
         return shape[1:] if is_batch else shape
 
     parts = [[[part(shape, i) for shape in side] for side in sides] for i in range(number)]
+    # Components of equal length cost the same, and batches have many of them: each form is computed once.
     counts = Counter(map(str, parts))
     return [(part, counts[text]) for text, part in {str(part): part for part in parts}.items()]
 
@@ -177,7 +188,183 @@ def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
 
 
 def _extents(value: Any, shape: Callable[[Any], Any]) -> Any:
+    """Return the shape of a value; UNKNOWN for a tensor without known rank, None for no tensor."""
     extents = shape(value)
     if extents is None and hasattr(type(value), "shape"):
+        # A handle has no elements of its own, so its size counts nothing; other tensors without rank are
+        # unknown.
         return None if getattr(getattr(value, "dtype", None), "name", "") in _HANDLES else UNKNOWN
     return extents
+
+
+logger = logging.getLogger("amanda")
+
+KEYS = ("phase", "type", "module", "source")
+
+
+@dataclass
+class OpCost:
+    """One op, forward or backward, with shapes that stayed the same.
+
+    calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
+    no formula knows, or shapes are not known even as it runs.
+    parameters: elements of the parameters that it reads.  bytes: of the tensors that it reads and writes.
+    estimate: where no formula knows, the MACs of one execution if the op is a product of its largest inputs.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    calls: int = 0
+    macs: int | None = 0
+    flops: int | None = 0
+    parameters: int = 0
+    bytes: int = 0
+    estimate: int = 0
+
+
+_COUNTS = (
+    Column("calls", show="{:,}".format, total=True),
+    Column("MACs", show=amount, total=True),
+    Column("FLOPs", show=amount, total=True),
+    Column("parameters", show=amount, number=True, folded="sum"),
+    Column("bytes", show=partial(amount, unit="B"), total=True, unit="B"),
+    Column("FLOPs/byte", show="{:.2f}".format, number=True),
+)
+
+
+class FlopsResult(PlacesResult[OpCost]):
+    """Table of FLOPs, MACs, parameters and bytes per operator.
+
+    places: the counts of each op.  by: the keys of a row, of `KEYS`.
+    """
+
+    name: ClassVar[str] = "flops"
+    keys: ClassVar[Sequence[str]] = KEYS
+    place = OpCost
+    summed = ("calls",)
+    order: ClassVar[str] = "FLOPs"
+    counted: ClassVar[Sequence[Column]] = _COUNTS
+
+    def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS) -> None:
+        # Places of ops that never ran are dropped, except for those whose executions cannot be seen.
+        self.places = [place for place in places if place.calls or place.flops is None]
+        self._is_warned = False
+        self.tell_by(by, "FLOPs")
+
+    def total(self, what: str = "flops", phase: str | None = None) -> int:
+        """Return the sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
+
+        Calls whose cost is unknown count as 0 macs and flops: `unsupported` and `unseen` list them, and a
+        warning is logged once.
+        """
+        if what not in ("macs", "flops", "bytes", "calls"):
+            raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
+        if what in ("macs", "flops"):
+            self._warn_of_gaps()
+        return self._sum(what, phase)
+
+    def _sum(self, quantity: str, phase: str | None = None) -> int:
+        """Return the sum of a quantity over all calls, of one phase or of all."""
+        places = [place for place in self.places if phase in (None, place.phase)]
+        if quantity == "calls":
+            return sum(place.calls for place in places)
+        return sum((getattr(place, quantity) or 0) * place.calls for place in places)
+
+    @property
+    def unsupported(self) -> Mapping[str, int]:
+        """Types of ops whose cost is not known, with their calls: no formula knows them, or their shapes."""
+        return self._without_cost(lambda place: place.calls)
+
+    @property
+    def unseen(self) -> Mapping[str, int]:
+        """Types of ops whose executions cannot be seen, as in ONNX' control flow, with their number."""
+        return Counter(place.type for place in self.places if not place.calls)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return rows by their keys, those with most FLOPs first."""
+        rows = [(*key, *_totals(places)) for key, places in self.grouped(self.places).items()]
+        flops = len(self._by) + 2
+        return sorted(rows, key=lambda row: -(row[flops] or 0))
+
+    @property
+    def leading(self) -> int:
+        """The totals come first."""
+        return 1
+
+    def facts(self) -> Mapping[str, Any]:
+        """Totals, what was not counted, and each op."""
+        phases = dict.fromkeys(place.phase for place in self.places)
+        totals = {
+            phase: {quantity: self._sum(quantity, phase) for quantity in ("macs", "flops", "bytes")}
+            for phase in phases
+        }
+        return {"totals": totals, "unsupported": dict(self.unsupported), **super().facts()}
+
+    def notes(self) -> Sequence[str]:
+        """Return the totals, the convention, and the share of what no formula knows."""
+        if not self.places:
+            return [NOTHING]
+        phases = dict.fromkeys(place.phase for place in self.places)
+        parts = ", ".join(f"{phase} {amount(self._sum('flops', phase))}" for phase in phases)
+        totals = ", ".join([f"{amount(self._sum('macs'))} MACs", f"{self._sum('calls'):,} calls"])
+        within = f" ({parts})" if len(phases) > 1 else ""
+        notes = [f"{amount(self._sum('flops'))} FLOPs{within}, {totals}."]
+        notes += ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
+        return [*notes, *self._gaps()]
+
+    def _gaps(self) -> Sequence[str]:
+        """Return sentences on what is not counted, if anything is not."""
+        sentences = []
+        if unsupported := self.unsupported:
+            share = 100 * sum(unsupported.values()) / max(self._sum("calls"), 1)
+            whose = f"{share:.1f} % of the calls, which count as 0: {_listing(unsupported)}"
+            sentences.append(f"No formula, or no shapes, for {whose}.")
+        if unseen := self.unseen:
+            total = sum(unseen.values())
+            sentences.append(f"Executions of {total} ops cannot be seen, and count as 0: {_listing(unseen)}.")
+        if missing := self.missing:
+            everything = self._sum("macs") + sum(missing.values())
+            listed = ", ".join(f"{name} ({100 * macs / everything:.1f} %)" for name, macs in missing.items())
+            sentences.append(
+                f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
+            )
+        return sentences
+
+    def _warn_of_gaps(self) -> None:
+        """Log once what the totals leave out."""
+        if not self._is_warned:
+            # Once for each result: totals are read in loops.
+            self._is_warned = True
+            for sentence in self._gaps():
+                logger.warning("FLOPs: %s", sentence)
+
+    @property
+    def missing(self) -> Mapping[str, int]:
+        """Types of ops that no formula knows and that may be products, with their MACs if they are."""
+        return self._without_cost(lambda place: place.calls * place.estimate)
+
+    def _without_cost(self, number: Callable[[OpCost], int]) -> Mapping[str, int]:
+        """Return sums of a number, where there is any, by the types of ops whose cost is not known."""
+        numbers = Counter[str]()
+        for place in self.places:
+            if place.flops is None and (count := number(place)):
+                numbers[place.type] += count
+        return numbers
+
+
+def _listing(types: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({number})" for name, number in sorted(types.items()))
+
+
+def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
+    """Return calls, MACs, FLOPs, parameters, bytes and FLOPs per byte of a row."""
+    counted = [place for place in places if place.flops is not None]
+    macs = sum((place.macs or 0) * place.calls for place in counted) if counted else None
+    flops = sum((place.flops or 0) * place.calls for place in counted) if counted else None
+    moved = sum(place.bytes * place.calls for place in places)
+    # The same op has a place for each set of shapes, and reads the same parameters at all of them.
+    parameters = {(place.module, place.source, place.type): place.parameters for place in places}
+    intensity = flops / moved if flops is not None and moved else None
+    return sum(place.calls for place in places), macs, flops, sum(parameters.values()), moved, intensity

@@ -40,6 +40,7 @@ def matrix_product(op: Shapes, first: int = 0) -> Cost:
     left, right = op.inputs[first : first + 2]
     depth = left[-1]
     if len(left) > 1 and len(right) > 1:
+        # n comes from the result, so k is found also where the left factor is transposed.
         depth = left[-1] * left[-2] // op.out[-2] if op.out[-2] else 0
     return Cost.of_macs(prod(op.out) * depth)
 
@@ -61,12 +62,14 @@ def product_at(left: int, right: int) -> Formula:
 
 def linear(op: Shapes) -> Cost:
     """Count x (..., in), in ONNX maybe transposed, by a weight that gives (..., out), and a bias."""
+    # Gemm of ONNX may transpose x, whose depth is then its first axis.
     depth = op.inputs[0][0 if op.attributes.get("transA") else -1]
     return Cost.of_macs(prod(op.out) * depth, _bias(op, 2))
 
 
 def bilinear(op: Shapes) -> Cost:
     """Count x (..., i) by weight (out, i, j) by y (..., j)."""
+    # For each output and each j: i products with x, and one with y.
     return Cost.of_macs(prod(op.out) * (op.inputs[0][-1] + 1) * op.inputs[1][-1], _bias(op, 3))
 
 
@@ -96,6 +99,7 @@ def attention(op: Shapes) -> Cost:
     """Count softmax(q k^T) v, for q (..., l, e), k (..., s, e), v (..., s, d), of which any is broadcast."""
     q, k, v = op.inputs[:3]
     scores = prod(op.out[:-1]) * k[-2]
+    # One operation more than softmax takes: the scores are scaled.
     return Cost.of_macs(scores * (q[-1] + v[-1]), scores * (SOFTMAX + 1))
 
 
@@ -106,6 +110,8 @@ def attention_backward(op: Shapes) -> Cost:
     """
     gradient, q, k, v = op.inputs[:4]
     scores = prod(gradient[:-1]) * k[-2]
+    # With flash attention the scores were not kept: q k^T again, then two products with e for q and k, and
+    # two with d for v and the scores.
     return Cost.of_macs(scores * (3 * q[-1] + 2 * v[-1]), 6 * scores)
 
 
@@ -118,6 +124,7 @@ def recurrent(op: Shapes) -> Cost:
     lists = [shapes for shapes in op.inputs if isinstance(shapes, list) and len(shapes) > 1]
     if not lists and "hidden_size" in op.attributes:
         return Cost.of_macs(steps * _packed_matrices(op))
+    # Biases are vectors, and their additions are left out as in other counters.
     return Cost.of_macs(steps * sum(prod(shape) for shape in lists[-1] if len(shape) == 2))
 
 
@@ -131,6 +138,7 @@ def _packed_matrices(op: Shapes) -> int:
     directions, gates = 1 + bool(op.attributes.get("bidirectional")), _GATES.get(op.type, 1)
     state, count = projected or hidden, 0
     for _ in range(op.attributes.get("num_layers", 1)):
+        # Every gate has a matrix for the input and one for the state; a projection makes the state smaller.
         count += directions * hidden * (gates * (width + state) + projected)
         width = directions * state
     return count
@@ -147,6 +155,7 @@ def einsum(op: Shapes) -> Cost:
     The axes of an ellipsis are letters too.
     """
     equation = next((value for value in op.values if isinstance(value, (str, bytes))), None)
+    # TensorFlow has the equation among the attributes, as bytes; PyTorch among the values.
     equation = equation or op.attributes.get("equation", "")
     equation = equation.decode() if isinstance(equation, bytes) else str(equation)
     names, result, extents = _letters(equation, tensors(op.inputs))
@@ -156,6 +165,7 @@ def einsum(op: Shapes) -> Cost:
         right, left = (names.pop(i) for i in sorted((first, second), reverse=True))
         together = {*left, *right}
         macs += prod(extents[letter] for letter in together)
+        # An axis that neither the result nor a later operand has is summed over now.
         later = {*result, *"".join(names)}
         names.append("".join(letter for letter in together if letter in later))
     return Cost.of_macs(macs)
@@ -169,6 +179,8 @@ def _letters(equation: str, operands: list[tuple[int, ...]]) -> tuple[list[str],
     widest = ""
     for term, shape in zip(terms.split(","), operands, strict=True):
         missing = len(shape) - len(term.replace("...", ""))
+        # Letters are taken by the program, so the axes of an ellipsis are digits: counted from the right,
+        # broadcasting axes meet.
         digits = "".join(chr(ord("0") + i) for i in reversed(range(missing)))
         widest = max(widest, digits, key=len)
         names.append(term.replace("...", digits))
@@ -190,6 +202,7 @@ def _pairs(path: Sequence[int], count: int) -> list[tuple[int, int]]:
 def convolution(op: Shapes) -> Cost:
     """Count for every output element the input channels of its group and the kernel."""
     weight, axes = _kernel(op), op.weight_layout or "OI"
+    # The weight has the input channels of one group already, so groups need no case of their own.
     return Cost.of_macs(prod(op.out) * prod(weight) // weight[axes.index("O")], _bias(op, 2))
 
 
@@ -317,11 +330,13 @@ def encoder_layer(op: Shapes) -> Cost:
 
     A batch may be a nested tensor, which tells the length and width of each sequence itself.
     """
+    # A batch of texts may be nested: its lengths are values, and no shape.
     if None in op.inputs[0]:
         sequences = [(length, width) for length, width in op.values[0]._nested_tensor_size().tolist()]
     else:
         sequences = [op.inputs[0][-2:]] * prod(op.inputs[0][:-2])
     lengths = {length for length, _ in sequences}
+    # A mask is a matrix too: one of these extents is taken for a mask, and not for a weight.
     masks = {(rows, length) for length in lengths for rows in (len(sequences), length)}
     matrices = [shape for shape in op.inputs[1:] if shape is not None and len(shape) == 2]
     weights = sum(prod(shape) for shape in matrices if shape not in masks)
@@ -366,11 +381,13 @@ def of_system(each: float, matrix: int = 0, once: float = 0) -> Formula:
 
 def lu(m: int, n: int, k: int) -> float:
     """Return the operations of a decomposition into triangular factors."""
+    # Golub and Van Loan, sec. 3.2, for matrices that need not be square.
     return 2 * (m * n * k - (m + n) * k**2 / 2 + k**3 / 3)
 
 
 def svd(m: int, n: int, k: int) -> float:
     """Return the operations of a singular value decomposition."""
+    # Golub and Van Loan, sec. 8.6: singular values with both sets of vectors.
     return 6 * max(m, n) * k**2 + 20 * k**3
 
 
@@ -378,6 +395,7 @@ def fourier(steps: float, last: int = 0) -> Formula:
     """Count operations for each element and each halving of the transformed axes, by default `dim`."""
 
     def flops(op: Shapes) -> Any:
+        # A real transform has half of the numbers at one side: the larger side is transformed.
         shape = max(op.inputs[0], op.out, key=prod)
         axes = range(-last, 0) if last else op.attributes.get("dim") or range(len(shape))
         extent = prod(shape[axis] for axis in axes)

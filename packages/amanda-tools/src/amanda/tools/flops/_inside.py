@@ -65,6 +65,7 @@ class InnerCosts:
         costs = self.backward.get(node)
         if not costs:
             return None
+        # Nodes of one name run in the order in which they were counted.
         return costs.pop(0) if len(costs) > 1 else costs[0]
 
     def add(self, name: str, cost: Cost | None) -> None:
@@ -95,6 +96,7 @@ def costs_inside(
 
 
 def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int) -> InnerCosts:
+    """Run an op and its backward pass on tensors without data; return the costs of what they call."""
     _REQUIRED.check()
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -102,6 +104,7 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
 
     inputs, differentiated = list(context.get_inputs()), iter(context["differentiated"])
     tensors = [value for value in tree_leaves(inputs) if isinstance(value, torch.Tensor)]
+    # The program's own fake tensors work in their own mode alone.
     modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
     leaves: list[Tensor] = []
@@ -116,6 +119,8 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
                 )
         else:
             copy = mode.from_tensor(tensor.detach())
+        # In the order of `context["differentiated"]`, which was read before `requires_grad` was hidden by
+        # `detach`.
         if not next(differentiated):
             return copy
         leaves.append(copy.requires_grad_())
@@ -124,6 +129,7 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
     costs = InnerCosts()
     with _hidden_from_program(), torch.enable_grad():
         twins = tree_map_only(torch.Tensor, twin, inputs)
+        # The counting mode is innermost, so it sees operators before the fake mode replaces their data.
         with mode, _counting_mode(costs, formulas, context["shape"], mode, complex_macs):
             results = tree_leaves(context.get_computation()(twins))
             costs.forward = costs.pop_total()
@@ -141,14 +147,18 @@ def _hidden_from_program() -> Iterator[None]:
 
     with (
         torch._C.DisableTorchFunction(),
+        # A mode of the program would see ops that the program never called.
         _disable_current_modes(),
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        # Otherwise the JIT would take this run as a sample and specialise the program's function to its
+        # shapes.
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
     ):
         yield
 
 
 def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: InnerCosts) -> None:
+    """Run the backward pass, and add the cost of each node under the node's name."""
     import torch
 
     def begin(grads: Any) -> None:
@@ -163,9 +173,11 @@ def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: 
         node = nodes.pop()
         if node is not None and node not in visited:
             visited.add(node)
+            # A node's operators run between its two hooks, so their costs are those of the node.
             hooks += [node.register_prehook(begin), node.register_hook(partial(end, node.name()))]
             nodes += [following for following, _ in node.next_functions]
     grads = [torch.ones_like(output) for output in outputs]
+    # Not `backward`, which would write gradients into leaves.
     torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
     for hook in hooks:
         hook.remove()
@@ -226,6 +238,7 @@ def _cost_of_call(
     inputs = [values[name] for name in parameters if name in values]
     name = op.overloadpacket.__name__
     formula = _formula_of_kernel(name, formulas)
+    # PyTorch tags what is elementwise, which covers operators that no table has.
     if formula is None and _TAGS & {str(tag) for tag in op.tags}:
         formula = visits(1)
     outputs = result if isinstance(result, (list, tuple)) else [result]
@@ -234,6 +247,7 @@ def _cost_of_call(
 
 def _formula_of_kernel(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
     """Return the formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
+    # In place and functional variants of an operator differ by a suffix.
     for spelling in (name, name.removesuffix("_"), name.removesuffix("_copy")):
         formula = formulas.get(spelling) or formulas.get(torch_word(spelling))
         if formula is not None:
@@ -280,6 +294,7 @@ def _is_dispatched(name: str) -> bool:
 
 
 def _nodes(block: Any) -> Iterator[Any]:
+    """Yield the nodes of a block and of the blocks within."""
     for node in block.nodes():
         yield node
         for inner in node.blocks():
@@ -287,6 +302,7 @@ def _nodes(block: Any) -> Iterator[Any]:
 
 
 def _is_repeatable(node: Any) -> bool:
+    """Return True for a node of TorchScript that can run without data, and without a trace in the program."""
     import torch
 
     kind = node.kind()
@@ -294,6 +310,7 @@ def _is_repeatable(node: Any) -> bool:
         return True
     if not kind.startswith("aten::"):
         return False
+    # Nodes of TorchScript have their schema as text alone.
     schema = torch._C.parse_schema(node.schema())
     aliases = [argument.alias_info for argument in schema.arguments]
     written = [i for i, alias in enumerate(aliases) if alias and alias.is_write]

@@ -71,6 +71,7 @@ MOVES = COPIES | frozenset(
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
+# Attention has gradients of another cost than its forward pass, and a formula of its own.
 CONTRACTIONS = frozenset([*PRODUCTS, *_RECURRENT]) - {"scaled_dot_product_attention"}
 """Words of ops each of whose gradients takes as many multiply-accumulates as the op itself."""
 
@@ -84,6 +85,7 @@ def gradients_of_factors(word: str, gradients: Sequence[Any]) -> int:
     if len(gradients) == 1:
         return int(gradients[0] is not None)
     product = PRODUCTS.get(word)  # a layer of several products gives the gradients of data and weights first
+    # `factors` is empty for einsum, each of whose gradients is a product.
     positions = (0, 1) if product is None else product.factors or range(len(gradients))
     return sum(i < len(gradients) and gradients[i] is not None for i in positions)
 
@@ -263,8 +265,10 @@ def traffic(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int
     """
     written, (first, *sizes) = sum(outputs), inputs or (0,)
     other_inputs = sum(sizes)
+    # The usual case: each input is read once and each output written once.
     if MOVES.isdisjoint(names):
         return sum(inputs) + written
+    # A view moves nothing.
     if COPIES.isdisjoint(names) or (in_place and names[1] in _RESHAPED):
         return 0
     if in_place:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import amanda
 from amanda.options import Name, checked
-from amanda.tools.flops import _pytorch
 from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
     AnyShapeCount,
@@ -18,21 +17,21 @@ from amanda.tools.flops._by_shape import (
     are_plain,
     is_always_or_never_view,
 )
-from amanda.tools.flops._cost import Cost, Formula, Shapes, are_known, elements, shape_of
-from amanda.tools.flops._costs import (
+from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes, are_known, elements, shape_of
+from amanda.tools.flops._cost_model import (
     NO_WORK,
-    CostModel,
+    OpCostModel,
     bytes_moved,
     bytes_of,
     element_type,
     formula_of,
     has_shapes,
     is_free,
-    roles,
     shapes_of,
+    write_default_facts,
+    write_pytorch_facts,
 )
 from amanda.tools.flops._formulas import no_cost
-from amanda.tools.flops._result import FlopsResult, OpCost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
 from amanda.tools.kit import remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
@@ -65,7 +64,7 @@ class FlopsTool(amanda.Tool):
         self, formulas: Mapping[Name, Formula] | None = None, complex_macs: Literal[1, 3, 4] = 4
     ) -> None:
         super().__init__()
-        self._model = CostModel(formulas or {}, complex_macs)
+        self._model = OpCostModel(formulas or {}, complex_macs)
         # Equal ops share a place, which bounds memory: a program may create and drop models without end,
         # and without a cache an op is analysed at each execution.
         self._places: dict[Hashable, OpCost] = {}
@@ -74,7 +73,9 @@ class FlopsTool(amanda.Tool):
         self._uncounted: dict[Hashable, OpCost] = {}
         self._computing_ops = 0  # ops analysed so far that compute
         self._composite_types: set[str] = set()  # types of ops whose own ops, called in Python, are counted
-        self.depends_on(StandardMapping(), MappingTool([["*", roles], ["pytorch", _pytorch.roles]]))
+        self.depends_on(
+            StandardMapping(), MappingTool([["*", write_default_facts], ["pytorch", write_pytorch_facts]])
+        )
         self.add_inst_for_op(self._note_unknown_inputs)
         self.add_inst_for_op(self._note_unknown_gradients, backward=True)
         self.add_inst_for_op(self._analyze_forward, require_outputs=True, guard="read")
@@ -83,6 +84,7 @@ class FlopsTool(amanda.Tool):
     @property
     def result(self) -> FlopsResult:
         """The counts of all executions so far."""
+        # Copies: a result does not change while the program goes on, maybe on another thread.
         places = {key: replace(place) for key, place in list(self._places.items())}
         for ops in list(self._ops.values()):
             for op in list(ops.values()):
@@ -92,6 +94,7 @@ class FlopsTool(amanda.Tool):
 
     def clear(self) -> None:
         """Reset the counts; analysed ops stay analysed."""
+        # Places stay, as routines of analysed ops hold them.
         for place in self._places.values():
             place.calls = 0
         for ops in self._ops.values():
@@ -100,6 +103,7 @@ class FlopsTool(amanda.Tool):
 
     def op_gone(self, op_id: int) -> None:
         """Keep the counts of an op that the program dropped."""
+        # Ids of ops may be used again, and the counters of a dropped op would be added to another op's.
         for op in self._ops.pop(op_id, {}).values():
             self._settle_counts(op)
 
@@ -121,25 +125,31 @@ class FlopsTool(amanda.Tool):
         self._uncounted.setdefault((_place_key(uncounted), id(action.kwargs.get("shapes"))), uncounted)
 
     def _note_unknown_inputs(self, context: amanda.OpContext) -> None:
+        """Record the shapes of inputs at each execution, if analysis does not know them."""
+        # Analyses nest as calls do: if the number has grown when the op ends, ops within it were counted.
         context["computing"] = self._computing_ops
         if not are_known(shape_of(value, context["shape"]) for value in context.get_inputs()):
             context.insert_before_op(self._record_input_shapes, shape=context["extents"])
 
     def _note_unknown_gradients(self, context: amanda.OpContext) -> None:
+        """Record the shapes of incoming gradients at each execution, if analysis does not know them."""
         context["computing"] = self._computing_ops
         if context.get("cost") is _COST_AT_EXECUTION:
             key = context.get_backward_op_id()
             context.insert_before_backward_op(self._record_gradient_shapes, shape=context["extents"], key=key)
 
     def _analyze_forward(self, context: amanda.OpContext) -> None:
+        """Compute the cost of an op, and insert the routine that counts its executions."""
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
         names = (context.get_op_type(), context["type"])
         context["complex_products"] = self._model.complex_products(context)
         is_eager, is_known = context.is_eager(), has_shapes(names, shapes)
+        # The cheapest way: one counter of shapes, and no analysis when shapes change.
         if is_eager and self._depends_on_shapes_alone(context, names, shapes, outputs):
             self._count_by_shapes(context, names, shapes, outputs)
             return
+        # To read the shapes makes the plan depend on them, so another shape is analysed anew.
         if is_eager and is_known:
             context.get_input_shapes()
         place = self._new_place(context, names[1])
@@ -156,6 +166,7 @@ class FlopsTool(amanda.Tool):
             cost = within.forward if within and not within.unknown else None
         if self._calls_counted_ops(context, context.get_op_type()):
             place.estimate = 0
+            # A function in Python whose inner ops are counted costs nothing itself: it would count twice.
             is_apart = cost is None or context["is_function"] or any(remarks_on_packed_inputs(context))
             cost = Cost() if is_apart else cost
         self._computing_ops += bool(cost and cost.flops)
@@ -165,6 +176,7 @@ class FlopsTool(amanda.Tool):
         context["cost"], context["estimate"] = cost, place.estimate
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
+            # Not counted by itself; backward ops build their stand-ins from its values.
             context["as_analysed"] = ShapeCounts(
                 context, sides, lambda *_: place, {}, self._settle_counts, key=_place_key(place)
             )
@@ -189,6 +201,7 @@ class FlopsTool(amanda.Tool):
     ) -> bool:
         """Return True if shapes and element types decide the costs of an op and its backward ops."""
         inputs, custom = context.get_inputs(), any(name in self._model.custom for name in names)
+        # A formula of the program may read values and attributes.
         if custom or names[1] not in BY_SHAPES_ALONE or self._computing_ops > context["computing"]:
             return False
         if not are_plain([inputs, outputs], context["shape"]):
@@ -196,12 +209,14 @@ class FlopsTool(amanda.Tool):
         is_view = context["is_view"](inputs, outputs)
         if not (COPIES.isdisjoint(names) or is_always_or_never_view(names[1], context, is_view)):
             return False
+        # Stand-ins have no memory to compare: the answer for these values holds for all.
         context["is_view"] = lambda inputs, outputs: is_view
         return self._model.cost_of_op(names, shapes, context.get_source()) is not None
 
     def _count_by_shapes(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> None:
+        """Count the executions of an op by their shapes."""
         sides = [context.get_inputs(), outputs]
         op = ShapeCounts(context, sides, self._place_at_shapes, self._costs, self._settle_counts)
         context["by_shape"] = op
@@ -234,8 +249,10 @@ class FlopsTool(amanda.Tool):
         return self._places.setdefault((_place_key(place), shapes), place)
 
     def _analyze_backward(self, context: amanda.OpContext) -> None:
+        """Compute the cost of a backward op, and insert the routine that counts its executions."""
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
+        # The forward op did not run: a framework drops ops of which the gradient alone is used.
         if "cost" not in context:
             context["cost"], context["estimate"] = self._cost_of_skipped_op(context), 0
         if context["cost"] is _COST_AT_EXECUTION:
@@ -260,6 +277,7 @@ class FlopsTool(amanda.Tool):
         """Return the place that counts executions of a backward op with the shapes of a context."""
         kind = context["backward_type"]
         place = OpCost("backward", kind, context.get_scope(), context.get_source())
+        # The cost of the forward op at these shapes, which gradients of products repeat.
         if shapes and "by_shape" in context:
             forward = context["by_shape"].cost(shapes[:2])
             context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
@@ -286,6 +304,7 @@ class FlopsTool(amanda.Tool):
             context.insert_after_backward_op(self._shared_counts(context, op), grad_inputs=[])
             return
         unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
+        # The cost came from a run of inner operators at the first shapes, and holds for no others.
         counter = FirstShapeCount(place, self._shared_place(unknown))
         context.insert_after_backward_op(counter.count, grad_inputs=[])
 
@@ -316,6 +335,7 @@ class FlopsTool(amanda.Tool):
         self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, context: amanda.OpContext,
         run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
+        """Count an execution whose shapes are known only now."""
         pairs = zip(run.pop("shapes", shapes.inputs), shapes.inputs, strict=True)
         inputs = [analysed if executed is None else executed for executed, analysed in pairs]
         written = [shape_of(value, context["extents"]) for value in outputs]
@@ -326,9 +346,11 @@ class FlopsTool(amanda.Tool):
             cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
             place.macs, place.flops = cost or (None, None)
             place.estimate = 0 if cost else op.estimate
+            # Shapes at execution come without element types: float32 is assumed.
             reads, writes = ([4 * elements([shape]) for shape in side] for side in (inputs, written))
             place.bytes = traffic(names, reads, writes, in_place=False)
         place.calls += 1
+        # For backward ops of this execution, which need the shapes of their forward op.
         run["op"] = names, op
 
     @staticmethod
@@ -340,6 +362,7 @@ class FlopsTool(amanda.Tool):
     def _count_gradient_shapes(
         self, *grads: Any, place: OpCost, context: amanda.OpContext, key: int, run: dict[str, Any]
     ) -> None:
+        """Count an execution of a backward op whose shapes are known only now."""
         leaving = [shape_of(grad, context["extents"]) for grad in grads]
         names, op = run.get("op", ((), None))
         entering = run.pop(f"entering {key}", ())

@@ -9,10 +9,29 @@ campaign = Campaign(InjectTool(type="conv2d"), trials=200, compare=top1_changed)
 print(campaign.run(lambda: model(x)))
 """
 
-from amanda.tools.inject._campaign import Campaign, Compare, MemorySnapshot, differs, differs_by, top1_changed
-from amanda.tools.inject._faults import BitField, InjectError, Site, bits_of, from_bytes, to_bytes
-from amanda.tools.inject._result import CampaignResult, Injection, InjectResult, Outcome, Rate, Trial, wilson
-from amanda.tools.inject._tool import InjectTool
+from amanda.tools.inject._campaign import (
+    Campaign,
+    CampaignResult,
+    Compare,
+    Outcome,
+    Rate,
+    Trial,
+    differs,
+    differs_by,
+    top1_changed,
+    wilson,
+)
+from amanda.tools.inject._faults import (
+    BitField,
+    InjectError,
+    Injection,
+    InjectResult,
+    Site,
+    bits_of,
+    from_bytes,
+    to_bytes,
+)
+from amanda.tools.inject._tool import InjectTool, MemorySnapshot
 
 __all__ = [
     "BitField", "Campaign", "CampaignResult", "Compare", "InjectError", "InjectResult", "InjectTool",

@@ -1,18 +1,21 @@
-"""Faults: number formats in memory, changes of elements, and the tensors that have them."""
+"""Faults: number formats in memory, changes of elements, and the result: a row for each changed element."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import Tensors, tensors_of
 from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
+from amanda.tools.results import Column, Result, shortened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +38,7 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
     >>> bits_of("float16", "exponent")
     (10, 11, 12, 13, 14)
     """
+    # Two floats lie side by side, the real part first.
     if dtype in _COMPLEX:
         part, half = bits_of(_COMPLEX[dtype], field), len(bits_of(_COMPLEX[dtype]))
         return (*part, *(bit + half for bit in part))
@@ -46,6 +50,7 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
 
 def _only_in_ml_dtypes(dtype: str) -> bool:
     """Return True for a type of floating numbers of ml_dtypes that NumPy lacks."""
+    # By name: NumPy knows these types through ml_dtypes alone, if that is loaded.
     return dtype == "bfloat16" or (dtype.startswith("float8_") and hasattr(ml_dtypes, dtype))
 
 
@@ -66,6 +71,7 @@ def _field_sizes(dtype: str) -> tuple[int, int, int]:
 
 def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
     """Return rows of bytes as numbers, floats in float64."""
+    # NumPy has no complex number of halves: it is read as two halves.
     if dtype == "complex32":
         return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
     numbers: NDArray[Any] = rows.view(Tensors.numpy_type(dtype))[:, 0]
@@ -80,6 +86,7 @@ def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
     Raises ValueError for NaN in integers.
     """
     with np.errstate(over="ignore", invalid="ignore"):
+        # The framework rounds as it does elsewhere; ml_dtypes may round ties otherwise.
         if _only_in_ml_dtypes(dtype) or dtype == "complex32":
             tensors = tensors_of(like)
             return tensors.bytes_at(tensors.cast(numbers, like), np.arange(len(numbers)))
@@ -92,14 +99,12 @@ def _clipped_integers(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
     if np.isnan(numbers).any():
         raise ValueError(f"NaN cannot be written into elements of type {dtype}")
     least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    # In Python's integers: a float64 cannot hold the ends of int64, and a cast beyond them is undefined.
     clipped = [
         least if number < least else most if number > most else round(number) for number in numbers.tolist()
     ]
     return np.array(clipped, dtype)
 
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 ElementBytes: TypeAlias = "NDArray[np.uint8]"
 """Elements of a tensor, a row of bytes for each."""
@@ -158,9 +163,11 @@ class Fault(NamedTuple):
             [bit for bit in bits_of(dtype, self.field) if self.bits is None or bit in self.bits], np.int64
         )
         if len(bits) < self.flips:
+            # No row: the fault does not fit.
             return bits[:0, None]
         if self.kind != "multi_bit":
             return bits[None]
+        # Runs of adjacent bits alone: `bits` may have gaps, which a burst does not jump.
         runs: NDArray[np.int64] = np.lib.stride_tricks.sliding_window_view(bits, self.flips)
         return np.asarray(runs[runs[:, -1] - runs[:, 0] == self.flips - 1])
 
@@ -178,10 +185,12 @@ class Fault(NamedTuple):
         if self.kind == "multi_bit":
             drawn = choices[random.integers(len(choices), size=units)]
         else:
+            # Sorting random keys draws bits without replacement for all elements at once.
             order = random.random((units, choices.shape[1])).argsort(axis=1, kind="stable")
             drawn = choices[0][np.sort(order[:, : self.flips], axis=1)]
         bits, masks = drawn[unit], np.zeros_like(raw)
         for column in bits.T:
+            # One bit of each element at a time: two bits of an element may lie in one byte.
             masks[np.arange(len(raw)), column // 8] |= (1 << (column % 8)).astype(np.uint8)
         if self.kind in ("bit_flip", "multi_bit"):
             return raw ^ masks, bits
@@ -194,14 +203,12 @@ class Fault(NamedTuple):
             return np.full(len(raw), constants[self.kind])
         old = from_bytes(raw, dtype)
         draw = random.uniform if self.kind == "uniform" else random.normal
+        # Two columns always, so that real and complex tensors draw the same numbers.
         noise = draw(-self.scale if self.kind == "uniform" else 0.0, self.scale, (len(raw), 2))
         drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(old) else noise[:, 0]
+        # Overflow to infinity is a fault like others.
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(old * (1 + drawn) if self.kind == "relative" else old + drawn)
-
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class Site(NamedTuple):
@@ -255,6 +262,8 @@ class TargetTensor(NamedTuple):
         if axis is None:
             return units[None, :, None]
         extents = self.value.shape
+        # Flat positions are (before * extent + index) * after + rest, so a negative axis has to be counted
+        # from 0.
         axis %= len(extents)
         before, after = np.arange(prod(extents[:axis])), np.arange(prod(extents[axis + 1 :]))
         return np.asarray((before[:, None, None] * extents[axis] + units[:, None]) * len(after) + after)
@@ -264,6 +273,7 @@ def tensors_in(
     value: Any, name: str, position: int, fault: Fault, place: SelectedOp
 ) -> Iterator[TargetTensor]:
     """Yield the dense tensors in a value, or in a list, whose element type can have the fault."""
+    # An op may read or give a list of tensors at one position.
     is_list = isinstance(value, (list, tuple))
     for item, tensor in enumerate(value if is_list else (value,)):
         dtype = place.dtype(tensor)
@@ -276,3 +286,87 @@ def tensors_in(
             yield TargetTensor(
                 tensor, dtype, name + f"[{item}]" * is_list, position, item if is_list else None
             )
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One changed element.
+
+    op: id of the op, forward or backward.  execution: number of the op's execution, from 0.
+    tensor: e.g. "outputs[0]".  element: index in the tensor.  bits: positions of changed bits, 0 the least
+    significant; empty for faults of values.  old, new: the element before and after.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    op: int
+    execution: int
+    tensor: str
+    dtype: str
+    element: tuple[int, ...]
+    bits: tuple[int, ...]
+    old: Any
+    new: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values for JSON; complex numbers, NaN and Inf are strings."""
+        fields = {**asdict(self), "op": f"{self.op:#018x}"}
+        for name in ("old", "new"):
+            if isinstance(fields[name], complex) or not math.isfinite(fields[name]):
+                fields[name] = str(fields[name])
+        return fields
+
+
+class InjectResult(Result):
+    """A row for each changed element, in the order of injection.
+
+    total: number of changed elements.  unselected_types: types of the analysed ops, if none was selected.
+    """
+
+    name: ClassVar[str] = "inject"
+    title = "Injected faults"
+    columns: ClassVar[Sequence[Column]] = (
+        Column("phase"), Column("type"), Column("module", show=partial(shortened, width=32)),
+        Column("source", show=partial(shortened, width=32)), Column("op"), Column("execution", number=True),
+        Column("tensor"), Column("dtype"), Column("element"), Column("bits"),
+        Column("old", number=True), Column("new", number=True),
+    )  # fmt: skip
+
+    def __init__(
+        self, injections: Sequence[Injection], total: int, executions: int,
+        unselected_types: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.injections = tuple(injections)
+        self.total = total
+        self.executions = executions
+        self._unselected_types = sorted(unselected_types)
+
+    def counts(self, key: str) -> dict[Any, int]:
+        """Return the number of injections by the value of a field: "phase", "type", "module", "bits"."""
+        return dict(Counter(getattr(injection, key) for injection in self.injections))
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each element."""
+        return [
+            tuple(
+                " ".join(map(str, value)) if isinstance(value, tuple) else value for value in fields.values()
+            )
+            for fields in (injection.to_dict() for injection in self.injections)
+        ]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the numbers of changed elements, also beyond `limit`, and of executions."""
+        return {"injected": self.total, "executions": self.executions}
+
+    def notes(self) -> Sequence[str]:
+        """Return sentences on the number of elements, and on the types of ops if none was selected."""
+        notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
+        if self.total > len(self.injections):
+            notes.append(
+                f"The table has the first {len(self.injections):,} elements; raise `limit` for more."
+            )
+        if self._unselected_types:
+            notes.append(f"No op was selected; there were {', '.join(self._unselected_types)}.")
+        return notes

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import amanda
 from amanda.options import (
@@ -24,6 +24,8 @@ from amanda.tools.inject._faults import (
     BitField,
     Fault,
     InjectError,
+    Injection,
+    InjectResult,
     Kind,
     SelectedOp,
     Site,
@@ -31,50 +33,52 @@ from amanda.tools.inject._faults import (
     from_bytes,
     tensors_in,
 )
-from amanda.tools.inject._result import Injection, InjectResult
 from amanda.tools.kit import parameter_inputs, tensors_of
 from amanda.tools.libraries import numpy as np
+from amanda.tools.libraries import tree_iter, tree_map
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs, Selection, as_remarks
 from amanda.tools.steps import execution_number
+
+if TYPE_CHECKING:
+    pass
 
 Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", "weight_grads"]
 
 
 class InjectTool(amanda.Tool):
-    """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` drops them.
+    """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` empties it.
 
-    fault: "bit_flip", "stuck_at_0" and "stuck_at_1" of `flips` bits in each element, 1 by default;
-        "multi_bit" flips adjacent bits, 2 by default; "value", "zero" and "nan"; "gaussian" (standard
-        deviation `scale`), "uniform" (within `scale` of the old value) and "relative" (times 1 + gaussian)
-        noise; "wrong_row", the elements at another index of `axis`, by default -2.
-    target: "outputs"; "inputs" but parameters; "weights", the parameters as the op reads them, while the
-        parameters themselves stay unchanged; "grad_outputs" that enter a backward op, "grad_inputs" that
-        leave it; "weight_grads", the gradient of the weight among these.
-    type, module, exclude: globs of StandardMapping's word or the framework's name ("conv2d", "conv*"), and of
-        module paths ("layer1"): see `amanda.tools.select.Selection`.  A backward op is selected by its own
-        word ("linear_backward"); the word of a forward op selects the first of that op's backward ops, which
-        the gradient enters, or for "weight_grads" the one that makes the weight's gradient.
-    index: position of the tensor among the targets; None for all of them together.
-    probability: of a fault in an element, at each execution.  count: number of faults at each execution,
-        by default 1.  Give one of them.
-    bits, field: the bits that may be hit: positions, 0 the least significant; or "sign", "exponent",
-        "mantissa".
-    axis: faults are in slices: all elements with one index of this axis, with the same bits.  `count` and
-        `probability` are then of slices.  None for single elements.
+    fault: "bit_flip", "stuck_at_0", "stuck_at_1" change `flips` bits of an element, by default 1; "multi_bit"
+        flips adjacent bits, by default 2; "value", "zero", "nan" write `value`, 0, NaN; "gaussian" adds noise
+        of standard deviation `scale`; "uniform" adds noise of at most `scale`; "relative" multiplies by
+        1 + gaussian; "wrong_row" copies elements from another index of `axis`, by default -2.
+    target: "outputs"; "inputs" that are not parameters; "weights", parameters as the op reads them (the
+        stored parameters stay unchanged); "grad_outputs", which enter a backward op; "grad_inputs", which
+        leave it; "weight_grads", the gradient of the weight.
+    type, module, exclude: globs of op types ("conv2d", "conv*"), as StandardMapping or the framework names
+        them, and of module paths ("layer1"): see `amanda.tools.select.Selection`.  A backward op has a type
+        of its own ("linear_backward"); the type of a forward op selects its first backward op, or for
+        "weight_grads" the one that computes the weight's gradient.
+    index: position of the tensor among the op's inputs, outputs or gradients; None for all targets.
+    probability: chance of a fault in an element, at each execution.  count: faults at each execution, by
+        default 1.  Give at most one of the two.
+    bits: positions of the bits that may change, 0 the least significant; None for all.  field: part of the
+        number in which they lie: "sign", "exponent", "mantissa" or "any".
+    axis: a fault changes the same bits in a whole slice, all elements with one index of this axis; `count`
+        and `probability` count slices.  None: a fault changes one element.
     seed: faults depend on the seed, the op's id and the number of the execution alone; the framework's random
         generators are not touched.
     permanent: inject the same faults at every execution of an op.
-    start, end, frequency: executions of each op with faults, counted from 0: every `frequency`th from `start`
-        on, before `end`.
-    limit: number of changed elements in the result.
+    start, end, frequency: faults hit the executions in `range(start, end, frequency)` of each op.
+    limit: maximum number of changed elements that `result` lists.
 
-    Shapes of hardware's faults: Tyagi et al. 2026 (arXiv 2605.04213), where stuck-at faults in the gates of a
-    GPU gave NaN or Inf in 1.01 % of corruptions, single flips in under 40 % of those with flipped bits, and
-    addresses with a period; Fernandes dos Santos et al. 2022 (arXiv 2211.13094) on why single flips are
-    too naive.  The caller chooses bits and period: no distribution is built in.
+    On fault models: in Tyagi et al. 2026 (arXiv 2605.04213), stuck-at faults in the gates of a GPU gave NaN
+    or Inf in 1.01 % of corruptions, one flipped bit in under 40 % of the corruptions with flipped bits, and
+    periodic addresses.  Fernandes dos Santos et al. 2022 (arXiv 2211.13094) show why single flips are too
+    simple.  Choose bits and period yourself: no distribution is built in.
 
-    Raises InjectError for options that do not go together.
+    Raises InjectError for contradictory options.
     """
 
     @checked(error=InjectError)
@@ -119,6 +123,7 @@ class InjectTool(amanda.Tool):
         self._analysed_types: set[str] = set()
         self._selected = False
         self._number = itertools.count()
+        # By the forward op, so that `op_gone` drops its backward ops as well.
         self._selected_ops: dict[int, dict[int, SelectedOp]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
         self.try_at(0, None)
@@ -131,6 +136,7 @@ class InjectTool(amanda.Tool):
     @property
     def result(self) -> InjectResult:
         """Return the injections so far, in an order that does not depend on threads."""
+        # Ops that are gone were executed too.
         executions = self._executed + sum(op.executions for op in self._all_selected_ops())
         unselected_types = () if self._selected else self._analysed_types
         result = InjectResult(_sorted_items(self._injections), self._total, executions, unselected_types)
@@ -147,6 +153,7 @@ class InjectTool(amanda.Tool):
         self._injections: list[tuple[tuple[int, int], Injection]] = []
         self._total = 0
         self._executed = 0  # by ops that are gone
+        # The records stay, as routines of analysed ops hold them.
         for place in self._all_selected_ops():
             place.executions = 0
 
@@ -196,6 +203,7 @@ class InjectTool(amanda.Tool):
         if self._target == "outputs":
             context.insert_after_op(self._inject, place=place, **_run_argument(context))
             return
+        # Both: a weight may be a plain tensor, and a bias is a parameter that is no weight.
         parameters = {context["weight_index"], *parameter_inputs(context)}
         positions = range(len(context.get_inputs()))
         targets = [i for i in positions if (i in parameters) == (self._target == "weights")]
@@ -208,6 +216,7 @@ class InjectTool(amanda.Tool):
         """Insert the injection at the gradients of a selected backward op."""
         kind: str = context["backward_type"]
         self._analysed_types.add(kind)
+        # The framework's name of the node, such as AddmmBackward0, selects it too.
         own_name = context.get_backward_op().__name__
         if not self._selection.fits(context, kind, own_name) and not self._selects_by_forward(context, kind):
             return
@@ -225,14 +234,17 @@ class InjectTool(amanda.Tool):
 
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
         """Return True if the word of the forward op selects this backward op."""
+        # Adding up a leaf's gradient belongs to no forward op.
         if kind == "accumulate_grad" or not self._selection.fits(context):
             return False
         if self._target == "weight_grads" and context["weight_grad_index"] is None:
             return False
         backward_op = context.get_backward_op_id()
+        # The first backward op that is analysed is the one that the gradient enters.
         return self._backward_of.setdefault(context.get_op_id(), backward_op) == backward_op
 
     def _selected_op(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
+        """Return the record of an op, a new one at its first analysis."""
         places = self._selected_ops.setdefault(context.get_op_id(), {})
         if op not in places:
             labels = (phase, kind, context.get_scope(), context.get_source())
@@ -249,6 +261,7 @@ class InjectTool(amanda.Tool):
         execution = execution_number(place, run, recomputed)
         if execution not in self._executions:
             return None
+        # `Site` begins with op and execution.
         if self._only is not None and (place.op, execution) != self._only[:2]:
             return None
         tensors = [
@@ -261,6 +274,7 @@ class InjectTool(amanda.Tool):
         ]
         if not self._calibrates:
             return self._with_faults(values, tensors, place, execution, recomputed)
+        # A checkpoint runs an op again: that is the same execution, and no further site.
         if not recomputed and (size := sum(tensor.size for tensor in tensors)):
             self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.labels)))
         return None
@@ -270,6 +284,7 @@ class InjectTool(amanda.Tool):
         recomputed: bool,
     ) -> tuple[Any, ...] | None:  # fmt: skip
         """Return the values with faults in random elements or slices; None without faults."""
+        # All tensors of the execution are one range of units, so that each unit is equally likely.
         units = (tensor.units(self._fault.axis) for tensor in tensors)
         starts = list(itertools.accumulate(units, initial=0))
         size, random = starts.pop(), self._random(place.op, 0 if self._permanent else execution)
@@ -279,6 +294,7 @@ class InjectTool(amanda.Tool):
             count = int(random.binomial(size, self._probability))
         if not count:
             return None
+        # Sorted, so that the hits of each tensor are one slice.
         picked = np.sort(random.choice(size, count, replace=False, shuffle=False))
         results, hits = list(values), np.split(picked, np.searchsorted(picked, starts[1:]))
         for tensor, start, hit in zip(tensors, starts, hits, strict=True):
@@ -288,6 +304,7 @@ class InjectTool(amanda.Tool):
             if tensor.item is None:
                 results[tensor.position] = faulty
             else:
+                # A copy of the list: the program may hold the original.
                 results[tensor.position] = [*results[tensor.position]]
                 results[tensor.position][tensor.item] = faulty
         return tuple(results)
@@ -295,6 +312,8 @@ class InjectTool(amanda.Tool):
     def _random(self, op: int, execution: int) -> np.random.Generator:
         """Return a random generator for an execution of an op, which does not depend on earlier draws."""
         counter = [0, execution, self._trial, get_args(Target).index(self._target)]
+        # Seed and op are the key, trial and execution the counter: each execution has numbers of its own,
+        # which do not depend on what ran before, on threads or on a checkpoint.
         key = np.array([self.seed, op], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
 
@@ -309,14 +328,18 @@ class InjectTool(amanda.Tool):
         old, bits = xp.bytes_at(tensor.value, positions), None
         if self._fault.kind == "wrong_row":
             extent = tensor.units(axis)
+            # From 1 on: the row itself would be no fault.
             other_rows = (units + random.integers(1, extent, size=len(units))) % extent
             new = xp.bytes_at(tensor.value, tensor.positions(other_rows, axis).ravel())
         else:
+            # All elements of a slice change the same bits, as a stuck line of memory does.
             unit = np.broadcast_to(np.arange(len(units))[:, None], where.shape).ravel()
             new, bits = self._fault.apply(old, dtype, tensor.value, random, unit)
+        # The injection was recorded at the first run; the recomputation has to be the same.
         if recomputed:
             return xp.with_bytes(tensor.value, positions, new)
         self._total += len(positions)
+        # All elements change, `limit` bounds what is listed.
         room = max(0, self._limit - len(self._injections))
         labels = (*place.labels, place.op, execution, tensor.name, dtype)
         before, after = (from_bytes(raw[:room], dtype).tolist() for raw in (old, new))
@@ -336,3 +359,61 @@ def _run_argument(context: amanda.OpContext) -> dict[str, None]:
 def _sorted_items(pairs: list[tuple[tuple[int, int], Any]]) -> list[Any]:
     """Return injections or sites, sorted by execution and by the number of the op."""
     return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
+
+
+class MemorySnapshot(amanda.Tool):
+    """Save the memory that a program reads or writes but did not allocate: parameters, buffers, inputs.
+
+    `restore` sets every byte to its value before the first op that read or wrote the memory.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+        self.add_inst_for_op(self._instrument)
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._restorers: dict[Any, Callable[[], None]] = {}
+        self._new_memory: set[Any] = set()
+
+    def restore(self) -> None:
+        """Restore the saved memory."""
+        # Copies back are no ops of the program.
+        with amanda.disabled():
+            for restore in self._restorers.values():
+                restore()
+
+    def outlasting(self, value: Any) -> Any:
+        """Return the value with copies of its tensors in saved memory, which `restore` would overwrite."""
+        return tree_map(self._copy_outlasting, value, is_leaf=_is_leaf)
+
+    def _copy_outlasting(self, value: Any) -> Any:
+        # An output may be a parameter itself, which `restore` writes.
+        is_restored = any(key in self._restorers for key, _ in _memories_of([value]))
+        return tensors_of(value).duplicate(value) if is_restored else value
+
+    def _instrument(self, context: amanda.OpContext) -> None:
+        context.insert_before_op(self._save_inputs)
+        context.insert_after_op(self._note_outputs)
+
+    @amanda.observer
+    def _save_inputs(self, *inputs: Any) -> None:
+        """Save memory that is read for the first time and was not allocated by the program."""
+        # Memory that an op of the program allocated is new at each run; what is read before is from outside.
+        for key, save in _memories_of(inputs):
+            if key not in self._restorers and key not in self._new_memory:
+                self._restorers[key] = save()
+
+    @amanda.observer
+    def _note_outputs(self, *outputs: Any) -> None:
+        self._new_memory.update(key for key, _ in _memories_of(outputs) if key not in self._restorers)
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, dict) and type(value) not in (list, tuple)
+
+
+def _memories_of(values: Any) -> Iterator[tuple[Any, Callable[[], Callable[[], None]]]]:
+    """Yield key and save function of the memory of each value, also in lists."""
+    memories = (tensors_of(value).memory(value) for value in tree_iter(values))
+    yield from (memory for memory in memories if memory is not None)

@@ -8,14 +8,20 @@ from typing import Any
 
 from amanda.options import warn_deprecated
 from amanda.plugins import import_from
+from amanda.tools.kit._axes import Unfolding, Window, canonical, canonical_extents, restored, windows_of
 from amanda.tools.kit._dataflow import Dataflow, DataflowNode
-from amanda.tools.kit._inputs import leaves, parameter_inputs, remarks_on_packed_inputs
-from amanda.tools.kit._layout import Unfolding, canonical, canonical_extents, restored
 from amanda.tools.kit._progress import Progress, check_number
-from amanda.tools.kit._requirements import RequiredNames
-from amanda.tools.kit._tensor_tool import OpRecord, OpTensor, Role, TensorTool, op_tensors
-from amanda.tools.kit._tensors import Tensors, TensorsError, tensors_of
-from amanda.tools.kit._windows import Window, windows_of
+from amanda.tools.kit._tensor_tool import (
+    OpRecord,
+    OpTensor,
+    Role,
+    TensorTool,
+    leaves,
+    op_tensors,
+    parameter_inputs,
+    remarks_on_packed_inputs,
+)
+from amanda.tools.kit._tensors import RequiredNames, Tensors, TensorsError, tensors_of
 
 __all__ = [
     "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "Progress", "RequiredNames", "Role",
@@ -24,6 +30,7 @@ __all__ = [
     "remarks_on_packed_inputs", "restored", "tensors_of", "windows_of",
 ]  # fmt: skip
 
+# Names that were here, by the package that has them now.
 _MOVED = {
     **dict.fromkeys(("BitField", "bits_of", "from_bytes", "to_bytes"), "amanda.tools.inject"),
     **dict.fromkeys(("Rerun", "rerun", "spatial_axes", "undisturbed"), "amanda.tools.mapping"),
@@ -33,7 +40,6 @@ _MOVED = {
     ),
     "Globs": "amanda.tools.select", "TensorMap": "amanda.backend", "read_onnx": "amanda.tools.onnx_graph",
 }  # fmt: skip
-"""Names that were here, by the package that has them now."""
 
 
 def __getattr__(name: str) -> Any:

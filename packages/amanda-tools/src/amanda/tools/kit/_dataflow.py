@@ -11,6 +11,7 @@ from typing import Any
 import amanda
 from amanda.backend import TensorMap
 
+# Bounds of a loop that never ends: makers that are kept, and ops that a search visits.
 _MAX_MAKERS, _MAX_STEPS, _MAX_VISITED = 100_000, 200, 1000
 
 
@@ -69,6 +70,7 @@ class Dataflow:
             number = self._renumbered(tensor)
             if number is not None:
                 self._makers[number] = node
+                # Numbers rise, so the maker that this one displaces is the oldest.
                 self._makers.pop(number - _MAX_MAKERS, None)
 
     def number(self, tensor: Any) -> int | None:
@@ -77,15 +79,17 @@ class Dataflow:
         return self._renumbered(tensor) if number is None else number
 
     def _renumbered(self, tensor: Any) -> int | None:
+        """Return a new number for a tensor, which forgets an older one; None for other values."""
         number = next(self._next)
         try:
             self._numbers[tensor] = number
+        # A value that no weak reference can follow, such as a number of Python.
         except TypeError:
             return None
         return number
 
     def maker(self, number: int | None) -> DataflowNode | None:
-        """Return the op that made a tensor, by the tensor's number."""
+        """Return the op that produced the tensor with this number; None if unknown."""
         return None if number is None else self._makers.get(number)
 
     def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:

@@ -24,6 +24,7 @@ def is_wrapped(x: Tensor) -> bool:
     """Return True for a value of a transform, whose elements may be those of many calls."""
     import torch
 
+    # vmap and grad wrap tensors of class torch.Tensor, so the class does not tell.
     functions = torch._C._functorch
     return functions.is_functorch_wrapped_tensor(x) or functions.is_legacy_batchedtensor(x)
 
@@ -37,16 +38,19 @@ def why_unread(x: Tensor) -> str | None:
     if isinstance(x, FakeTensor):
         return "it has a shape and no elements, as a FakeTensor"
     name = torch_dtype(x)
+    # The mapping marks a class that says itself what ops do by brackets.
     if name is None or name.endswith("]"):
         return (
             f"it is packed, {name}" if hasattr(kind, "__tensor_flatten__") else f"{kind.__name__} {_REFUSES}"
         )
     if local(x) is not x:
         return None
+    # A subclass may count or refuse reads of its attributes, which belong to the program.
     with torch._C.DisableTorchFunctionSubclass():
         try:
             if x.is_meta:
                 return "it has a shape and no elements, on the device meta"
+            # A wrapper has a shape but no memory: reading address 0 would crash the process.
             if x.layout is torch.strided and not x.is_nested and x.numel() and not x.data_ptr():
                 return f"{kind.__name__} has no elements of its own"
         except Exception as error:  # whatever a class refuses
@@ -67,6 +71,7 @@ def stored_elements(x: Tensor) -> Tensor:
     if x.is_nested and x.layout is torch.strided:
         return torch.cat([part.reshape(-1) for part in x.unbind()])
     if x.layout is torch.sparse_coo:
+        # Duplicate entries of one place are summed, as the program sees them.
         x = x.coalesce()
     return x.values() if hasattr(x, "values") else x.to_dense()
 

@@ -1,19 +1,75 @@
-"""Base for tools that observe the tensors of ops."""
+"""Base for tools that observe the tensors of ops; inputs of an op: leaves, parameters, and packed ones."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
 from amanda.action import Executions, Observed
 from amanda.options import PositiveInt, checked
-from amanda.tools.kit._inputs import leaves, remarks_on_packed_inputs, unread_sentence
 from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
+
+
+def leaves(values: Iterable[Any], structures: bool = False) -> list[Any]:
+    """Return values, and for each list or tuple among them its leaves.
+
+    structures: True for the leaves of mappings and dataclasses too, such as models return.
+
+    >>> leaves([1, [2, (3,)], "four"])
+    [1, 2, 3, 'four']
+    """
+    flat: list[Any] = []  # a generator takes three times as long
+    for value in values:
+        nested = _members(value) if structures else value
+        if isinstance(nested, (list, tuple)):
+            flat += leaves(nested, structures)
+        else:
+            flat.append(nested)
+    return flat
+
+
+def _members(value: Any) -> Any:
+    """Return the values of a mapping or of a dataclass's fields as a list; any other value as it is."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    return value
+
+
+def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
+    """Return the positions of inputs that are parameters or views of one, or were read from a variable."""
+    variables = {
+        i: context.get_variable(i)
+        for i, value in enumerate(context.get_inputs())
+        if not isinstance(value, (list, tuple))
+    }
+    owned = {i: x for i, x in variables.items() if x is not None}
+    return tuple(i for i, x in owned.items() if tensors_of(x).is_parameter(x))
+
+
+def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:
+    """Yield a sentence for a result on each input of an op that is packed into other tensors.
+
+    Call it in a forward analysis routine of a tool that depends on StandardMapping, whose `dtype` names the
+    class of such a tensor.
+    """
+    for position, value in enumerate(context.get_inputs()):
+        name = None if isinstance(value, (list, tuple)) else context["dtype"](value)
+        if name is not None and name.endswith("]") and hasattr(type(value), "__tensor_flatten__"):
+            where = context.get_scope() or context.get_source()
+            yield unread_sentence(f"Input {position}", f"it is packed, {name}", context["type"], where)
+
+
+def unread_sentence(role: str, reason: str, kind: str, where: str) -> str:
+    """Return a sentence for a result on a tensor that is not read."""
+    return f"{role} of {kind} of {where} is not read: {reason}."
+
 
 NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
 """Beginnings of the names of element types that hold numbers."""
@@ -58,6 +114,7 @@ def op_tensors(
     """
     flat_index = 0
     for position, value in enumerate(values, first):
+        # A tuple of one instead of a list: most inputs are tensors, and this runs for each.
         for tensor in leaves(value) if isinstance(value, (list, tuple)) else (value,):
             name = dtype(tensor)
             if name is not None and (name.startswith(kinds) or name.endswith("]")):
@@ -108,10 +165,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @checked
     def __init__(
-        self,
-        roles: Collection[Role],
-        every: PositiveInt = 1,
-        executions: PositiveInt | None = None,
+        self, roles: Collection[Role], every: PositiveInt = 1, executions: PositiveInt | None = None
     ) -> None:
         super().__init__()
         self._roles: frozenset[str] = frozenset(roles)
@@ -120,6 +174,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self._records: dict[Key, RecordT] = {}
         self._unread: dict[str, None] = {}
         self.depends_on(StandardMapping())
+        # First, so that the note on the slice is there when the observers are inserted.
         if self.by_slice:
             self.add_inst_for_op(self._follow_slices)
         if self._roles - {"gradient"}:
@@ -151,6 +206,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             record.executions_by_role.clear()
 
     def _insert_observers(self, context: amanda.OpContext) -> None:
+        """Insert observers of the inputs and outputs that the tool has asked for."""
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         options: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
         see = self._observe_slice if _SLICE in context else self._observe_execution
@@ -161,11 +217,14 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             )
         elif "weight" in self._roles and weight is not None:
             context.insert_before_op(see, inputs=[weight], role="weight", first=weight, **options)
+        # Uninitialised memory would be reported as the statistics of an output.
         if "output" in self._roles and context["type"] not in UNINITIALISED:
             context.insert_after_op(see, role="output", **options)
 
     def _insert_backward_observer(self, context: amanda.OpContext) -> None:
+        """Insert the observer of the gradients that leave a backward op."""
         kind = context["backward_type"]
+        # Its gradients are those of the op before it, which are observed there.
         if kind != "accumulate_grad":
             see = self._observe_slice if _SLICE in context else self._observe_execution
             context.insert_after_backward_op(
@@ -174,6 +233,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             )  # fmt: skip
 
     def _follow_slices(self, context: amanda.OpContext) -> None:
+        """Have each execution note which weight of an array of weights it reads."""
         weight = context["weight_index"]
         holder = None if weight is None else context.get_variable(weight)
         if getattr(holder, "parts", tuple)():
@@ -214,7 +274,9 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @amanda.gathered(_observe_execution)
     def _observe_executions(self, executions: Executions) -> None:
+        """Observe the executions of a batch that are due, all at once."""
         observers = executions.prepared(_graph_observers)
+        # Counted before the values are asked for: a batch where none is due costs no tensors.
         numbers = [self._count_execution(observer.record, observer.role) for observer in observers]
         if any(number is not None for number in numbers):
             observed = zip(observers, executions.values(), numbers, strict=True)
@@ -254,6 +316,7 @@ class _GraphObserver:
         layout, role, first, is_weights = self._layout, self.role, self._first, self._is_weights
         if layout is None:
             tensors = list(op_tensors(values, self._dtype, role, first=first))
+            # A list may have another length next time, so only flat values have a fixed layout.
             if not any(isinstance(value, (list, tuple)) for value in values):
                 self._layout = [(tensor.position, tensor.flat_index, tensor.dtype) for tensor in tensors]
         else:  # a hot path

@@ -1,18 +1,53 @@
-"""Arithmetic on tensors, and state in them, in the same words for every library."""
+"""Arithmetic on tensors and state in them, in the same words for every library, and the names it leans on."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.errors import AmandaError
+from amanda.backend import lacking
+from amanda.errors import AmandaError, ToolError
 from amanda.tools.libraries import do, get_dtype_name, ml_dtypes, to_numpy
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import InstalledEntries, backend_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+class RequiredNames:
+    """Undocumented names of one framework that a tool leans on.
+
+    tool: import path of the tool, for the error.  framework: its import name.
+    names: "module:attribute" each, such as "torch:Tensor._base".
+
+    >>> required = RequiredNames("amanda.tools.example", "math", "math:tau", "math:pie")
+    >>> required.check()
+    Traceback (most recent call last):
+    amanda.errors.ToolError: math of an unknown version lacks math.pie, which amanda...
+    """
+
+    def __init__(self, tool: str, framework: str, *names: str) -> None:
+        self.tool, self.framework, self.names = tool, framework, names
+        self._is_complete = False
+
+    def check(self) -> None:
+        """Raise ToolError, which says what is missing, where the framework lacks a name."""
+        # Checked once: the names of a framework do not change while it is loaded.
+        if self._is_complete:
+            return
+        # All at once, so that the message names every one that is missing.
+        absent = [name.replace(":", ".") for name in lacking(self.names)]
+        if absent:
+            version = getattr(sys.modules.get(self.framework), "__version__", "of an unknown version")
+            raise ToolError(
+                f"{self.framework} {version} lacks {', '.join(absent)}, which {self.tool} leans on; install "
+                f"another version of {self.framework}, or upgrade the distribution of {self.tool}"
+            )
+        self._is_complete = True
+
 
 Array = Any
 """An array of NumPy, or a tensor of PyTorch: what tools compute masks and statistics with."""
@@ -71,6 +106,7 @@ class Tensors:
 
         Raises AmandaError for a type that neither has.
         """
+        # A copy: the memory of the tensor may be written by the next op.
         return np.array(to_numpy(x), order="C")
 
     def copy(self, array: Any) -> Array:
@@ -110,6 +146,7 @@ class Tensors:
         array = np.asarray(to_numpy(x))
         if not np.iscomplexobj(array):
             return array
+        # The magnitude of a complex64 may be larger than any float32.
         return np.abs(array.astype(np.complex128) if widen else array)
 
     def unstored(self, x: Any, numbers: Array) -> int:
@@ -129,6 +166,7 @@ class Tensors:
 
         block: in float64, or float32 on some devices.  bits: of the mantissa.
         """
+        # The bits of a float are ordered like its magnitude, so a shift gives bins without a logarithm.
         return np.abs(block).view(np.int64) >> (52 - bits), 1023 << bits
 
     def counts(self, indices: Array, total: int) -> Array:
@@ -138,6 +176,7 @@ class Tensors:
     def total(self, numbers: Array) -> Any:
         """Return the sum of all elements in float32 or wider; it is finite only if each element is."""
         with np.errstate(all="ignore"):
+            # float16 adds up to infinity at 65,504, although each element is finite.
             return numbers.sum(dtype=None if numbers.dtype.itemsize >= 4 else np.float32)
 
     def checksum(self, x: Any) -> float:
@@ -178,14 +217,17 @@ class Tensors:
         """Return False for the `count` lowest of scores in one row, True for others; equal ones in order."""
         mask = np.ones(len(scores), bool)
         if count:
+            # A partition finds the threshold in linear time, a sort would not.
             highest = np.partition(scores, count - 1)[count - 1]
             below = scores < highest
             mask[below] = False
+            # Of scores that equal the threshold, only as many are dropped as are still missing.
             mask[np.flatnonzero(scores == highest)[: count - int(below.sum())]] = False
         return mask
 
     def ranks(self, values: Array) -> Array:
         """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
+        # The rank of a value is its place in the order: the inverse of the permutation that sorts.
         return np.argsort(np.argsort(values, -1, kind="stable"), -1)
 
     def detach(self, x: Any) -> Any:
@@ -289,6 +331,7 @@ class Tensors:
         """Return former state, which an optimizer holds, with other values; these where they do not fit."""
         if former.shape != value.shape or former.dtype != value.dtype:
             return value
+        # In place, since the optimizer holds this array.
         former[...] = value
         return former
 
@@ -301,7 +344,7 @@ class Tensors:
         return state
 
 
-class NumpyTensors(Tensors):
+class NumpyTensorLibrary(Tensors):
     """Arrays of NumPy, which routines are given in ONNX Runtime."""
 
     def cast(self, value: Any, like: Any) -> Any:
@@ -323,10 +366,11 @@ def tensors_of(x: Any) -> Tensors:
     return _tensors(backend_of(x))
 
 
+# Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`.
 _INSTALLED = InstalledEntries("amanda.tensors", "class of tensors", TensorsError)
-"""Entry points: the name is that of a library, as autoray has it; the object a subclass of `Tensors`."""
 
 
+# Cached, so that each tensor costs a look-up by the name of its library.
 @cache
 def _tensors(library: str) -> Tensors:
     return _INSTALLED.create(library, Tensors, "amanda.tools.kit.Tensors") or Tensors()

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import amanda
-from amanda.tools.kit._requirements import RequiredNames
-from amanda.tools.kit._tensors import Array, Save, Tensors
+from amanda.tools.kit._tensors import Array, RequiredNames, Save, Tensors
 
 _REQUIRED = RequiredNames(
     "amanda.tools.kit",
@@ -25,17 +24,17 @@ _REQUIRED = RequiredNames(
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
 )
 
+# Numbers of the element types that NumPy has too: floats, integers, bool and complex.
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
-"""Numbers of the element types that NumPy has too: floats, integers, bool and complex."""
+# Those of floating and complex types.
 _FLOATS = _NUMPY & {1, 2, 8, 18, 19}
-"""Those of floating and complex types."""
+# Those of integers, bool, strings, resources and variants.
 _NO_FLOATS = frozenset({3, 4, 5, 6, 7, 9, 10, 17, 20, 21, 22, 23})
-"""Those of integers, bool, strings, resources and variants."""
+# Alignment, in elements, of memory that frameworks take as it is, without a check.
 _ALIGNED = 16
-"""Alignment, in elements, of memory that frameworks take as it is, without a check."""
 
 
-class TensorFlowTensors(Tensors):
+class TensorFlowTensorLibrary(Tensors):
     """Tensors of TensorFlow; arrays to compute with share the memory of tensors on the host."""
 
     def plain(self, x: Any) -> Array:
@@ -44,7 +43,6 @@ class TensorFlowTensors(Tensors):
         return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
-        """Return an array of NumPy with the same values; in float32 where NumPy lacks the element type."""
         return np.asarray((self.wide(x) if x.dtype.is_floating else x).numpy())
 
     def copy(self, array: Any) -> Array:
@@ -60,6 +58,7 @@ class TensorFlowTensors(Tensors):
         tf = _tf()
         if x.dtype.is_complex:
             return tf.abs(tf.cast(x, tf.complex128) if widen else x)
+        # bfloat16 and float8 have kernels of few functions.
         is_wide = not widen or x.dtype in (tf.float16, tf.float32, tf.float64)
         return x if is_wide else tf.cast(x, tf.float32)
 
@@ -93,6 +92,7 @@ class TensorFlowTensors(Tensors):
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of the variable that an eager handle leads to, and a function that saves its value."""
+        # Only the handle knows the element type of the variable that it leads to.
         kinds = getattr(getattr(x, "_handle_data", None), "shape_and_type", None)
         if not kinds or not hasattr(x, "numpy"):
             return None
@@ -105,11 +105,11 @@ class TensorFlowTensors(Tensors):
         return id(x), save
 
     def cast(self, value: Any, like: Any) -> Any:
-        """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         tf = _tf()
         if tf.is_tensor(value):
             return tf.cast(value, like.dtype)
         array = np.asarray(value)
+        # TensorFlow would put the constant on the first GPU.
         with tf.device(like.device):
             return tf.cast(tf.constant(array), like.dtype)
 
@@ -118,43 +118,34 @@ class TensorFlowTensors(Tensors):
         return _tf().stop_gradient(x)
 
     def wide(self, x: Any) -> Any:
-        """Return a tensor in float32, or in its own type if that is wider."""
         return _tf().cast(x, "float32") if x.dtype.size < 4 else x
 
     def ranks(self, values: Any) -> Any:
-        """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
         return _tf().argsort(_tf().argsort(values, stable=True))
 
     def round(self, x: Any) -> Any:
-        """Return the nearest integers, half to even."""
         return _tf().math.rint(x)
 
     def floor(self, x: Any) -> Any:
-        """Return the integers below."""
         return _tf().floor(x)
 
     def absolute(self, x: Any) -> Any:
-        """Return magnitudes."""
         return _tf().abs(x)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        """Return elements of x where the condition holds, else of y."""
         return _tf().where(condition, x, y)
 
     def minimum(self, x: Any, y: Any) -> Any:
-        """Return the smaller of each pair; y may be a number."""
         return _tf().minimum(x, y)
 
     def maximum(self, x: Any, y: Any) -> Any:
-        """Return the larger of each pair; y may be a number."""
         return _tf().maximum(x, y)
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
-        """Return a value, and 0 where x is not between two bounds."""
+        # where, not a product: 0 times NaN would stay NaN.
         return _tf().where((x <= low) | (x >= high), _tf().zeros_like(value), value)
 
     def sum(self, x: Any, axes: Sequence[int]) -> Any:
-        """Return the sum over axes."""
         return _tf().reduce_sum(x, axis=list(axes))
 
     def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
@@ -165,7 +156,6 @@ class TensorFlowTensors(Tensors):
         return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """Return the same elements in another shape."""
         return _tf().reshape(x, list(shape))
 
     def is_dense(self, x: Any) -> bool:
@@ -174,8 +164,10 @@ class TensorFlowTensors(Tensors):
 
     def shared(self, x: Any) -> NDArray[Any] | None:
         """Return an array that shares the memory of an eager tensor on the host; a hot path."""
+        # _datatype_enum and _numpy_internal are private, and faster than dtype and numpy(), which check more.
         if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY:
             return None
+        # Reading the name of a device makes a string each time, so without other devices it is not asked.
         if not _has_only_cpus() and "CPU" not in x.device:
             return None
         array = x._numpy_internal()
@@ -211,10 +203,12 @@ class TensorFlowTensors(Tensors):
             def gradients(entering: Any) -> Any:
                 with amanda.disabled():
                     grads = backward(entering, *values)
+                # In a graph no tape leads to variables of a tool, so their gradients are handed over.
                 if collect is not None:
                     collect(*grads[1:])
                 return grads
 
+            # The tape must not see the ops of the routine, whose gradient is given.
             with record.stop_recording():
                 return forward(*values), gradients
 
@@ -238,16 +232,15 @@ class TensorFlowTensors(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
-        """Write new values into state."""
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
+            # DLPack shares memory that is aligned, where a conversion would copy the array.
             tensor = _tf().experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
             _tf().raw_ops.AssignVariableOp(resource=state.handle, value=tensor)
         else:
             state.assign(array, read_value=False)
 
     def read(self, state: Any) -> Any:
-        """Return state as a tensor to compute with."""
         if type(state) is _variable() and not state.trainable:  # a hot path; tapes hear of those that are
             return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
         return _tf().convert_to_tensor(state)

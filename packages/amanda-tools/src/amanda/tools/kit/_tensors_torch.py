@@ -19,8 +19,7 @@ from amanda.tools.kit._elements_torch import (
     stored_elements,
     why_unread,
 )
-from amanda.tools.kit._requirements import RequiredNames
-from amanda.tools.kit._tensors import Save, Tensors
+from amanda.tools.kit._tensors import RequiredNames, Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ _REQUIRED = RequiredNames(
     "torch:_C._functorch.is_functorch_wrapped_tensor",
     "torch:_C._functorch.is_legacy_batchedtensor",
 )
+# Real element types that NumPy has too.
 _NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
-"""Real element types that NumPy has too."""
 
 
 class _BorrowedMemory:
@@ -49,7 +48,7 @@ class _BorrowedMemory:
         }  # fmt: skip
 
 
-class TorchTensors(Tensors):
+class TorchTensorLibrary(Tensors):
     """Tensors of PyTorch: what is computed stays on their device."""
 
     def __init__(self) -> None:
@@ -89,6 +88,7 @@ class TorchTensors(Tensors):
 
         x = resolved(x).cpu().contiguous()
         kind = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
+        # PyTorch hands no bfloat16 or float8 to NumPy, so the bits travel as integers.
         if kind.isbuiltin != 1:
             x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.itemsize])
         return np.asarray(x.clone().numpy().view(kind))
@@ -101,6 +101,7 @@ class TorchTensors(Tensors):
         """Return a contiguous copy to be written into later."""
         import torch
 
+        # A tensor made in inference mode could not be written into later outside of it.
         with torch.inference_mode(False):
             return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
 
@@ -109,12 +110,10 @@ class TorchTensors(Tensors):
         return x.dtype, x.device
 
     def extents(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of what this process holds; of a nested tensor the number of its elements."""
         x = local(x)
         return (int(x.numel()),) if x.is_nested else tuple(map(int, x.shape))
 
     def unread(self, x: Tensor) -> str | None:
-        """Return why the elements of a tensor cannot be read; None where they can be."""
         import torch
 
         kind = type(x)
@@ -134,9 +133,9 @@ class TorchTensors(Tensors):
         return (x if x.layout is torch.strided else x.to_dense()).as_subclass(torch.Tensor)
 
     def at(self, x: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return the elements of a dense tensor at positions in the order of indexing, in one row."""
         import torch
 
+        # Indices per axis, since flattening a tensor that is not contiguous copies all of it.
         where = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
         return x[where].reshape(-1)
 
@@ -151,6 +150,7 @@ class TorchTensors(Tensors):
             x = stored_elements(x)
         if x.is_complex():
             x = (x.to(torch.complex128) if widen else x).abs()
+        # PyTorch has no reductions of float8.
         if widen and x.element_size() == 1:
             x = x.float()
         return x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
@@ -169,6 +169,7 @@ class TorchTensors(Tensors):
         kind = str(x.dtype).removeprefix("torch.")
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or kind not in _NUMPY:
             return None
+        # A lazy negation is not in the memory yet, and NumPy would miss it.
         if x.layout is not torch.strided or x.is_nested or x.is_neg() or not x.numel() or not x.data_ptr():
             return None
         return np.asarray(_BorrowedMemory(x, np.dtype(kind)))
@@ -192,6 +193,7 @@ class TorchTensors(Tensors):
         """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""
         import torch
 
+        # Widths of the mantissa and biases of the exponent, by IEEE 754.
         double = block.dtype == torch.float64
         kind, mantissa, bias = (torch.int64, 52, 1023) if double else (torch.int32, 23, 127)
         return block.abs().view(kind) >> (mantissa - bits), bias << bits
@@ -208,7 +210,6 @@ class TorchTensors(Tensors):
         return numbers.sum(dtype=torch.float32) if numbers.element_size() < 4 else numbers.sum()
 
     def checksum(self, x: Tensor) -> float:
-        """Return a number that is finite only if each stored element is; 0 for a tensor without elements."""
         import torch
 
         is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype is torch.float32
@@ -217,7 +218,6 @@ class TorchTensors(Tensors):
         return super().checksum(x)
 
     def bytes_at(self, x: Tensor, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return the bytes of elements: a row for each position in the flattened tensor."""
         import torch
 
         return rows_of_bytes(resolved(x))[torch.from_numpy(positions).to(x.device)].cpu().numpy()
@@ -230,11 +230,12 @@ class TorchTensors(Tensors):
         copy = plain.clone(memory_format=torch.contiguous_format)
         indices = torch.from_numpy(positions).to(x.device)
         rows_of_bytes(copy)[indices] = torch.from_numpy(np.array(rows)).to(x.device)
+        # empty_like keeps the strides, which the next op may rely on.
         written: Tensor = distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
         return written
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
-        """Return a key of a dense tensor's storage, and a function that saves all of it."""
+        """Return a key of a dense tensor's storage, and a function that copies it; else None."""
         import torch
 
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
@@ -243,10 +244,10 @@ class TorchTensors(Tensors):
             storage = x.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
             return None
+        # The address of the storage object tells views of one memory; data_ptr differs among views.
         return (storage._cdata, partial(_save_storage, x)) if storage.nbytes() else None
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
-        """Return a number, an array or a tensor in the element type of a tensor, on its device."""
         import torch
 
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
@@ -255,7 +256,6 @@ class TorchTensors(Tensors):
             return cast
 
     def beside(self, array: Any, neighbour: Tensor) -> Tensor:
-        """Return an array where another one is, in its own element type."""
         import torch
 
         return torch.as_tensor(array, device=neighbour.device)
@@ -276,9 +276,11 @@ class TorchTensors(Tensors):
         import torch
 
         if count and scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
+            # A copy, since partition works in place.
             ordered = scores.clone().numpy()
             ordered.partition(count - 1)
             dropped = scores <= float(ordered[count - 1])
+            # Without ties at the threshold the answer is the same as topk's.
             if int(dropped.count_nonzero()) == count:
                 return dropped.logical_not_()
         mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
@@ -286,39 +288,30 @@ class TorchTensors(Tensors):
         return mask
 
     def ranks(self, values: Tensor) -> Tensor:
-        """Return the rank of each value along the last axis, 0 for the lowest; equal ones in order."""
         return values.argsort(dim=-1, stable=True).argsort(dim=-1)
 
     def detach(self, x: Tensor) -> Tensor:
-        """Return a tensor through which no gradient goes."""
         return x.detach()
 
     def wide(self, x: Tensor) -> Tensor:
-        """Return a tensor in float32, or in its own type if that is wider."""
         return x.float() if x.element_size() < 4 else x
 
     def round(self, x: Tensor) -> Tensor:
-        """Return the nearest integers, half to even."""
         return x.round()
 
     def floor(self, x: Tensor) -> Tensor:
-        """Return the integers below."""
         return x.floor()
 
     def absolute(self, x: Tensor) -> Tensor:
-        """Return magnitudes."""
         return x.abs()
 
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Return elements of x where the condition holds, else of y."""
         return x.where(distributed(condition, x), y)
 
     def minimum(self, x: Tensor, y: Any) -> Tensor:
-        """Return the smaller of each pair; y may be a number."""
         return x.clamp(max=y)
 
     def maximum(self, x: Tensor, y: Any) -> Tensor:
-        """Return the larger of each pair; y may be a number."""
         return x.clamp(min=y)
 
     def within(self, value: Tensor, x: Tensor, low: float, high: float) -> Tensor:
@@ -329,11 +322,9 @@ class TorchTensors(Tensors):
         return result
 
     def sum(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        """Return the sum over axes."""
         return x.sum(dim=tuple(axes)) if axes else x
 
     def extent(self, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest elements over axes, without autograd."""
         x = x.detach()
         if len(axes) == x.dim():
             least, most = x.aminmax()
@@ -341,11 +332,9 @@ class TorchTensors(Tensors):
         return x.amin(dim=tuple(axes)), x.amax(dim=tuple(axes))  # aminmax over axes takes 20 times as long
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the same elements in another shape."""
         return x.reshape(tuple(shape))
 
     def is_dense(self, x: Tensor) -> bool:
-        """Return True for a tensor that has elements and stores each of them."""
         import torch
 
         if self.unread(x) is not None or is_partial(x):
@@ -377,9 +366,9 @@ class TorchTensors(Tensors):
         return former
 
     def assign(self, state: Tensor, value: Any) -> None:
-        """Write new values into state."""
         import torch
 
+        # A leaf that requires a gradient refuses to be written into otherwise.
         with torch.no_grad():
             state.copy_(torch.as_tensor(value, dtype=state.dtype, device=state.device))
 
@@ -389,10 +378,12 @@ def _save_storage(x: Tensor) -> Callable[[], None]:
     import torch
 
     with torch.inference_mode(False):
+        # A view of the whole storage in bytes: writing it counts no write of the user's tensor.
         memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
     copy = memory.clone()
 
     def restore() -> None:
+        # A storage that changed its size meanwhile is left.
         if memory.untyped_storage().nbytes() == len(copy) and not torch.equal(memory, copy):
             memory.copy_(copy)
 
@@ -403,7 +394,7 @@ def _save_storage(x: Tensor) -> Callable[[], None]:
 def _function_with_gradient() -> Any:
     import torch
 
-    class Function(torch.autograd.Function):
+    class FunctionWithGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, forward: Any, backward: Any, *tensors: Any) -> Any:
             ctx.save_for_backward(*tensors)
@@ -413,7 +404,8 @@ def _function_with_gradient() -> Any:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, gradient: Any) -> Any:
+            # What computes the gradients is a tool's, and no op of the program.
             with amanda.disabled():
                 return None, None, *ctx.backward_of_tensors(gradient, *ctx.saved_tensors)
 
-    return Function
+    return FunctionWithGradient

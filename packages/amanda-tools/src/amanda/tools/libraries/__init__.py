@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
 else:
 
-    class _Library(ModuleType):
+    class _DeferredLibrary(ModuleType):
         """A module that imports the library of the same name, and parts of it, when a name is read."""
 
         def __init__(self, name: str, *parts: str) -> None:
@@ -44,12 +44,14 @@ else:
             self._modules = [name, *(f"{name}.{part}" for part in parts)]
 
         def __getattr__(self, name: str) -> Any:
+            # Parts such as rich.console have to be imported by name: importing rich alone lacks them.
             library, *_ = map(import_module, self._modules)
             value = getattr(library, name)
+            # The next read finds the attribute, and calls this function no more.
             setattr(self, name, value)
             return value
 
-    _autoray = _Library("autoray")
+    _autoray = _DeferredLibrary("autoray")
 
     def _function(name: str) -> Callable[..., Any]:
         """Return a function that calls the function of autoray, which is imported at the first call."""
@@ -61,8 +63,8 @@ else:
         call.__doc__ = f"Call autoray's `{name}`."
         return call
 
-    ml_dtypes, networkx, numpy = map(_Library, ("ml_dtypes", "networkx", "numpy"))
-    rich, safetensors = _Library("rich", "console", "text"), _Library("safetensors", "numpy")
+    ml_dtypes, networkx, numpy = map(_DeferredLibrary, ("ml_dtypes", "networkx", "numpy"))
+    rich, safetensors = _DeferredLibrary("rich", "console", "text"), _DeferredLibrary("safetensors", "numpy")
     astype, do, get_dtype_name, infer_backend, register_backend, shape, to_numpy, tree_iter, tree_map = map(
         _function,
         ("astype", "do", "get_dtype_name", "infer_backend", "register_backend", "shape", "to_numpy",

@@ -1,30 +1,38 @@
 """Context mapping: what a driver says of an op, in words that every framework shares."""
 
+from amanda.tools.mapping._mapping import (
+    UNINITIALISED,
+    VOCABULARY,
+    InstalledEntries,
+    MappingRule,
+    MappingTool,
+    RuleError,
+    StandardMapping,
+    weight_gradient,
+)
 from amanda.tools.mapping._products import (
     CONVOLUTIONS,
     MATRIX_PRODUCTS,
     PRODUCTS,
+    SEVERAL_WEIGHTS,
     TRANSPOSED_CONVOLUTIONS,
     Product,
     are_transposed,
     product_of,
     spatial_axes,
 )
+from amanda.tools.mapping._pytorch import Rerun, rerun, undisturbed
 from amanda.tools.mapping._pytorch import dtype as torch_dtype
 from amanda.tools.mapping._pytorch import shape as torch_shape
 from amanda.tools.mapping._pytorch import word as torch_word
-from amanda.tools.mapping._rerun import Rerun, rerun, undisturbed
-from amanda.tools.mapping._rules import InstalledEntries, MappingTool, Rule, RuleError
-from amanda.tools.mapping._standard import UNINITIALISED, StandardMapping, weight_gradient
-from amanda.tools.mapping._tensorflow_names import PASSES as TENSORFLOW_PASSES
-from amanda.tools.mapping._tensorflow_names import READS as TENSORFLOW_READS
+from amanda.tools.mapping._tensorflow import PASSES as TENSORFLOW_PASSES
+from amanda.tools.mapping._tensorflow import READS as TENSORFLOW_READS
 from amanda.tools.mapping._tensors import backend_of, distributed, is_partial, itemsize, local, share, whole
-from amanda.tools.mapping._vocabulary import SEVERAL_WEIGHTS, VOCABULARY
 
 __all__ = [
-    "CONVOLUTIONS", "MATRIX_PRODUCTS", "PRODUCTS", "SEVERAL_WEIGHTS", "TENSORFLOW_PASSES", "TENSORFLOW_READS",
-    "TRANSPOSED_CONVOLUTIONS", "UNINITIALISED", "VOCABULARY", "InstalledEntries", "MappingTool", "Product",
-    "Rerun", "Rule", "RuleError", "StandardMapping", "are_transposed", "backend_of", "distributed",
-    "is_partial", "itemsize", "local", "product_of", "rerun", "share", "spatial_axes", "torch_dtype",
-    "torch_shape", "torch_word", "undisturbed", "weight_gradient", "whole",
+    "CONVOLUTIONS", "MATRIX_PRODUCTS", "PRODUCTS", "SEVERAL_WEIGHTS", "TENSORFLOW_PASSES",
+    "TENSORFLOW_READS", "TRANSPOSED_CONVOLUTIONS", "UNINITIALISED", "VOCABULARY", "InstalledEntries",
+    "MappingRule", "MappingTool", "Product", "Rerun", "RuleError", "StandardMapping", "are_transposed",
+    "backend_of", "distributed", "is_partial", "itemsize", "local", "product_of", "rerun", "share",
+    "spatial_axes", "torch_dtype", "torch_shape", "torch_word", "undisturbed", "weight_gradient", "whole",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""ONNX Runtime's half of StandardMapping."""
+"""ONNX Runtime's part of StandardMapping."""
 
 from __future__ import annotations
 
@@ -6,16 +6,78 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda import OpContext
-from amanda.tools.mapping._onnxruntime_names import SPATIAL, WORDS
 from amanda.tools.mapping._products import MATRIX_PRODUCTS, product_of
+
+_SAME = {
+    "add_n": "Sum",
+    "amax": "ReduceMax",
+    "amin": "ReduceMin",
+    "arange": "Range",
+    "batch_norm": "BatchNormalization",
+    "bitwise_and": "And BitwiseAnd",
+    "bitwise_not": "Not BitwiseNot",
+    "bitwise_or": "Or BitwiseOr",
+    "bitwise_xor": "Xor BitwiseXor",
+    "cat": "Concat",
+    "clamp": "Clip",
+    "eq": "Equal",
+    "ge": "GreaterOrEqual",
+    "gelu": "FastGelu BiasGelu QuickGelu",
+    "getitem": "Slice",
+    "group_norm": "GroupNormalization GroupNorm",
+    "gt": "Greater",
+    "hardsigmoid": "HardSigmoid",
+    "hardswish": "HardSwish",
+    "instance_norm": "InstanceNormalization",
+    "layer_norm": "LayerNormalization SkipLayerNormalization",
+    "le": "LessOrEqual",
+    "leaky_relu": "LeakyRelu",
+    "linear": "Gemm",
+    "log_softmax": "LogSoftmax",
+    "lt": "Less",
+    "matmul": "MatMul FusedMatMul MatMulInteger QLinearMatMul",
+    "maximum": "Max",
+    "mean": "ReduceMean",
+    "minimum": "Min",
+    "one_hot": "OneHot",
+    "permute": "Transpose",
+    "prod": "ReduceProd",
+    "remainder": "Mod",
+    "reshape": "Reshape Flatten",
+    "rms_norm": "RMSNormalization SimplifiedLayerNormalization SkipSimplifiedLayerNormalization",
+    "rnn_tanh": "RNN",
+    "scaled_dot_product_attention": "MultiHeadAttention",
+    "sum": "ReduceSum",
+    "to": "Cast CastLike",
+}
+
+_LOWERED = (
+    "Abs Acos Acosh Add ArgMax ArgMin Asin Asinh Atan Atanh Ceil Celu Cos Cosh CumSum Div Dropout Einsum "
+    "Elu Erf Exp Expand Floor GRU Gelu Identity IsInf IsNaN Log LSTM Mish Mul Neg NonZero PRelu Pad Pow "
+    "Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Split Sqrt Squeeze Sub "
+    "Tan Tanh Tile TopK Unsqueeze Where"
+)
+
+WORDS = {name: word for word, names in _SAME.items() for name in names.split()} | {
+    name: name.lower() for name in _LOWERED.split()
+}
+"""ONNX' type to the vocabulary's word, where there is one that does not depend on ranks."""
+
+SPATIAL = {
+    "Conv": "conv", "FusedConv": "conv", "ConvInteger": "conv", "QLinearConv": "conv",
+    "ConvTranspose": "conv_transpose", "MaxPool": "max_pool", "AveragePool": "avg_pool", "LpPool": "lp_pool",
+    "GlobalAveragePool": "adaptive_avg_pool", "GlobalMaxPool": "adaptive_max_pool",
+}  # fmt: skip
+"""The same of types whose word ends in the number of their spatial axes: "conv2d"."""
+
 
 _AXES = {1: "W", 2: "HW", 3: "DHW"}
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
+# Where the weight is, by the type of a node or the word; of products the table of all frameworks tells.
 _WEIGHT_AT = {
     "batch_norm": 1, "instance_norm": 1, "group_norm": 1, "layer_norm": 1, "rms_norm": 1, "prelu": 1,
     "embedding": 0, "SkipLayerNormalization": 2, "SkipSimplifiedLayerNormalization": 2,
 }  # fmt: skip
-"""Where the weight is, by the type of a node or the word; of products the table of all frameworks tells."""
 
 
 def standard(context: OpContext) -> None:
@@ -47,6 +109,7 @@ def dtype(value: Any) -> str | None:
 
 
 def _kind(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
+    """Return the vocabulary's word for a node; its own type where there is none."""
     if name in SPATIAL:
         axes = _spatial_axes(inputs)
         return name if axes is None else f"{SPATIAL[name]}{axes}d"

@@ -49,6 +49,13 @@ PRODUCTS: Mapping[str, Product] = {
 }  # fmt: skip
 """Products by the word of the op; a layer of several products, such as an LSTM, is in `SEVERAL_WEIGHTS`."""
 
+SEVERAL_WEIGHTS = frozenset(
+    {"rnn_tanh", "rnn_relu", "lstm", "gru", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3",
+     "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_grouped_mm", "grouped_mm"}
+)  # fmt: skip
+"""Types of ops that multiply by several weights each."""
+
+# Products whose framework has other positions, by the framework's name of the op.
 _BY_NAME: Mapping[str, Product] = {
     # TensorFlow gives the extents of the result first, ONNX scale and zero point behind each factor.
     **dict.fromkeys(
@@ -56,7 +63,6 @@ _BY_NAME: Mapping[str, Product] = {
     ),
     "QLinearConv": Product((0, 3), weight=3, bias=8), "QLinearMatMul": Product((0, 3), weight=3),
 }  # fmt: skip
-"""Products whose framework has other positions, by the framework's name of the op."""
 
 
 def are_transposed(attributes: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -73,17 +79,19 @@ def product_of(context: OpContext) -> Product | None:
 
     context: with the `type` that StandardMapping writes.
     """
+    # The framework's name first: one word may have other positions in another framework.
     return _BY_NAME.get(context.get_op_type()) or PRODUCTS.get(context["type"])
 
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([123])d")
 _WINDOWS = {"1": "W", "2": "HW", "3": "DHW"}
 _CHANNELS = {"conv": "OI", "conv_transpose": "IO", "depthwise_conv": "IM"}
+# TensorFlow's order, behind the axes of the window.
 _CHANNELS_LAST = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}
-"""TensorFlow's order, behind the axes of the window."""
 _GROUPS = ("groups", "group", "feature_group_count")
 
 
+# A str, so that tools that know nothing of groups compare it with plain letters.
 class WeightLayout(str):
     """Letters of a weight's axes, of a transposed convolution in groups: I of all groups, M outputs of each.
 
@@ -134,6 +142,7 @@ def convolution_axes(kind: str, groups: int = 1, channels_last: bool = False) ->
         return None
     word, window = convolution[1], _WINDOWS[convolution[2]]
     channels = (_CHANNELS_LAST if channels_last else _CHANNELS)[word]
+    # ATen's and ONNX' transposed weights hold all inputs, and outputs of one group.
     if word == "conv_transpose" and groups > 1:
         channels = channels.replace("O", "M")
     axes = window + channels if channels_last else channels + window
@@ -143,10 +152,12 @@ def convolution_axes(kind: str, groups: int = 1, channels_last: bool = False) ->
 def _product_axes(context: OpContext, index: int) -> str | None:
     """Return the axes of a matrix that is a factor of a product; None of more axes, and of other ops."""
     kind, extents = context["type"], context["shape"](context.get_inputs()[index])
+    # Only ONNX' Gemm says by an attribute whether a linear layer transposes.
     if kind == "linear" and context.get_op_type() != "Gemm":
         return "OI"
     if kind not in MATRIX_PRODUCTS or (kind != "linear" and (extents is None or len(extents) != 2)):
         return None
+    # A factor on the right has inputs first, unless it is transposed; one on the left the reverse.
     side = MATRIX_PRODUCTS[kind].factors.index(index)
     return "OI" if are_transposed(context.get_attrs())[side] == (side == 1) else "IO"
 

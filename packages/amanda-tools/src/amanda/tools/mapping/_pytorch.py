@@ -1,17 +1,91 @@
-"""PyTorch's half of StandardMapping."""
+"""PyTorch's part of StandardMapping, ATen's names beside the vocabulary's, and ops that may run again."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import amanda
 from amanda import OpContext
-from amanda.tools.mapping._construction import part_of
+from amanda.tools.mapping._phases import phase_in_torch
 from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
-from amanda.tools.mapping._pytorch_names import KERNELS, WORDS
+
+_SAME = {
+    "abs": "absolute",
+    "acos": "arccos",
+    "acosh": "arccosh",
+    "adjoint": "matrix_H mH H",
+    "asin": "arcsin",
+    "asinh": "arcsinh",
+    "atan": "arctan",
+    "atan2": "arctan2",
+    "atanh": "arctanh",
+    "batch_norm": "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
+    "_batch_norm_impl_index native_batch_norm_legit batch_norm_with_update",
+    "cat": "concat concatenate",
+    "clamp": "clip",
+    "cross_entropy": "cross_entropy_loss",
+    "div": "divide true_divide",
+    "dropout": "native_dropout _fused_dropout",
+    "embedding_bag": "_embedding_bag _embedding_bag_forward_only",
+    "eq": "equal_to",
+    "erf": "special_erf",
+    "erfc": "special_erfc",
+    "erfinv": "special_erfinv",
+    "exp2": "special_exp2",
+    "expm1": "special_expm1",
+    "ge": "greater_equal",
+    "group_norm": "native_group_norm",
+    "grouped_mm": "_grouped_mm transformers::grouped_mm_fallback",
+    "gt": "greater",
+    "item": "_local_scalar_dense",
+    "layer_norm": "native_layer_norm",
+    "le": "less_equal",
+    "lgamma": "special_gammaln",
+    "log1p": "special_log1p",
+    "log_softmax": "_log_softmax special_log_softmax",
+    "logsumexp": "special_logsumexp",
+    "lt": "less",
+    "matmul": "mm bmm mv dot linalg_matmul",
+    "max_pool1d": "max_pool1d_with_indices",
+    "max_pool2d": "max_pool2d_with_indices",
+    "max_pool3d": "max_pool3d_with_indices",
+    "adaptive_avg_pool2d": "_adaptive_avg_pool2d mkldnn_adaptive_avg_pool2d",
+    "adaptive_avg_pool3d": "_adaptive_avg_pool3d",
+    "mul": "multiply",
+    "ne": "not_equal",
+    "neg": "negative",
+    "nll_loss": "nll_loss_nd nll_loss2d",
+    "permute": "movedim moveaxis",
+    "prelu": "_prelu_kernel prelu_kernel",
+    "reshape": "view view_as reshape_as _reshape_alias reshape_alias _unsafe_view unsafe_view flatten "
+    "unflatten ravel",
+    "rms_norm": "_fused_rms_norm fused_rms_norm",
+    "round": "special_round",
+    "sigmoid": "special_expit",
+    "softmax": "_softmax special_softmax _safe_softmax safe_softmax",
+    "sub": "subtract",
+    "transpose": "t numpy_T mT swapaxes swapdims",
+    "trunc": "fix",
+}
+
+WORDS = {name: word for word, names in _SAME.items() for name in names.split()}
+"""ATen's name to the vocabulary's word, where they differ."""
+
+KERNELS = {
+    "linear": ("addmm", "matmul", "mkldnn_linear"),
+    "rnn_tanh": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn"),
+    "rnn_relu": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn"),
+    "lstm": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn", "lstm_mps"),
+    "transpose": ("permute",),
+    "gru": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn"),
+}
+"""Words of the nodes that compute an op's own gradient, by the op's word."""
+
 
 SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
 _SPATIAL_OP = re.compile(
@@ -25,7 +99,7 @@ _BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of PyTorch."""
     if "shape" not in context:
-        context["phase"] = _phase(context)
+        context["phase"] = phase_in_torch(context)
         _describe_op(context)
     if context.is_backward():
         context["phase"] = "backward"
@@ -88,6 +162,7 @@ def _is_opaque(kind: Any) -> bool | None:
     uninitialized: Any = torch.nn.parameter
     if issubclass(kind, uninitialized.UninitializedTensorMixin):
         return True
+    # DTensors and results of collectives hold plain tensors that tools can reach.
     is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
     overrides: Any = kind.__torch_dispatch__
     is_own = overrides is not torch.Tensor.__torch_dispatch__
@@ -99,51 +174,8 @@ def _is_fake(kind: Any) -> bool:
     return str(kind.__module__) == "torch._subclasses.fake_tensor"
 
 
-def _phase(context: OpContext) -> str:
-    """Return "backward", "optimizer", "construction" or "forward", by the innermost frame that tells."""
-    frame: Any = sys._getframe(1)
-    if _in_backward_pass(frame):
-        return "backward"
-    is_users = False
-    while frame is not None:
-        part = part_of(frame)
-        if part is not None:
-            return "forward" if part == "call" else part
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith("torch.optim."):
-            return "forward" if is_users and _is_differentiated(context) else "optimizer"
-        is_users = is_users or not name.startswith(("torch.", "amanda."))
-        frame = frame.f_back
-    return "forward"
-
-
-def _in_backward_pass(frame: Any) -> bool:
-    """Return True for an op that a Function's backward or a hook calls, not one that is recomputed."""
-    import torch
-
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    function = torch.autograd.function.BackwardCFunction.apply.__code__
-    while frame is not None and frame.f_code is not function:
-        name = frame.f_globals.get("__name__")
-        if name == "torch.utils.checkpoint":
-            return False
-        if name == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward":
-            return True
-        frame = frame.f_back
-    return True
-
-
-def _is_differentiated(context: OpContext) -> bool:
-    """Return True if autograd records the op, as in the closure of an optimizer's step."""
-    import torch
-
-    lists = [value if isinstance(value, list) else [value] for value in context.get_inputs()]
-    are_recorded = (getattr(x, "requires_grad", False) for values in lists for x in values)
-    return torch.is_grad_enabled() and any(are_recorded)
-
-
 def _describe_op(context: OpContext) -> None:
+    """Write the keys of an op that hold in its forward and backward pass."""
     name = context.get_op_type()
     inputs = context.get_inputs()
     in_place = name.endswith("_") and not name.endswith("__")
@@ -186,6 +218,7 @@ def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     if index is None and kind in MATRIX_PRODUCTS:
         factors = [i for i in PRODUCTS[kind].factors if i < len(inputs) and _is_parameter(inputs[i])]
         return factors[0] if len(factors) == 1 else None
+    # Shapes tell apart what is None, a number, or a weight of a lazy module.
     present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
     return index if present else None
 
@@ -208,6 +241,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
     """Axes of the data input: channels first, as everywhere in PyTorch, batched or not."""
     if extents is None:
         return None
+    # Of any rank: (N, C) is the input of BatchNorm1d as well.
     if kind in _NORMS:
         return _BY_RANK.get(len(extents))
     spatial = _SPATIAL_OP.fullmatch(kind)
@@ -218,6 +252,7 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
 
 
 def _describe_backward_op(context: OpContext) -> None:
+    """Write the keys of a backward op; None in their place for a forward op."""
     if context.is_forward():
         context["backward_type"] = context["weight_grad_index"] = None
         return
@@ -282,6 +317,7 @@ _WEIGHT_GRAD_AT = {
 
 
 def _weight_grad_index(context: OpContext, node: str) -> int | None:
+    """Return which gradient of a node is the weight's, in the weight's shape; None without one."""
     weight = context["weight_index"]
     stem, order = _stem_and_order(node)
     if weight is None or order != 1 or context.get_backward_order() != 1:
@@ -290,8 +326,86 @@ def _weight_grad_index(context: OpContext, node: str) -> int | None:
 
 
 def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
+    """Return the position of a gradient in the shape of the weight, by op and node; None without one."""
     if kind in _WEIGHT_GRAD_AT:
         return _WEIGHT_GRAD_AT[kind].get(name)
     if kind in MATRIX_PRODUCTS:
         return weight if word(name) in MATRIX_PRODUCTS else None
     return 1 if kind.startswith("conv") and "conv" in name else None
+
+
+class Rerun(NamedTuple):
+    """The facts of an op that say whether it may run again.
+
+    written: positions of the inputs that the op writes; None for all.  pure: whether the op may run again.
+    random: whether it may draw random numbers.  scratch: positions that it writes and does not read.
+    """
+
+    written: tuple[int, ...] | None = ()
+    pure: bool = False
+    random: bool = False
+    scratch: tuple[int, ...] = ()
+
+
+_STATISTICS = (3, 4)
+_NATIVE = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+)  # fmt: skip
+
+
+def rerun(context: amanda.OpContext) -> None:
+    """Write the `Rerun` of an op into its context as `rerun`: a rule for PyTorch's eager mode."""
+    context["rerun"] = _rerun_facts(context)
+
+
+def _rerun_facts(context: amanda.OpContext) -> Rerun:
+    """Return whether an op may run again, by the schemas of its overloads."""
+    import torch
+
+    inputs, name = context.get_inputs(), context.get_op_type()
+    # `_fused_adam_` and its like write several lists.
+    if context["in_place"]:
+        return Rerun(None if name.startswith("_fused") else (0,))
+    written = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
+    if written:
+        return Rerun(written)
+    native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
+    packet = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
+    if packet is None or not native:
+        return Rerun()
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    schemas = [overload._schema for overload in overloads]
+    mutating = [schema for schema in schemas if schema.is_mutable]
+    # An overload that writes anything but `out` may write any input.
+    if any(not any(argument.is_out for argument in schema.arguments) for schema in mutating):
+        return Rerun(None)
+    # PyTorch tags the overloads that draw random numbers.
+    random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    # While it trains, a normalization writes running averages that its outputs do not depend on.
+    trained = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
+    scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if trained else ()
+    random = random or any(isinstance(value, torch.Generator) for value in inputs)
+    return Rerun(scratch, True, random, scratch)
+
+
+def _is_out_argument(context: amanda.OpContext, value: Any) -> bool:
+    try:
+        return value is not None and context.get_value("out") is value
+    except amanda.AmandaError:
+        return False
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Return a context that hides calls from the user's modes and tensor subclasses."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with ExitStack() as stack:
+        # Leaving modes costs some microseconds, and nearly always there is none.
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.no_grad())
+        yield

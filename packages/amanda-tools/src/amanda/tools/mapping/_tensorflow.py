@@ -1,4 +1,4 @@
-"""TensorFlow's half of StandardMapping; the types of operations are the same in every mode."""
+"""TensorFlow's part of StandardMapping; the types of operations are the same in every mode."""
 
 from __future__ import annotations
 
@@ -7,9 +7,79 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda import OpContext
-from amanda.tools.mapping._construction import in_construction
+from amanda.tools.mapping._phases import in_construction
 from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes
-from amanda.tools.mapping._tensorflow_names import IN_PLACE, PASSES, READS, WORDS
+
+_SAME = {
+    "add": "Add AddV2 AssignAddVariableOp AssignAdd",
+    "sub": "Sub AssignSubVariableOp AssignSub",
+    "mul": "Mul MulNoNan",
+    "div": "Div RealDiv DivNoNan",
+    "floor_divide": "FloorDiv",
+    "remainder": "FloorMod",
+    "amax": "Max",
+    "amin": "Min",
+    "argmax": "ArgMax",
+    "argmin": "ArgMin",
+    "batch_norm": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
+    "bitwise_and": "BitwiseAnd LogicalAnd",
+    "bitwise_not": "Invert LogicalNot",
+    "bitwise_or": "BitwiseOr LogicalOr",
+    "cat": "Concat ConcatV2",
+    "clamp": "ClipByValue",
+    "conv2d": "Conv2D",
+    "conv3d": "Conv3D",
+    "conv_transpose2d": "Conv2DBackpropInput",
+    "conv_transpose3d": "Conv3DBackpropInput Conv3DBackpropInputV2",
+    "cross_entropy": "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
+    "depthwise_conv2d": "DepthwiseConv2dNative",
+    "eq": "Equal",
+    "ge": "GreaterEqual",
+    "getitem": "StridedSlice Slice",
+    "gt": "Greater",
+    "le": "LessEqual",
+    "leaky_relu": "LeakyRelu",
+    "log_softmax": "LogSoftmax",
+    "lt": "Less",
+    "matmul": "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3",
+    "max_pool2d": "MaxPool MaxPoolV2 MaxPoolWithArgmax",
+    "max_pool3d": "MaxPool3D",
+    "avg_pool2d": "AvgPool",
+    "avg_pool3d": "AvgPool3D",
+    "ne": "NotEqual",
+    "permute": "Transpose",
+    "setitem": "ResourceStridedSliceAssign",
+    "squeeze": "Squeeze",
+    "stack": "Pack",
+    "to": "Cast",
+    "unbind": "Unpack",
+    "unsqueeze": "ExpandDims",
+    "where": "Select SelectV2",
+}
+
+_LOWERED = (
+    "Abs Acos Acosh Asin Asinh Atan Atan2 Atanh Ceil Cos Cosh Einsum Elu Erf Erfc Exp Expm1 Floor Lgamma "
+    "Log Log1p Maximum Mean Minimum Neg Pow Prod Reciprocal Relu Relu6 Reshape Round Rsqrt Selu Sigmoid Sign "
+    "Sin Sinh Softmax Softplus Softsign Split Sqrt Square Sum Tan Tanh Tile"
+)
+
+WORDS = {name: word for word, names in _SAME.items() for name in names.split()} | {
+    name: name.lower() for name in _LOWERED.split()
+}
+"""TensorFlow's type of an operation to the vocabulary's word, where there is one."""
+
+IN_PLACE = frozenset({
+    "AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp", "Assign", "AssignAdd", "AssignSub",
+    "ResourceStridedSliceAssign",
+})  # fmt: skip
+"""Types that write their result into the variable that is their first input."""
+
+READS = frozenset({"ReadVariableOp", "VariableV2", "Variable"})
+"""Types that give what a variable holds."""
+
+PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
+"""Types that give all of their first input, in another form maybe."""
+
 
 _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
 
@@ -46,8 +116,10 @@ def _makes_a_model(context: OpContext) -> bool:
 
 
 def _describe_op(context: OpContext) -> None:
+    """Write the keys of an op that hold in its forward and backward pass."""
     name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
     kind = WORDS.get(name, name)
+    # Gather is an embedding only if it reads a table that is trained.
     if name in ("GatherV2", "Gather") and is_parameter(context, inputs, 0):
         kind = "embedding"
     weight = weight_index(context, kind, inputs)
@@ -83,6 +155,7 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
     if index in context.get_parameters():
         return True
     steps, value = 0, inputs[index]
+    # A bound, since a graph may lead through ops without end.
     while steps < 8:
         try:
             op = value.op
@@ -98,6 +171,7 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
 
 def _groups(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> int:
     """Return the number of groups of a convolution, which TensorFlow takes from shapes."""
+    # TensorFlow has no attribute of groups: the kernel has fewer input channels than the data.
     kernel = shape(inputs[weight])
     channels = layout(kind, attributes).index("C")
     if kind.startswith("depthwise"):
@@ -112,11 +186,13 @@ def _extents_of_transposed(sizes: Any) -> Sequence[int | None] | None:
     """Return the extents of the result of a transposed convolution, its first input, as far as known."""
     import tensorflow as tf
 
+    # The first input is the shape of the result, often known only in part.
     extents = tf.get_static_value(sizes, partial=True)
     return None if extents is None else tuple(None if extent is None else int(extent) for extent in extents)
 
 
 def _describe_backward_op(context: OpContext) -> None:
+    """Write the keys of a backward op; None in their place for a forward op."""
     if context.is_forward():
         context["backward_type"] = context["weight_grad_index"] = None
         return
@@ -134,6 +210,7 @@ def backward_type(name: str, kind: str) -> str:
     What computes the op's own gradient has the op's word, e.g. "conv2d_backward"; a part of it has the
     word of its own: "sum_backward" in the backward of add.  "accumulate_grad" adds gradients up.
     """
+    # Gradients of a value with several readers are summed by AddN.
     if name == "AddN":
         return "accumulate_grad"
     word = WORDS.get(name, name)
@@ -141,6 +218,7 @@ def backward_type(name: str, kind: str) -> str:
 
 
 def _weight_grad_index(context: OpContext, name: str) -> int | None:
+    """Return which gradient of an operation is the weight's; None without one."""
     kind, weight = context["type"], context["weight_index"]
     if weight is None:
         return None
@@ -153,6 +231,7 @@ def _weight_grad_index(context: OpContext, name: str) -> int | None:
 
 def _is_gradient_of_factor(context: OpContext, weight: int) -> bool:
     """Return True if a product in the gradient of a product is the gradient of this factor."""
+    # Newer versions mark the products of a gradient; without the mark each may be the weight's.
     for name in (("grad_a", "grad_x"), ("grad_b", "grad_y"))[weight]:
         try:
             return bool(context.get_backward_op().get_attr(name))

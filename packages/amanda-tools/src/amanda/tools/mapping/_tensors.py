@@ -21,9 +21,11 @@ def backend_of(value: Any) -> str:
 
 @cache
 def _framework_of_class(kind: Any) -> str | None:
+    """Return the framework that a class of tensors derives from; None of others."""
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
     framework = next((root for root in roots if root in _FRAMEWORKS), None)
     if framework is not None:
+        # autoray knows only the module of the class itself, which for a subclass is the user's.
         register_backend(kind, framework)
     return framework
 
@@ -53,6 +55,7 @@ def local(tensor: Any) -> Any:
         return tensor
     import torch
 
+    # The local part must not take part in the program's autograd.
     with torch.no_grad():
         if hasattr(tensor, "to_local"):
             tensor = tensor.detach().to_local()
@@ -73,6 +76,7 @@ def distributed(tensor: Any, like: Any, placed: bool = False) -> Any:
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
 
+    # Unchecked: each rank computes the same tensor, and a check would be a collective.
     mesh = like.device_mesh
     dtensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return dtensor.redistribute(mesh, like.placements) if placed else dtensor
@@ -96,6 +100,7 @@ def share(tensors: Any) -> float:
             part = local(tensor).numel() / whole if whole else 1.0
             sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
             for placement, size in sizes:
+                # Each rank has a value of full size, but computed one share of the sum.
                 part /= size if placement.is_partial() else 1
             return float(part)
     return 1.0

@@ -12,7 +12,6 @@
 Weights are random, except those of files: nothing is downloaded.
 """
 
-from amanda.tools.models._inputs import Input, ModelError
-from amanda.tools.models._subject import KINDS, Subject, is_model, made
+from amanda.tools.models._subject import KINDS, Input, ModelError, Subject, is_model, made
 
 __all__ = ["KINDS", "Input", "ModelError", "Subject", "is_model", "made"]

@@ -16,9 +16,9 @@ from amanda.tools.models import made
 @click.option(
     "--input-shape", "shapes", multiple=True, metavar="[NAME=]N,N,...", help="The shape of an input."
 )
-@click.option("--backward", is_flag=True, help="Run the backward pass, too, from ones at each output.")
+@click.option("--backward", is_flag=True, help="Also run the backward pass, from gradients of 1.")
 @click.option("--device", default="cpu", help="cpu, cuda, or meta: shapes without values, for large models.")
-@click.option("--steps", default=1, type=click.IntRange(min=1), help="How often it runs.")
+@click.option("--steps", default=1, type=click.IntRange(min=1), help="Number of runs.")
 def _command(model: str, shapes: Sequence[str], backward: bool, device: str, steps: int) -> int:
     """Run a model with random weights on random inputs."""
     subject = made(model, shapes, backward, device)

@@ -1,20 +1,84 @@
-"""A model by its word: found by the word's kind, with inputs, ready to run."""
+"""A model by its word: its inputs, and the model ready to run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, did_you_mean
 from amanda.options import Name, checked
-from amanda.tools.models._inputs import Input, ModelError
+from amanda.tools.libraries import numpy as np
+
+_SHAPE = re.compile(r"(?:(?P<name>[^=]+)=)?(?P<sizes>\d+([,x]\d+)*)?")
+
+
+class ModelError(AmandaError, ValueError):
+    """A model that was named cannot be made, or does not run on its inputs."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a model.
+
+    below: of whole numbers, the least that is too large; 0 for numbers of [0, 1).  dtype: as numpy calls it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    below: int = 0
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(map(str, self.shape))})"
+
+    def value(self, random: Any) -> Any:
+        """Return an array of random numbers.  random: a generator of numpy."""
+        if self.below:
+            return random.integers(0, self.below, self.shape).astype(self.dtype)
+        return np.asarray(random.random(self.shape)).astype(self.dtype)
+
+
+def reshaped(inputs: Sequence[Input], shapes: Iterable[str]) -> list[Input]:
+    """Return the inputs with the shapes of the command line: "2,3,224,224", or "NAME=2,64".
+
+    A shape without a name is for the first input.  Raises ModelError for other text and unknown names.
+    """
+    inputs_by_name = {entry.name: entry for entry in inputs}
+    for text in shapes:
+        match = _SHAPE.fullmatch(text)
+        if match is None:
+            raise ModelError(f"--input-shape {text} is no shape; give sizes, as in 2,3,224,224 or NAME=2,64")
+        name = match["name"] or inputs[0].name
+        if name not in inputs_by_name:
+            raise ModelError(
+                f"--input-shape {text}: the model has no input {name!r}; {did_you_mean(name, inputs_by_name)}"
+            )
+        sizes = re.split("[,x]", match["sizes"]) if match["sizes"] else []
+        inputs_by_name[name] = replace(inputs_by_name[name], shape=tuple(map(int, sizes)))
+    return list(inputs_by_name.values())
+
 
 KINDS = ("hf", "timm", "torch", "keras", "onnx")
 """Words before the colon of a model's name."""
 _FILES = {".onnx": "onnx", ".keras": "keras"}
+
+
+class Request(NamedTuple):
+    """A model as the command line asks for it.
+
+    word: all of it.  name: what is behind the kind.  options, shapes, backward, device: as `made` takes them.
+    """
+
+    word: str
+    name: str
+    options: Mapping[str, Any]
+    shapes: Sequence[str]
+    backward: bool
+    device: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +105,7 @@ class Subject:
         try:
             self.call()
         except Exception as error:
+            # A tool's error keeps its notes; the model is not to blame.
             if isinstance(error, AmandaError) or getattr(error, "__notes__", None):  # of a tool
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -73,10 +138,10 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
         )
     if device != "cpu" and kind in ("keras", "onnx"):
         raise ModelError(f"--device {device} is for models of PyTorch, {word} runs where {kind} puts it")
-    name, options = _split(model_name)
-    module = {"hf": "_hf", "timm": "_timm", "torch": "_torch"}.get(kind, f"_{kind}")
-    maker: Callable[..., Subject] = import_module(f"amanda.tools.models.{module}").made
-    return maker(word, name, options, shapes, backward=backward, device=device)
+    # The loaders, and what they import, are only for processes that make a model.
+    from amanda.tools.models._loaders import LOADERS
+
+    return LOADERS[kind](Request(word, *_split(model_name), shapes, backward, device))
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:
@@ -101,6 +166,7 @@ def library(name: str, word: str, package: str = "") -> Any:
     try:
         return import_module(name)
     except Exception as error:  # a binary that does not fit raises other errors than ImportError
+        # Another name would be of a package that the library itself needs.
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ModelError(
                 f"{word} needs {package}, which is not installed: pip install {package}"

@@ -1,15 +1,17 @@
-"""Floating tensors: NaN and Inf in them, summaries, and the recorded inputs of an op."""
+"""Floating tensors of ops: what they hold, what inputs held before an op wrote them, and PyTorch's part."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cache, partial, reduce
 from math import isfinite, isnan, prod
 from operator import or_
 from typing import Any, NamedTuple
 from weakref import ref
 
-from amanda.tools.kit import OpTensor, op_tensors, tensors_of
+import amanda
+from amanda.tools.kit import OpTensor, RequiredNames, op_tensors, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import made_of, number_of
@@ -41,6 +43,7 @@ class Summary(NamedTuple):
         finite_count = prod(map(int, numbers.shape)) - nan - inf
         if finite_count == 0:
             return cls(shape, dtype, nan, inf)
+        # where, not a selection: the elements stay on their device, in an array of a known shape.
         infinite = do("full_like", numbers, float("inf"))
         least = float(do("min", do("where", finite, numbers, infinite)))
         most = float(do("max", do("where", finite, numbers, -infinite)))
@@ -75,6 +78,7 @@ def nonfinite_flags(tensor: Any, inf: bool) -> int:
     if isfinite(total) or not (inf or isnan(total)):
         return 0
     numbers = tensors.stored_values(tensor, widen=True)
+    # A sum is NaN for Inf - Inf too, so the elements are asked.
     flags = NAN if isnan(total) and bool(do("any", do("isnan", numbers))) else 0
     return flags | (INF if inf and bool(do("any", do("isinf", numbers))) else 0)
 
@@ -89,6 +93,7 @@ def are_finite(values: Sequence[Any]) -> bool:
         return False
     small: dict[Any, list[Any]] = {}
     for array in arrays:
+        # Small arrays are joined: a call of NumPy takes longer than their arithmetic.
         row, kind = array.ravel(), array.dtype
         if row.size <= _SMALL:
             small.setdefault(kind, []).append(row)
@@ -97,12 +102,13 @@ def are_finite(values: Sequence[Any]) -> bool:
     return all(_is_finite(np.concatenate(rows)) for rows in small.values())
 
 
+# Elements below which it pays to look at arrays together.
 _SMALL = 1024
-"""Elements below which it pays to look at arrays together."""
 
 
 def _is_finite(row: Any) -> bool:
     is_single = row.dtype == np.float32  # BLAS takes several threads for other types
+    # A product with itself reads the memory once and makes no array, unlike isfinite.
     return isfinite(abs(row.dot(row) if is_single else tensors_of(row).total(row)))
 
 
@@ -110,8 +116,8 @@ Dtype = Callable[[Any], str | None]
 """Returns the name of a tensor's element type, None of any other value."""
 
 _FLOATING = ("float", "bfloat", "half", "complex")
+# Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
-"""Version of an inference tensor, which does not count writes."""
 
 
 def floating(
@@ -185,6 +191,7 @@ class InputRecorder:
     def record(self, values: Sequence[Any]) -> RecordedInputs:
         """Record the inputs of an execution that begins."""
         references = _references(values)
+        # From the second execution on, only inputs that the op writes are looked at beforehand.
         written = self._written
         if written is None and not any(isinstance(leaf, tuple) for leaf in _flatten(references)):
             written = self._written = frozenset()  # tensors that no op writes
@@ -194,7 +201,9 @@ class InputRecorder:
                 if written is None or leaf.flat_index in written:
                     flags[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._inf)
         if self._in_place and references:
+            # The op writes over this tensor, and the finding shows what it was before.
             references[0] = self._copy_floats(values[0])
+        # In eager mode the caller holds its inputs; a second reference would keep memory longer.
         return RecordedInputs(references, flags, () if self._is_eager else values)
 
     def _copy_floats(self, value: Any) -> Any:
@@ -213,6 +222,7 @@ class InputRecorder:
 
         unread: returns the positions of inputs that the execution does not read.
         """
+        # What was written without having been looked at counts as finite: nobody can tell any more.
         unseen = {i: 0 for i in _written_indices(inputs.values) if i not in inputs.flags}
         values = [_restore_value(value) for value in inputs.values]
         for position in unread(values):
@@ -230,6 +240,7 @@ def _references(values: Sequence[Any]) -> list[Any]:
             references.append(_references(value))
         else:
             version = _version(value)
+            # The version tells later whether the tensor still holds what the op read.
             references.append(value if version is None else (ref(value), version))
     return references
 
@@ -238,6 +249,7 @@ _NUMBERS = frozenset({int, float, bool, type(None), slice})
 
 
 def _version(value: Any) -> int | None:
+    """Return PyTorch's count of writes into a tensor; None of tensors that have none."""
     if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
         return None
     try:
@@ -262,8 +274,99 @@ def _is_written(tensor: ref[Any], version: int) -> bool:
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the leaves of nested lists."""
     for value in values:
         if isinstance(value, list):
             yield from _flatten(value)
         else:
             yield value
+
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.nan",
+    "torch",
+    "torch:_C._functorch.is_functorch_wrapped_tensor",
+    "torch:_C._functorch.is_legacy_batchedtensor",
+    "torch:Tensor._version",
+)
+
+_SCALER = "torch.amp.grad_scaler"
+_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def write_torch_roles(context: amanda.OpContext) -> None:
+    """Write `loss_scale`, `are_finite`, `saved` and `unread`.
+
+    loss_scale: "scale" where a GradScaler scales a loss, "check" where it looks at gradients.
+    are_finite: returns True only if all elements of some values are finite, and quickly.
+    saved: of a backward op, returns the tensors that the node under way has saved.
+    unread: of a forward op, returns the positions of inputs that an execution writes and does not read.
+    """
+    context["are_finite"] = _sum_test()
+    if context.is_backward():
+        context["saved"] = saved_tensors_of_node
+    if context.is_forward():
+        scales = context["type"] == "mul" and _is_called_by_scaler()
+        is_check = context.get_op_type() == _CHECK
+        context["loss_scale"] = "check" if is_check else "scale" if scales else None
+        context["unread"] = partial(_running_statistics_positions, context.get_input_names())
+
+
+def _running_statistics_positions(names: Sequence[str], values: Sequence[Any]) -> tuple[int, ...]:
+    """Return where the running statistics are that a normalization updates from its batch."""
+    is_updated = any(
+        name in ("training", "train", "use_input_stats") and value is True
+        for name, value in zip(names, values, strict=False)
+    )
+    return tuple(i for i, name in enumerate(names) if is_updated and name in ("running_mean", "running_var"))
+
+
+def saved_tensors_of_node() -> list[Any] | None:
+    """Return what autograd's node under way has saved; None where hooks give a saved tensor once only."""
+    import torch
+
+    node: Any = torch._C._current_autograd_node()
+    # PyTorch has no other list of what a native node saved.
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    # Nodes of autograd.Function save by one attribute, native ones by one for each tensor.
+    if hasattr(type(node), "saved_tensors"):
+        names.append("saved_tensors")
+    try:
+        with amanda.disabled():
+            return [getattr(node, name) for name in names]
+    except Exception:  # a checkpoint's, which recomputes a tensor for one reader
+        return None
+
+
+def _is_called_by_scaler() -> bool:
+    """Return True if a GradScaler calls the op under way."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _SCALER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _sum_test() -> Callable[[Sequence[Any]], bool]:
+    """Return a function that returns True if values are plain tensors of float32, each with a finite sum."""
+    _REQUIRED.check()
+    import torch
+
+    kinds, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
+    functions: Any = torch._C._functorch
+    is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
+
+    def are_finite(values: Sequence[Any]) -> bool:
+        for tensor in values:
+            if type(tensor) not in kinds or tensor.dtype is not float32 or tensor.layout is not strided:
+                return False
+            # A sum of these would fail, or be that of many calls of a transform.
+            if tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
+                return False
+            if not isfinite(tensor.sum().item()):
+                return False
+        return True
+
+    return are_finite

@@ -43,7 +43,9 @@ class Finding:
         """Return the finding that `to_dict` described."""
         sides = {side: content[side].items() for side in ("inputs", "outputs")}
         summaries = {
-            side: {int(i): Summary.from_dict(fields) for i, fields in items} for side, items in sides.items()
+            # Keys of JSON are text.
+            side: {int(i): Summary.from_dict(fields) for i, fields in items}
+            for side, items in sides.items()
         }
         return made_of(cls, {**content, **summaries})
 
@@ -106,6 +108,7 @@ class NanResult(Result):
     @property
     def first(self) -> Finding | None:
         """Return the first op that produced NaN, else the first that produced Inf, which may be intended."""
+        # NaN first: Inf is often meant, as in masks of attention.
         return next(
             (finding for finding in self.findings if finding.makes_nan), next(iter(self.findings), None)
         )
@@ -200,6 +203,7 @@ class ScaledBackward:
         if not self.is_open or finding.phase != "backward":
             return False
         overflow = (
+            # With a scale that is too large, gradients are Inf first, and NaN where two of them cancel.
             isinstance(finding, Entered)
             or not finding.makes_nan
             or any(summary.inf for summary in finding.inputs.values())

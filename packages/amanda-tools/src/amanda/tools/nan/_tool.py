@@ -15,7 +15,6 @@ from amanda.options import PositiveInt, checked
 from amanda.tools.kit import OpTensor, leaves, remarks_on_packed_inputs
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
-from amanda.tools.nan import _pytorch
 from amanda.tools.nan._floats import (
     NAN,
     Dtype,
@@ -25,9 +24,11 @@ from amanda.tools.nan._floats import (
     are_finite,
     floating,
     nonfinite_flags,
+    write_torch_roles,
 )
 from amanda.tools.nan._result import Entered, Finding, NanResult, ScaledBackward
 
+# Types of ops that only copy or view their inputs, even memory that is not initialised.
 _MOVING_OPS = frozenset(
     """
     Identity IdentityN StopGradient alias as_strided cat clone contiguous copy detach expand expand_as flip
@@ -35,15 +36,15 @@ _MOVING_OPS = frozenset(
     transpose type type_as unbind unsqueeze
     """.split()
 )
-"""Types of ops that only copy or view their inputs, even memory that is not initialised."""
 
 
+# Types of TensorFlow's operations that give what a variable holds, without being given its handle.
 _READING_OPS = frozenset({"VariableV2", "Variable"})
-"""Types of TensorFlow's operations that give what a variable holds, without being given its handle."""
 
+# Element types of TensorFlow's handles of what variables, lists, iterators and optional values hold.
 _HANDLES = ("resource", "variant")
-"""Element types of TensorFlow's handles of what variables, lists, iterators and optional values hold."""
 
+# Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen.
 _CALLING_OPS = frozenset(
     """
     Case For If Loop PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall StatelessCase
@@ -51,7 +52,6 @@ _CALLING_OPS = frozenset(
     custom_vjp_call jit pjit remat scan shard_map while
     """.split()
 )
-"""Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
 
 
 class NotFiniteError(AmandaError, ArithmeticError):
@@ -68,7 +68,7 @@ def _read_all(values: Sequence[Any]) -> Collection[int]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Op:
+class _CheckedOp:
     """An op, the recorder of its inputs, and the paths of the parameters among its inputs, by position.
 
     dtype: `dtype` of StandardMapping.  moves: True if it only copies or views inputs.  reads: True if it
@@ -114,17 +114,20 @@ class NanTool(amanda.Tool):
         self._stop, self._inf, self._limit = stop, inf, limit
         self.clear()
         self._packed: dict[str, None] = {}  # what is not read
-        self._running: dict[tuple[int, _Op], RecordedInputs] = {}  # by thread and op, while the op runs
-        self.depends_on(StandardMapping(), MappingTool([["pytorch", _pytorch.roles]]))
-        self.add_inst_for_op(self._forward)
+        self._running: dict[
+            tuple[int, _CheckedOp], RecordedInputs
+        ] = {}  # by thread and op, while the op runs
+        self.depends_on(StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
+        self.add_inst_for_op(self._instrument_forward)
         if backward:
-            self.add_inst_for_op(self._backward, backward=True)
+            self.add_inst_for_op(self._instrument_backward, backward=True)
 
     @property
     def result(self) -> NanResult:
         """Return the ops that produced NaN or Inf so far."""
         pending = self._scaled.pending
         findings = [*self._findings, *(finding for finding in pending if isinstance(finding, Finding))]
+        # Ops that run bodies give NaN because an op in the body does, which is the better finding.
         if not findings and not self._entered:
             findings = self._findings_of_callers
         dropped = self._dropped + max(len(findings) - self._limit, 0)
@@ -145,10 +148,12 @@ class NanTool(amanda.Tool):
         self._flags_of_forward: dict[int, int] = {}
         self._scaled = ScaledBackward()
 
-    def _forward(self, context: amanda.OpContext) -> None:
+    def _instrument_forward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a forward op, and those that follow the scale of a loss."""
         if context["type"] in UNINITIALISED:
             return
         role = context.get("loss_scale")
+        # This op undoes the scale and looks for overflows, which the scaler expects.
         if role == "check":
             context.insert_before_op(self._note_flag, inputs=[1])
             context.insert_after_op(self._end_scaled, outputs=[])
@@ -157,7 +162,7 @@ class NanTool(amanda.Tool):
             context.insert_after_op(self._begin_scaled, outputs=[])
         kind, dtype, is_eager = context["type"], context["dtype"], context.is_eager()
         self._packed.update(dict.fromkeys(remarks_on_packed_inputs(context)))
-        op = _Op(
+        op = _CheckedOp(
             context["phase"], kind, context.get_scope(), context.get_source(), dtype,
             InputRecorder(dtype, self._inf, context["in_place"], is_eager),
             context.get("are_finite", _unknown), _parameter_paths(context),
@@ -172,13 +177,14 @@ class NanTool(amanda.Tool):
             context.insert_before_op(self._begin_in_graph, op=op, begins=True)
             context.insert_after_op(self._end_in_graph, op=op)
 
-    def _backward(self, context: amanda.OpContext) -> None:
+    def _instrument_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routines that check a backward op."""
         kind, dtype, is_eager = context["backward_type"], context["dtype"], context.is_eager()
         if kind == "accumulate_grad":
             return
         recorder = InputRecorder(dtype, self._inf, in_place=False, is_eager=is_eager)
         are_finite = context.get("are_finite", _unknown)
-        op = _Op(
+        op = _CheckedOp(
             "backward", kind, context.get_scope(), context.get_source(), dtype, recorder, are_finite,
             reads=not is_eager and _reads_handle(context, context.get_grad_outputs() or ()),
             calls=not is_eager and context.get_backward_op().__name__ in _CALLING_OPS,
@@ -192,43 +198,47 @@ class NanTool(amanda.Tool):
             context.insert_after_backward_op(self._end_in_graph, op=op)
 
     @amanda.observer
-    def _begin(self, *values: Any, op: _Op) -> None:
+    def _begin(self, *values: Any, op: _CheckedOp) -> None:
         self._running[get_ident(), op] = op.recorder.record(
             values
         )  # an eager op ends on the thread it began on
 
     @amanda.observer
-    def _end(self, *values: Any, op: _Op) -> None:
+    def _end(self, *values: Any, op: _CheckedOp) -> None:
         self._check_outputs(values, self._running.pop((get_ident(), op), None), op)
 
     @amanda.observer
-    def _begin_in_graph(self, *values: Any, op: _Op, run: dict[Any, Any], begins: bool) -> None:
+    def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
         run[op] = op.recorder.record(values)
 
     @amanda.observer
-    def _end_in_graph(self, *values: Any, op: _Op, run: dict[Any, Any]) -> None:
+    def _end_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any]) -> None:
         self._check_outputs(values, run.pop(op, None), op)
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
     def _check_executions(self, executions: Executions) -> None:
+        """Check a batch of executions at once; one by one if any of them is not finite."""
         pairs = executions.prepared(_ExecutionPairs)
+        # Sums of squares may overflow, which only means that elements are looked at.
         with np.errstate(all="ignore"):
             if are_finite(executions.tensors):
                 self._executions += pairs.ends
                 for execution in executions if self._flags_of_forward else ():
                     self._flags_of_forward.pop(execution.kwargs["op"].op_id, None)
+                # Their inputs, recorded in an earlier call, are not needed: the outputs are finite.
                 for i in pairs.ended:
                     executions[i].run.pop(executions[i].kwargs["op"], None)
             else:
                 self._check_each(executions)
         for i in pairs.begun:
-            op: _Op = executions[i].kwargs["op"]
+            op: _CheckedOp = executions[i].kwargs["op"]
             executions[i].run[op] = op.recorder.record(executions[i].values)
 
     def _check_each(self, executions: Executions) -> None:
-        begun: dict[_Op, Observed] = {}
+        """Check the executions of a batch one by one."""
+        begun: dict[_CheckedOp, Observed] = {}
         for execution in executions:
-            op: _Op = execution.kwargs["op"]
+            op: _CheckedOp = execution.kwargs["op"]
             if "begins" in execution.kwargs:
                 begun[op] = execution
                 continue
@@ -241,7 +251,8 @@ class NanTool(amanda.Tool):
                 inputs = inputs if begin is None else op.recorder.record(begin.values)
                 self._check_outputs(execution.values, inputs, op)
 
-    def _check_outputs(self, values: Sequence[Any], recorded: RecordedInputs | None, op: _Op) -> None:
+    def _check_outputs(self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp) -> None:
+        """Add a finding if an execution gave NaN or Inf that it did not read."""
         execution, self._executions = self._executions, self._executions + 1
         if recorded is not None:
             op.recorder.note_writes(recorded)
@@ -255,11 +266,13 @@ class NanTool(amanda.Tool):
             return
         written = Floats.of(values, op.dtype, self._inf)
         read = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
+        # The NaN was in the variable before, whoever wrote it there.
         if written.flags & NAN and not read.flags & NAN and op.reads:
             read = written
         before, after = read.flags, written.flags
         if op.saved is None:
             self._flags_of_forward[op.op_id] = before | after
+        # A backward op multiplies by what was saved, which is among its inputs too.
         elif after & ~before:
             before |= self._saved_flags(op)
         if (after & NAN and not before & NAN) or not before:
@@ -273,11 +286,12 @@ class NanTool(amanda.Tool):
                     raise NotFiniteError(finding)
         else:
             self._passed_on += 1
+        # An op that only moves elements names no source; the op that reads them will.
         if after & NAN and not op.moves:
             self._name_sources(op, execution, read)
             self._has_nan_begun = True
 
-    def _saved_flags(self, op: _Op) -> int:
+    def _saved_flags(self, op: _CheckedOp) -> int:
         """Return flags of a backward op's saved tensors, or of its forward op's last inputs and outputs."""
         assert op.saved is not None
         saved = op.saved()
@@ -285,12 +299,13 @@ class NanTool(amanda.Tool):
             return self._flags_of_forward.get(op.op_id, 0)
         return Floats.of(saved, op.dtype, self._inf).flags
 
-    def _note_unread(self, op: _Op, tensor: OpTensor, reason: str) -> None:
+    def _note_unread(self, op: _CheckedOp, tensor: OpTensor, reason: str) -> None:
         role = "gradient" if op.phase == "backward" else "output"
         named = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
         self._packed[named] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
+        """Keep a finding up to the limit, or defer it; raise NotFiniteError if the tool stops."""
         if self._scaled.defer(finding):
             return
         if isinstance(finding, Entered):
@@ -303,11 +318,12 @@ class NanTool(amanda.Tool):
         if self._stop:
             raise NotFiniteError(finding)
 
-    def _name_sources(self, op: _Op, execution: int, inputs: Floats) -> None:
+    def _name_sources(self, op: _CheckedOp, execution: int, inputs: Floats) -> None:
         """Report the parameters with NaN, and the inputs with NaN that no instrumented op produced."""
         for i, flags in inputs.holds.items():
             position = inputs.tensors[i].position
             path = op.parameters.get(position)
+            # Once an op gave NaN, a NaN input is most likely its work, and not the program's.
             if not flags & NAN or (path is None and self._has_nan_begun):
                 continue
             side = "gradient" if op.phase == "backward" else "input"
@@ -327,9 +343,11 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _end_scaled(self, run: dict[str, Any]) -> None:
+        """Keep or drop the findings of a scaled backward pass, which is over."""
         is_skipped = bool(run.pop("found_inf"))
         for finding in self._scaled.end(is_skipped):
             self._add_finding(finding)
+        # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings:
             self._has_nan_begun = False
 
@@ -343,7 +361,7 @@ class _ExecutionPairs:
     def __init__(self, executions: Sequence[Observed]) -> None:
         self.ends = 0
         self.ended: list[int] = []
-        begun: dict[_Op, int] = {}
+        begun: dict[_CheckedOp, int] = {}
         for i, execution in enumerate(executions):
             if "begins" in execution.kwargs:
                 begun[execution.kwargs["op"]] = i

@@ -7,18 +7,22 @@ remove_unread(model.graph)
 save_onnx(model, Path("smaller.onnx"))
 """
 
-from amanda.tools.onnx_graph._files import add_note, inlined, opset_of, read_onnx, save_onnx
-from amanda.tools.onnx_graph._nodes import (
+from amanda.tools.onnx_graph._graph import (
+    add_note,
     attribute_of,
     bodies_of,
     captures_of,
     constant_of,
     first_output_of,
+    inlined,
     names_in,
+    opset_of,
     read_in,
+    read_onnx,
     reads_of,
     remove_attribute,
     remove_unread,
+    save_onnx,
     set_attribute,
 )
 

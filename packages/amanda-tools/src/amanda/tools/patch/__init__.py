@@ -7,8 +7,7 @@ with amanda.apply(PatchTool("model.layers.1", set=clean, positions=-1)):
     model(other)
 """
 
-from amanda.tools.patch._region import PatchError, Region
-from amanda.tools.patch._result import Patched, PatchResult, PatchSweep
+from amanda.tools.patch._result import Patched, PatchError, PatchResult, PatchSweep, Region
 from amanda.tools.patch._tool import PatchTool, patch_sweep
 
 __all__ = ["PatchError", "PatchResult", "PatchSweep", "PatchTool", "Patched", "Region", "patch_sweep"]

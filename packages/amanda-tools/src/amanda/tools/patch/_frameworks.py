@@ -37,6 +37,7 @@ BY_KEYWORD = (
     "keyword: select the output of what makes them, or give the type of an op in the module"
 )
 _NAME = re.compile(r"amanda_(input|output)_(\d+)(_\d+)?$")
+# A point in the wrapper as well would change the value twice.
 _WRAPPERS = frozenset(
     {"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
      "CheckpointWrapper", "OffloadWrapper", "AveragedModel", "DeepSpeedEngine", "PeftModel", "BaseTuner"}
@@ -60,6 +61,8 @@ def point_rules() -> MappingTool:
 
 def copied(tensor: Any) -> Any:
     """Return a copy that later writes into a tensor do not change; it takes part in autodiff."""
+    # `clone` of PyTorch has a gradient; an array of NumPy has `copy`, and arrays of JAX are never written
+    # into.
     if hasattr(tensor, "clone"):
         return tensor.clone()
     return tensor.copy() if hasattr(tensor, "flags") else tensor  # NumPy's; others are never written into
@@ -81,6 +84,7 @@ def _write_pytorch_point(context: amanda.OpContext) -> None:
 
 
 def _write_tensorflow_point(context: amanda.OpContext) -> None:
+    """Write the point that an Identity is, by its name or by the point under way."""
     context["reaches_values"] = context.is_eager()
     if context.get_op_type() == "Identity":
         match = _NAME.search(getattr(context.get_op(), "name", None) or "")
@@ -94,6 +98,7 @@ class Points:
         self.side = side
         self._lock, self._stack = threading.Lock(), ExitStack()
         self._watched: list[tuple[Collection[str], bool]] = []
+        # Weak: a module must not live on because a tool once watched it.
         self._has_points: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self.by_keyword: set[str] = set()
         """Paths of modules whose calls gave no tensor by position."""
@@ -106,12 +111,15 @@ class Points:
     def open(self, ends: Collection[str], changes: bool) -> None:
         """Watch modules, by patterns of the last parts of their paths."""
         with self._lock:
+            # Hooks are global: there is one set for all tools, while at least one watches.
             if not self._watched:
                 self.by_keyword.clear()
                 with ExitStack() as stack:
                     for framework, watch in _WATCHERS.items():
+                        # What is not imported has no module to watch.
                         if framework in sys.modules:
                             watch(stack, self)
+                    # Only now: if one framework's hooks fail, those registered before are removed again.
                     self._stack = stack.pop_all()
             self._watched.append((ends, changes))
             self._has_points.clear()
@@ -126,14 +134,17 @@ class Points:
 
     def has_points(self, module: Any) -> bool:
         """Return True if the current call of a PyTorch module has points."""
+        # Outside of scopes, and while instrumentation is off, modules run as they are.
         if interceptor.active() is None:
             return False
         has_points = self._has_points.get(module)
         if has_points is None:
+            # Only the last part of a path is tested here, cheaply; the tool tests whole paths at analysis.
             ends = {path.rpartition(".")[2] for path in _paths(module)}
             patterns = [pattern for ends, _ in self._watched for pattern in ends]
             has_points = (
                 not ends
+                # The wrapped module is selected by the wrapper's path, which has another end.
                 or not ends.isdisjoint(_WRAPPED)
                 or any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
             )
@@ -143,6 +154,7 @@ class Points:
 
 def _paths(module: Any) -> list[str]:
     """Return the paths of a module of PyTorch in the model that is being called."""
+    # The outermost module that is being called: paths are relative to it.
     root = next(iter(interceptor.subjects()), module)
     return [path for path, submodule in root.named_modules(remove_duplicate=False) if submodule is module]
 
@@ -184,6 +196,7 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
         return copied_op(tensor, index, number) if points.copies else point_op(tensor, index, number)
 
     def pass_tensors(module: Any, value: Any) -> Any:
+        # None leaves the value as it is.
         return None if isinstance(module, wrappers) else _pass_through(value, torch.Tensor, point, [0])
 
     def pass_in_python(module: Any, value: Any) -> Any:
@@ -210,6 +223,7 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
             dynamo.eval_frame.skip_code(function.__code__)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+    # Hooks of all modules, not of one: modules that are made later have points as well.
     register = modules.register_module_forward_hook if number else modules.register_module_forward_pre_hook
     stack.callback(register(forward_hook if number else pre_hook).remove)
 
@@ -220,8 +234,10 @@ def _pytorch_ops() -> tuple[Any, Any]:
     import torch
 
     make: Any = torch.library.Library
+    # A fragment, so that a second import of this module may define ops beside the first.
     library = make("amanda_tools", "FRAGMENT")
     library.define("point(Tensor(a) x, int index, int side) -> Tensor(a)")
+    # Composite: autograd, vmap and compilers see the alias inside, and need no rule for this op.
     library.impl("point", lambda x, index, side: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
     library.define("copied_point(Tensor x, int index, int side) -> Tensor")
     library.impl("copied_point", lambda x, index, side: x.clone(), "CompositeImplicitAutograd")
@@ -234,6 +250,8 @@ _libraries: list[Any] = []
 
 
 def _wrapper_classes(kind: type) -> list[type]:
+    """Return the subclasses of a class that only wrap a module, at any depth."""
+    # By the names of classes, found below Module: the libraries that define them are not imported here.
     heirs: list[type] = type.__subclasses__(kind)
     below = [cls for heir in heirs for cls in (heir, *_wrapper_classes(heir))]
     return [cls for cls in below if cls.__name__ in _WRAPPERS]
@@ -248,12 +266,14 @@ def _watch_keras(stack: ExitStack, points: Points) -> None:
     side = points.side
 
     def point(tensor: Any, index: int) -> Any:
+        # In eager mode an op has no name: the point under way is noted for the rule.
         before, _current.point = _current.point, (side, index)
         try:
             return tf.identity(tensor, name=f"amanda_{side}_{index}")
         finally:
             _current.point = before
 
+    # The class's call, since Keras has no hook for all layers.
     original = Operation.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,118 @@
-"""Results: the points of a tool, and the metrics of a sweep."""
+"""Results of interventions: the region that they change, the points of a tool, the metrics of a sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from amanda.errors import AmandaError
+from amanda.tools.libraries import numpy as np
 from amanda.tools.results import Column, PlottedResult, Result, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+
+class PatchError(AmandaError, ValueError):
+    """An option is not valid, a value does not fit, or nothing was selected."""
+
+
+class Region(NamedTuple):
+    """Token positions along an axis, and attention heads, which are equal parts of the last axis.
+
+    positions, heads: None for all; negative numbers count from the end.  num_heads: of the last axis.
+    """
+
+    positions: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    num_heads: int | None = None
+    axis: int = 1
+
+    @classmethod
+    def of(
+        cls, positions: Sequence[int] | int | None, heads: Sequence[int] | int | None, num_heads: int | None,
+        axis: int,
+    ) -> Region:  # fmt: skip
+        """Return the region of these options; raise PatchError for contradictory options."""
+        region = cls(_as_tuple(positions), _as_tuple(heads), num_heads, axis)
+        if region.heads is not None:
+            if num_heads is None or num_heads < 1:
+                raise PatchError(
+                    f"heads is {heads}, num_heads is {num_heads}; give num_heads, the number of all heads"
+                )
+            invalid = [head for head in region.heads if not -num_heads <= head < num_heads]
+            if invalid:
+                raise PatchError(f"heads has {invalid[0]}; there are {num_heads}, counted from 0")
+        return region
+
+    @property
+    def is_all(self) -> bool:
+        """True for a region that is the whole tensor."""
+        return self.positions is None and self.heads is None
+
+    def mask(self, shape: Sequence[int], name: str) -> NDArray[np.bool_] | None:
+        """Return True for elements in the region, to be broadcast; None if no position exists.
+
+        name: of the tensor, for errors.  Raises PatchError for a shape without such an axis or heads.
+        """
+        # Extents of 1 broadcast, so the mask is as large as what is selected alone.
+        mask = np.ones([1] * len(shape), bool)
+        if self.positions is not None:
+            if not -len(shape) <= self.axis < len(shape):
+                raise PatchError(f"{name} has shape {tuple(shape)}, which lacks axis {self.axis}")
+            size = shape[self.axis]
+            # A later step of `generate` has one token: positions of the prompt do not exist there.
+            existing = [position for position in self.positions if -size <= position < size]
+            if not existing:
+                return None
+            mask = mask & _axis_mask(self.axis, size, existing, len(shape))
+        if self.heads is not None:
+            assert self.num_heads is not None
+            width, remainder = divmod(shape[-1] if shape else 0, self.num_heads)
+            if remainder or not width:
+                raise PatchError(f"{name} has shape {tuple(shape)}; {self.num_heads} heads do not divide it")
+            columns = [
+                # Negative heads count from the end.
+                (head % self.num_heads) * width + column
+                for head in self.heads
+                for column in range(width)
+            ]
+            mask = mask & _axis_mask(-1, shape[-1], columns, len(shape))
+        return mask
+
+
+def _axis_mask(axis: int, size: int, indices: Sequence[int], rank: int) -> NDArray[np.bool_]:
+    """Return a mask with True at indices of one axis, which broadcasts along the others."""
+    row = np.zeros(size, bool)
+    row[list(indices)] = True
+    extents = [1] * rank
+    extents[axis] = size
+    return row.reshape(extents)
+
+
+def is_value(value: Any, depth: int = 0) -> bool:
+    """Return True for a number, a tensor, or lists and dicts of these, as `set`, `add` and `scale` take."""
+    if isinstance(value, (Mapping, list)) and depth < 2:
+        parts = list(value.values()) if isinstance(value, Mapping) else value
+        return bool(parts) and all(is_value(part, depth + 1) for part in parts)
+    if isinstance(value, np.generic) or not hasattr(value, "shape"):
+        # A truth value is a number in Python, and most likely a mistake here.
+        return isinstance(value, Real) and not isinstance(value, bool)
+    return (
+        getattr(value, "dtype", None) is not None
+        and str(value.dtype) not in ("object", "bool")
+        and not (isinstance(value, np.ndarray) and value.dtype.kind in "OUSVMmb")
+    )
+
+
+def _as_tuple(numbers: Sequence[int] | int | None) -> tuple[int, ...] | None:
+    if numbers is None:
+        return None
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
 @dataclass(eq=False)
@@ -87,6 +189,7 @@ class PatchSweep(PlottedResult):
         columns = list(dict.fromkeys(row[1] for row in self._rows))
         metrics = {row[:2]: row[2] for row in self._rows}
         table = [[metrics[module, column] for column in columns] for module in modules]
+        # The same reach on both sides, so that white is the metric without an intervention.
         reach = max((abs(row[2] - self.baseline) for row in self._rows), default=0.0) or 1.0
         image = axes.imshow(
             table, cmap="RdBu", aspect="auto", vmin=self.baseline - reach, vmax=self.baseline + reach

@@ -21,8 +21,7 @@ from amanda.tools.patch._frameworks import (
     point_rules,
     requires_gradient,
 )
-from amanda.tools.patch._region import PatchError, Region, is_value
-from amanda.tools.patch._result import Patched, PatchResult, PatchSweep
+from amanda.tools.patch._result import Patched, PatchError, PatchResult, PatchSweep, Region, is_value
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
 
@@ -37,24 +36,23 @@ Value: TypeAlias = (
 
 
 class PatchTool(amanda.Tool):
-    """Save or change tensors at points of a model; `saved` holds saved values, `result` is a table.
+    """Save or change tensors at modules or ops; `saved` holds the saved values, `result` lists the points.
 
-    points: paths of modules whose own calls are the points: "model.layers.1", "model.layers.*", where `*`
-        stands within a part; "" is the model.  side: the "output" of the calls, or the "input", their
-        positional arguments.  index: number of the tensor, counted through nested tuples and dicts; None for
-        all.
-    type: words of StandardMapping or names of the framework.  The points are then the ops of these types, in
-        the modules of `points` and in their submodules.
-    module, exclude: globs of paths of modules: points, or ops, that are of a module or lie in it, and those
-        to leave out.  Without `points` and `type` the points are the calls of all modules in `module`.
-    set: the new value.  add: the summand.  scale: the factor.  At most one of the three; without any, values
-        are saved.  A value is a number, nan and inf too, a tensor that broadcasts, a list with a value for
-        each execution, a dict of these by point name, or a `PatchTool` that has saved values.
-    positions: along `axis`, the axis of tokens; negative ones count from the end.  heads: numbers of heads,
-        which are `num_heads` equal parts of the last axis.  None for all.
+    points: paths of modules whose calls are the points: "model.layers.1", "model.layers.*", where `*` matches
+        no dot; "" is the model.  side: the "output" of the calls, or the "input", their positional arguments.
+    index: position of the tensor after nested tuples and dicts are flattened; None for all.
+    type: op types, as StandardMapping or the framework names them.  The points are then the ops of these
+        types, in the modules of `points` and in their submodules.
+    module, exclude: globs of module paths; only points in `module` and not in `exclude` are used.  Without
+        `points` and `type` the points are the calls of all modules in `module`.
+    set: the new value.  add: a value to add.  scale: a factor.  Give at most one; without any, values are
+        saved.  A value is a number (or nan, inf), a tensor that broadcasts, a list with one value for each
+        execution, a dict from point names to these, or a `PatchTool` that has saved values.
+    positions: indices to change along `axis`, the token axis; negative indices count from the end.  heads:
+        indices of heads to change, of `num_heads` equal parts of the last axis.  None for all.
     steps: executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
-    differentiable: include changes and saved values in autodiff.  By default a gradient passes a changed
-        value unchanged.
+    differentiable: include changes and saved values in autodiff.  By default the gradient of a changed value
+        goes to the old value.
 
     Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
     """
@@ -99,6 +97,7 @@ class PatchTool(amanda.Tool):
         self._is_point = type is None
         self._points = (ModulePaths if self._is_point else Paths)("points", points)
         self._selection = Selection(type, module, exclude=exclude)
+        # Modules test the ends alone: `*` when points are not given.
         self._ends = tuple(path.rpartition(".")[2] for path in self._points.patterns or ("*",))
         self._differentiable = differentiable
         self._paths: dict[str, None] = {}
@@ -106,7 +105,8 @@ class PatchTool(amanda.Tool):
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = {}
-        self._is_trained = any(map(requires_gradient, _tensors_in(self._value)))
+        value = self._value.saved if isinstance(self._value, PatchTool) else self._value
+        self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
         if self._is_trained and not differentiable:
             self._warn(
                 f"the value of {self._edit} requires a gradient and gets none: give differentiable=True"
@@ -146,6 +146,7 @@ class PatchTool(amanda.Tool):
             arrays = [np.asarray(tensors_of(value).to_numpy(value), np.float64) for value in values]
             sums = [array.sum(tuple(axes), keepdims=True) for array in arrays]
             count = sum(array.size // total.size for array, total in zip(arrays, sums, strict=True))
+            # In float64, as a sum over many tokens loses bits in half precision.
             means[name] = tensors_of(values[0]).cast(sum(sums) / count, values[0])
         return means
 
@@ -158,10 +159,12 @@ class PatchTool(amanda.Tool):
         """Remove the points; raise PatchError if ops ran, and nothing was selected."""
         if self._is_point:
             POINTS[self._side].close(self._ends, self._edit != "save")
+        # An exception of the program goes on its way; a scope without ops says nothing about the selection.
         if not self._records and self._paths and sys.exc_info()[0] is None:
             raise PatchError(self._nothing_selected())
 
     def _nothing_selected(self) -> str:
+        """Return the text of the error for options that selected nothing."""
         options = [str(self._points) if self._points.patterns is not None else "", str(self._selection)]
         selection = " and ".join(filter(None, options))
         paths = sorted({path[:end] for path in self._paths for end in _prefix_ends(path)} - {""})
@@ -178,6 +181,7 @@ class PatchTool(amanda.Tool):
         return self._points(path) and self._selection.has_path(path)
 
     def _analyze_op(self, context: amanda.OpContext) -> None:
+        """Insert the routines of an op that is a selected point, or has selected tensors."""
         paths = context.get_scopes()
         self._paths.update(dict.fromkeys(paths))
         is_selected = self._points(*paths) and self._selection.fits(context)
@@ -196,6 +200,7 @@ class PatchTool(amanda.Tool):
                     self._insert_routine(context, self.place(context), position, position)
 
     def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
+        """Insert the routine that saves or changes a tensor, with the record of its point."""
         name = f"{place}[{index}]" if index else place
         key = context.get_op_id(), index
         if key not in self._records:
@@ -208,10 +213,12 @@ class PatchTool(amanda.Tool):
             )
         routine: Any = self._save_value if self._edit == "save" else self._change_value
         if self._differentiable:
+            # A function of its own: the mark would stay on the method, for all tools.
             routine = amanda.differentiable(_unbind(routine))
         elif self._edit == "save":
             routine = amanda.observer(_unbind(routine))
         keywords: dict[str, Any] = {"record": self._records[key]}
+        # Ops of graphs do not run again in a backward pass, so executions are counted without `run`.
         if not context.is_eager():
             keywords["run"] = None
         if self._is_point or self._side == "output":
@@ -220,19 +227,25 @@ class PatchTool(amanda.Tool):
             context.insert_before_op(routine, inputs=[position], **keywords)
 
     def _save_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> None:
+        """Save a copy of a value, if its execution is selected."""
         step = execution_number(record, run, recomputed)
         if not recomputed and (self._steps is None or step in self._steps):
+            # Detached, so that a saved value does not keep the graph of the whole pass alive.
             tensor = value if self._differentiable else tensors_of(value).detach(value)
             self.saved.setdefault(record.point, []).append(copied(tensor))
 
     def _change_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
+        """Return the changed value; None for an execution or a region that is not selected."""
         step = execution_number(record, run, recomputed)
-        if (self._steps is not None and step not in self._steps) or not self._is_active(record):
+        if (self._steps is not None and step not in self._steps) or (
+            self.only is not None and record.point not in self.only
+        ):
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
         mask = self.region.mask(shape, record.point)
         if mask is None:
+            # Counted once, though a checkpoint runs the op twice.
             record.skipped += not recomputed
             return None
         operand = self._operand_at(record.point, step)
@@ -240,6 +253,7 @@ class PatchTool(amanda.Tool):
         record.changed += not recomputed
         changed = self._apply_edit(value, operand)
         if self._edit == "set" or not self.region.is_all:
+            # For `set` also where all is selected: the operand broadcasts to the shape of the value.
             changed = tensors.where(tensors.beside(mask, value), changed, value)
         if self._differentiable and self._is_trained and not getattr(changed, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
@@ -274,11 +288,10 @@ class PatchTool(amanda.Tool):
             f"at {op}; {advice}"
         )
 
-    def _is_active(self, record: Patched) -> bool:
-        return self.only is None or record.point in self.only
-
     def _apply_edit(self, value: Any, operand: Any) -> Any:
+        """Return the value with the operand set, added or multiplied."""
         if self._edit == "scale":
+            # A plain number scales without a cast, which would round it to the element type first.
             return value * (tensors_of(value).cast(operand, value) if hasattr(operand, "shape") else operand)
         cast = tensors_of(value).cast(operand, value)
         return value + cast if self._edit == "add" else cast
@@ -302,6 +315,7 @@ class PatchTool(amanda.Tool):
         return value
 
     def _warn(self, text: str) -> None:
+        """Log a remark, and keep it for the result, once."""
         sentence = text[0].upper() + text[1:] + "."
         if sentence not in self._remarks:
             self._remarks[sentence] = None
@@ -310,11 +324,6 @@ class PatchTool(amanda.Tool):
 
 def _prefix_ends(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
-
-
-def _tensors_in(value: Any) -> list[Any]:
-    """Return the tensors in a value of an option."""
-    return leaves([value.saved if isinstance(value, PatchTool) else value], structures=True)
 
 
 def _unbind(method: Any) -> Any:
@@ -349,6 +358,7 @@ def patch_sweep(
     along = "positions" if positions else "heads" if heads else None
     places: Sequence[int | None] = positions or heads or [None]
     tool = PatchTool(points, **options)
+    # No point changes while the baseline runs; the points are known afterwards.
     tool.only = frozenset()
     rows = []
     with amanda.apply(tool):
@@ -357,6 +367,7 @@ def patch_sweep(
         for name in names:
             for place in places:
                 positioned, headed = (place, None) if along == "positions" else (None, place)
+                # Read at each execution, so that nothing is analysed anew for each place.
                 tool.only, tool.region = frozenset([name]), Region.of(positioned, headed, num_heads, axis)
                 tool.clear()
                 rows.append((name, place, check_number(metric(), metric, PatchError)))

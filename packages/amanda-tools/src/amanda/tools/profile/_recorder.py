@@ -27,6 +27,7 @@ class DeviceClock:
 
     def __init__(self, record: Callable[[Any], Any]) -> None:
         self._record = record
+        # Events are used again: to create one takes microseconds of the driver.
         self._free: list[Any] = []
         self._pending: deque[tuple[OpProfile, Any, Any]] = deque()
 
@@ -39,6 +40,7 @@ class DeviceClock:
         end_event = None if begin_event is None else self.begin(profile)
         if end_event is not None:
             self._pending.append((profile, begin_event, end_event))
+        # Without a wait: only events that the device has passed already are read.
         while len(self._pending) > self.PENDING_LIMIT and self._pending[0][2].query():
             self._read_oldest()
 
@@ -53,7 +55,9 @@ class DeviceClock:
         self._pending.clear()
 
     def _read_oldest(self) -> None:
+        """Add the time between the oldest two events to their op."""
         profile, begin_event, end_event = self._pending.popleft()
+        # Milliseconds of an event become nanoseconds.
         profile.device = (profile.device or 0) + round(1e6 * begin_event.elapsed_time(end_event))
         self._free += (begin_event, end_event)
 
@@ -78,6 +82,7 @@ class KernelProfiler:
             return None
         import torch
 
+        # The range is an object that ends with its last reference, also if the op raises.
         return torch.ops.profiler._record_function_enter_new(f"{RANGE}{profile.index}", None)
 
     def end(self, profile: OpProfile, profiler_range: Any) -> None:
@@ -89,9 +94,11 @@ class KernelProfiler:
 
     def stop(self, places: Sequence[OpProfile]) -> None:
         """Stop torch.profiler if it runs, and add the kernels in the ranges of each op to the op."""
+        # Taken first, so that an exception below does not stop it twice.
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
+        # torch.profiler's state is one of the thread that started it.
         if get_ident() != self._thread:
             self.obstacle = "the result was read on another thread than torch.profiler began on"
             return
@@ -107,6 +114,7 @@ class KernelProfiler:
         import torch
 
         enabled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        # A second profile would end the program's own.
         if enabled and not self.obstacle:  # a second profile would end the first
             self.obstacle = "another profile was running already"
         if self.obstacle:
@@ -124,7 +132,9 @@ def kernels_in_ranges(events: Iterable[Any]) -> Iterator[tuple[int, str, str, in
     A kernel is the index of the innermost range around it, its name, device, and nanoseconds without those of
     operators within.
     """
+    # Time of a kernel on a GPU is the kernel's; on a CPU an operator's time without the operators within.
     for event in events:
+        # An operator of ATen calls others: the innermost range of an op owns the kernels of all of them.
         outer = event.cpu_parent
         while outer is not None and not outer.name.startswith(RANGE):
             outer = outer.cpu_parent
@@ -180,7 +190,7 @@ Probe = DeviceClock | KernelProfiler
 
 
 @dataclass(slots=True, eq=False)
-class _OpenExecution:
+class _StartedExecution:
     """An execution under way.
 
     inside: time of the ops within.  overhead: time of the routines at these.  begun: results of the probes.
@@ -221,7 +231,8 @@ class Recorder:
             clock.clear()
         self.memory.clear()
         self.log = ExecutionLog(self._limit)
-        self._open: defaultdict[int, deque[_OpenExecution]] = defaultdict(partial(deque, maxlen=DEEPEST))
+        # One stack for each thread: ops nest within a thread.  Bounded, as an op that raises never ends.
+        self._open: defaultdict[int, deque[_StartedExecution]] = defaultdict(partial(deque, maxlen=DEEPEST))
         self._first = self._step
         self._begin_step()
 
@@ -231,6 +242,7 @@ class Recorder:
         A lower number than before means that earlier steps were counted too soon.  Then the records so far
         count as one step, or are dropped if there is a schedule.
         """
+        # `Steps` may learn late that what it took for steps were parts of one.
         before, self._step = self._step, number
         if number < before:
             self._first = min(self._first, number)
@@ -243,6 +255,7 @@ class Recorder:
     def _begin_step(self) -> None:
         """Begin the step of the schedule, and start or stop recording with it."""
         present = self._step - self._first
+        # Nothing changes: this runs ahead of each op that may begin a step.
         if self.log.number == present:
             return
         was, self.recording = self.recording, self.schedule.records(present)
@@ -265,6 +278,7 @@ class Recorder:
     def nested_routines(self, place: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
         """Return routines for an op that begins and ends on one thread, nested in other ops."""
 
+        # Next to the op, inside of the routines of all tools, whose time is not the op's.
         @amanda.innermost
         def begin(*, recomputed: bool = False) -> None:
             if not self.recording:
@@ -272,17 +286,20 @@ class Recorder:
             profile = self.recomputation(place) if recomputed else place
             stack = self._open[get_ident()]
             entered = perf_counter_ns() if stack else 0
-            execution = _OpenExecution(profile)
+            # Made before the clock is read, as everything else that is not the op's time.
+            execution = _StartedExecution(profile)
             # probes begin before the clock is read, so that their time is not the op's
             if probes:
                 execution.begun = [probe.begin(profile) for probe in probes]
             if stack:
                 stack[-1].overhead += perf_counter_ns() - entered
             stack.append(execution)
+            # The last statement: what comes after it would count as the op's time.
             execution.begin = perf_counter_ns()
 
         @amanda.innermost
         def end(*, recomputed: bool = False) -> None:
+            # The first statement, for the same reason.
             now = perf_counter_ns()
             profile = self.recomputation(place) if recomputed else place
             thread = get_ident()
@@ -298,6 +315,7 @@ class Recorder:
             if probes:
                 for probe, begun in zip(probes, execution.begun, strict=True):
                     probe.end(profile, begun)
+            # Routines at the ops within are not the op's time.
             took = now - execution.begin - overhead
             profile.add(took, execution.inside + inside)
             self.log.add(profile, execution.begin, now, thread)
@@ -318,6 +336,7 @@ class Recorder:
         @amanda.innermost
         def begin(*_: Any, run: dict[Any, Any]) -> None:
             if self.recording:
+                # By run: several sessions may run a graph at once, and each has its own queue of begins.
                 run.setdefault(place, deque()).append(perf_counter_ns())
 
         @amanda.innermost
@@ -328,6 +347,7 @@ class Recorder:
                 start = begun.popleft()
                 place.add(now - start, 0)
                 self.log.add(place, start, now, GRAPH)
+            # An op without inputs has no begin: it is counted without time.
             elif not is_fed and self.recording:
                 place.calls += 1
 
@@ -337,6 +357,7 @@ class Recorder:
 def floor(samples: int = 200) -> float:
     """Return the nanoseconds that the routines measure for an empty op: the least that a row can show."""
     place = OpProfile("forward", "", "", "")
+    # A recorder of its own: the measurement must not appear in a profile.
     recorder = Recorder(Schedule(), samples)
     begin, end = recorder.nested_routines(place)
     for _ in range(samples):

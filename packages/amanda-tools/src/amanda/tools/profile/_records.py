@@ -62,10 +62,12 @@ class OpProfile:
         self.calls += 1
         self.timed += 1
         self.total += took
+        # Ops within ran on other threads, or in a graph, so that their time cannot be subtracted.
         if not self.runs_others:
             self.own += took - inside
         if took > self.most:
             self.most = took
+        # 0 stands for none so far: the first execution sets the least.
         if took < self.least or self.timed == 1:
             self.least = took
 
@@ -100,6 +102,7 @@ def summed(places: Sequence[OpProfile]) -> OpProfile:
     return sums
 
 
+# A device's text is built anew at each call, which is slower than the rest of a routine.
 name_of = cache(str)
 """Return the name of a device."""
 
@@ -149,10 +152,13 @@ class DeviceMemory:
 
     def change_bytes(self, owner: OpProfile, size: int, when: int | None = None) -> None:
         """Add to the live bytes of an op; size: negative for freed bytes.  when: None for now."""
+        # `changed` has what happened since the peak: the owners at the peak are those of now less these
+        # changes.
         self.owned[owner] += size
         self.changed[owner] += size
         self.alive += size
         if self.recording:
+            # Only an allocation can raise the peak.
             if size > 0:
                 self.note_peak()
             if len(self.history) < self.limit:
@@ -168,6 +174,7 @@ class DeviceMemory:
 
     def note_peak(self) -> None:
         """Set the peak to the present bytes if these are more."""
+        # Also an equal peak: the latest of equal ones has the fewest changes since.
         if self.peak is None or self.alive >= self.peak:
             self.peak = self.alive
             self.changed.clear()
@@ -228,8 +235,10 @@ class StorageTracker:
             self.process_deaths()
         alive = self._alive
         for storage in storages:
+            # PyTorch has one Python object for a storage as long as that lives, so its id is a key.
             key, size = id(storage), storage.nbytes()
             live = alive.get(key)
+            # An id is used again once its storage is gone, maybe before the death was processed.
             if live is not None and live.reference() is storage:
                 if live.size != size:  # resized in place
                     live.device.change_bytes(live.owner, size - live.size)
@@ -240,6 +249,7 @@ class StorageTracker:
             if device is None:
                 peak = 0 if self._recording else None
                 device = self.devices[name] = DeviceMemory(name, self._limit, self._recording, peak)
+            # The callback holds the queue, not the tracker, which may be dropped before.
             reference = weakref.ref(storage, partial(_note_death, self._dead, key))
             alive[key] = _LiveStorage(reference, size, maker or device.older_tensors, device)
             if maker is None:
@@ -254,6 +264,7 @@ class StorageTracker:
         while self._dead:
             key, when = self._dead.popleft()
             live = self._alive.get(key)
+            # Else the id belongs to a new storage already.
             if live is not None and live.reference() is None:
                 del self._alive[key]
                 live.device.change_bytes(live.owner, -live.size, when)
@@ -338,6 +349,7 @@ class ExecutionLog:
 
     def add(self, place: OpProfile, begin: int, end: int, thread: int) -> None:
         """Add an execution to the step, and to the log if there is room."""
+        # Executions end in another order than they begin: an outer op ends last.
         if self._begin is None or begin < self._begin:
             self._begin = begin
         if end > self._end:
@@ -345,6 +357,7 @@ class ExecutionLog:
         if not self._room:
             self.dropped += 1
             return
+        # Full logs count what they drop, so that the result can tell.
         self._room -= 1
         self._numbers.extend((place.index, begin, end - begin, thread))
         if thread not in self.threads:

@@ -69,11 +69,13 @@ class ModuleResult(Result):
 
 
 def _self_time(places: Iterable[OpProfile], phase: str | None = None) -> int:
+    # Self time, as the total of an outer op has that of the ops within.
     return sum(place.own for place in places if phase in (None, place.phase))
 
 
 def _enclosing_paths(module: str) -> Sequence[str]:
     """Return a module's path and those of the modules around it, outermost first."""
+    # TensorFlow's scopes have slashes, PyTorch's paths dots.
     parts = [part for part in module.replace("/", ".").split(".") if part]
     return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
 
@@ -172,10 +174,12 @@ class ProfileResult(KeyedResult):
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
         """Return a copy of the records of a recorder."""
+        # Copies: the recorder goes on, and a result stays as it is.
         copies = {place: summed([place]) for place in recorder.places.values()}
         places, log, devices = list(copies.values()), recorder.log, recorder.memory.devices.values()
         peaks = []
         for peak in (device.at_peak() for device in devices if device.peak):
+            # Parameters and older tensors are no ops, and have no copy yet.
             owners = [(copies.get(owner) or summed([owner]), size) for owner, size in peak.owners]
             peaks.append(replace(peak, owners=owners))
             for owner, size in owners:
@@ -244,6 +248,7 @@ class ProfileResult(KeyedResult):
         """Return the sum of this profile and those of other runs or ranks, with the timeline of this one."""
         results = (self, *profiles)
         equal: dict[tuple[str, ...], list[OpProfile]] = {}
+        # Timelines of several runs have clocks of their own, and are not merged.
         for place in (op for result in results for op in result.places):
             equal.setdefault((*place.names.values(), place.name), []).append(place)
         return replace(
@@ -343,6 +348,7 @@ def _names_in_file(place: OpProfile) -> dict[str, str]:
 
 
 def _op_from_dict(content: Mapping[str, Any]) -> OpProfile:
+    """Return the profile of an op in a file."""
     names = {key: content[key] for key in (*KEYS, "name")}
     numbers = {field: content[name] for field, name in _NUMBERS.items() if name in content}
     ids = {"id": int(content["id"], 16), "op_id": int(content["of"], 16)}

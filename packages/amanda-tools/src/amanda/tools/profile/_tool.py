@@ -1,23 +1,235 @@
-"""The tool: measures the time of ops, and the memory of their outputs."""
+"""The tool: measures the time of ops and the memory of their outputs, by facts that rules write."""
 
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any
 
 import amanda
 from amanda.options import NonNegativeInt, checked
-from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.kit import RequiredNames, leaves
+from amanda.tools.mapping import MappingTool, StandardMapping, itemsize
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
-from amanda.tools.profile._records import OpProfile
+from amanda.tools.profile._records import OpProfile, name_of
 from amanda.tools.profile._result import ProfileResult
-from amanda.tools.profile._rules import RULES, MeasuringFacts
 from amanda.tools.steps import Steps
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.profile",
+    "torch",
+    "torch:UntypedStorage._cdata",
+    "torch:_C.DisableTorchFunction",
+    "torch:_C._autograd._top_saved_tensors_default_hooks",
+    "torch:_C._functions.AccumulateGrad._sequence_nr",
+    "torch:autograd._get_sequence_nr",
+    "torch:autograd._profiler_enabled",
+    "torch:ops.profiler._record_function_enter_new",
+    "torch:ops.profiler._record_function_exit._RecordFunction",
+)
+
+
+@dataclass(frozen=True)
+class MeasuringFacts:
+    """Facts about an op that measuring needs; a rule writes them to `context["profile"]`.
+
+    passes: the op only passes values on, and is not measured.  parallel: it runs beside other ops.
+    runs_others: it runs ops that are measured too.  ranges: torch.profiler sees the op's kernels.
+    gpu: the device of the op.  record: record an event in the queue of the device.
+    storages: return the memory of values.  saved: return the memory that a forward op saves for its backward
+    pass, from the outputs and the result of `sequence` before the op.
+    nbytes: return the bytes of outputs; where the end of tensors cannot be observed.
+    untimed: why an op with `passes` has no time; "" for an op that moves values.
+    """
+
+    passes: bool = False
+    parallel: bool = False
+    runs_others: bool = False
+    ranges: bool = False
+    gpu: str | None = None
+    record: Callable[[Any], Any] | None = None
+    storages: Callable[[Iterable[Any]], list[Any]] | None = None
+    saved: Callable[[Iterable[Any], int], list[Any]] | None = None
+    sequence: Callable[[], int] | None = None
+    nbytes: Callable[[Iterable[Any]], int] | None = None
+    untimed: str = ""
+
+
+def _default_facts(context: amanda.OpContext) -> None:
+    context.setdefault("profile", MeasuringFacts())
+
+
+def _pytorch_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of PyTorch; a backward op has those of its forward op."""
+    if context.is_backward():
+        return
+    _REQUIRED.check()
+    context["profile"] = MeasuringFacts(
+        ranges=True, gpu=_gpu_of(context.get_inputs()), record=_record_event,
+        storages=_storages_of, saved=_storages_saved_since, sequence=_next_sequence_number,
+    )  # fmt: skip
+
+
+def _gpu_of(inputs: Iterable[Any]) -> str | None:
+    """Return the GPU of an op's tensors; None for other devices."""
+    import torch
+
+    # Ops without inputs, such as `randn`, name their device by a generator or a device.
+    types = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
+    for value in leaves(inputs):
+        device = value.device if isinstance(value, types) else value
+        if isinstance(device, torch.device) and device.type == "cuda":
+            return name_of(device)
+    return None
+
+
+def _record_event(event: Any) -> Any:
+    """Record an event, a new one for None, in the current stream; return None while a graph is captured."""
+    from torch import cuda
+
+    # An event recorded into a graph would be recorded at every replay.
+    if cuda.is_current_stream_capturing():
+        return None
+    event = event or cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _storages_of(values: Iterable[Any]) -> list[Any]:
+    """Return the storages of the tensors in values, also in lists."""
+    torch = _torch()
+    storages: list[Any] = []
+    with torch._C.DisableTorchFunction():
+        for tensor in leaves(values):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            try:
+                storage = tensor.untyped_storage()
+                storage.nbytes()
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse, or a wrapper without memory of its own
+            storages.append(storage)
+    return storages
+
+
+@cache
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _next_sequence_number() -> int:
+    """Return the sequence number of the next autograd node on this thread."""
+    return int(_torch().autograd._get_sequence_nr())
+
+
+def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
+    """Return the storages that the nodes of an op, from a sequence number on, saved for the backward pass.
+
+    Nodes of Python functions, and saved tensors that hooks pack, are skipped:
+    reading these would run code of the program.
+    """
+    torch, present = _torch(), _next_sequence_number()
+    # The number has not changed: the op made no node, and so saved nothing.
+    if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return []
+    saved_values: list[Any] = []
+    visited: set[Any] = set()
+    with torch._C.DisableTorchFunction():
+        nodes = [tensor.grad_fn for tensor in leaves(outputs) if isinstance(tensor, torch.Tensor)]
+        while nodes:
+            node = nodes.pop()
+            # Older nodes belong to other ops.
+            if node is None or node in visited or not since <= node._sequence_nr() < present:
+                continue
+            visited.add(node)
+            saved_values += _saved_values(node)
+            nodes += [tensor for tensor, _ in node.next_functions]
+    return _storages_of(saved_values)
+
+
+def _saved_values(node: Any) -> Iterator[Any]:
+    """Yield the values that an autograd node has saved."""
+    kind: Any = type(node)
+    for name in _saved_attributes(kind):
+        try:
+            yield getattr(node, name)
+        except RuntimeError:  # freed, or written into since
+            continue
+
+
+@cache
+def _saved_attributes(kind: Any) -> Sequence[str]:
+    # PyTorch's generated nodes have their saved values under this prefix.
+    return [name for name in vars(kind) if name.startswith("_saved_")]
+
+
+_SHARED = frozenset(
+    {"ExpandDims", "Identity", "IdentityN", "Placeholder", "PlaceholderWithDefault", "PreventGradient",
+     "ReadVariableOp", "Reshape", "Snapshot", "Squeeze", "StopGradient"}
+)  # fmt: skip
+"""Types of TensorFlow's operations whose outputs share the memory of their inputs."""
+
+_CALLS = frozenset(
+    {"Case", "If", "MapDefun", "PartitionedCall", "RemoteCall", "StatefulPartitionedCall", "StatelessCase",
+     "StatelessIf", "StatelessWhile", "SymbolicGradient", "While"}
+)  # fmt: skip
+"""Types of operations that run other operations, which have times of their own."""
+
+_FLOW = frozenset(
+    {"ControlTrigger", "Enter", "Exit", "LoopCond", "Merge", "NextIteration", "RefEnter", "RefExit",
+     "RefMerge", "RefNextIteration", "RefSwitch", "Switch", "_SwitchN"}
+)  # fmt: skip
+"""Types of version 1's control flow, which pass values on."""
+
+
+def _tensorflow_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of TensorFlow."""
+    kind = context.get_op_type() if context.is_forward() else str(context.get_backward_op().__name__)
+
+    shape, dtype = context["shape"], context["dtype"]
+
+    def nbytes(values: Iterable[Any]) -> int:
+        sizes = ((shape(tensor) or (), itemsize(dtype(tensor)) or 0) for tensor in leaves(values))
+        return 0 if kind in _SHARED else sum(prod(extents) * width for extents, width in sizes)
+
+    context["profile"] = MeasuringFacts(
+        # Operations of a graph run beside each other on a pool of threads.
+        passes=kind in _FLOW,
+        parallel=not context.is_eager(),
+        runs_others=kind in _CALLS,
+        nbytes=nbytes,
+    )
+
+
+_COMPILED = (
+    "have no time, because XLA compiled and fused them: jax.profiler.trace measures the program, "
+    "and outside of jit each op is measured"
+)
+
+
+def _jax_facts(context: amanda.OpContext) -> None:
+    """Write the facts of an op of JAX: one that is traced under jit has no time of its own."""
+    import jax
+
+    values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
+    # Under jit an op runs once, as it is traced, and then never by itself.
+    is_traced = any(isinstance(value, jax.core.Tracer) for value in leaves(values))
+    context["profile"] = MeasuringFacts(passes=True, untimed=_COMPILED) if is_traced else MeasuringFacts()
+
+
+RULES: Sequence[Sequence[Any]] = (
+    ("*", _default_facts), ("pytorch", _pytorch_facts),
+    ("tensorflow", _tensorflow_facts), ("jax", _jax_facts),
+)  # fmt: skip
 
 
 class ProfileTool(amanda.Tool):
-    """Measure the time and memory of each op; `result` has the profile, `clear` begins a new one.
+    """Measure the time and memory of each op; `result` has the profile, `clear` resets it.
 
     wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
     then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.
@@ -47,6 +259,7 @@ class ProfileTool(amanda.Tool):
         schedule = Schedule(wait, warmup, active, repeat)
         schedule.check()
         self._follows_memory, self._tells_kernels = memory, kernels
+        # It starts with the first op of a recorded step, on the thread of that op.
         self._kernels = KernelProfiler()
         self._recorder = Recorder(schedule, limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
@@ -134,7 +347,9 @@ class ProfileTool(amanda.Tool):
 
     @amanda.observer
     def _record_inputs(self, *values: Any, storages: Any, sequence: Any, recomputed: bool) -> None:
+        """Record the memory of an op's inputs, and the number of autograd's next node."""
         if sequence is not None:
+            # By thread: autograd numbers the nodes of each thread apart.
             self._sequences[get_ident()] = sequence()
         self._recorder.memory.record_storages(storages(values), None)
 
@@ -151,6 +366,7 @@ class ProfileTool(amanda.Tool):
 
     @amanda.observer
     def _add_output_bytes(self, *values: Any, place: OpProfile, nbytes: Any, recomputed: bool) -> None:
+        """Add the bytes of an op's outputs to what it has allocated."""
         if recomputed:
             place = self._recorder.recomputation(place)
         if self._recorder.recording:

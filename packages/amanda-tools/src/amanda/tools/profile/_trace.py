@@ -27,6 +27,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     """
     events, tracks, pid = timeline.events, _tracks(timeline), os.getpid()
     begins = [*(event.begin for event in events), *(step.begin for step in timeline.steps)]
+    # Numbers from the start: microseconds since the epoch would lose their fraction in a float.
     base = min(begins, default=0)
     trace_events = list(_metadata(timeline, set(tracks)))
     for step in timeline.steps:
@@ -36,6 +37,8 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         names = "cpu_op", event.place.type
         trace_events.append(_complete_event(*names, track, event.begin - base, event.took, event.place.about))
     for number, pair in enumerate(backward_pairs(events), 1):
+        # A flow starts at the forward op and finishes at the backward op; "bp": "e" binds it to the enclosing
+        # slice.
         for phase, index, extra in zip("sf", pair, ({}, {"bp": "e"}), strict=True):
             trace_events.append({
                 "ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "id": number, "tid": tracks[index],
@@ -48,6 +51,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
+        # The program's clock has no date: the offset to the time of day is taken now.
         "baseTimeNanoseconds": time.time_ns() - time.perf_counter_ns() + base,
         "otherData": {"tool": "amanda.profile", "dropped": timeline.dropped},
         "traceEvents": [{**event, "pid": pid} for event in trace_events],
@@ -77,6 +81,7 @@ def tensorboard_file(folder: Path) -> Path:
 def _complete_event(
     category: str, name: str, track: int, begin: int, took: int, args: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Return an event with begin and duration, in microseconds."""
     return {"ph": "X", "cat": category, "name": name, "tid": track, "ts": begin / 1000, "dur": took / 1000,
             "args": args}  # fmt: skip
 
@@ -107,6 +112,7 @@ def _tracks(timeline: Timeline) -> list[int]:
         if event.thread != GRAPH:
             tracks.append(timeline.threads[event.thread].number)
             continue
+        # Slices of a track have to nest, and parallel ops overlap: the first free lane takes each.
         lane = next((i for i, end in enumerate(ends) if end <= event.begin), len(ends))
         ends[lane : lane + 1] = [event.begin + event.took]
         tracks.append(_LANE + lane)
@@ -123,6 +129,7 @@ def backward_pairs(events: Sequence[TimedExecution]) -> Iterator[tuple[int, int]
     for i, event in enumerate(events):
         op = event.place.op_id
         if event.place.phase != "backward":
+            # A forward execution after a backward one begins another pass.
             if backward_runs.pop(op, None) is not None:
                 forward[op] = []
             forward.setdefault(op, []).append(i)

@@ -26,9 +26,8 @@ from amanda.tools.results._files import (
     reading,
     to_json,
 )
-from amanda.tools.results._keyed import KeyedResult, PlacesResult
 from amanda.tools.results._merging import Mergeable, Table, by_rank, can_merge, gather, load, merge, restored
-from amanda.tools.results._result import Column, PlottedResult, Result
+from amanda.tools.results._result import Column, KeyedResult, PlacesResult, PlottedResult, Result
 
 __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",

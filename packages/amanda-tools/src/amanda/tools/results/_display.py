@@ -31,6 +31,7 @@ def amount(value: float, unit: str = "") -> str:
     '17 B'
     """
     magnitude, prefix = float(value), 0
+    # What rounds to 1000 gets the next prefix.
     while abs(magnitude) >= 999.95 and prefix < len(_PREFIXES) - 1:
         magnitude /= 1000
         prefix += 1
@@ -75,6 +76,7 @@ def fit_columns(
     Texts give way first, down to 24 characters, numbers never; then the column "source", then shorter texts,
     then columns from the right; three stay.
     """
+    # The widest text of each column, which needs no folding.
     natural = [max([len(head), *(len(row[i]) for row in rows)]) for i, head in enumerate(heads)]
     columns = list(range(len(heads)))
     if width is None:
@@ -117,6 +119,7 @@ def groups_of(columns: Sequence[Column], rows: Rows, order: str) -> list[Rows]:
     for row in rows:
         labels = tuple(str(row[i]) for i in texts)  # lists of packed weights are among them
         place = (row[module], *labels)
+        # The count keeps several rows of one module apart, so that each group has one row of a module.
         key = (_INDEX.sub("*", row[module], count=1), counts[place], *labels)
         counts[place] += 1
         groups_by_key.setdefault(key, []).append(row)
@@ -133,6 +136,7 @@ def cells_of(columns: Sequence[Column], group: Rows) -> list[str]:
 
 
 def _cell_text(column: Column, values: Sequence[Any]) -> str:
+    """Return the text of one cell of a row that stands for some rows."""
     present = [value for value in values if value is not None]
     if not present:
         return ""
@@ -250,11 +254,13 @@ def as_text(result: Result, whole: bool = False) -> str:
 
     out = StringIO()
     console = Console(file=out, width=LINE, color_system=None, legacy_windows=False, force_jupyter=False)
+    # A pipe has no width, and a file is read by programs: lines are never folded there.
     is_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal and not whole else None
     for part in parts(result, width, whole):
         console.width = width or LINE
         if not isinstance(part, str):
+            # Rich would fold a table that is wider than its console.
             least = Measurement.get(console, console.options.update(width=_ANY), part).maximum
             console.width = width or max(LINE, least)
         console.print(part, highlight=False, markup=False)
@@ -289,6 +295,7 @@ def _build_table(result: Result, width: int | None, whole: bool) -> tuple[Table,
     from rich.text import Text
 
     rows = result.rows()
+    # A short table shows every row as it is; only a long one is folded.
     groups = [[row] for row in rows]
     if len(rows) > ROWS_SHOWN and not whole:
         groups = [list(group) for group in groups_of(result.columns, rows, result.order)]

@@ -42,6 +42,7 @@ class TooLargeError(AmandaError, ValueError):
 @contextmanager
 def reading(max_bytes: int | None) -> Iterator[None]:
     """Set the limit of bytes of files, uncompressed, inside the context; None for the default limits."""
+    # A context variable, so that threads and tasks have limits of their own.
     token = _max_bytes.set(max_bytes)
     try:
         yield
@@ -80,12 +81,14 @@ def read_text(path: Path) -> bytes:
     """
     check_size(path, path.stat().st_size, TEXT)
     with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
+        # One byte more than allowed tells that there is more.
         raw = file.read((_max_bytes.get() or TEXT) + 1)
     check_size(path, len(raw), TEXT)
     if raw[:2] != _GZIP:
         return raw
     text = BytesIO()
     try:
+        # Piece by piece: a small file may inflate to more than the memory.
         with gzip.GzipFile(fileobj=BytesIO(raw)) as inflated:
             while text.write(inflated.read(_CHUNK)):
                 check_size(path, text.tell(), TEXT)
@@ -104,9 +107,11 @@ def read_npz(path: Path) -> Mapping[str, NDArray[Any]]:
 
     check_file(path)
     with zipfile.ZipFile(path) as archive:
+        # The sizes that the archive states; the headers are checked against them below.
         check_size(path, sum(member.file_size for member in archive.infolist()))
         for member in archive.infolist():
             _check_array_header(archive, member)
+    # Unpickling runs code of whoever wrote the file.
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
@@ -141,6 +146,7 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
     hashable: Any = kind
     for name, types in _types(hashable).items():
         value = values.get(name)
+        # True passes for a number in Python, and is none in a file.
         if name in values and (not isinstance(value, types) or (type(value) is bool and bool not in types)):
             raise ValueError(f"its {name} is {value!r}")
     return kind(**values)
@@ -230,6 +236,7 @@ def check_schema(content: Any, name: str, version: int, oldest: int = 1) -> int:
     schema, file_version = schema_of(content), content.get("version")
     if schema != f"amanda.{name}":
         raise ValueError(f"its schema is {schema!r}, not 'amanda.{name}'")
+    # Not isinstance, since True would be version 1.
     if type(file_version) is int and oldest <= file_version <= version:
         return file_version
     supported = f"version {version} is" if oldest == version else f"versions {oldest} to {version} are"
@@ -276,6 +283,7 @@ def locked(path: str | Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = Path(path)
+    # Shortened, since names of files end at 255 bytes.
     lock = FileLock(path.with_name(f".{path.name[:60]}{_SUFFIX}"), timeout=_PATIENCE)
     with naming(path):
         try:

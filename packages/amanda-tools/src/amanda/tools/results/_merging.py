@@ -81,6 +81,7 @@ def _checked_result(content: Mapping[str, Any]) -> Result:
     """Return a result that can be shown, saved and merged, so that a crafted file is refused here."""
     result: Any = restored(content)
     result.to_dict()
+    # Shown and merged once: what fails here is the file's fault, later it would seem the tool's.
     str(result)
     if hasattr(type(result), "merged"):
         result.merged(result)
@@ -97,6 +98,7 @@ def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
     if not hasattr(kind, "from_dict"):
         return Table.of(content)
     result: Result = kind.from_dict(content)
+    # Notes that the class does not write itself were added by whoever saved the result.
     written = set(result.notes())
     result.remarks = [note for note in content.get("notes", ()) if note not in written]
     return result
@@ -106,6 +108,7 @@ def _result_class(name: str) -> type | None:
     """Return the class of a tool's results, from the annotation of `result`."""
     try:
         kind: Any = tool_class(name)
+        # The annotation names the class, so no tool has to register it.
         result_class = typing.get_type_hints(kind.result.fget)["return"]
     except (AmandaError, AttributeError, NameError, KeyError):
         return None
@@ -192,6 +195,7 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
 
 
 def _merge_results(results: Mapping[str, Result]) -> Result:
+    """Return results as one, by their class, by their columns, or side by side."""
     first, *more = results.values()
     if not more:
         return copy(first)
@@ -236,21 +240,23 @@ def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 _RANKS = "ranks"
+# The fact that says by column of how many values the mean in each row is, for when it is merged again.
 _VALUES = "values_of_means"
-"""The fact that says by column of how many values the mean in each row is, for when it is merged again."""
 
 _MERGE_FUNCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
 
+# A value, and how many values of single results it stands for.
 _Cell = tuple[Any, int]
-"""A value, and how many values of single results it stands for."""
 
 
 def _merge_by_columns(results: Mapping[str, Result]) -> Table:
+    """Return a table whose rows agree in all columns that do not merge."""
     first = next(iter(results.values()))
     columns = first.columns
     keys = [i for i, column in enumerate(columns) if not column.merge]
     groups: dict[str, list[Sequence[_Cell]]] = {}
     for row in (row for result in results.values() for row in _weighted_rows(result)):
+        # By repr, as values of a file may be lists, which are not hashable.
         groups.setdefault(repr([row[i] for i in keys]), []).append(row)
     merged = [
         [_merge_cells(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
@@ -270,6 +276,7 @@ def _facts(columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], of: str) 
 
 
 def _weighted_rows(result: Result) -> list[list[_Cell]]:
+    """Return rows whose values have the number of values that they are the mean of."""
     counts = result.facts().get(_VALUES, {}) if isinstance(result, Table) else {}
     return [
         [
@@ -281,10 +288,12 @@ def _weighted_rows(result: Result) -> list[list[_Cell]]:
 
 
 def _merge_cells(column: Column, cells: Sequence[_Cell]) -> _Cell:
+    """Return the cells of one column as one."""
     values, count = [value for value, _ in cells if value is not None], sum(count for _, count in cells)
     if not column.merge or not values:
         return cells[0]
     if column.merge == "mean":
+        # A mean of means would weigh a rank with few values like one with many.
         return sum(value * weight for value, weight in cells if weight) / count, count
     return _MERGE_FUNCTIONS[column.merge](values), count
 
@@ -355,8 +364,10 @@ def gather(
             "gather puts together what the ranks of torch.distributed have, and there is no process group: "
             "torch.distributed.init_process_group(...) comes first"
         )
+    # Collectives of the merge are no ops of the program.
     with amanda.disabled():
         text = to_json(result.to_dict()) if isinstance(result, Result) else type(result).__name__
+        # As JSON: ranks read each other's results as they read files, with the same checks.
         texts: list[Any] = [None] * distributed.get_world_size(group)
         if to is None:
             distributed.all_gather_object(texts, text, group)
@@ -371,6 +382,7 @@ def gather(
 
 
 def _merge_texts(result: Result, texts: dict[str, str], per_rank: bool) -> Result:
+    """Return the results of ranks, given as JSON, as one."""
     missing = [f"{name} gave {text}" for name, text in texts.items() if not text.startswith("{")]
     if missing:
         raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(missing)}")

@@ -1,19 +1,21 @@
-"""A result: rows under columns, and its forms: text, JSON, CSV, HTML and plots."""
+"""A result: rows under columns, its forms (text, JSON, CSV, HTML, plots), and rows by keys of the user."""
 
 from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from amanda.errors import AmandaError
 from amanda.files import write_file
-from amanda.tools.results._display import as_text, for_console, html_page, html_table
-from amanda.tools.results._files import to_json
+from amanda.tools.results._display import as_text, for_console, html_page, html_table, shortened
+from amanda.tools.results._files import check_schema, made_of, to_json
 
 if TYPE_CHECKING:
     import pandas
@@ -119,11 +121,13 @@ class Result(ABC):
         ]
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
+        """Return the texts of the last row: sums, and the word "total"."""
         sums = [
             column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
             for i, column in enumerate(self.columns)
         ]
         if any(sums) and not sums[0]:
+            # The first column, unless it is itself summed.
             sums[0] = "total"
         return sums
 
@@ -155,6 +159,7 @@ class Result(ABC):
     def to_csv(self) -> str:
         """The rows as comma-separated values, with the columns' names first."""
         text = StringIO()
+        # "\n" on every system, so that files of one result are equal.
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.name for column in self.columns])
         writer.writerows(self.rows())
@@ -177,6 +182,7 @@ class Result(ABC):
         """
         path = Path(path)
         forms = self._forms()
+        # The longest, since ".view.html" ends in ".html" too.
         suffix = max((ending for ending in forms if path.name.endswith(ending)), key=len, default="")
         if not suffix:
             supported = ", ".join(self.suffixes)
@@ -191,6 +197,7 @@ class Result(ABC):
 
 
 _STYLE: dict[Any, Any] = {
+    # Text stays text, and ids are the same each time, so that files can be compared.
     "svg.fonttype": "none", "svg.hashsalt": "amanda", "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
 
@@ -215,6 +222,7 @@ class PlottedResult(Result):
         except ModuleNotFoundError as error:
             raise AmandaError('a picture needs matplotlib: pip install "amanda-tools[plots]"') from error
         with rc_context(_STYLE):
+            # Without pyplot, which would keep the figure open and may need a display.
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure.add_subplot())
         return figure
@@ -239,3 +247,95 @@ class PlottedResult(Result):
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         return {**super()._forms(), ".svg": self.to_svg}
+
+
+KeyedT = TypeVar("KeyedT", bound="KeyedResult")
+PlaceT = TypeVar("PlaceT")
+
+
+class KeyedResult(Result):
+    """A result with a row for each value of some keys.
+
+    keys: all keys.  counted: the columns after those of the keys.
+    """
+
+    keys: ClassVar[Sequence[str]]
+    counted: ClassVar[Sequence[Column]]
+    width: ClassVar[int] = 44
+    """Width of the column of a key."""
+
+    def tell_by(self, by: Sequence[str], subject: str) -> None:
+        """Set the keys of rows: their columns, and a title that names them unless they are all keys."""
+        self._by, self._subject = tuple(by), subject
+        heads = (Column(key, show=partial(shortened, width=self.width)) for key in self._by)
+        self.columns = (*heads, *self.counted)  # type: ignore[misc]
+        self.title = subject if self._by == tuple(self.keys) else f"{subject} by {', '.join(self._by)}"
+
+    def by(self: KeyedT, *keys: str) -> KeyedT:
+        """Return the same result with a row for each value of these keys.
+
+        Raises AmandaError for another key.
+        """
+        unknown = [key for key in keys if key not in self.keys]
+        if unknown or not keys:
+            unknown_key = unknown[0] if unknown else "nothing"
+            raise AmandaError(f"rows of {self.name} have the keys {', '.join(self.keys)}, not {unknown_key}")
+        # Shallow: places are shared, keys and columns are the copy's own.
+        result = copy(self)
+        result.tell_by(keys, self._subject)
+        return result
+
+    def grouped(self, places: Iterable[PlaceT]) -> dict[tuple[Any, ...], list[PlaceT]]:
+        """Return places grouped by their values of the keys."""
+        groups: dict[tuple[Any, ...], list[PlaceT]] = {}
+        for place in places:
+            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
+        return groups
+
+
+class PlacesResult(KeyedResult, Generic[PlaceT]):
+    """A result with a row for the places of a program that agree in some keys, and a file with all places.
+
+    place: a dataclass.  summed: fields that are added for places that agree in all other fields.  The
+    constructor of a subclass takes places and keys.
+    """
+
+    place: ClassVar[type]
+    summed: ClassVar[Sequence[str]]
+    places: list[PlaceT]
+
+    def merged(self: PlacesT, *results: PlacesT) -> PlacesT:
+        """Return this and other runs or ranks as one result: the sums of equal places are added."""
+        zeros = dict.fromkeys(self.summed, 0)
+        sums: dict[tuple[Any, ...], Any] = {}
+        for place in (place for result in (self, *results) for place in result.places):
+            empty = replace(place, **zeros)
+            # An empty place is a copy, so that merging changes none of the results.
+            total = sums.setdefault(tuple(_field_values(empty).values()), empty)
+            for name in self.summed:
+                setattr(total, name, getattr(total, name) + getattr(place, name))
+        return self._from_places(sums.values(), self._by)
+
+    @classmethod
+    def from_dict(cls: type[PlacesT], content: Mapping[str, Any]) -> PlacesT:
+        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
+        check_schema(content, cls.name, cls.version)
+        places: list[Any] = [made_of(cls.place, place) for place in content["places"]]
+        return cls._from_places(places, content.get("by", cls.keys))
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what files contain besides rows: the keys, and all places."""
+        return {"by": self._by, "places": [_field_values(place) for place in self.places]}
+
+    @classmethod
+    def _from_places(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
+        kind: Any = cls
+        result: PlacesT = kind(places, by)
+        return result
+
+
+PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")
+
+
+def _field_values(place: Any) -> dict[str, Any]:
+    return {field.name: getattr(place, field.name) for field in fields(place)}

@@ -4,32 +4,286 @@ with amanda.apply(select(FlopsTool(), module="layer4.*", type=["conv2d", "linear
     model(x)
 """
 
-from amanda.tools.select._select import (
-    Globs,
-    ModulePaths,
-    Paths,
-    Patterns,
-    Phase,
-    Selection,
-    SelectionError,
-    as_remarks,
-    leave_construction,
-    listed,
-    select,
-    unmatched,
-)
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import amanda
+from amanda.action import Routine
+from amanda.errors import AmandaError
+from amanda.options import Name, NonNegativeInt, PositiveInt, checked, shown
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.steps import Steps, Window
 
 __all__ = [
-    "Globs",
-    "ModulePaths",
-    "Paths",
-    "Patterns",
-    "Phase",
-    "Selection",
-    "SelectionError",
-    "as_remarks",
-    "leave_construction",
-    "listed",
-    "select",
-    "unmatched",
-]
+    "Globs", "ModulePaths", "Paths", "Patterns", "Phase", "Selection", "SelectionError", "as_remarks",
+    "leave_construction", "listed", "select", "unmatched",
+]  # fmt: skip
+
+_MAX_REJECTED = 10_000
+_MAX_EXAMPLES = 8
+
+
+Globs: TypeAlias = Sequence[Name] | Name | None
+"""Names in which `*` and `?` stand for letters, or a single one; None for all, an empty list for none."""
+
+
+class Patterns:
+    """Patterns of one option that select ops by name; None selects every op.
+
+    option: how the user calls it.  patterns: names, in which `*` and `?` stand for letters; or a single one.
+    rejected: names that no pattern fitted.  unused: the patterns that fitted no name, in order.
+    """
+
+    def __init__(self, option: str, patterns: Sequence[str] | str | None) -> None:
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        self.option = option
+        self.patterns = None if listed is None else tuple(map(self._spelt, listed))
+        self.unused = dict.fromkeys(self.patterns or ())
+        self.rejected: set[str] = set()
+
+    @property
+    def matched(self) -> bool:
+        """True if a name was selected by a pattern."""
+        return len(self.unused) < len(set(self.patterns or ()))
+
+    def __call__(self, *names: str) -> bool:
+        """Return whether an op that has these names is selected."""
+        if self.patterns is None:
+            return True
+        spelt = [self._spelt(name) for name in names]
+        fitting = [pattern for pattern in self.patterns if any(self._fits(name, pattern) for name in spelt)]
+        for pattern in fitting:
+            self.unused.pop(pattern, None)
+        # Bounded: a long run may have any number of names.
+        if not fitting and len(self.rejected) < _MAX_REJECTED:
+            self.rejected.update(spelt)
+        return bool(fitting)
+
+    def _spelt(self, name: str) -> str:
+        return name
+
+    def _fits(self, name: str, pattern: str) -> bool:
+        return fnmatchcase(name, pattern)
+
+    def __str__(self) -> str:
+        return self.text(self.patterns or ())
+
+    def text(self, patterns: Iterable[str]) -> str:
+        """Return the option with some patterns, as "module=a+b"."""
+        return f"{self.option}={'+'.join(patterns) or '[]'}"
+
+
+class Paths(Patterns):
+    """Patterns of paths of modules or name scopes: a path selects all ops in it; "/" is read as a dot."""
+
+    def _spelt(self, name: str) -> str:
+        return name.replace("/", ".")
+
+    def _fits(self, name: str, pattern: str) -> bool:
+        # fnmatchcase: names of modules differ by case, on every system.
+        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+class ModulePaths(Paths):
+    """Patterns of calls of modules: a path selects the module's own call alone, `*` stands within a part."""
+
+    def _fits(self, name: str, pattern: str) -> bool:
+        if not name or not pattern:  # the model itself
+            return name == pattern
+        return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+
+
+def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | None:
+    """Return the names or patterns that an option has, as a list; None for None.
+
+    Raises `error` for a value that is neither a name nor names.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Iterable):
+        raise error(f"{option} is {value!r}; give a name or a list of names")
+    names = [value] if isinstance(value, str) else list(value)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise error(f"{option} has {name!r}; give names, or patterns with * and ?")
+    return names
+
+
+def unmatched(options: Iterable[Patterns], verb: str = "selected", noun: str = "op") -> list[str]:
+    """Return a text for each pattern that no op fitted, with the nearest names; none if no op ran."""
+    sentences = []
+    for option in options:
+        if option.unused and (option.rejected or option.matched):
+            sentences.append(f"no {noun} was {verb} by {option.text(option.unused)}{_name_hint(option)}")
+        elif option.patterns == () and option.rejected and verb == "selected":
+            sentences.append(f"no {noun} was selected by {option}; give None for all")
+    return sentences
+
+
+def as_remarks(texts: Iterable[str]) -> list[str]:
+    """Return texts as sentences, for a result."""
+    return [text[0].upper() + text[1:] + "." * (not text.endswith("?")) for text in texts]
+
+
+def _name_hint(option: Patterns) -> str:
+    """Return the names nearest to a pattern that nothing fitted, or some that there were."""
+    names = option.rejected - {""}
+    near = [name for pattern in option.unused for name in get_close_matches(pattern, names, n=2, cutoff=0.5)]
+    if near:
+        return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
+    examples = sorted(names)[:_MAX_EXAMPLES]
+    return (
+        f"; there were {', '.join(examples)}{' and others' * (len(names) > len(examples))}"
+        if examples
+        else ""
+    )
+
+
+Phase = Literal["forward", "backward", "optimizer", "construction"]
+"""Parts of a run: the model, its gradient, the step of an optimiser, or the making of a model."""
+
+ToolT = TypeVar("ToolT", bound=amanda.Tool)
+
+
+class SelectionError(AmandaError, ValueError):
+    """A type, module or phase of a selection is not valid."""
+
+
+class Selection:
+    """Select ops by type, module and phase; an op is selected if it fits every option that is not None.
+
+    type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
+    letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
+    is selected with it, and `*` stands for any part ("layer4", "*.attention"); Keras' layers may be given by
+    their names.  exclude: paths of modules whose ops, and those within, are not selected.
+    phase: "forward", "backward", "optimizer", for the steps of PyTorch's optimizers, "construction", for what
+    makes a model, or None for all.  With "backward" forward analysis routines are called all the same, since
+    those of backward ops may read what they note down; nothing that they insert runs.
+
+    """
+
+    @checked(error=SelectionError)
+    def __init__(
+        self, type: Globs = None, module: Globs = None, phase: Phase | None = None, exclude: Globs = None
+    ) -> None:
+        self._types = Patterns("type", listed("type", type, SelectionError))
+        self._modules = Paths("module", listed("module", module, SelectionError))
+        self._exclude = Paths("exclude", listed("exclude", exclude, SelectionError) or ())
+        self._phase = phase
+        self._matched = self._has_seen_ops = False
+
+    @property
+    def has_modules(self) -> bool:
+        """True if modules were given."""
+        return self._modules.patterns is not None
+
+    @property
+    def has_types(self) -> bool:
+        """True if types were given."""
+        return self._types.patterns is not None
+
+    def let(self, tool: amanda.Tool) -> None:
+        """Apply a tool to the selected ops alone."""
+        if self.has_types or self._phase:
+            tool.depends_on(StandardMapping())
+        tool.restrict(self)
+        # Forward analysis still runs, as that of backward ops may read its notes; its routines do not.
+        if self._phase == "backward":
+            tool.wrap_routines(_only_backward)
+
+    def __call__(self, context: amanda.OpContext) -> bool:
+        """Return True if the analysis routines are called for an op."""
+        self._has_seen_ops = True
+        return self._has_phase(context) and self.fits(context)
+
+    def fits(self, context: amanda.OpContext, *names: str) -> bool:
+        """Return True if type and modules of an op are selected, whatever its phase.
+
+        names: names of the op's type; by default those in its context.
+        """
+        self._has_seen_ops = True
+        is_of_type = not self.has_types or self._types(*(names or _type_names(context)))
+        is_placed = self._modules(*context.get_scopes())
+        fits = is_of_type and is_placed and not self._exclude(*context.get_scopes())
+        self._matched = self._matched or fits
+        return fits
+
+    def has_path(self, path: str) -> bool:
+        """Return True if the modules of the selection have a path, and those excluded do not."""
+        return self._modules(path) and not self._exclude(path)
+
+    def __str__(self) -> str:
+        exclude = [str(self._exclude)] if self._exclude.patterns else []
+        phase = [f"phase={self._phase}"] if self._phase else []
+        return ", ".join([*self._inclusions(), *exclude, *phase])
+
+    def unmatched(self) -> list[str]:
+        """Return a text for each pattern that fitted no op, with the nearest names; none if no op ran."""
+        if not self._has_seen_ops:
+            return []
+        texts = [*unmatched([self._types, self._modules]), *unmatched([self._exclude], "excluded")]
+        if self._matched or texts:
+            return texts
+        inclusions = self._inclusions()
+        if self._exclude.matched:
+            return [f"every op of {' and '.join(inclusions) or 'the program'} is excluded by {self._exclude}"]
+        if self._types.matched and self._modules.matched:
+            return [f"no op was selected by {' and '.join(inclusions)} together"]
+        return [f"no op was selected by phase={self._phase}"]
+
+    def _inclusions(self) -> list[str]:
+        """Return the options that select types and modules, as texts."""
+        return [str(option) for option in (self._types, self._modules) if option.patterns is not None]
+
+    def _has_phase(self, context: amanda.OpContext) -> bool:
+        if self._phase is None:
+            return True
+        phase: Phase = context["phase"]
+        return phase == self._phase or (phase == "forward" and self._phase == "backward")
+
+
+@checked(error=SelectionError)
+def select(
+    tool: ToolT,
+    *,
+    type: Globs = None,
+    module: Globs = None,
+    exclude: Globs = None,
+    phase: Phase | None = None,
+    start: NonNegativeInt = 0,
+    end: NonNegativeInt | None = None,
+    frequency: PositiveInt = 1,
+    steps: Steps | None = None,
+) -> ToolT:
+    """Apply a tool to some ops only, at the steps of `range(start, end, frequency)`; return the tool.
+
+    type, module, exclude, phase: see `Selection`.  steps: counter of steps; None for a new one.
+    Raises SelectionError, and `amanda.tools.steps.WindowError` where no step is in the range.
+    """
+    if not isinstance(tool, amanda.Tool):
+        raise SelectionError(f"select: tool is {shown(tool)}; give a tool, such as FlopsTool()")
+    selection = Selection(type, module, phase, exclude)
+    window = Window(Steps() if steps is None else steps, start, end, frequency)
+    selection.let(tool)
+    # A window that is always open would cost each routine a call.
+    if (start, end, frequency) != (0, None, 1):
+        window.let(tool)
+    return tool
+
+
+def leave_construction(tool: amanda.Tool) -> None:
+    """Apply a tool to what a program computes, but not to the construction of its models."""
+    tool.depends_on(StandardMapping())
+    tool.restrict(lambda context: context["phase"] != "construction")
+
+
+def _only_backward(context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine | None:
+    return routine if type.is_backward else None
+
+
+def _type_names(context: amanda.OpContext) -> tuple[str, ...]:
+    return str(context["type"]), str(context.get_op_type()), getattr(context.get_op(), "__name__", "")

@@ -8,8 +8,7 @@ print(stats.result)
 """
 
 from amanda.tools.stats._accumulator import Accumulator, numbers
-from amanda.tools.stats._result import Measured, StatsResult
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
-from amanda.tools.stats._tool import StatsTool
+from amanda.tools.stats._tool import Measured, StatsResult, StatsTool
 
 __all__ = ["Accumulator", "Bins", "Measured", "Sketch", "Statistics", "StatsResult", "StatsTool", "numbers"]

@@ -47,6 +47,8 @@ class NumpyMoments:
         return True
 
     def _add(self, block: Array) -> None:
+        """Add the statistics of a block, and its counts of bins."""
+        # One sum decides for nearly all blocks; only a block with NaN, Inf or an overflowing sum is filtered.
         finite = block if np.isfinite(block.sum()) else block[np.isfinite(block)]
         self._sums = self._sums.merged(_block_statistics(block, finite))
         if self._bins is not None:
@@ -69,6 +71,7 @@ def _block_statistics(block: Array, finite: Array) -> Statistics:
     if not len(finite):
         return Statistics(nan=nan, inf=inf, negative_inf=negative_inf)
     mean = float(finite.mean())
+    # Divided first, large numbers stay in range.
     if not math.isfinite(mean):  # the sum overflows
         mean = float((finite / len(finite)).sum())
     return Statistics(
@@ -79,7 +82,10 @@ def _block_statistics(block: Array, finite: Array) -> Statistics:
 
 def _bin_indices(block: Array, bins: Bins) -> Array:
     """Return the bin of each element of a block of float64."""
+    # Bits of a float64 are ordered as its magnitude: exponent and leading bits of the mantissa number the
+    # bins.
     position = (np.abs(block).view(np.int64) >> (52 - bins.bits)) - (((1023 + LOWEST) << bins.bits) - 1)
+    # Zero has the middle bin; those too small or too large go to the bins at the ends.
     position = np.where(block == 0, 0, np.clip(position, 0, bins.side - 1) + 1)
     indices: Array = bins.side + np.where(np.signbit(block), -position, position)
     return indices
@@ -92,6 +98,7 @@ MIN_SHARED_SIZE = 1 << 14
 _REAL = "fiub"
 """Kinds of element types of NumPy that hold real numbers."""
 
+# Native code computes the same numbers in one pass; without a compiler NumPy does.
 Moments: Any = interceptor.Moments if interceptor.NATIVE else NumpyMoments
 """Statistics of arrays of NumPy."""
 
@@ -113,6 +120,8 @@ class Accumulator:
 
     def __init__(self, bins: Bins | None) -> None:
         self._bins = bins
+        # Numbers on the host are merged at once; those on a device wait as vectors, since to read them would
+        # synchronise.
         self._on_host = Moments() if bins is None else Moments(bins.bits)
         self._vectors: dict[str, list[Any]] = {}  # by device
         self._counts: dict[str, Any] = {}  # by device
@@ -121,6 +130,7 @@ class Accumulator:
     def add(self, tensor: Any) -> None:
         """Take the numbers of a tensor in."""
         tensors = tensors_of(tensor)
+        # Memory of the host is read in place, without a copy.
         array = tensors.borrowed(tensor)
         if array is not None and array.dtype.kind in _REAL:
             self._add_array(array)
@@ -128,6 +138,7 @@ class Accumulator:
         stored = tensors.stored_values(tensor)
         if stored is None:
             return
+        # Zeros that a sparse tensor does not store.
         self._unstored += tensors.unstored(tensor, stored)
         for block in tensors.blocks(stored):
             if isinstance(block, np.ndarray):
@@ -137,6 +148,7 @@ class Accumulator:
 
     def _add_array(self, array: Any) -> None:
         """Take in real numbers of NumPy, of any layout."""
+        # Other element types than float32 and float64 are converted block by block.
         if self._on_host.add(array):
             return
         row = array.reshape(-1)
@@ -144,6 +156,7 @@ class Accumulator:
             self._on_host.add(row[start : start + Tensors.cached_block].astype(np.float64))
 
     def _add_block(self, block: Any) -> None:
+        """Compute the statistics of a block on its device, and its counts of bins."""
         finite = do("isfinite", block)
         place = str(getattr(block, "device", "cpu"))
         self._add_vector(_block_vector(block, finite), place)
@@ -151,9 +164,11 @@ class Accumulator:
             self._add_counts(_count_bins(block, finite, self._bins), place)
 
     def _add_vector(self, vector: Any, place: str) -> None:
+        """Add the statistics of a block to those of its device, and merge them now and then."""
         vectors = self._vectors.setdefault(place, [])
         vectors.append(vector)
         if len(vectors) >= MAX_VECTORS:
+            # Merged on the device, so that neither memory grows nor the host waits.
             self._vectors[place] = [_merge_rows(do("stack", vectors))]
 
     def _add_counts(self, counts: Any, place: str) -> None:
@@ -170,6 +185,7 @@ class Accumulator:
             array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
             if array is None or array.dtype.kind not in _REAL:
                 accumulator.add(tensor)
+            # To look for shared memory costs more than to measure a small tensor twice.
             elif array.size < MIN_SHARED_SIZE or array.dtype.char != "f":
                 accumulator._add_array(array)
             else:
@@ -181,6 +197,7 @@ class Accumulator:
             if len(group) == 1:
                 first._add_array(row)
                 continue
+            # The numbers of the memory are added up once, and merged into each tensor's statistics.
             measured = Accumulator(first._bins)
             measured._add_array(row)
             for accumulator, _ in group:
@@ -195,8 +212,10 @@ class Accumulator:
 
     def statistics(self) -> Statistics:
         """Of all that was added; waits for the devices."""
+        # Vectors of each device are merged there first: one transfer for each device.
         total = Statistics.of_vector(self._on_host.numbers)
         if self._unstored:
+            # Least and most 0: else the merge would take the empty extremes, inf and -inf.
             unstored = Statistics(count=self._unstored, zeros=self._unstored, least=0.0, most=0.0)
             total = total.merged(unstored)
         for vectors in self._vectors.values():
@@ -225,18 +244,22 @@ def _block_vector(block: Any, finite: Any) -> Any:
     zeros = do("zeros_like", block)
     count = _count(finite, block)
     finite_values = do("where", finite, block, zeros)
+    # At least 1 in the divisor: the mean of no numbers counts for nothing in a merge.
     mean = do("sum", finite_values) / do("maximum", count, count * 0 + 1)
     distance = do("where", finite, block - mean, zeros)
     least = do("min", do("where", finite, block, zeros + float("inf")))
     most = do("max", do("where", finite, block, zeros - float("inf")))
     return do("stack", [
         count, mean, do("sum", distance * distance), do("sum", do("abs", finite_values)), least, most,
+        # NaN alone is unequal to itself.
         _count(block != block, block), _count(block == float("inf"), block),
         _count(block == float("-inf"), block), _count(block == 0, block),
     ])  # fmt: skip
 
 
 def _count(flags: Any, like: Any) -> Any:
+    # In the element type of the block, so that one vector holds all numbers; a block is small enough to be
+    # counted exactly in float32.
     return astype(do("count_nonzero", flags), get_dtype_name(like))
 
 
@@ -246,6 +269,7 @@ def _merge_rows(table: Any) -> Any:
         return table[0]
     count, mean, m2 = table[:, 0], table[:, 1], table[:, 2]
     total = do("sum", count)
+    # The mean of several sets, and the squared distances around it: sums of squares would cancel.
     centre = do("sum", count * mean) / do("maximum", total, total * 0 + 1)
     distance = mean - centre
     return do("stack", [
@@ -261,8 +285,10 @@ def _count_bins(block: Any, finite: Any, bins: Bins) -> Any:
     """
     tensors = tensors_of(block)
     leading, of_one = tensors.leading_bits(block, bins.bits)
+    # Leading bits of the element type itself, relative to those of 1, number the same bins as float64 does.
     position = do("clip", leading - (of_one + (LOWEST << bins.bits) - 1), 0, bins.side - 1) + 1
     finite_values = do("where", finite, block, do("zeros_like", block))
     index = bins.side + astype(do("sign", finite_values), "int64") * astype(position, "int64")
+    # NaN and Inf are counted behind the bins, as a mask would give tensors of a size that is not known ahead.
     index = do("where", finite, index, do("zeros_like", index) + bins.total)
     return tensors.counts(index, bins.total + 1)

@@ -41,9 +41,13 @@ class Statistics:
         """Of both sets together.  Source: Chan, Golub, LeVeque 1979, eq. 2.1."""
         count = self.count + other.count
         share = other.count / count if count else 0.0
+        # Means and squared distances instead of sums of squares: those lose all digits where the mean is
+        # large.
         distance = other.mean - self.mean
         apart = distance * distance * self.count * share if self.count and other.count else 0.0
         mean = self.mean + distance * share
+        # Means of opposite sign near the largest number: their difference overflows, their weighted sum does
+        # not.
         if math.isinf(distance):
             mean = self.mean * (1 - share) + other.mean * share
         return Statistics(
@@ -74,6 +78,7 @@ class Statistics:
     @property
     def l2(self) -> float:
         """Root of the sum of squares."""
+        # The sum of squares is that of the distances from the mean and of the mean itself.
         return math.sqrt(self.m2 + self.count * self.mean * self.mean)
 
     @property
@@ -88,6 +93,7 @@ class Statistics:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields; None for what JSON cannot say."""
+        # JSON has no infinity, which an empty set has as its extremes.
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -125,6 +131,7 @@ class Bins:
 
         Raises AmandaError for another number.
         """
+        # Half of the bins are for negative numbers, and each octave has 2**bits.
         bits = (count // (2 * OCTAVES)).bit_length() - 1
         if not 0 <= bits <= 16 or count != 2 * OCTAVES << bits:
             raise AmandaError(
@@ -139,7 +146,7 @@ class Bins:
 
     @property
     def total(self) -> int:
-        """Bins of both signs, and zero's."""
+        """Number of bins of both signs and of zero."""
         return 2 * self.side + 1
 
     @property
@@ -161,6 +168,8 @@ class Bins:
             return 0.0
         if position == self.side:
             return math.inf
+        # Bins of an octave are equally wide, so that leading bits of the mantissa tell them apart without a
+        # logarithm.
         octave, part = divmod(position - 1, 1 << self.bits)
         return math.ldexp(1.0 + part / (1 << self.bits), LOWEST + octave)
 
@@ -193,6 +202,7 @@ class Sketch:
             offset = index - self.bins.side
             position = abs(offset)
             if 1 < position < self.bins.side:
+                # Bins 0 and 1 are zero and what is too small: they have no neighbours to be joined with.
                 position = ((position - 2) >> finer) + 2
             elif position == self.bins.side:
                 position = bins.side
@@ -208,6 +218,7 @@ class Sketch:
             return None
         rank = q * (total - 1)
         below, above = self._bin_of_rank(math.floor(rank)), self._bin_of_rank(math.ceil(rank))
+        # The extremes are known exactly, so no quantile lies beyond them.
         low, high = (min(max(self._bin_middle(index, least, most), least), most) for index in (below, above))
         return low + (high - low) * (rank - math.floor(rank))
 
@@ -221,6 +232,7 @@ class Sketch:
         raise IndexError(rank)
 
     def _bin_middle(self, index: int, least: float, most: float) -> float:
+        """Return the middle of a bin; the known extreme for a bin without an end."""
         near, far = self.bins.edges(index)
         if math.isinf(far):
             return most if far > 0 else least

@@ -1,18 +1,188 @@
-"""The tool that measures weights, activations and gradients, without storing them."""
+"""The tool that measures weights, activations and gradients, and its result: a row for each tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import amanda
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
 from amanda.tools.mapping import is_partial
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json, shortened
 from amanda.tools.stats._accumulator import Accumulator
-from amanda.tools.stats._result import Measured, StatsResult
-from amanda.tools.stats._statistics import Bins
+from amanda.tools.stats._statistics import Bins, Sketch, Statistics
+
+KEYS = ("phase", "type", "module", "source", "tensor")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One tensor of one op, over its executions.
+
+    tensor: "output 0", "weight", "gradient 0", "weight gradient".  executions: those that were measured.
+    sketch: None where no bins were asked for.
+    """
+
+    phase: str
+    type: str
+    module: str
+    source: str
+    tensor: str
+    dtype: str
+    executions: int
+    statistics: Statistics
+    sketch: Sketch | None
+
+    def quantile(self, q: float) -> float | None:
+        """Return the q-quantile of the finite numbers; None without numbers or bins."""
+        if self.sketch is None:
+            return None
+        return self.sketch.quantile(q, self.statistics.least, self.statistics.most)
+
+    def merged(self, other: Measured) -> Measured:
+        """Return the statistics of both together."""
+        both = self.sketch and other.sketch and self.sketch.merged(other.sketch)
+        return replace(
+            self, executions=self.executions + other.executions, sketch=both or None,
+            statistics=self.statistics.merged(other.statistics),
+        )  # fmt: skip
+
+
+def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
+    """Return the columns of a table with these quantiles."""
+    keys = [Column(key, show=partial(shortened, width=24)) for key in KEYS]
+    number_names = ["mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles)]
+    count = partial(Column, show="{:,}".format, number=True)
+    return (
+        *keys, Column("dtype", shown=False), count("executions", shown=False), count("elements"),
+        *(Column(name, show="{:.3g}".format, number=True, shown=name != "L1") for name in number_names),
+        Column("sparsity", show="{:.1%}".format, number=True, unit="share"), count("NaN"), count("Inf"),
+    )  # fmt: skip
+
+
+class StatsResult(Result):
+    """Statistics of weights, activations and gradients, in the order in which the ops were met.
+
+    quantiles: those that have a column; `Measured.quantile` gives any.
+    """
+
+    name: ClassVar[str] = "stats"
+    title = "Statistics of tensors"
+
+    def __init__(self, measured: Iterable[Measured], quantiles: Sequence[float] = ()) -> None:
+        self.measured = tuple(measured)
+        self.quantiles = tuple(quantiles)
+        self.columns = _columns(self.quantiles)  # type: ignore[misc]
+
+    def __iter__(self) -> Any:
+        return iter(self.measured)
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        """Return a row for each tensor."""
+        return [
+            (entry.phase, entry.type, entry.module, entry.source, entry.tensor, entry.dtype, entry.executions,
+             entry.statistics.elements, *_shown_numbers(entry), *map(entry.quantile, self.quantiles),
+             entry.statistics.sparsity, entry.statistics.nan,
+             entry.statistics.inf + entry.statistics.negative_inf)
+            for entry in self.measured
+        ]  # fmt: skip
+
+    @property
+    def leading(self) -> int:
+        """The extremes come first."""
+        return 1
+
+    def _extremes(self) -> str:
+        """Return the number of tensors, of NaN and Inf, and the largest magnitude with its place."""
+        if not self.measured:
+            return NOTHING
+        statistics = [entry.statistics for entry in self.measured]
+        odd = sum(each.nan for each in statistics), sum(each.inf + each.negative_inf for each in statistics)
+        begin = f"{len(statistics):,} tensors: {odd[0]:,} NaN, {odd[1]:,} Inf"
+        magnitudes = [
+            (max(abs(entry.statistics.least), abs(entry.statistics.most)), entry)
+            for entry in self.measured
+            if entry.statistics.count
+        ]
+        if not magnitudes:
+            return f"{begin}."
+        largest, entry = max(magnitudes, key=lambda pair: pair[0])
+        place = f"{entry.tensor} of {entry.type}" + f" in {entry.module}" * bool(entry.module)
+        return f"{begin}; the largest magnitude is {largest:.3g}, {place} ({entry.phase})."
+
+    def notes(self) -> Sequence[str]:
+        """Return the extremes, what the numbers count, and the largest error of quantiles."""
+        notes = [
+            self._extremes(),
+            "Statistics cover finite values only (magnitudes for complex numbers); "
+            "NaN and Inf have their own columns.",
+        ]
+        errors = [entry.sketch.bins.error for entry in self.measured if entry.sketch is not None]
+        if errors and self.quantiles:
+            notes.append(f"Quantiles are approximate (within {max(errors):.1%}).")
+        return notes
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the quantiles, and for each row the statistics that merging needs."""
+        details = [
+            {"statistics": entry.statistics.to_dict(), "sketch": entry.sketch and entry.sketch.to_dict()}
+            for entry in self.measured
+        ]
+        return {"quantiles": list(self.quantiles), "kept": details}
+
+    def merged(self, *results: StatsResult) -> StatsResult:
+        """Return this and other runs or ranks as one result: tensors with equal keys are merged in order."""
+        together: dict[tuple[Any, ...], Measured] = {}
+        for result in (self, *results):
+            for key, entry in _number_keys(result.measured):
+                together[key] = together[key].merged(entry) if key in together else entry
+        return StatsResult(together.values(), self.quantiles)
+
+    @classmethod
+    def load(cls, path: str | Path) -> StatsResult:
+        """Read what `save` wrote as JSON.
+
+        Raises AmandaError for a file of another kind or of a newer version.
+        """
+        return read_json(path, "file of statistics", cls.from_dict)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> StatsResult:
+        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
+        check_schema(content, cls.name, cls.version)
+        measured = [
+            made_of(
+                Measured,
+                {
+                    **{key: row[key] for key in (*KEYS, "dtype", "executions")},
+                    "statistics": Statistics.from_dict(details["statistics"]),
+                    "sketch": details["sketch"] and Sketch.from_dict(details["sketch"]),
+                },
+            )
+            for row, details in zip(content["rows"], content["kept"], strict=True)
+        ]
+        return cls(measured, content["quantiles"])
+
+
+def _shown_numbers(entry: Measured) -> tuple[float | None, ...]:
+    """Return mean, standard deviation, extremes and norms; None for each without finite numbers."""
+    statistics = entry.statistics
+    if not statistics.count:
+        return (None,) * 6
+    return statistics.mean, statistics.std, statistics.least, statistics.most, statistics.l1, statistics.l2
+
+
+def _number_keys(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...], Measured]]:
+    """Yield each entry with its keys, and with the number of earlier ones with the same keys."""
+    counts: dict[tuple[str, ...], int] = {}
+    for entry in measured:
+        key = tuple(getattr(entry, name) for name in KEYS)
+        counts[key] = counts.get(key, -1) + 1
+        yield (*key, counts[key]), entry
 
 
 @dataclass(slots=True)
@@ -23,6 +193,7 @@ class _OpStreams(OpRecord):
 
     def read(self) -> Iterator[Measured]:
         """Return the statistics so far; wait for the devices."""
+        # A copy of the items: another thread may execute the op meanwhile.
         for tensor, stream in list(self.measured.items()):
             yield Measured(
                 self.phase, self.type, self.module, self.source, tensor, stream.dtype,
@@ -69,17 +240,16 @@ class StatsTool(TensorTool[_OpStreams]):
         super().__init__([role for role, is_measured in is_role_measured.items() if is_measured], every)
         self._bins = Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
+        # `op_gone` names a forward op; its backward ops have records of their own.
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
         self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
 
     @property
     def result(self) -> StatsResult:
         """Return the statistics so far; wait for the devices."""
+        # Ops that are gone come first: they ran before most of those that live.
         records = list(self._records.values())
-        measured = [
-            *self._gone.values(),
-            *(entry for record in records for entry in record.read()),
-        ]
+        measured = [*self._gone.values(), *(entry for record in records for entry in record.read())]
         result = StatsResult(measured, self._quantiles)
         result.remarks = self.remarks
         return result
@@ -95,14 +265,7 @@ class StatsTool(TensorTool[_OpStreams]):
         """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
         for backward in self._backward_ids.pop(op_id, ()):
             for entry in self._records.pop((op_id, backward)).read():
-                key = (
-                    entry.phase,
-                    entry.type,
-                    entry.module,
-                    entry.source,
-                    entry.tensor,
-                    entry.dtype,
-                )
+                key = (entry.phase, entry.type, entry.module, entry.source, entry.tensor, entry.dtype)
                 self._gone[key] = self._gone[key].merged(entry) if key in self._gone else entry
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _OpStreams:
@@ -124,7 +287,9 @@ class StatsTool(TensorTool[_OpStreams]):
     def _accumulators(
         self, record: _OpStreams, tensors: Iterator[OpTensor]
     ) -> Iterator[tuple[Accumulator, Any]]:
+        """Yield each tensor with the accumulator of its stream, whose executions are counted."""
         for tensor in tensors:
+            # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
             label += f" {tensor.slice}" * bool(tensor.slice) + " (partial)" * is_partial(tensor.tensor)
             stream = record.measured.get(label)

@@ -4,6 +4,247 @@ steps = Steps()
 window = Window(steps, start=10, end=20)
 """
 
-from amanda.tools.steps._steps import Steps, Window, WindowError, execution_number
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, Protocol
+
+import amanda
+from amanda import interceptor
+from amanda.action import Routine, has_run, marks, opening
+from amanda.errors import AmandaError
+from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
 
 __all__ = ["Steps", "Window", "WindowError", "execution_number"]
+
+
+class Counted(Protocol):
+    """A record of an op, with the number of its executions."""
+
+    executions: int
+
+
+def execution_number(record: Counted, run: dict[Any, Any] | None, recomputed: bool) -> int:
+    """Return the number of this execution, from 0 on, and count it in `record.executions`.
+
+    A recomputation has the number of its first execution, and is not counted.
+    record: hashable.  run, recomputed: of the routine; None and False where nothing runs again.
+    """
+    # A checkpoint runs the op again for the backward pass of the same execution.
+    if recomputed and run is not None and record in run:
+        number: int = run[record]
+        return number
+    number, record.executions = record.executions, record.executions + 1
+    if run is not None:
+        run[record] = number
+    return number
+
+
+Listener = Callable[[int], object]
+
+_OUTSIDE_LIMIT = 100
+
+
+@dataclass
+class _StepCandidate:
+    """An op whose executions may begin steps.
+
+    inside: in the call of a module, or in a graph.  order: of the first execution.
+    thread: on which its executions count; None for any, since a graph calls back on threads of its own.
+    """
+
+    inside: bool
+    order: int
+    thread: int | None
+    executions: int = 0
+
+    def leads(self, rival: _StepCandidate | None) -> bool:
+        """Return True if this op begins steps rather than the other one."""
+        if rival is None or rival is self:
+            return True
+        # A call of a module is a step rather than a line outside.
+        if self.inside != rival.inside:
+            return self.inside
+        # What repeats is a loop; what ran once may be preparation.
+        if (self.executions > 1) != (rival.executions > 1):
+            return self.executions > 1
+        return self.order < rival.order
+
+
+class Steps(amanda.Tool):
+    """Count the steps of a program from 0, such as batches of training.
+
+    A step begins when the leading op executes again, on the thread on which it did first. Leading is, of
+    the first ops of outermost module calls (in a graph, of its runs), the earliest that repeats: each batch
+    of a training loop is a step, and each batch of an evaluation that calls the same model. As long as
+    there is none, the earliest line outside of modules that repeats leads.  After a call of `step` only
+    further ones begin steps.
+
+    In a graph a step begins as a run of it begins, ahead of every operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self._listeners: list[Listener] = []
+        self._explicit = False
+        self._candidates: dict[Hashable, _StepCandidate] = {}
+        self._models: set[int] = set()
+        self._leader: _StepCandidate | None = None
+        self._between_runs = True
+        self.add_inst_for_op(self._watch_candidate)
+
+    def step(self) -> None:
+        """Begin a step now; from then on only calls of `step` begin steps."""
+        self._explicit = True
+        self._begin_step(self.number + 1)
+
+    @deprecated(use="clear", since="amanda-tools 0.2", gone="0.4")
+    def restart(self) -> None:
+        """Count from 0 again.  Deprecated: use `clear`."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from 0 again: the next step that begins is the first."""
+        self._leader = None
+        for candidate in self._candidates.values():
+            candidate.executions = 0
+        self._begin_step(0)
+
+    @checked
+    def on_step(self, listener: Listener) -> None:
+        """Call `listener(number)` at the beginning of each step, ahead of its routines, and now."""
+        self._listeners.append(listener)
+        # At once, so that a window that is added in the midst of a run is right from its first op.
+        listener(self.number)
+
+    def _begin_step(self, number: int) -> None:
+        self.number = number
+        for listener in self._listeners:
+            listener(number)
+
+    def _watch_candidate(self, context: amanda.OpContext) -> None:
+        """Count the executions of an op that may begin steps."""
+        if context.is_static():  # no step of it
+            return
+        place = self._place(context)
+        if place is None:
+            return
+        if place not in self._candidates:
+            eager = context.is_eager()
+            inside = not isinstance(place, tuple)
+            thread = get_ident() if eager else None
+            self._candidates[place] = _StepCandidate(inside, len(self._candidates), thread)
+        context.insert_before_op(self._count_execution, inputs=[], place=place)
+
+    def _place(self, context: amanda.OpContext) -> Hashable:
+        """Return the key of an op that may begin steps; None for an op that may not."""
+        op_id = context.get_op_id()
+        if op_id in self._candidates:
+            return op_id
+        if not context.is_eager():
+            first, self._between_runs = self._between_runs, False
+            return op_id if first else None
+        if subjects := interceptor.subjects():
+            model = interceptor.ordinal(subjects[0])
+            first = model not in self._models
+            self._models.add(model)
+            return op_id if first else None
+        # Outside modules nothing says where a repetition begins, and each time has an id of its own.
+        line = (context.get_source(), context.get_op_type())
+        return line if line in self._candidates or len(self._candidates) < _OUTSIDE_LIMIT else None
+
+    @opening
+    def _count_execution(self, place: Hashable) -> None:
+        """Count an execution; begin a step if the op leads."""
+        candidate = self._candidates[place]
+        self._between_runs = True
+        # Replicas and loaders on other threads run the same op for the same step.
+        if candidate.thread not in (None, get_ident()):
+            return
+        candidate.executions += 1
+        if candidate.leads(self._leader) and not self._explicit:
+            self._leader = candidate
+            # The first execution finds the number at 0 already.
+            if self.number != candidate.executions - 1:
+                self._begin_step(candidate.executions - 1)
+
+
+class WindowError(AmandaError, ValueError):
+    """The steps of a window are not valid: a negative start, an end before the start, a frequency below 1."""
+
+
+class Window:
+    """The steps of `range(start, end, frequency)`; `open` is True if the current step is one of them.
+
+    `let` makes a tool's routines run at these steps only. Its analysis routines still run once per op.
+    All routines of one execution, which share `run`, follow the decision of the first: otherwise a
+    backward routine could miss what its forward routine did not save.
+    """
+
+    @checked(error=WindowError)
+    def __init__(
+        self,
+        steps: Steps,
+        start: NonNegativeInt = 0,
+        end: NonNegativeInt | None = None,
+        frequency: PositiveInt = 1,
+    ) -> None:
+        if end is not None and end <= start:
+            raise WindowError(f"end is {end}, start {start}: no step is in between (end is left out)")
+        self._start, self._end, self._frequency = start, end, frequency
+        self.steps = steps
+        self.open = False
+        steps.on_step(self._update_open)
+
+    def let(self, tool: amanda.Tool) -> None:
+        """Make the tool's routines run at steps of the window alone."""
+        tool.depends_on(self.steps)
+        tool.wrap_routines(self._gate_routine)
+
+    def _update_open(self, number: int) -> None:
+        begun = number >= self._start and (self._end is None or number < self._end)
+        self.open = begun and (number - self._start) % self._frequency == 0
+
+    def _gate_routine(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+        """Return a routine that runs at steps of the window alone."""
+        window, skipped = self, NotImplemented if type.is_replacement else None
+        takes_run = has_run(routine)
+        # Routines that change values decide in a recomputation as they did at first; observers hear once.
+        changes = context.is_eager() and context.is_forward() and "observer" not in marks(routine)
+        signature = _add_run_keyword(routine) if changes and not takes_run else None
+
+        def gated(*values: Any, **kwargs: Any) -> Any:
+            return routine(*values, **kwargs) if window.open else skipped
+
+        def gated_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
+            # The first routine of an execution decides for all, also for those of its backward pass.
+            is_open = run.setdefault(window, window.open) if isinstance(run, dict) else window.open
+            if takes_run:
+                kwargs["run"] = run
+            return routine(*values, **kwargs) if is_open else skipped
+
+        wrapper: Routine = gated_with_run if takes_run or signature else gated
+        functools.update_wrapper(wrapper, routine, updated=())
+        if signature is not None:
+            wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        for mark in marks(routine) - {"traceable"}:  # inlined into a graph it would be decided for good
+            wrapper = getattr(amanda, mark)(wrapper)
+        return wrapper
+
+
+def _add_run_keyword(routine: Routine) -> inspect.Signature | None:
+    """Return the signature of a routine with a keyword `run` besides; None of one written in C."""
+    try:
+        signature = inspect.signature(routine)
+    except (TypeError, ValueError):
+        return None
+    run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)
+    kinds = [*signature.parameters.values()]
+    if kinds and kinds[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return signature.replace(parameters=[*kinds[:-1], run, kinds[-1]])
+    return signature.replace(parameters=[*kinds, run])

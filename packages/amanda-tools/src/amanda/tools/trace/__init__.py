@@ -7,8 +7,7 @@ print(tracer.result)
 tracer.result.save("graph.json")
 """
 
-from amanda.tools.trace._graph import Graph, Op, Position, Tensor
-from amanda.tools.trace._recorder import ProgramOp
+from amanda.tools.trace._graph import Graph, Op, Position, ProgramOp, Tensor
 from amanda.tools.trace._result import TraceResult, load
 from amanda.tools.trace._tool import GraphSoFar, TraceTool
 

@@ -45,6 +45,7 @@ class TraceResult(Result):
         ]  # fmt: skip
 
     def _tensor_texts(self, positions: Sequence[Position]) -> str:
+        """Return the types and shapes of tensors, those of a list in brackets."""
         return " ".join(
             f"({self._tensor_texts(position)})"
             if isinstance(position, tuple)
@@ -67,6 +68,7 @@ class TraceResult(Result):
         if not self.graph.ops:
             return [NOTHING]
         counts = {"forward": 0, "backward": 0, **Counter(op.phase for op in self.graph.ops)}
+        # Forward and backward are always told, other phases where there are some.
         *leading, last = (f"{count:,} {phase}" for phase, count in counts.items())
         notes = [f"{', '.join(leading)} and {last} ops, {len(self.graph.tensors):,} tensors."]
         if self.graph.dropped:
@@ -124,6 +126,7 @@ def _tensor_name(tensor: Tensor) -> str:
 def _op_line(graph: Graph, op: Op) -> str:
     """Return the line of an op: outputs, type with arguments, inputs, and a comment."""
     outputs = ", ".join(f"{_tensor_name(tensor)}: {tensor}" for tensor in graph.outputs(op))
+    # Inputs that were left out at the end are not listed; those between are `_`.
     last = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
     inputs = ", ".join(_position_text(graph, position) for position in op.inputs[: last + 1])
     arguments = ", ".join(f"{name}={_argument_text(value)}" for name, value in (op.attributes or {}).items())
@@ -149,6 +152,7 @@ def to_dot(graph: Graph) -> str:
     lines = ["digraph trace {", "  node [shape=box];"]
     by_module: dict[str, list[Op]] = {}
     for op in graph.ops:
+        # Backward ops lie in no cluster: their edges would cross all of them.
         by_module.setdefault(op.module if op.phase != "backward" else "", []).append(op)
     for number, (module, ops) in enumerate(by_module.items()):
         nodes = [f"    {_dot_node(op)}" for op in ops]
@@ -172,6 +176,7 @@ def _dot_edges(graph: Graph) -> Iterator[str]:
             shape = "ellipse" if tensor.kind == "input" else "note"
             yield f"  {source} [label={_quoted(tensor.name or tensor.kind)}, shape={shape}];"
         for consumer in tensor.consumers:
+            # An op that writes a part of its input would point to itself.
             if consumer != tensor.producer:
                 yield f"  {source} -> op{consumer} [label={_quoted(str(tensor))}];"
 
@@ -187,6 +192,7 @@ def to_model_explorer(graph: Graph, label: str = "amanda") -> dict[str, Any]:
 
     Source: github.com/google-ai-edge/model-explorer, `GraphCollection`.
     """
+    # Reversed, so that the first reader is the one that stays.
     readers = {index: op for op in reversed(graph.ops) for index in op.reads}
     outside = (tensor for tensor in graph.tensors if tensor.producer is None and tensor.index in readers)
     nodes = [_tensor_node(tensor, readers[tensor.index]) for tensor in outside]
@@ -225,9 +231,11 @@ def _explorer_node(graph: Graph, op: Op) -> dict[str, Any]:
 
 
 def _explorer_edge(graph: Graph, tensor: Tensor, position: int) -> dict[str, str]:
+    """Return the edge by which a tensor enters a node."""
     source, output = f"tensor{tensor.index}", 0
     if tensor.producer is not None:
         source = f"op{tensor.producer}"
+        # Model Explorer numbers the outputs of a node, written tensors after its results.
         output = graph.ops[tensor.producer].makes.index(tensor.index)
     return {
         "sourceNodeId": source, "sourceNodeOutputId": str(output), "targetNodeInputId": str(position)
@@ -235,6 +243,7 @@ def _explorer_edge(graph: Graph, tensor: Tensor, position: int) -> dict[str, str
 
 
 def _explorer_box(op: Op) -> str:
+    # Boxes nest at slashes; TensorFlow's scopes have them already.
     path = op.module if "/" in op.module else op.module.replace(".", "/")
     return path if op.phase == "forward" else f"{op.phase}/{path}".rstrip("/")
 
@@ -245,6 +254,7 @@ def _explorer_outputs(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def _key_values(values: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return attributes of a node as Model Explorer reads them."""
     return [
         {"key": key, "value": value if isinstance(value, str) else json.dumps(value)}
         for key, value in values.items()

@@ -8,8 +8,7 @@ from typing import Any
 import amanda
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.trace._graph import Graph, Op, Tensor
-from amanda.tools.trace._recorder import ProgramOp, Recorder
+from amanda.tools.trace._graph import Graph, GraphRecorder, Op, ProgramOp, Tensor
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._tracker import ExecutionTracker
 from amanda.tools.trace._values import values_of
@@ -41,7 +40,9 @@ class TraceTool(amanda.Tool):
         super().__init__()
         self._executions, self._limit, self._attributes, self._count = executions, limit, attributes, count
         self.clear()
+        # A rule, so that tools that depend on this one find the graph when they analyse an op.
         self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))
+        # Closing: tools that depend on this one read the graph before the op is in it.
         self.add_inst_for_op(self._instrument_before)
         self.add_closing_inst_for_op(self._instrument_after, require_outputs=True)
         if backward:
@@ -60,8 +61,9 @@ class TraceTool(amanda.Tool):
 
     def clear(self) -> None:
         """Drop the graph; ops are analysed again."""
+        # Plans are dropped with it: their routines hold the records of the old graph.
         self.load_state_dict({})
-        self.recorder = Recorder(self._executions, self._limit)
+        self.recorder = GraphRecorder(self._executions, self._limit)
         self._trackers: dict[str, ExecutionTracker] = {}
         self._places: dict[Hashable, ProgramOp] = {}
 
@@ -71,11 +73,13 @@ class TraceTool(amanda.Tool):
     def _instrument_before(self, context: amanda.OpContext) -> None:
         """Insert the routines that record the inputs of an op."""
         place, tracker = self.place_of(context), self.tracker(context)
+        # Symbols have no values at execution: the op is recorded once, when its outputs are known.
         if place.symbolic:
             return
         if context.is_forward():
             context.insert_before_op(tracker.before_op, place=place)
             return
+        # Without numbers of nodes the framework's `run` leads from a forward execution to its backward ops.
         if tracker.values.next_node_number() is None:
             context.insert_before_backward_op(self._resume_execution, grad_outputs=[], place=place)
         context.insert_before_backward_op(tracker.before_backward_op, place=place)
@@ -97,6 +101,7 @@ class TraceTool(amanda.Tool):
 
     @amanda.observer
     def _count_execution(self, place: ProgramOp) -> None:
+        # None is recorded after the limit.
         for index in place.ops[-1:]:
             self.recorder.count(index)
 
@@ -124,6 +129,7 @@ class TraceTool(amanda.Tool):
         place = self._places.get(key)
         if place is None:
             place = self._describe_op(context)
+            # A full graph needs no more places, whose number is not bounded otherwise.
             if not self.recorder.is_full:
                 self._places[key] = place
         return place
@@ -138,6 +144,7 @@ class TraceTool(amanda.Tool):
             in_place=context["in_place"] and not backward,
             attributes=plain_value(context.get_attrs()) if self._attributes and not backward else None,
         )  # fmt: skip
+        # None if the forward op was first analysed in another scope.
         forward = self._places.get((context.get_op_id(), None)) if backward else None
         return ProgramOp(op, facts, str(context.namespace), values.is_symbolic(context), forward)
 
@@ -192,6 +199,7 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
+        # JSON has no NaN and no infinity, whose difference from themselves is NaN.
         return value if value - value == 0 else str(value)
     if isinstance(value, (list, tuple, Mapping)) and depth <= 4 and (len(value) <= _MOST_ITEMS or not depth):
         if isinstance(value, Mapping):

@@ -12,8 +12,16 @@ from typing import Any, NamedTuple
 import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.trace._graph import Position, indices_at, map_position
-from amanda.tools.trace._recorder import UNKNOWN, OpenExecution, ProgramOp, RecordedOp, Recorder
+from amanda.tools.trace._graph import (
+    UNKNOWN,
+    GraphRecorder,
+    OpenExecution,
+    Position,
+    ProgramOp,
+    RecordedOp,
+    indices_at,
+    map_position,
+)
 from amanda.tools.trace._values import FrameworkValues, MemorySpan
 
 _WRITES_LIMIT = 128
@@ -55,11 +63,13 @@ class LiveTensors:
     serial: number of the last write.
     """
 
-    def __init__(self, values: FrameworkValues, recorder: Recorder) -> None:
+    def __init__(self, values: FrameworkValues, recorder: GraphRecorder) -> None:
         self.values = values
         self.serial = 0
         self._recorder = recorder
+        # By id, as tensors compare element by element; an entry goes when its tensor does.
         self._live: dict[int, _LiveTensor] = {}
+        # By the memory that is written: its views share the list, which goes with the memory.
         self._writes: weakref.WeakKeyDictionary[Any, list[MemoryWrite]] = weakref.WeakKeyDictionary()
 
     def input_state(self, value: Any) -> InputState | None:
@@ -91,6 +101,7 @@ class LiveTensors:
             self.serial += 1
             writes = self._writes.setdefault(memory_span[0], [])
             writes.append(MemoryWrite(self.serial, op, memory_span[1]))
+            # A loop may write a buffer without end.
             del writes[:-_WRITES_LIMIT]
 
     def writes_since(self, tensor: Any, serial: int) -> list[MemoryWrite]:
@@ -104,6 +115,7 @@ class LiveTensors:
         for write in reversed(self._writes.get(memory, ())):
             if write.serial <= serial:
                 break
+            # The same span: a write of all that the tensor sees, before which nothing matters.
             if write.span == span:
                 writes.append(write)
                 break  # earlier writes are overwritten
@@ -120,6 +132,7 @@ class LiveTensors:
         if before is not None:
             old = self._recorder.values[before]
             kind, name = old.tensor.kind, old.tensor.name
+            # A write of a part leaves the rest, so the op reads the earlier tensor as well.
             old.consumers[op] = None
         described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=before)
         return self._recorder.add_tensor(described, same=True)
@@ -133,7 +146,9 @@ class LiveTensors:
             live.index, live.serial = index, self.serial
 
     def _reference(self, tensor: Any, key: int) -> Callable[[], Any]:
+        """Return a weak reference whose end drops the index; a strong one if no weak one is possible."""
         try:
+            # The id is free for another tensor as soon as this one is gone.
             return weakref.ref(tensor, lambda _: self._live.pop(key, None))
         except TypeError:  # no weak references: the tensor lives as long as the tracker
             return lambda: tensor
@@ -149,6 +164,7 @@ class LiveTensors:
 
     def _pairs(self, values: Sequence[Any], positions: Sequence[Position]) -> Iterator[tuple[Any, int]]:
         """Yield each tensor with its index."""
+        # A repeated execution may give fewer values than the first one.
         for value, position in zip(values, positions, strict=False):
             if isinstance(position, tuple):
                 if isinstance(value, (list, tuple)):
@@ -160,6 +176,7 @@ class LiveTensors:
         """Return the index that a tensor had before it was first written; UNKNOWN for an unknown tensor."""
         if not self.values.is_tensor(value):
             return None
+        # The handle of a variable or an iterator is another object at each execution.
         index = None if self.values.is_handle(value) else self.last_index(value)
         return UNKNOWN if index is None else self._recorder.values[index].root
 
@@ -169,6 +186,7 @@ class LiveTensors:
             return None
         index = self.current_index(value)
         if index is None:
+            # An argument of a function is a symbol of its own; the caller's tensor is what is read.
             outer = self.values.captured_tensor(value)
             index = outer if outer is None or isinstance(outer, int) else self.record_input(outer)
             if index is None:
@@ -186,10 +204,12 @@ class LiveTensors:
             return None
         alias = self.last_index(value)
         kind, name = place.facts.makes, self.values.name(value)
+        # Known already: the op gave back an input, as ops in place do.
         same = alias is not None
         if alias is None:
             # symbols have no memory to share
             inputs = () if place.symbolic else input_states
+            # A view has memory that an input has; what the first input's kind says goes to the output too.
             alias = self._input_sharing_memory(value, inputs) if kind else input_states[0].tensor
         owner = None if alias is None else self._recorder.values[alias]
         if owner is not None and same and place.symbolic and owner.tensor.producer is None:
@@ -214,6 +234,8 @@ class LiveTensors:
 def may_overlap(span: MemorySpan, other_span: MemorySpan) -> bool:
     """Return False if two tensors of one memory surely share no element."""
     try:
+        # Strided views may interleave without sharing an element; to decide this exactly may take exponential
+        # time, so the work is bounded and a doubtful case counts as shared.
         return bool(np.shares_memory(_array_of_span(span), _array_of_span(other_span), max_work=_WORK))
     except (np.exceptions.TooHardError, ValueError):
         return True
@@ -224,6 +246,7 @@ def _array_of_span(span: MemorySpan) -> Any:
     """Return an array with the addresses of a span, for np.shares_memory; reading elements would crash."""
     interface = {
         "version": 3, "shape": span.shape, "typestr": f"|V{span.width}",
+        # Not the address of the tensor, which NumPy would not be allowed to read: only distances matter.
         "data": (_BASE + span.start * span.width, True),
         "strides": tuple(step * span.width for step in span.strides),
     }  # fmt: skip
@@ -241,7 +264,7 @@ class ExecutionTracker:
     since, or new data from outside in their place.
     """
 
-    def __init__(self, values: FrameworkValues, recorder: Recorder) -> None:
+    def __init__(self, values: FrameworkValues, recorder: GraphRecorder) -> None:
         self.values = values
         self._tensors = LiveTensors(values, recorder)
         self._recorder = recorder
@@ -251,12 +274,14 @@ class ExecutionTracker:
         """Record the inputs of an op before it runs."""
         if self._recorder.drops(place):
             return
+        # A repeated execution adds no op: its tensors take the indices of the first one.
         target = self._matching_op(place, inputs, recomputed)
         if target is None:
             read = tuple(map_position(self._tensors.record_input, value) for value in inputs)
         else:
             read = self._recorder.ops[target].op.inputs
             self._tensors.set_indices(inputs, read, only_changed=True)
+        # Versions before the op: one that has changed afterwards tells an input that was written.
         input_states = [self._tensors.input_state(value) for value in leaves(inputs)]
         serial, number = self._tensors.serial, self.values.next_node_number()
         place.begin(OpenExecution(read, target, None, input_states, serial, number))
@@ -267,9 +292,11 @@ class ExecutionTracker:
         frame = place.end()
         if frame is None:
             return
+        # Before the outputs are recorded, as an output may be a written input.
         written = self._written_inputs(place, frame)
         index, executed = self._count_or_add_op(place, frame, recomputed)
         number = self.values.next_node_number()
+        # The op has made nodes: their numbers lead from the backward pass to this execution.
         if number is not None and frame.number is not None and number != frame.number:
             place.nodes.append((frame.number, number, index))
             del place.nodes[:-_NODES_KEPT]
@@ -278,6 +305,8 @@ class ExecutionTracker:
         self._record_outputs(place, frame, executed, outputs)
         for position, tensor in written.items():
             if frame.target is None:
+                # An op in place gives back its input, which is among the outputs then and has its new index
+                # already.
                 after = self._tensors.last_index(tensor)
                 if after is None or place.symbolic or after not in indices_at(executed.outputs):
                     after = self._tensors.add_version(index, frame.input_states[position].tensor, tensor)
@@ -290,11 +319,14 @@ class ExecutionTracker:
         """Record the gradients that enter a backward op: several if autodiff added them up."""
         if self._recorder.drops(place):
             return
+        # Autodiff may add up gradients before a node sees them: every summand that was sent is read.
         number, arrived = self.values.incoming_gradients(len(gradients))
         forward, place.resumed = place.resumed, None
+        # Of several executions of the forward op, the one whose nodes have this number.
         if forward is None and place.forward is not None:
             forward = place.forward.op_of_node(number)
         target = place.by_forward.get(forward)
+        # After the limit further executions are counted at the last op.
         if target is None and self._recorder.is_full:
             target = place.ops[-1]
         read: list[Position] = []
@@ -317,8 +349,10 @@ class ExecutionTracker:
         index, executed = self._count_or_add_op(place, frame)
         place.by_forward[frame.forward] = index
         self._record_outputs(place, frame, executed, gradients)
+        # The next nodes receive these, in the order of the node's edges.
         sent = [position if isinstance(position, int) else None for position in executed.outputs]
         total = self.values.send_gradients(sent)
+        # A leaf's gradient is written by each pass: a new version of the same tensor.
         if total is not None and frame.target is None:
             before = self._tensors.current_index(total)
             executed.parts.append(self._tensors.add_version(index, before, total))
@@ -352,10 +386,12 @@ class ExecutionTracker:
         """Return the recorded op that an execution repeats; None for a new op."""
         if not place.ops:
             return None
+        # Roots, not indices: a parameter that an optimizer has written since is the same input.
         roots = tuple(map_position(self._tensors.root_of, value) for value in inputs)
         for index in place.ops:
             if roots_agree(roots, self._recorder.ops[index].roots):
                 return index
+        # A recomputation in a checkpoint has other tensors as inputs, and is the same op nevertheless.
         full = len(place.ops) >= self._recorder.executions or self._recorder.is_full
         return place.ops[-1] if recomputed or full else None
 
@@ -386,9 +422,11 @@ class ExecutionTracker:
         written: dict[int, Any] = {}
         for position, state in enumerate(frame.input_states):
             tensor = None if state is None else state.reference()
+            # An op may be given a tensor twice.
             if tensor is None or any(tensor is other for other in written.values()):
                 continue
             wrote = position in place.facts.written or self.values.version(tensor) != state.version
+            # What ops within this one have written is recorded at those ops.
             if wrote and not self._tensors.writes_since(tensor, frame.serial):
                 written[position] = tensor
         return written

@@ -14,24 +14,10 @@ from amanda import interceptor
 from amanda.backend import TensorMap
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import itemsize
-from amanda.tools.trace._graph import Tensor
+from amanda.tools.trace._graph import Tensor, TraceFacts
 
 TensorQuery = Callable[[Any], Any]
 """Function of a tensor, such as `shape` and `dtype` of StandardMapping."""
-
-
-class TraceFacts(NamedTuple):
-    """Facts of an op besides the words of StandardMapping.
-
-    name: the framework's name.  makes: kind of the outputs; "" for the kind of the first input.
-    written: positions of inputs that the op writes without a new version.
-    brings_in: the outputs are new data from outside at each execution, as of an iterator.
-    """
-
-    name: str
-    makes: str
-    written: Sequence[int] = ()
-    brings_in: bool = False
 
 
 class MemorySpan(NamedTuple):
@@ -76,6 +62,7 @@ class FrameworkValues:
     def describe(self, tensor: Any, **fields: Any) -> Tensor:
         """Return the record of a tensor: shape, dtype, device, bytes, and further fields."""
         shape, dtype = self._shape(tensor), self._dtype(tensor)
+        # None for what has no elements, such as a handle.
         width = itemsize(dtype)
         size = None if shape is None or None in shape or width is None else prod(shape) * width
         device = getattr(tensor, "device", None)
@@ -148,8 +135,11 @@ class PytorchValues(FrameworkValues):
         super().__init__(shape, dtype)
         _REQUIRED.check()
         self._torch = torch
+        # Nodes of leaves have no number, and are told apart by their variable.
         self._leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+        # By model: to walk through all its parameters takes longer than an op.
         self._names: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
+        # By pass: nested and parallel passes run through nodes of the same numbers.
         self._sent: dict[int, dict[Hashable, list[int]]] = {}
 
     def is_tensor(self, value: Any) -> bool:
@@ -166,6 +156,7 @@ class PytorchValues(FrameworkValues):
         facts = super().facts(context)
         if context.is_forward() and context["type"] in ("batch_norm", "instance_norm"):
             attributes = context.get_attrs()
+            # Running averages are written by the kernel, without a new version of the tensor.
             if attributes.get("training") or attributes.get("use_input_stats"):
                 return facts._replace(written=_AVERAGES)
         return facts
@@ -184,6 +175,7 @@ class PytorchValues(FrameworkValues):
         modules = [
             subject for subject in interceptor.subjects() if isinstance(subject, self._torch.nn.Module)
         ]
+        # Paths are relative to the outermost module that is being called.
         for root in modules[:1]:
             kind_and_path = self._kinds_and_paths(root).get(id(tensor))
             # ids are reused: the cached path has to lead to this very tensor
@@ -217,6 +209,7 @@ class PytorchValues(FrameworkValues):
         sent = self._sent.get(self._torch._C._current_graph_task_id())
         if node is None or sent is None:
             return number, [()] * count
+        # `get` for a look ahead of the op, `pop` when the op runs.
         name, look = self._node_key(node), sent.pop if take else sent.get
         return number, [look((name, position), ()) for position in range(count)]
 
@@ -229,6 +222,7 @@ class PytorchValues(FrameworkValues):
         for (after, position), gradient in zip(node.next_functions, gradients, strict=False):
             if after is not None and gradient is not None:
                 sent.setdefault((self._node_key(after), position), []).append(gradient)
+        # A pass that fails never takes what was sent to its nodes.
         while len(self._sent) > _PASSES_LIMIT:
             del self._sent[next(iter(self._sent))]
         return node.variable.grad if isinstance(node, self._leaf) else None
@@ -255,10 +249,12 @@ class TensorflowValues(FrameworkValues):
         super().__init__(shape, dtype)
         self._variables: dict[int, tuple[str, str]] = {}
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+        # By the function's name, without the number that each trace of it gets.
         self._arguments: dict[str, Sequence[int]] = {}
 
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor, also for one of unknown rank."""
+        # NumPy arrays and numbers have an element type too, and are no tensors here.
         return hasattr(value, "_id") and self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
@@ -273,6 +269,7 @@ class TensorflowValues(FrameworkValues):
         """Return kind and path of a variable in the outermost called layer or module."""
         if self._dtype(tensor) != "resource":
             return "input", self.name(tensor)
+        # Variables are looked for only when a new handle is met.
         if tensor._id not in self._variables:
             for subject in interceptor.subjects()[:1]:
                 self._note_variables(getattr(subject, "variables", ()))
@@ -282,6 +279,7 @@ class TensorflowValues(FrameworkValues):
         """Note kind and path of variables, by the number of the handle."""
         for variable in variables if isinstance(variables, (list, tuple)) else ():
             value = getattr(variable, "value", None)
+            # Keras 3 wraps TensorFlow's variable.
             owner = variable if hasattr(variable, "handle") else value
             handle = getattr(owner, "handle", None)
             if handle is not None:
@@ -306,7 +304,9 @@ class TensorflowValues(FrameworkValues):
         if graph is None or not hasattr(graph, "captures"):
             return None
         captured = self._captured.get(graph)
+        # A function captures more tensors while it is traced.
         if captured is None or tensor._id not in captured:
+            # Weak: a captured tensor may hold the graph that is the key here.
             pairs = ((inner._id, weakref.ref(outer)) for outer, inner in graph.captures)
             captured = self._captured[graph] = dict(pairs)
             self._note_variables(getattr(graph, "variables", ()))
@@ -320,6 +320,7 @@ class TensorflowValues(FrameworkValues):
 
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the arguments of the functions that an op calls, whose ops come next."""
+        # The first input of these chooses the branch, and is no argument of a function.
         skipped = 1 if context.get_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
         for value in context.get_attrs().values():
             for item in value if isinstance(value, list) else [value]:
@@ -333,6 +334,7 @@ class JaxValues(FrameworkValues):
 
     def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
         super().__init__(shape, dtype)
+        # Arrays have no names: a weight is known by the slot of the model that it is in.
         self._weights: TensorMap[str] = TensorMap()
 
     def is_symbolic(self, context: amanda.OpContext) -> bool:

@@ -6,7 +6,6 @@ Path("flops.view.html").write_text(to_page("trace.json", "flops.json"))
 On the command line: `python -m amanda view trace.json flops.json --open`.
 """
 
-from amanda.tools.view._command import main
-from amanda.tools.view._page import to_page
+from amanda.tools.view._page import main, to_page
 
 __all__ = ["main", "to_page"]

@@ -1,26 +1,27 @@
-"""Keras models on TensorFlow, whose channels are removed in a new model."""
+"""Keras models on TensorFlow, whose channels are removed in a new model, from the configs of its layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import amanda
 from amanda.backend import TensorMap
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._keras_removal import smaller_model
 from amanda.tools.prune.channels._keras_tracing import KerasTracing
-from amanda.tools.prune.channels._plan import Plan
+from amanda.tools.prune.channels._plan import RemovalPlan
 from amanda.tools.prune.channels._prunable_model import (
     Axes,
     Masks,
     PrunableModel,
+    Tracing,
     array_over_kept,
     selected_of_array,
+    tensors_in,
 )
-from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 
 class KerasModel(PrunableModel):
@@ -71,6 +72,13 @@ class KerasModel(PrunableModel):
             paths[weight.value.handle] = path
         return paths
 
+    def weights_of_unknown_size(self) -> Iterator[tuple[str, str]]:
+        """Yield paths of weights of layers whose config says no number of channels, and the reasons."""
+        for layer in layers_of(self.now):
+            why = size_is_unknown(layer)
+            for weight in layer.weights if why else ():
+                yield weight.path, why
+
     def _weights(self) -> dict[str, Any]:
         return {weight.path: weight for weight in self.now.weights if "float" in str(weight.dtype)}
 
@@ -94,7 +102,7 @@ class KerasModel(PrunableModel):
             masks[path, shape] = masks.get((path, shape), np.True_) & axis_mask
 
         def mask(value: Any) -> Any:
-            weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _WeightRead) else None
+            weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _KerasWeight) else None
             return None if weight_mask is None else weight_mask.astype(value.dtype)
 
         return mask
@@ -102,28 +110,28 @@ class KerasModel(PrunableModel):
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the weights that an op reads; the form that a reshape gives of one was masked before."""
         handles = self._original_handles
-        weights: list[_WeightRead | None] = []
+        weights: list[_KerasWeight | None] = []
         for i, value in enumerate(context.get_inputs()):
             variable = None if isinstance(value, (list, tuple)) else context.get_variable(i)
             path = None if variable is None else handles.get(variable)
             if path is None or not value.dtype.is_floating or value.shape.rank is None:
                 weights.append(None)
             else:
-                weights.append(_WeightRead(path, tuple(value.shape), value.dtype.as_numpy_dtype))
+                weights.append(_KerasWeight(path, tuple(value.shape), value.dtype.as_numpy_dtype))
         return weights
 
-    def removal(self, plan: Plan) -> KerasRemoval:
+    def removal(self, plan: RemovalPlan) -> KerasRemoval:
         """Return what puts a smaller model in the place of this one."""
         return KerasRemoval(self, plan)
 
-    def smaller(self, plan: Plan, optimizer: Any) -> Any:
+    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Return a smaller model."""
         return smaller_model(self, plan)
 
     def with_zeros(self, masks: Masks) -> Any:
         """Write masks into the weights; return the model."""
         for path, weight in self._weights().items():
-            mask = masks(_WeightRead(path, tuple(weight.shape), np.float32))
+            mask = masks(_KerasWeight(path, tuple(weight.shape), np.float32))
             if mask is not None:
                 weight.assign(weight.numpy() * mask)
         return self.model
@@ -138,7 +146,7 @@ class KerasModel(PrunableModel):
 class KerasRemoval:
     """Puts a smaller model in the place of a KerasModel's, and puts that back."""
 
-    def __init__(self, model: KerasModel, plan: Plan) -> None:
+    def __init__(self, model: KerasModel, plan: RemovalPlan) -> None:
         self._model, self._plan = model, plan
 
     def apply(self) -> None:
@@ -151,7 +159,7 @@ class KerasRemoval:
 
 
 @dataclass(frozen=True)
-class _WeightRead:
+class _KerasWeight:
     path: str
     shape: tuple[int | None, ...]
     dtype: Any
@@ -161,3 +169,123 @@ def _functional(keras: Any) -> Any:
     """Return a functional model, whose class Keras does not name."""
     tensor = keras.Input((1,))
     return keras.Model(tensor, tensor)
+
+
+_SIZES = {
+    "Conv1D": ("filters", -1), "Conv2D": ("filters", -1), "Conv3D": ("filters", -1),
+    "Conv1DTranspose": ("filters", -2), "Conv2DTranspose": ("filters", -2),
+    "Conv3DTranspose": ("filters", -2),
+    "SeparableConv1D": ("filters", -1), "SeparableConv2D": ("filters", -1), "Dense": ("units", -1),
+    "Embedding": ("output_dim", -1),
+}  # fmt: skip
+"""Entry of a layer's config with the number of its channels, and the axis of its kernel, by class."""
+
+_OF_INPUTS = (
+    "BatchNormalization", "DepthwiseConv1D", "DepthwiseConv2D", "GroupNormalization", "LayerNormalization",
+    "PReLU",
+)  # fmt: skip
+"""Layers whose weights are as long as what they are given."""
+
+_KERNELS = ("pointwise_kernel", "_kernel", "kernel", "_embeddings", "embeddings")
+
+
+def layers_of(model: Any) -> Iterator[Any]:
+    """Yield the layers of a model, those of models in it one by one."""
+    import keras
+
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from layers_of(layer)
+        else:
+            yield layer
+
+
+def size_is_unknown(layer: Any) -> str:
+    """Return why no config can say how many channels a layer has; "" where one can."""
+    import keras
+
+    kinds = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
+    kind = type(layer)
+    if isinstance(layer, kinds) and (size := _size(layer)) is not None and size[0] not in layer.get_config():
+        return f"the config of {kind.__name__} has no {size[0]!r} to be made smaller"
+    if not isinstance(layer, kinds):
+        return f"the config of {kind.__name__} says no number of channels that can be made smaller"
+    return ""
+
+
+def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
+    """Return a new model without the channels that a plan does not keep.
+
+    Raises PruneError where the rebuilt model has other weights than are expected.
+    """
+    import keras
+
+    keep_masks: dict[str, dict[int, Any]] = {}
+    for name, axis, keep_mask in plan.axes():
+        keep_masks.setdefault(name, {})[axis] = keep_mask
+    shapes = {
+        step.module: plan.tracing.extents(step.outputs[0], plan.alive)
+        for step in plan.tracing.steps if step.type == "reshape"
+    }  # fmt: skip
+
+    def rebuilt(layer: Any, within: str = "") -> Any:
+        path = f"{within}{layer.name}"
+        if isinstance(layer, keras.Model):
+            inner = partial(rebuilt, within=f"{path}.")
+            return keras.models.clone_model(layer, clone_function=inner)
+        config = layer.get_config()
+        size = _size(layer)
+        if size is not None:
+            key, name, axis = size
+            keep_mask = keep_masks.get(name, {}).get(axis)
+            if keep_mask is not None:
+                before, config[key] = config[key], int(keep_mask.sum())
+                if name in plan.tracing.notes.whole_groups:
+                    config["groups"] = config["groups"] * config[key] // before
+        elif isinstance(layer, keras.layers.GroupNormalization):
+            for weight in layer.weights[:1]:
+                keep_mask = keep_masks.get(weight.path, {}).get(0)
+                if keep_mask is not None:
+                    config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
+        elif isinstance(layer, keras.layers.Reshape) and path in shapes:
+            config["target_shape"] = [
+                new if old != -1 else old
+                for old, new in zip(config["target_shape"], shapes[path][1:], strict=True)
+            ]
+        return type(layer).from_config(config)
+
+    smaller = keras.models.clone_model(model.now, clone_function=rebuilt)
+    if not smaller.built:
+        smaller.build(model.now.input_shape)
+    for old, new in zip(model.now.weights, smaller.weights, strict=True):
+        value = old.numpy()
+        for axis, keep_mask in keep_masks.get(old.path, {}).items():
+            value = value.compress(keep_mask, axis)
+        if tuple(new.shape) != value.shape:
+            raise PruneError(
+                f"the model that is rebuilt from the config of {model.now.name} has {tuple(new.shape)} in "
+                f"{new.path}, where {value.shape} was expected: exclude the layer"
+            )
+        new.assign(value)
+    for layer in layers_of(smaller):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # it computes with numbers made of its weights
+    return smaller
+
+
+def _size(layer: Any) -> tuple[str, str, int] | None:
+    """Return the entry of a config, the path of the weight whose axis it is, and that axis."""
+    import keras
+
+    size = next(
+        (size for name, size in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))), None
+    )
+    if size is None or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
+        return None
+    kernel = next(
+        (candidate for name in _KERNELS if (candidate := getattr(layer, name, None)) is not None), None
+    )
+    if kernel is None:
+        return None
+    key, axis = size
+    return key, kernel.path, axis % len(kernel.shape)

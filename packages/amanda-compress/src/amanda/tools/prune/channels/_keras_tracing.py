@@ -13,22 +13,24 @@ import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._keras_removal import layers_of, size_is_unknown
-from amanda.tools.prune.channels._labels import Call, Families, Family, Work, shaped
-from amanda.tools.prune.channels._layers import convolution, embedding, product, transposed_convolution
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Work, shaped
+from amanda.tools.prune.channels._prunable_model import Tracing, tensors_in
 from amanda.tools.prune.channels._rules import (
     Rule,
     concatenated,
+    convolution,
     elementwise,
+    embedding,
     fresh,
     over_axis,
+    product,
     rearranged,
     reduced,
     same_channels,
     stacked,
+    transposed_convolution,
     unknown,
 )
-from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._keras import KerasModel
@@ -60,7 +62,7 @@ class KerasValue:
 def channels_first(rule: Rule) -> Rule:
     """Return a rule for data whose channels are last, and weights of which in and out are."""
 
-    def turned(call: Call) -> Sequence[Families]:
+    def turned(call: FollowedOp) -> Sequence[Families]:
         if call.value("data_format") not in ("NHWC", "NDHWC"):
             return unknown(call)
         rank = call.inputs[0].ndim
@@ -75,7 +77,7 @@ def channels_first(rule: Rule) -> Rule:
     return turned
 
 
-def depthwise(call: Call) -> Sequence[Families]:
+def depthwise(call: FollowedOp) -> Sequence[Families]:
     """Match channels with those of the weight, of which each makes as many outputs."""
     value, weight, output = *call.inputs[:2], call.outputs[0]
     if call.value("data_format") != "NHWC":
@@ -90,7 +92,7 @@ def depthwise(call: Call) -> Sequence[Families]:
     return [shaped(outputs, output.ndim - 1, output.ndim)]
 
 
-def multiplied(call: Call) -> Sequence[Families]:
+def multiplied(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices, either of them transposed."""
     factors = [
         factor.turned((*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2))
@@ -192,10 +194,8 @@ class KerasTracing(Tracing):
         labels = self.notes.labels
         for value in tensors_in(self.result):
             labels.leave(self._families_of.get(value) or (), "the model returns them")
-        for layer in layers_of(self._model.now):
-            why = size_is_unknown(layer)
-            for weight in layer.weights if why else ():
-                labels.leave(self.channels.get(weight.path, ()), why)
+        for path, why in self._model.weights_of_unknown_size():
+            labels.leave(self.channels.get(path, ()), why)
         labels.settle()
         return self.result
 
@@ -240,7 +240,7 @@ class KerasTracing(Tracing):
         moved = partial(_moved, type, attributes, values)
         # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
         word = type if rule is reduced else "add" if type == "BiasAdd" else word
-        call = Call(
+        call = FollowedOp(
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
             self.notes, _name,
         )  # fmt: skip

@@ -252,7 +252,7 @@ class Notes:
 
 
 @dataclass
-class Call:
+class FollowedOp:
     """An execution of an op, whose inputs have PyTorch's names and order.
 
     names: of the inputs.  channels: returns a tensor's families.  name_of: returns a weight's name.

@@ -11,29 +11,27 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._labels import Call, Families, Family, Part, shaped
-from amanda.tools.prune.channels._layers import (
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Part, shaped
+from amanda.tools.prune.channels._prunable_model import Tracing
+from amanda.tools.prune.channels._rules import (
+    Rule,
     batch_norm,
+    concatenated,
     convolution,
+    elementwise,
     embedding,
+    fresh,
     group_norm,
     layer_norm,
     matrix_product,
-    product,
-    transposed_convolution,
-)
-from amanda.tools.prune.channels._rules import (
-    Rule,
-    concatenated,
-    elementwise,
-    fresh,
     over_axis,
+    product,
     rearranged,
     reduced,
     same_channels,
+    transposed_convolution,
     unknown,
 )
-from amanda.tools.prune.channels._tracing import Tracing
 
 if TYPE_CHECKING:
     from amanda.tools.prune.channels._onnx import OnnxModel
@@ -61,7 +59,7 @@ class OnnxValue:
         return int(self.array.ndim)
 
 
-def gemm(call: Call) -> Sequence[Families]:
+def gemm(call: FollowedOp) -> Sequence[Families]:
     """Multiply two matrices, either transposed, and add a third."""
     first, second, added = (*call.inputs[:2], call.value("C"))
     first_part = _transposed(call.part(first)) if call.value("transA") else call.part(first)
@@ -77,14 +75,14 @@ def _transposed(part: Part) -> Part:
     return tuple(family.T for family in families), shape[::-1]
 
 
-def from_axis_on(call: Call) -> Sequence[Families]:
+def from_axis_on(call: FollowedOp) -> Sequence[Families]:
     """Keep an axis and all after it whole: before opset 13 a softmax is over all of them."""
     rank = call.inputs[0].ndim
     axes = range(call.value("dim", 1) % rank, rank)
     return [call.labels.pinned(call.of(call.inputs[0]), axes, f"{call.place} computes over them")]
 
 
-def depth_to_space(call: Call) -> Sequence[Families]:
+def depth_to_space(call: FollowedOp) -> Sequence[Families]:
     """Move channels into images: those that go to one channel go together."""
     channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
     if channels is None:
@@ -95,7 +93,7 @@ def depth_to_space(call: Call) -> Sequence[Families]:
     return [shaped(read[:, 0], 1, 4)]
 
 
-def space_to_depth(call: Call) -> Sequence[Families]:
+def space_to_depth(call: FollowedOp) -> Sequence[Families]:
     """Move images into channels, as many of each."""
     channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
     return [shaped(None if channels is None else np.tile(channels, area), 1, 4)]
@@ -300,7 +298,7 @@ class OnnxTracing(Tracing):
             self.unfollowed[node] = why
         found_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
         moved = partial(_moved, compute, values)
-        call = Call(
+        call = FollowedOp(
             word, f"{type} {node}", key, inputs, names, results, self._families, moved, self.notes, self._name
         )
         rule = found_rule if any(channels) else fresh

@@ -1,18 +1,265 @@
-"""Interface between the pruning of channels and the models of a framework."""
+"""Models as the pruning of channels sees them: a call that is followed op by op, weights, and removal."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import amanda
+from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.prune.channels._labels import (
+    Families,
+    Family,
+    FollowedOp,
+    Notes,
+    Part,
+)
+from amanda.tools.prune.channels._rules import MOVES, Rule
 
 if TYPE_CHECKING:
-    from amanda.tools.prune.channels._plan import Plan
-    from amanda.tools.prune.channels._tracing import Tracing
+    from amanda.tools.prune.channels._plan import RemovalPlan
+
+
+Masks = Callable[[Any], Any]
+"""Returns the mask of a weight that an op reads, True where it is kept; None of one that stays whole."""
+
+Axes = Iterable[tuple[str, int, Any]]
+"""Names of weights, axes of them, and which places along each axis are kept."""
+
+
+class Removal(Protocol):
+    """A removal of channels of a subject, which can be undone."""
+
+    def apply(self) -> None:
+        """Remove the channels."""
+
+    def undo(self) -> None:
+        """Put everything back."""
+
+
+class PrunableModel(ABC):
+    """A model whose channels are followed and removed.
+
+    model: as the user has given it.  has_gradients: whether weights may have gradients.
+    selected, over_kept: routines that simulate an op over the channels that are kept.
+    """
+
+    has_gradients: ClassVar[bool]
+    selected: ClassVar[Callable[..., Any]]
+    over_kept: ClassVar[Callable[..., Any]]
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @abstractmethod
+    def __call__(self, *example: Any, **named: Any) -> Any:
+        """Run the model as it is now."""
+
+    @abstractmethod
+    def tracing(self) -> Tracing:
+        """Return a tool that follows the channels in a call of the model as it is now."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Any]:
+        """Return weights, and averages of normalisations, by all their names."""
+
+    @abstractmethod
+    def parameters(self) -> Mapping[str, Any]:
+        """Return the weights that count, each once, by name."""
+
+    @abstractmethod
+    def masks(self, axes: Axes) -> Masks:
+        """Return the masks of weights of which places along axes are kept."""
+
+    @abstractmethod
+    def removal(self, plan: RemovalPlan) -> Removal:
+        """Return what removes the channels that a plan does not keep."""
+
+    @abstractmethod
+    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
+        """Remove for good the channels that a plan does not keep; return the smaller model."""
+
+    @abstractmethod
+    def with_zeros(self, masks: Masks) -> Any:
+        """Write masks into weights; return the model that has them."""
+
+    @abstractmethod
+    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+        """Yield the floating-point tensors of a result as arrays, and the rounding of their types."""
+
+    def is_of(self, model: Any) -> bool:
+        """Return True for the model that the user has given."""
+        return model is self.model
+
+    def key(self, context: amanda.OpContext) -> Any:
+        """Return what tells an op from all others of the model, in any call of it."""
+        return context.get_op_id()
+
+    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+        """Return the inputs of an op in the form that masks are found by."""
+        return context.get_inputs()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which the model evaluates without gradients."""
+        return nullcontext()
+
+    def simulating(self) -> AbstractContextManager[None]:
+        """Return a context in which the ops that the masks do not suit are taken apart."""
+        return nullcontext()
+
+    def time(self, *example: Any, **named: Any) -> None:
+        """Run the model as its users do, until its results are there: the time of this is measured."""
+        self(*example, **named)
+
+
+@dataclass(frozen=True)
+class TracedOp:
+    """An executed op: its word, its module's path, and families and extents of its tensors.
+
+    key: tells the op from others.  moved: of an op that only moves elements, see `FollowedOp.moved`.
+    """
+
+    type: str
+    module: str
+    source: str
+    key: Any
+    inputs: Sequence[Part]
+    outputs: Sequence[Part]
+    moved: Callable[[Family], list[Family]] | None = None
+
+    @property
+    def place(self) -> str:
+        """Return the op in words."""
+        return f"{self.type} of {self.module or 'the model'}"
+
+
+class Tracing(amanda.Tool):
+    """Follows channels from op to op.
+
+    steps: the ops in their order.  channels: families of parameters and buffers, by their names.
+    result: of the call.  unfollowed: why layers are left whose weights have no channels, by layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = Notes()
+        self.steps: list[TracedOp] = []
+        self.channels: dict[str, Families] = {}
+        self.unfollowed: dict[str, str] = {}
+        self.result: Any = None
+        self.depends_on(StandardMapping())
+        self.add_inst_for_op(self._analyse)
+
+    @abstractmethod
+    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Call the model, and keep whole what it returns; return that."""
+
+    @abstractmethod
+    def layer(self, name: str) -> str:
+        """Return the path of the layer that a weight is of."""
+
+    @abstractmethod
+    def _analyse(self, context: amanda.OpContext) -> None:
+        """Follow an op."""
+
+    def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
+        """Return new labels for the places along each axis of a weight."""
+        labels = self.notes.labels
+        families = tuple(
+            labels.fresh(extent).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+            for axis, extent in enumerate(shape) if extent > 1
+        )  # fmt: skip
+        if name is not None:
+            self.channels[name] = families
+        return families
+
+    def step(
+        self,
+        call: FollowedOp,
+        rule: Rule,
+        module: str,
+        source: str,
+        read: Sequence[Part],
+        output_families: Sequence[Families],
+    ) -> None:
+        """Note an op that a rule has followed."""
+        parts = [
+            (families, tuple(output.shape))
+            for output, families in zip(call.outputs, output_families, strict=True)
+        ]
+        moved = call.moved if rule in MOVES else None
+        self.steps.append(TracedOp(call.type, module, source, call.key, read, parts, moved))
+
+    def extents(self, part: Part, alive: Any) -> tuple[int, ...]:
+        """Return the extents of a tensor when those labels are kept alone.  alive: a truth for each label."""
+        extents = list(part[1])
+        for axis in range(len(extents)):
+            places = self.places(part[0], axis, alive)
+            if places is not None:
+                extents[axis] = int(places.sum())
+        return tuple(extents)
+
+    def places(self, families: Families, axis: int, alive: Any) -> Any:
+        """Return which places along an axis are kept; None of an axis without channels."""
+        for family in families:
+            if family.shape[axis] > 1:
+                other_axes = tuple(i for i in range(family.ndim) if i != axis)
+                return np.any(alive[family], axis=other_axes)
+        return None
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """Return the tensors of what a model returns."""
+    return [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
+
+
+def first_difference(expected: Tracing, alive: Any, steps: Sequence[TracedOp]) -> TracedOp | None:
+    """Return the first op whose results have other extents than the labels say, or that has not run."""
+    for i, step in enumerate(expected.steps):
+        if i >= len(steps):
+            return step
+        trial_step = steps[i]
+        if (step.type, step.module) != (trial_step.type, trial_step.module):
+            return step
+        if len(step.outputs) != len(trial_step.outputs):
+            return step
+        for part, (_, shape) in zip(step.outputs, trial_step.outputs, strict=True):
+            if prod(shape) + prod(part[1]) and expected.extents(part, alive) != shape:  # or has no elements
+                return step
+        if step.moved is not None and not _move_alike(step, trial_step, expected, alive):
+            return step
+    return None
+
+
+def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: Any) -> bool:
+    """Return True if an op moves the channels that are kept as it moved them among all, of the same step."""
+    roots = expected.notes.labels.roots
+    for family in step.inputs[0][0]:
+        if not alive[family].all() and step.moved is not None and trial_step.moved is not None:
+            read = _shortened(family, ((family,), family.shape), expected, alive)
+            triples = zip(step.moved(family), step.outputs, trial_step.moved(read), strict=True)
+            for expected_labels, part, trial_labels in triples:
+                short = roots(_shortened(expected_labels, part, expected, alive))
+                if short.size and not np.array_equal(short, roots(trial_labels)):
+                    return False
+    return True
+
+
+def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
+    """Return an array without the places at which a tensor of its shape has channels that are not kept."""
+    keep_masks = [expected.places(part[0], axis, alive) for axis in range(array.ndim)]
+    whole = (np.arange(extent) for extent in array.shape)
+    positions = [
+        all_positions if keep_mask is None else np.flatnonzero(keep_mask)
+        for all_positions, keep_mask in zip(whole, keep_masks, strict=True)
+    ]
+    return array[np.ix_(*positions)]
 
 
 @amanda.differentiable
@@ -76,95 +323,3 @@ def over_kept(
         elif name == "normalized_shape":
             kept_inputs[i] = [len(indices)]
     return value.new_zeros(value.shape).index_copy(axis, indices, compute(kept_inputs))
-
-
-Masks = Callable[[Any], Any]
-"""Returns the mask of a weight that an op reads, True where it is kept; None of one that stays whole."""
-
-Axes = Iterable[tuple[str, int, Any]]
-"""Names of weights, axes of them, and which places along each axis are kept."""
-
-
-class Removal(Protocol):
-    """A removal of channels of a subject, which can be undone."""
-
-    def apply(self) -> None:
-        """Remove the channels."""
-
-    def undo(self) -> None:
-        """Put everything back."""
-
-
-class PrunableModel(ABC):
-    """A model whose channels are followed and removed.
-
-    model: as the user has given it.  has_gradients: whether weights may have gradients.
-    selected, over_kept: routines that simulate an op over the channels that are kept.
-    """
-
-    has_gradients: ClassVar[bool]
-    selected: ClassVar[Callable[..., Any]]
-    over_kept: ClassVar[Callable[..., Any]]
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    @abstractmethod
-    def __call__(self, *example: Any, **named: Any) -> Any:
-        """Run the model as it is now."""
-
-    @abstractmethod
-    def tracing(self) -> Tracing:
-        """Return a tool that follows the channels in a call of the model as it is now."""
-
-    @abstractmethod
-    def tensors(self) -> Mapping[str, Any]:
-        """Return weights, and averages of normalisations, by all their names."""
-
-    @abstractmethod
-    def parameters(self) -> Mapping[str, Any]:
-        """Return the weights that count, each once, by name."""
-
-    @abstractmethod
-    def masks(self, axes: Axes) -> Masks:
-        """Return the masks of weights of which places along axes are kept."""
-
-    @abstractmethod
-    def removal(self, plan: Plan) -> Removal:
-        """Return what removes the channels that a plan does not keep."""
-
-    @abstractmethod
-    def smaller(self, plan: Plan, optimizer: Any) -> Any:
-        """Remove for good the channels that a plan does not keep; return the smaller model."""
-
-    @abstractmethod
-    def with_zeros(self, masks: Masks) -> Any:
-        """Write masks into weights; return the model that has them."""
-
-    @abstractmethod
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
-        """Yield the floating-point tensors of a result as arrays, and the rounding of their types."""
-
-    def is_of(self, model: Any) -> bool:
-        """Return True for the model that the user has given."""
-        return model is self.model
-
-    def key(self, context: amanda.OpContext) -> Any:
-        """Return what tells an op from all others of the model, in any call of it."""
-        return context.get_op_id()
-
-    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
-        """Return the inputs of an op in the form that masks are found by."""
-        return context.get_inputs()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which the model evaluates without gradients."""
-        return nullcontext()
-
-    def simulating(self) -> AbstractContextManager[None]:
-        """Return a context in which the ops that the masks do not suit are taken apart."""
-        return nullcontext()
-
-    def time(self, *example: Any, **named: Any) -> None:
-        """Run the model as its users do, until its results are there: the time of this is measured."""
-        self(*example, **named)

@@ -12,17 +12,24 @@ import amanda
 from amanda.backend import TensorMap
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
-from amanda.tools.prune.channels._labels import Call, Families, Family
-from amanda.tools.prune.channels._plan import Plan
-from amanda.tools.prune.channels._prunable_model import Axes, Masks, PrunableModel, over_kept, selected
+from amanda.tools.prune.channels._labels import Families, Family, FollowedOp
+from amanda.tools.prune.channels._plan import RemovalPlan
+from amanda.tools.prune.channels._prunable_model import (
+    Axes,
+    Masks,
+    PrunableModel,
+    Tracing,
+    over_kept,
+    selected,
+    tensors_in,
+)
 from amanda.tools.prune.channels._removal import ModuleRemoval, sizes_of
 from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
-from amanda.tools.prune.channels._tracing import Tracing, tensors_in
 
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
 
 
-class Module(PrunableModel):
+class TorchModel(PrunableModel):
     """A `torch.nn.Module`."""
 
     has_gradients = True
@@ -61,14 +68,14 @@ class Module(PrunableModel):
                 masks[parameter] = axis_mask if former is None else former & axis_mask
         return lambda value: masks.get(value) if _is_tensor(value) else None
 
-    def removal(self, plan: Plan, optimizer: Any = None) -> ModuleRemoval:
+    def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
         """Return what removes channels, and shortens the state of an optimizer."""
         sizes = sizes_of(self.model, plan.tracing, plan.alive)
         keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
         whole = frozenset(plan.tracing.notes.whole_groups)
         return ModuleRemoval(self.model, keep_masks, sizes, whole, optimizer)
 
-    def smaller(self, plan: Plan, optimizer: Any) -> Any:
+    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove channels of the module; return it."""
         removal = self.removal(plan, optimizer)
         try:
@@ -236,7 +243,7 @@ class ModuleTracing(Tracing):
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
         moved = partial(_moved, compute, inputs[1:], tuple(value.shape), value.stride())
-        call = Call(
+        call = FollowedOp(
             type, place, op_id, inputs, names, output_tensors, self._families, moved, self.notes, self._name
         )
         op_rule = self.rule(type)

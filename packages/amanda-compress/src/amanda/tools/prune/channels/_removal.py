@@ -8,7 +8,7 @@ from typing import Any
 
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._tracing import Tracing
+from amanda.tools.prune.channels._prunable_model import Tracing
 
 _EXTENTS = {
     "out_channels": 0, "in_channels": 1, "out_features": 0, "in_features": 1, "num_features": 0,

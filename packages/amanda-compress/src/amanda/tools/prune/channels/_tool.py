@@ -14,8 +14,15 @@ from amanda.options import PositiveInt, Seed, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._masks import PruneError
-from amanda.tools.prune.channels._groups import Budget, Importance, Of, Scope
-from amanda.tools.prune.channels._plan import Choice, Plan, make_plan
+from amanda.tools.prune.channels._plan import (
+    ChannelBudget,
+    ChannelOptions,
+    Importance,
+    Of,
+    RemovalPlan,
+    Scope,
+    make_plan,
+)
 from amanda.tools.prune.channels._prunable_model import Masks, PrunableModel, masked
 from amanda.tools.results import NOTHING, Column, Result, shortened
 from amanda.tools.select import Globs, listed
@@ -41,7 +48,7 @@ class ChannelPruneResult(Result):
         Column("sparsity", show="{:.4f}".format, number=True, unit="share"),
     )  # fmt: skip
 
-    def __init__(self, plan: Plan | None) -> None:
+    def __init__(self, plan: RemovalPlan | None) -> None:
         self._rows: list[tuple[Any, ...]] = []
         self.parameters = self.kept_parameters = 0
         self.flops, self.left, self.unread = 1.0, dict[str, str](), list[str]()
@@ -134,11 +141,11 @@ class ChannelPruneTool(amanda.Tool):
         seed: Seed = 0,
     ) -> None:
         super().__init__()
-        self._choice = Choice(
-            Budget(sparsity, scope, of, round_to), importance, seed,
+        self._choice = ChannelOptions(
+            ChannelBudget(sparsity, scope, of, round_to), importance, seed,
             listed("module", module, PruneError), listed("exclude", exclude, PruneError),
         )  # fmt: skip
-        self._plan: Plan | None = None
+        self._plan: RemovalPlan | None = None
         self._finalized: ChannelPruneResult | None = None
         self._masks: Masks = _no_mask
         self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}
@@ -238,7 +245,7 @@ class ChannelPruneTool(amanda.Tool):
         self._finalized = None
         self.analyse_again()
 
-    def _set_plan(self, plan: Plan) -> None:
+    def _set_plan(self, plan: RemovalPlan) -> None:
         """Make the masks of a plan."""
         self._plan = plan
         self._masks = plan.subject.masks(plan.axes())
@@ -281,9 +288,9 @@ def _prunable_model(model: Any) -> PrunableModel:
         import torch
 
         if isinstance(model, torch.nn.Module):
-            from amanda.tools.prune.channels._pytorch import Module
+            from amanda.tools.prune.channels._pytorch import TorchModel
 
-            return Module(model)
+            return TorchModel(model)
     if "keras" in libraries:
         import keras
 

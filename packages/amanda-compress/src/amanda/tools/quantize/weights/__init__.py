@@ -9,10 +9,15 @@ convert(model, gptq)  # or integers, in torchao's tensors
 convert(model, gptq, "folder")  # or a checkpoint of integers for vLLM
 """
 
-from amanda.tools.quantize._convert import convert
-from amanda.tools.quantize.weights._awq import AWQTool, awq_clipped, awq_scales
-from amanda.tools.quantize.weights._convert import ConvertResult, model_bytes, save_compressed
+from amanda.tools.quantize.weights._convert import ConvertResult, convert, model_bytes, save_compressed
 from amanda.tools.quantize.weights._gptq import GPTQTool, gptq
+from amanda.tools.quantize.weights._input_factors import (
+    AWQTool,
+    SmoothQuantTool,
+    awq_clipped,
+    awq_scales,
+    smoothing,
+)
 from amanda.tools.quantize.weights._integers import (
     Codes,
     NearestTool,
@@ -20,7 +25,6 @@ from amanda.tools.quantize.weights._integers import (
     dequantized,
     quantized,
 )
-from amanda.tools.quantize.weights._smoothquant import SmoothQuantTool, smoothing
 
 __all__ = [
     "AWQTool", "Codes", "ConvertResult", "GPTQTool", "NearestTool", "QuantizedWeights", "SmoothQuantTool",

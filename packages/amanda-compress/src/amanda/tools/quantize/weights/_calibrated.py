@@ -10,7 +10,7 @@ import amanda
 from amanda.options import deprecated
 from amanda.tools.kit import canonical_extents
 from amanda.tools.mapping import MATRIX_PRODUCTS
-from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.weights import ParameterSlice, Weight, WeightInput, WeightTool, weight_input
 
 if TYPE_CHECKING:

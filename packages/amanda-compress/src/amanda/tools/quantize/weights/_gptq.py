@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools.kit import Progress
-from amanda.tools.quantize._grid import Grid, QuantizeError
+from amanda.tools.quantize._fake_quantize import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
 from amanda.tools.quantize.weights._integers import (
     Codes,

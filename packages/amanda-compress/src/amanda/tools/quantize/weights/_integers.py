@@ -9,7 +9,7 @@ import amanda
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._grid import Grid, QuantizeError, choose_qparams
+from amanda.tools.quantize._fake_quantize import Grid, QuantizeError, choose_qparams
 from amanda.tools.quantize.weights._calibrated import INDEXED_ROWS, CalibratedTool, CalibratedWeight
 from amanda.tools.results import Column
 from amanda.tools.weights import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import amanda
 from amanda.options import deprecated
 from amanda.tools.libraries import numpy as np
-from amanda.tools.quantize._grid import QuantizeError
+from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.quantize.weights._calibrated import (
     NOT_RUN,
     CalibratedTool,
@@ -140,14 +140,14 @@ class FoldingTool(CalibratedTool):
         """Find the parameters that can absorb factors, and check by a trial; return the model's result."""
         import torch
 
-        from amanda.tools.prune.channels.tracing import Module
+        from amanda.tools.prune.channels import TorchModel
         from amanda.tools.quantize.weights._scale_tracing import FactorTracing
 
         if not isinstance(model, torch.nn.Module):
             raise QuantizeError(
                 f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module"
             )
-        subject, tracing = Module(model), FactorTracing(model)
+        subject, tracing = TorchModel(model), FactorTracing(model)
         with subject.evaluating(), amanda.disabled():
             result = model(*example, **named)
             expected = list(subject.floats(result))

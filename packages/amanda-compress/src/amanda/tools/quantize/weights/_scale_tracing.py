@@ -13,10 +13,10 @@ from typing import Any
 from amanda.tools.kit import leaves
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS
-from amanda.tools.prune.channels.tracing import (
-    Call,
+from amanda.tools.prune.channels import (
     Families,
     Family,
+    FollowedOp,
     ModuleTracing,
     Rule,
     Work,
@@ -32,20 +32,20 @@ from amanda.tools.prune.channels.tracing import (
 UNMADE = "no parameter that could be divided makes its input"
 
 
-def stopped(call: Call) -> Sequence[Families]:
+def stopped(call: FollowedOp) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     call.leave_all(f"{call.place} reads its input too")
     return [_unmade(call, output, f"{call.place} makes its input, through which no factor passes")
             for output in call.outputs]  # fmt: skip
 
 
-def _unmade(call: Call, output: Any, reason: str) -> Families:
+def _unmade(call: FollowedOp, output: Any, reason: str) -> Families:
     label = call.labels.fresh(1).reshape((1,) * output.ndim)
     call.labels.leave(label, reason)
     return (label,)
 
 
-def _read(call: Call, value: Any, axis: int, inputs: Family | None) -> None:
+def _read(call: FollowedOp, value: Any, axis: int, inputs: Family | None) -> None:
     """Match the channels of a product's input with those of its weight."""
     families = call.of(value)
     along_other_axes = [family for family in families if varying(family) - {axis % value.ndim}]
@@ -61,7 +61,7 @@ def _read(call: Call, value: Any, axis: int, inputs: Family | None) -> None:
     )
 
 
-def layer(call: Call) -> Sequence[Families]:
+def layer(call: FollowedOp) -> Sequence[Families]:
     """Pass the factors of a linear layer's or convolution's input on to its weight; its outputs are made."""
     value, weight = call.inputs[:2]
     if int(call.value("groups", 1)) != 1 or call.name_of(weight) is None:
@@ -73,7 +73,7 @@ def layer(call: Call) -> Sequence[Families]:
     return [tuple(family for family in outputs[0] if family.shape[axis] > 1)]
 
 
-def product(call: Call) -> Sequence[Families]:
+def product(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on to a parameter on the right; a product of other tensors has those of its columns."""
     product = MATRIX_PRODUCTS[call.type]
     value, weight = (call.inputs[position] for position in product.factors)
@@ -94,7 +94,7 @@ def product(call: Call) -> Sequence[Families]:
     return _mixed(call, call.of(weight), [value])
 
 
-def attention(call: Call) -> Sequence[Families]:
+def attention(call: FollowedOp) -> Sequence[Families]:
     """Pass the factors of values on; whatever else attention reads has none."""
     query, key, value, *masks = call.inputs
     families, times = call.of(value), query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
@@ -104,7 +104,7 @@ def attention(call: Call) -> Sequence[Families]:
     return _mixed(call, families, [query, key, *masks])
 
 
-def _mixed(call: Call, families: Families, factors: Iterable[Any]) -> Sequence[Families]:
+def _mixed(call: FollowedOp, families: Families, factors: Iterable[Any]) -> Sequence[Families]:
     """Pass on the factors of a tensor whose rows the op adds up, by weights that other tensors are."""
     for tensor in factors:
         call.labels.leave(call.of(tensor), f"{call.place} reads its input too")
@@ -118,7 +118,7 @@ def _mixed(call: Call, families: Families, factors: Iterable[Any]) -> Sequence[F
     return [_ranked(tuple(passed), rank)]
 
 
-def normalised(call: Call) -> Sequence[Families]:
+def normalised(call: FollowedOp) -> Sequence[Families]:
     """Leave the input of a normalisation, and match its outputs with its weight and bias."""
     call.labels.leave(call.of(call.inputs[0]), f"{call.place} reads its input too")
     weight, output = call.value("weight"), call.outputs[0]
@@ -130,7 +130,7 @@ def normalised(call: Call) -> Sequence[Families]:
     return [shaped(channels, axis, output.ndim)]
 
 
-def scaled(call: Call) -> Sequence[Families]:
+def scaled(call: FollowedOp) -> Sequence[Families]:
     """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's."""
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
     carriers = [tensor for tensor in tensors[: 1 if call.type == "div" else 2] if varies(call.of(tensor))]
@@ -143,7 +143,7 @@ def scaled(call: Call) -> Sequence[Families]:
     return [_ranked(call.of(carrier), call.outputs[0].ndim)]
 
 
-def added(call: Call) -> Sequence[Families]:
+def added(call: FollowedOp) -> Sequence[Families]:
     """Make the factors of tensors the same that are added; where one has none, the others have none."""
     terms = dict(zip(call.names, call.inputs, strict=False))
     terms.pop("alpha", None)
@@ -159,7 +159,7 @@ def added(call: Call) -> Sequence[Families]:
     return [(np.broadcast_arrays(first, second)[0],)]
 
 
-def averaged(call: Call) -> Sequence[Families]:
+def averaged(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
     axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
@@ -170,7 +170,7 @@ def averaged(call: Call) -> Sequence[Families]:
     return [tuple(np.squeeze(family, dropped) for family in passed)]
 
 
-def moved(call: Call) -> Sequence[Families]:
+def moved(call: FollowedOp) -> Sequence[Families]:
     """Move labels as an op moves elements that no other tensor selects."""
     if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
         return stopped(call)
@@ -186,7 +186,7 @@ def moved(call: Call) -> Sequence[Families]:
     return [tuple(families) for families in output_families]
 
 
-def passed(call: Call) -> Sequence[Families]:
+def passed(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on through a function f with f(x / s) = f(x) / s; of a type that has fractions."""
     pads = call.value("value", 0) if "pad" in call.type else 0
     return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
@@ -201,7 +201,7 @@ def _ranked(families: Families, rank: int) -> Families:
     return tuple(family.reshape((1,) * (rank - family.ndim) + family.shape) for family in families)
 
 
-def _flowing(rule: Rule, call: Call) -> Sequence[Families]:
+def _flowing(rule: Rule, call: FollowedOp) -> Sequence[Families]:
     """Follow an op with a rule, and note the parameters whose channels it makes tensors of."""
     for value in leaves(call.inputs):
         for family in call.of(value) if call.name_of(value) is not None else ():
@@ -209,7 +209,7 @@ def _flowing(rule: Rule, call: Call) -> Sequence[Families]:
     return rule(call)
 
 
-def _by_word(table: dict[str, Callable[[Call], Sequence[Families]]]) -> dict[str, Rule]:
+def _by_word(table: dict[str, Callable[[FollowedOp], Sequence[Families]]]) -> dict[str, Rule]:
     return {word: partial(_flowing, rule) for words, rule in table.items() for word in words.split()}
 
 

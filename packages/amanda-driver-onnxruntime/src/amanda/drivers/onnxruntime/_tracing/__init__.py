@@ -1,6 +1,5 @@
 """NumPy's functions recorded as nodes of ONNX."""
 
-from ._array import TracedArray
-from ._recorder import LEAST_OPSET, NodeRecorder
+from ._array import LEAST_OPSET, NodeRecorder, TracedArray
 
 __all__ = ["LEAST_OPSET", "NodeRecorder", "TracedArray"]

@@ -1,16 +1,15 @@
-"""An array that records the operations on it as nodes of ONNX."""
+"""An array that records the operations on it, and its indices, as nodes of ONNX."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 import onnx
-from onnx import TypeProto
+from onnx import NodeProto, TypeProto, numpy_helper
 
 from amanda.backend import NotTraceable, when_imported
-
-from ._recorder import NodeRecorder
 
 
 class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -75,6 +74,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _raise_not_traceable(self, *_: Any, **__: Any) -> Any:
         raise NotTraceable("it makes a Python number, or an array, of a value that is known as it runs")
 
+    # Each of these needs the value, which a graph has at execution only.
     __float__ = __int__ = __index__ = __complex__ = _raise_not_traceable
     __array__ = item = tolist = __setitem__ = _raise_not_traceable
 
@@ -115,8 +115,6 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return cast(TracedArray, reshaped)
 
     def __getitem__(self, key: Any) -> TracedArray:
-        from ._indexing import record_getitem
-
         return record_getitem(self, key)
 
     def copy(self, *_: Any) -> TracedArray:
@@ -155,3 +153,159 @@ def _register_with_autoray() -> None:
 
 
 when_imported("autoray", _register_with_autoray)
+
+
+LEAST_OPSET = 13
+"""The lowest opset in which recorded nodes are valid."""
+
+
+class NodeRecorder:
+    """Records nodes of an opset.
+
+    nodes: the recorded nodes, in order.  constants: arrays that they read, by name.
+    values: all traced arrays.  prefix: prefix of all names.
+    """
+
+    def __init__(self, prefix: str, opset: int) -> None:
+        if opset < LEAST_OPSET:
+            raise NotTraceable(
+                f"the model has opset {opset}, recorded nodes need {LEAST_OPSET}: convert it with "
+                f"onnx.version_converter.convert_version(model, {LEAST_OPSET})"
+            )
+        self.prefix = prefix
+        self.opset = opset
+        self.nodes: list[NodeProto] = []
+        self.constants: dict[str, np.ndarray[Any, Any]] = {}
+        self.values: list[TracedArray] = []
+
+    def value(self, name: str, type: TypeProto) -> TracedArray:
+        """Add an existing value of the graph; return its traced array."""
+        array = TracedArray(self, name, type)
+        self.values.append(array)
+        return array
+
+    def constant(self, value: Any) -> TracedArray:
+        """Add a constant; return its traced array."""
+        array = np.asarray(value)
+        name = f"{self.prefix}/constant{len(self.constants)}"
+        self.constants[name] = array
+        element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        return self.value(name, onnx.helper.make_tensor_type_proto(element, array.shape))
+
+    def add(self, op_type: str, *inputs: TracedArray | None, **attributes: Any) -> TracedArray:
+        """Record a node; return its first output."""
+        return self.add_all(op_type, inputs, 1, **attributes)[0]
+
+    def add_all(
+        self, op_type: str, inputs: Sequence[TracedArray | None], outputs: int, **attributes: Any
+    ) -> list[TracedArray]:
+        """Record a node; return all its outputs.
+
+        Raises NotTraceable where ONNX has no such node for these types.
+        """
+        stem = f"{self.prefix}/{op_type}{len(self.nodes)}"
+        names = [stem if outputs == 1 else f"{stem}:{i}" for i in range(outputs)]
+        input_names = [array.name if array is not None else "" for array in inputs]
+        node = onnx.helper.make_node(op_type, input_names, names, stem, **attributes)
+        try:
+            # Small constants are passed along: shapes and axes decide the types of outputs.
+            types = onnx.shape_inference.infer_node_outputs(
+                onnx.defs.get_schema(op_type, self.opset, ""),
+                node,
+                {array.name: array.type for array in inputs if array is not None},
+                {
+                    array.name: numpy_helper.from_array(self.constants[array.name], array.name)
+                    for array in inputs
+                    if array is not None and array.name in self.constants and array.size_is_small
+                },
+                opset_imports=[onnx.helper.make_opsetid("", self.opset)],
+            )
+        except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise NotTraceable(f"{op_type} of ONNX does not take it: {reason}") from error
+        self.nodes.append(node)
+        return [self.value(name, types[name]) for name in names]
+
+
+_LAST = np.iinfo(np.int64).max
+
+
+def record_getitem(array: TracedArray, key: Any) -> TracedArray:
+    """Record `array[key]` for integers, slices, None, an ellipsis, and one array of integers.
+
+    Raises NotTraceable for other keys.
+    """
+    keys = _expand_ellipsis(key if isinstance(key, tuple) else (key,), array.ndim)
+    sliced: list[tuple[int, slice]] = []
+    dropped_axes, gathered, axis = [], [], 0
+    for entry in keys:
+        if entry is None:
+            continue
+        if isinstance(entry, slice):
+            sliced.append((axis, entry))
+        elif isinstance(entry, (int, np.integer)):
+            # An integer is a slice of extent 1, whose axis is dropped at the end; -1 has no end.
+            sliced.append((axis, slice(int(entry), int(entry) + 1 or None)))
+            dropped_axes.append(axis)
+        else:
+            gathered.append((axis, _index_array(array, entry)))
+        axis += 1
+    # All axes stay in place until here, so the order of keys does not matter.
+    result = _record_slices(array, sliced)
+    for axis, indices in gathered:
+        result = array.recorder.add("Gather", result, indices, axis=axis)
+    result = _record_squeeze(result, dropped_axes)
+    return _record_new_axes(result, keys)
+
+
+def _expand_ellipsis(keys: tuple[Any, ...], ndim: int) -> list[Any]:
+    """Return keys with full slices instead of an ellipsis, and for axes without a key."""
+    named = sum(entry is not None and entry is not Ellipsis for entry in keys)
+    if named > ndim:
+        raise NotTraceable(f"{named} indices for a value of {ndim} axes")
+    full_slices = [slice(None)] * (ndim - named)
+    ellipses = [i for i, entry in enumerate(keys) if entry is Ellipsis]
+    if not ellipses:
+        return [*keys, *full_slices]
+    return [*keys[: ellipses[0]], *full_slices, *keys[ellipses[0] + 1 :]]
+
+
+def _index_array(array: TracedArray, key: Any) -> TracedArray:
+    indices = key if isinstance(key, TracedArray) else array.recorder.constant(np.asarray(key))
+    if indices.dtype.kind not in "iu" or indices.ndim > 1:
+        raise NotTraceable(f"an index of {indices.dtype} and {indices.ndim} axes")
+    return indices.astype(np.int64)
+
+
+def _record_slices(array: TracedArray, slices: list[tuple[int, slice]]) -> TracedArray:
+    """Record slices along axes; full slices need no node."""
+    partial = [(axis, entry) for axis, entry in slices if entry != slice(None)]
+    if not partial:
+        return array
+    starts, ends, steps = [], [], []
+    for _, entry in partial:
+        step = 1 if entry.step is None else int(entry.step)
+        # Slice of ONNX clamps positions, so the largest number stands for an end that is left out.
+        starts.append((0 if step > 0 else _LAST) if entry.start is None else int(entry.start))
+        ends.append((_LAST if step > 0 else -_LAST) if entry.stop is None else int(entry.stop))
+        steps.append(step)
+    constants = [
+        array.recorder.constant(np.array(numbers, np.int64))
+        for numbers in (starts, ends, [axis for axis, _ in partial], steps)
+    ]
+    return array.recorder.add("Slice", array, *constants)
+
+
+def _record_squeeze(array: TracedArray, axes: list[int]) -> TracedArray:
+    if not axes:
+        return array
+    return array.recorder.add("Squeeze", array, array.recorder.constant(np.array(axes, np.int64)))
+
+
+def _record_new_axes(array: TracedArray, keys: list[Any]) -> TracedArray:
+    """Record new axes at the positions of None among the keys that leave an axis."""
+    remaining = [entry for entry in keys if not isinstance(entry, (int, np.integer))]
+    new_axes = [i for i, entry in enumerate(remaining) if entry is None]
+    if not new_axes:
+        return array
+    return array.recorder.add("Unsqueeze", array, array.recorder.constant(np.array(new_axes, np.int64)))

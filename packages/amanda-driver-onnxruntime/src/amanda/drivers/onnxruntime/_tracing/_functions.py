@@ -1,17 +1,53 @@
-"""NumPy's functions of whole arrays, recorded as nodes: all of them, with reductions and shapes."""
+"""NumPy's functions, recorded as nodes: of whole arrays, of shapes, reductions and sorting."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from amanda.backend import NotTraceable
 
-from . import _reductions as _reductions
-from . import _shapes as _shapes
-from ._array import TracedArray
-from ._registry import FUNCTIONS, as_traced, recorder_of, records, refuse
+from ._array import NodeRecorder, TracedArray
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""By a function of NumPy, the function that records it."""
+
+Axis = int | Sequence[int] | None
+
+
+def records(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a function as the recorder of these functions of NumPy."""
+
+    def register(record: Callable[..., Any]) -> Callable[..., Any]:
+        FUNCTIONS.update(dict.fromkeys(functions, record))
+        return record
+
+    return register
+
+
+def recorder_of(*values: Any) -> NodeRecorder:
+    """Return the recorder of the first traced array."""
+    return next(value.recorder for value in values if isinstance(value, TracedArray))
+
+
+def as_traced(recorder: NodeRecorder, value: Any) -> TracedArray:
+    """Return a traced array, or another value as a traced constant."""
+    return value if isinstance(value, TracedArray) else recorder.constant(np.asarray(value))
+
+
+def integers(recorder: NodeRecorder, values: Any) -> TracedArray:
+    """Return extents, axes or positions as a traced constant."""
+    return recorder.constant(np.array(values, np.int64).reshape(-1))
+
+
+def refuse(name: str, options: dict[str, Any]) -> None:
+    """Raise NotTraceable for options without a counterpart in ONNX."""
+    names = [key for key, value in options.items() if value is not None and value is not np._NoValue]
+    if names:
+        raise NotTraceable(f"numpy.{name} with {', '.join(names)}")
+
 
 __all__ = ["FUNCTIONS"]
 
@@ -20,6 +56,7 @@ __all__ = ["FUNCTIONS"]
 def where(condition: Any, x: Any, y: Any) -> Any:
     """Record `x` where the condition holds, and `y` elsewhere."""
     recorder = recorder_of(condition, x, y)
+    # Python numbers stay numbers, which in NumPy's promotion do not widen the type of an array.
     samples = [
         operand if isinstance(operand, (bool, int, float)) else np.empty(0, operand.dtype)
         for operand in (x, y)
@@ -66,6 +103,7 @@ def full_like(a: Any, fill_value: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Record a number in the shape of an array."""
     recorder = recorder_of(a, fill_value)
     value = recorder.constant(np.asarray(fill_value, dtype or a.dtype))
+    # The shape is read at execution, so that an array of unknown extents works, too.
     return recorder.add("Expand", value, recorder.add("Shape", a))
 
 
@@ -81,3 +119,278 @@ def dot(a: Any, b: Any, out: None = None) -> Any:
     if max(a.ndim, b.ndim) > 2:
         raise NotTraceable("numpy.dot of more than two axes; numpy.matmul has a counterpart")
     return np.matmul(a, b) if a.ndim and b.ndim else a * b
+
+
+@records(np.shape)
+def shape(a: Any) -> Any:
+    """Return the extents."""
+    return a.shape
+
+
+@records(np.ndim)
+def ndim(a: Any) -> int:
+    """Return the number of axes."""
+    return int(a.ndim)
+
+
+@records(np.size)
+def size(a: Any, axis: int | None = None) -> Any:
+    """Return the number of elements, or the extent of an axis."""
+    return a.size if axis is None else a.shape[axis]
+
+
+@records(np.reshape)
+def reshape(a: Any, *shape: Any, **kwargs: Any) -> Any:
+    """Record an array in another shape; one extent may be -1."""
+    target = kwargs.pop("shape", kwargs.pop("newshape", shape[0] if shape else None))
+    kwargs.pop("order", None)
+    refuse("reshape", kwargs)
+    extents = [target] if isinstance(target, (int, np.integer)) else list(target)
+    if None in extents:
+        raise NotTraceable(f"it reshapes to {extents}, of which some are known as it runs")
+    zeros = {"allowzero": 1} if a.recorder.opset >= 14 else {}  # without it, 0 means "as before"
+    return a.recorder.add("Reshape", a, integers(a.recorder, extents), **zeros)
+
+
+@records(np.ravel)
+def ravel(a: Any, order: str = "C") -> Any:
+    """Record an array with a single axis."""
+    return a.reshape(-1)
+
+
+@records(np.transpose)
+def transpose(a: Any, axes: Any = None) -> Any:
+    """Record an array with its axes in another order, by default in reverse."""
+    order = range(a.ndim)[::-1] if axes is None else [axis % a.ndim for axis in axes]
+    return a.recorder.add("Transpose", a, perm=list(order))
+
+
+@records(np.swapaxes)
+def swapaxes(a: Any, axis1: int, axis2: int) -> Any:
+    """Record an array with two axes exchanged."""
+    order = list(range(a.ndim))
+    order[axis1], order[axis2] = order[axis2], order[axis1]
+    return np.transpose(a, order)
+
+
+@records(np.moveaxis)
+def moveaxis(a: Any, source: Any, destination: Any) -> Any:
+    """Record an array with some axes at other positions."""
+    # NumPy moves the axes of an array whose extents are their numbers.
+    numbered = np.moveaxis(np.empty(tuple(range(a.ndim))), source, destination)
+    return np.transpose(a, numbered.shape)
+
+
+@records(np.squeeze)
+def squeeze(a: Any, axis: Axis = None) -> Any:
+    """Record an array without axes of extent 1."""
+    if axis is None and None in a.shape:
+        raise NotTraceable(f"it squeezes a value of shape {a.shape} without naming axes")
+    axes = [i for i, extent in enumerate(a.shape) if extent == 1] if axis is None else axis
+    return a.recorder.add("Squeeze", a, integers(a.recorder, axes)) if axes != [] else a
+
+
+@records(np.expand_dims)
+def expand_dims(a: Any, axis: Any) -> Any:
+    """Record an array with new axes of extent 1."""
+    return a.recorder.add("Unsqueeze", a, integers(a.recorder, axis))
+
+
+@records(np.broadcast_to)
+def broadcast_to(array: Any, shape: Any, subok: bool = False) -> Any:
+    """Record an array broadcast to a shape."""
+    return array.recorder.add("Expand", array, integers(array.recorder, shape))
+
+
+@records(np.concatenate)
+def concatenate(arrays: Sequence[Any], axis: int = 0, **kwargs: Any) -> Any:
+    """Record arrays joined along an axis."""
+    refuse("concatenate", kwargs)
+    recorder = recorder_of(*arrays)
+    # Concat of ONNX takes arrays of one type, while NumPy promotes.
+    dtype = np.result_type(*(array.dtype for array in arrays))
+    return recorder.add("Concat", *(as_traced(recorder, array).astype(dtype) for array in arrays), axis=axis)
+
+
+@records(np.stack)
+def stack(arrays: Sequence[Any], axis: int = 0, **kwargs: Any) -> Any:
+    """Record arrays joined along a new axis."""
+    recorder = recorder_of(*arrays)
+    return np.concatenate(
+        [np.expand_dims(as_traced(recorder, array), axis) for array in arrays], axis, **kwargs
+    )
+
+
+@records(np.take)
+def take(a: Any, indices: Any, axis: int | None = None, **kwargs: Any) -> Any:
+    """Record the elements at indices along an axis."""
+    refuse("take", kwargs)
+    recorder = recorder_of(a, indices)
+    array = as_traced(recorder, a)
+    if axis is None:
+        array, axis = array.reshape(-1), 0
+    return recorder.add("Gather", array, as_traced(recorder, indices).astype(np.int64), axis=axis)
+
+
+# ONNX moved the axes from an attribute to an input: for ReduceSum five opsets before the other reductions.
+_AXES_ARE_INPUT = {"ReduceSum": 13}
+_AXES_INPUT_OPSET = 18
+"""The opset from which the axes of all reductions are an input."""
+
+
+def _record_reduction(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -> TracedArray:
+    """Record a reduction, with its axes as an input or as an attribute, as the opset has them."""
+    recorder = a.recorder
+    keep = int(bool(keepdims) and keepdims is not np._NoValue)
+    axes = None if axis is None else [axis] if isinstance(axis, int) else list(axis)
+    if axes is None:
+        return recorder.add(op_type, a, keepdims=keep)
+    # Empty axes mean all axes in ONNX, and none in NumPy.
+    if not axes:
+        return a
+    if recorder.opset >= _AXES_ARE_INPUT.get(op_type, _AXES_INPUT_OPSET):
+        return recorder.add(op_type, a, integers(recorder, axes), keepdims=keep)
+    return recorder.add(op_type, a, axes=axes, keepdims=keep)
+
+
+def _register_reduction(op_type: str, *functions: Any) -> None:
+    """Register the recorder of a reduction that takes a dtype; NumPy's default dtype is found on a sample."""
+
+    def record(
+        a: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False, **options: Any
+    ) -> Any:
+        refuse(functions[0].__name__, options)
+        if dtype is None:
+            # NumPy sums small integers in a larger type; a sample tells which.
+            sample = functions[0](np.ones(1, a.dtype))
+            dtype = sample.dtype
+        return _record_reduction(op_type, a.astype(dtype), axis, keepdims)
+
+    records(*functions)(record)
+
+
+_register_reduction("ReduceSum", np.sum)
+_register_reduction("ReduceProd", np.prod)
+_register_reduction("ReduceMean", np.mean)
+
+
+@records(np.max, np.amax)
+def max_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record the largest element."""
+    refuse("max", options)
+    return _record_reduction("ReduceMax", a, axis, keepdims)
+
+
+@records(np.min, np.amin)
+def min_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record the smallest element."""
+    refuse("min", options)
+    return _record_reduction("ReduceMin", a, axis, keepdims)
+
+
+@records(np.any)
+def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record whether an element is true."""
+    refuse("any", options)
+    # ONNX has no reduction of booleans in older opsets.
+    return _record_reduction("ReduceMax", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
+
+
+@records(np.all)
+def all_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
+    """Record whether every element is true."""
+    refuse("all", options)
+    return _record_reduction("ReduceMin", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
+
+
+@records(np.count_nonzero)
+def count_nonzero(a: Any, axis: Axis = None, *, keepdims: Any = False) -> Any:
+    """Record the number of elements that are not zero."""
+    return np.sum(a != 0, axis, keepdims=keepdims)
+
+
+@records(np.var)
+def var(
+    a: Any,
+    axis: Axis = None,
+    dtype: Any = None,
+    out: None = None,
+    ddof: int = 0,
+    keepdims: Any = False,
+    **options: Any,
+) -> Any:
+    """Record the mean of the squared distances from the mean."""
+    refuse("var", {**options, **({"ddof": ddof} if ddof else {})})
+    # The two-pass formula, as in NumPy: the mean of squares would cancel.
+    distance = a - np.mean(a, axis, keepdims=True)
+    return np.mean(distance * distance, axis, keepdims=keepdims)
+
+
+@records(np.std)
+def std(a: Any, axis: Axis = None, **kwargs: Any) -> Any:
+    """Record the root of the variance."""
+    return np.sqrt(np.var(a, axis, **kwargs))
+
+
+@records(np.linalg.norm)
+def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> Any:
+    """Record the root of the sum of squares, or for 1 the sum of magnitudes, for infinity the largest."""
+    if ord in (None, 2):
+        return np.sqrt(np.sum(x * x, axis, keepdims=keepdims))
+    if ord == 1:
+        return np.sum(np.abs(x), axis, keepdims=keepdims)
+    if ord == np.inf:
+        return np.max(np.abs(x), axis, keepdims=keepdims)
+    raise NotTraceable(f"numpy.linalg.norm of order {ord}")
+
+
+@records(np.cumsum)
+def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None) -> Any:
+    """Record the sums of the elements up to each."""
+    if axis is None:
+        a, axis = a.reshape(-1), 0
+    summands = a if dtype is None else a.astype(dtype)
+    return summands.recorder.add("CumSum", summands, summands.recorder.constant(np.int64(axis)))
+
+
+@records(np.argmax)
+def argmax(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
+    """Record the position of the first largest element."""
+    return _record_arg("ArgMax", a, axis, keepdims)
+
+
+@records(np.argmin)
+def argmin(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
+    """Record the position of the first smallest element."""
+    return _record_arg("ArgMin", a, axis, keepdims)
+
+
+def _record_arg(op_type: str, a: Any, axis: int | None, keepdims: Any) -> TracedArray:
+    """Record the positions of extreme elements; of the flat array where the axis is None."""
+    if axis is None:
+        a, axis = a.reshape(-1), 0
+    keep = int(bool(keepdims) and keepdims is not np._NoValue)
+    result: TracedArray = a.recorder.add(op_type, a, axis=axis, keepdims=keep)
+    return result
+
+
+@records(np.sort, np.partition)
+def sort(a: Any, *args: Any, axis: int = -1, **kwargs: Any) -> Any:
+    """Record the sorted elements, from the lowest; a partition is sorted, too."""
+    return _record_sort(a, axis)[0]
+
+
+@records(np.argsort, np.argpartition)
+def argsort(a: Any, *args: Any, axis: int = -1, **kwargs: Any) -> Any:
+    """Record the positions of the elements in sorted order."""
+    return _record_sort(a, axis)[1]
+
+
+def _record_sort(a: TracedArray, axis: int) -> list[TracedArray]:
+    """Record a sort; return elements and positions."""
+    length = a.shape[axis]
+    if length is None:
+        raise NotTraceable(f"it sorts along an axis of {a.shape} whose extent is known as it runs")
+    # ONNX has no sort, but TopK with all elements is one.
+    count = integers(a.recorder, [length])
+    return a.recorder.add_all("TopK", [a, count], 2, axis=axis, largest=0, sorted=1)

@@ -9,8 +9,7 @@ import numpy as np
 
 from amanda.backend import NotTraceable
 
-from ._array import TracedArray
-from ._recorder import NodeRecorder
+from ._array import NodeRecorder, TracedArray
 
 _SAME_MEANING = {
     "abs": "Abs", "arccos": "Acos", "arccosh": "Acosh", "arcsin": "Asin", "arcsinh": "Asinh", "arctan":
@@ -26,6 +25,7 @@ _SAME_MEANING = {
 
 _OF_BOOLS = {"add": "Or", "maximum": "Or", "multiply": "And", "minimum": "And", "not_equal": "Xor",
              "bitwise_and": "And", "bitwise_or": "Or", "bitwise_xor": "Xor", "invert": "Not"}  # fmt: skip
+# Opsets before 18 have none of these, which the look-up of the schema reports.
 _OF_INTEGERS = {"bitwise_and": "BitwiseAnd", "bitwise_or": "BitwiseOr", "bitwise_xor": "BitwiseXor",
                 "invert": "BitwiseNot"}  # fmt: skip
 _ON_BOOLS = frozenset({"logical_and", "logical_or", "logical_xor", "logical_not"})
@@ -111,6 +111,7 @@ def _floor_divide(x: TracedArray, y: TracedArray) -> Any:
 
 
 def _remainder(x: TracedArray, y: TracedArray) -> Any:
+    # Mod of ONNX gives floating results the sign of the dividend; NumPy takes the sign of the divisor.
     return x.recorder.add("Mod", x, y) if x.dtype.kind != "f" else x - np.floor(x / y) * y
 
 
@@ -118,6 +119,7 @@ def _isinf(x: TracedArray) -> Any:
     return x.recorder.add("IsInf", x)
 
 
+# ONNX has no op for these, or none for all dtypes.
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "exp2": lambda x: np.power(2.0, x),
     "floor_divide": _floor_divide,

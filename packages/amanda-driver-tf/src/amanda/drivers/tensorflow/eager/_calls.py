@@ -1,19 +1,21 @@
-"""Calls of ops as tools see them: those of TensorFlow's fast path, and those of `execute`."""
+"""Calls of ops, on TensorFlow's fast path or through `execute`, and the variables among their arguments."""
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
+from amanda import interceptor
 from amanda.backend import Call
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import core
 from tensorflow.python.framework import ops
 
-from .._operation import Operation
+from .._operation import TensorFlowOperation
 from ._schema import Schema, flatten
 from ._state import MARK, TapeMark, local
-from ._variables import variables
 
 Execute = Callable[[tuple[Any, ...]], Any]
 
@@ -92,9 +94,9 @@ class EagerCall(Call):
         values, _ = self.outputs(self.invoke(list(inputs)))
         return values[0] if len(values) == 1 else values
 
-    def backward_op(self) -> Operation:
+    def backward_op(self) -> TensorFlowOperation:
         """Return the op as a backward op with its attributes: a context has those of the forward op."""
-        return Operation(self.schema.type, attributes=self.schema.with_defaults(self.attrs))
+        return TensorFlowOperation(self.schema.type, attributes=self.schema.with_defaults(self.attrs))
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a result as a list of outputs, and a function that gives such a list the result's form."""
@@ -232,3 +234,57 @@ def record_on_tapes(
         attrs = (*attrs, MARK, mark)
         mark.record_tensors(inputs, outputs)
     pywrap_tfe.TFE_Py_RecordGradient(type, inputs, attrs, outputs, ops.get_name_scope())
+
+
+READS = frozenset({"ReadVariableOp", "Identity", "Cast", "Reshape", "Transpose"})
+"""Ops whose result is the value of a variable, cast or rearranged, if their first input is."""
+
+
+class Variable:
+    """A variable among the arguments of a call."""
+
+    __slots__ = ("__weakref__", "_handle")
+
+    def __init__(self, handle: Any, forget: Callable[[Any], None]) -> None:
+        # An eager handle is freed with its variable; the id of a freed handle is not used again.
+        self._handle = weakref.ref(handle, forget)
+
+    @property
+    def handle(self) -> Any:
+        """The variable's handle while it lives, else None."""
+        return self._handle()
+
+
+class VariableTable:
+    """The variables that ops have used.
+
+    read: by the id of a living tensor, the tensor and the variable that it was read from.
+    """
+
+    def __init__(self) -> None:
+        self._by_handle: dict[int, Variable] = {}
+        self.read: dict[int, tuple[Any, Variable]] = {}
+        interceptor.add_identity_type(Variable)
+
+    def variable_of(self, tensor: Any) -> Variable | None:
+        """Return the variable that a tensor is the handle of or was read from; None for other tensors."""
+        key = tensor._id
+        if key in self.read:
+            return self.read[key][1]
+        if tensor._datatype_enum() != _RESOURCE:
+            return None
+        if key not in self._by_handle:
+            self._by_handle[key] = Variable(tensor, partial(self._forget, key))
+        return self._by_handle[key]
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._by_handle.pop(key, None)
+
+    def record_read(self, tensor: Any, variable: Variable) -> None:
+        """Record the variable that a tensor was read from, until the tensor dies."""
+        key = tensor._id
+        self.read[key] = weakref.ref(tensor, lambda _: self.read.pop(key, None)), variable
+
+
+_RESOURCE = 20  # DT_RESOURCE
+variables = VariableTable()

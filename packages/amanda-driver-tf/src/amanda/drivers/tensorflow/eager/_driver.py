@@ -10,21 +10,18 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
-from .._layers import module_path, named_paths
-from .._recording import allow_tapes_in_routines
+from .._layers import ModuleCalls, module_path, named_paths
 from .._requirements import check
-from .._tensors import TensorFlowTensors
-from ._calls import EagerCall, FastCall, SlowCall
-from ._datasets import REPORTED, Datasets
+from .._tensors import EagerTensorOps, allow_tapes_in_routines
+from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
 from ._interception import Interception, call_execute
-from ._modules import ModuleCalls
 from ._schema import flatten
 from ._state import Marking, TapeMark
 from ._tape import Tape
-from ._variables import Variable, variables
+from ._unseen_ops import REPORTED, Datasets
 
 
-class TensorFlowEagerDriver(TensorFlowTensors, EagerDriver):
+class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     """TensorFlow, eager mode."""
 
     api = 1

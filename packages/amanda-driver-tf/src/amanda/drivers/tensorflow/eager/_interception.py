@@ -14,10 +14,9 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, core, execute
 from tensorflow.python.framework.ops import EagerTensor
 
-from ._calls import FastCall, SlowCall
+from ._calls import READS, FastCall, SlowCall, Variable, variables
 from ._schema import Schema, Schemas
 from ._state import UNMARKED, local
-from ._variables import READS, Variable, variables
 
 RunInBackwardPass = Callable[[Any, Any], Any]
 

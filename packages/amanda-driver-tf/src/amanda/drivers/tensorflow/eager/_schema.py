@@ -8,11 +8,12 @@ from tensorflow.python.eager import execute
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.ops import EagerTensor
 
-from .._operation import Operation
+from .._operation import TensorFlowOperation
 
 FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall", "RemoteCall"})
 """Ops that call a function; FunctionDriver instruments them."""
 
+# TensorFlow's registry has no mark for ops that write; see `Schema.written`.
 _WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
 """Prefixes of the names of ops that write into variables."""
 
@@ -27,7 +28,8 @@ class Schema:
 
     def __init__(self, op_def: Any) -> None:
         self.type: str = op_def.name
-        self.op = Operation(self.type)
+        # One object for all eager calls of the type, since a call has no node with a name.
+        self.op = TensorFlowOperation(self.type)
         self.inputs = tuple(op_def.input_arg)
         self.outputs = tuple(op_def.output_arg)
         self.names = tuple(arg.name for arg in self.inputs)
@@ -64,6 +66,7 @@ class Schema:
     def with_defaults(self, attrs: Sequence[Any]) -> dict[str, Any]:
         """Return attributes by name, with the op's default where a value is None."""
         attributes = dict(zip(attrs[::2], attrs[1::2], strict=True))
+        # Functions of tf.raw_ops pass None where the caller gave nothing, and native code takes the default.
         for name, value in attributes.items():
             if value is None and name in self._defaults:
                 attributes[name] = attribute_value(self._defaults[name])
@@ -125,7 +128,7 @@ class Schema:
 
 
 def attribute_value(attribute: Any) -> Any:
-    """Return the value of an AttrValue as `execute` takes it: a text, a number, a type, a list of these."""
+    """Return an AttrValue in the form for `execute`: a string, number, dtype or shape, or a list of these."""
     kind = attribute.WhichOneof("value")
     if kind == "list":
         (field,) = [field for field, _ in attribute.list.ListFields()] or [None]

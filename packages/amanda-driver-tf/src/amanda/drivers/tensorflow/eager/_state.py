@@ -23,6 +23,7 @@ class TapeMark:
 
     __slots__ = ("__weakref__", "inputs", "order", "place", "trace")
 
+    # Weak, so that a mark, and the trace in it, dies with the record on the tape that holds the mark.
     by_output: ClassVar[WeakValueDictionary[int, TapeMark]] = WeakValueDictionary()
     """By a tensor's id, which TensorFlow never gives twice: the mark of the op that computed the tensor."""
 
@@ -87,7 +88,7 @@ class GradientCall:
         local.gradient_call = self._outer
 
 
-class BackwardPass:
+class TapePass:
     """A running backward pass.
 
     nested: True if another tape records the pass.
@@ -164,8 +165,9 @@ class BackwardPass:
         }
         return max(latest, key=lambda mark: latest[mark])
 
-    def __enter__(self) -> BackwardPass:
+    def __enter__(self) -> TapePass:
         self._outer, local.backward_pass = local.backward_pass, self
+        # A gradient function may start a pass of its own, whose ops are not those of that function.
         self._outer_call, local.gradient_call = local.gradient_call, None
         return self
 
@@ -195,12 +197,13 @@ class _Local(threading.local):
 
     marking: Marking | None = None
     gradient_call: GradientCall | None = None
-    backward_pass: BackwardPass | None = None
+    backward_pass: TapePass | None = None
     op_is_recorded = False
     recorded_outputs: Any = None
 
 
 local = _Local()
+# Without `__init__`, since it is only compared by identity: a check of the hot path stays one `is`.
 UNMARKED: Any = GradientCall.__new__(GradientCall)
 """A gradient function of an op that no scope has seen; its ops run as without tools."""
 

@@ -14,9 +14,9 @@ from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import custom_gradient
 
 from ._calls import EagerCall
-from ._earlier_tapes import EarlierTapes
 from ._schema import flatten
-from ._state import UNMARKED, BackwardPass, ForwardContext, GradientCall, Marking, TapeMark, local, tensors_of
+from ._state import UNMARKED, ForwardContext, GradientCall, Marking, TapeMark, TapePass, local, tensors_of
+from ._unseen_ops import EarlierTapes
 
 # A place of a backward op is order, op and count in one number; sums of gradients count from _SUMS.
 _OP_STEP, _SUMS, _ORDER_STEP = 1 << 20, 1 << 19, 1 << 40
@@ -72,7 +72,7 @@ class Tape:
             earlier = self._earlier_tapes.may_be(args[0] if args else kwargs["tape"])
             outer_state = local.backward_pass, local.gradient_call, local.marking
             try:
-                with BackwardPass(activation.state, nested, earlier) as backward_pass:
+                with TapePass(activation.state, nested, earlier) as backward_pass:
                     result = original(*args, **kwargs)
             finally:  # also of contexts that an interrupt ended as their `__exit__` was called
                 local.backward_pass, local.gradient_call, local.marking = outer_state
@@ -191,7 +191,8 @@ class Tape:
         tensors = flatten(call.inputs)
         positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradients]
         step = BackwardStep(self._driver, trace, call.backward_op(), place, state)
-        if not step.wanted:
+        # Most backward ops have no routines and no analysis, and run as they are.
+        if not step.has_work:
             result = self._run_op(gradient_call, call, call.inputs)
             values = call.flatten_result(result)
         else:

@@ -15,14 +15,14 @@ import tensorflow as tf
 from amanda import interceptor
 from amanda.backend import Attributes, Execution, State
 from amanda.errors import RoutineError
-from amanda.graph import Copy
+from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function, concrete_function
 from tensorflow.python.framework import dtypes, errors
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import gradients_util
 
-from ..graph import GraphTensors, running
+from ..graph import GraphTensorOps, running
 from ._copies import RegisteredCopy, call_unoptimized
 
 
@@ -58,7 +58,7 @@ def _user_name(function: Any) -> str:
     return name.removeprefix("__inference_").removeprefix("__forward_").rpartition("_")[0] or name
 
 
-_TENSORS = GraphTensors()
+_TENSORS = GraphTensorOps()
 _INT64 = dtypes.int64.as_datatype_enum
 
 
@@ -69,7 +69,8 @@ class ForwardRecord:
     copy: the instrumented copy.  runs, stores: those of the execution.  atomic: the forward function, weakly.
     """
 
-    def __init__(self, copy: Copy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
+    def __init__(self, copy: RewrittenCopy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
+        # Without a stack, a backward pass after the scope reads the saved values, and calls no tool.
         self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
         self.runs = execution.runs
@@ -99,7 +100,7 @@ class FunctionBoundary:
     the function runs uninstrumented.
     """
 
-    def __init__(self, copy: Callable[..., Copy[RegisteredCopy] | None]) -> None:
+    def __init__(self, copy: Callable[..., RewrittenCopy[RegisteredCopy] | None]) -> None:
         self._copy = copy
         self._thread = _ThreadCalls()
 
@@ -127,6 +128,7 @@ class FunctionBoundary:
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
     ) -> Any:
         """Call a function as its copy, and record a forward call; without a copy, call the function."""
+        # Taken at once, so that no call within this one finds it.
         forward_record, self._thread.forward_record = self._thread.forward_record, None
         self._thread.last_record = None
         copy = self._copy(state, atomic, args, forward_record)

@@ -15,8 +15,7 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
-from ..graph import Location, Rewriting
-from ..graph._facts import facts_of, grouped_outputs
+from ..graph import Location, TensorFlowRewriting, facts_of, grouped_outputs
 
 
 class RegisteredCopy:
@@ -49,14 +48,14 @@ class ForwardFacts:
     """Results of rewriting a forward function that the rewriting of its backward functions needs.
 
     identity: of the function's graph.  plans: of its operations, by their ids.
-    tables: those tables of `Rewriting` that are about forward operations.
+    tables: those tables of `TensorFlowRewriting` that are about forward operations.
     locations: by operation, the layers around it for each of its ids; weak in the operations.
     callees: graphs of the functions that an operation calls; weak in the operations and the graphs.
     """
 
     _TABLES = ("saved_values", "saved_values_by_input", "autodiff_places", "depths")
 
-    def __init__(self, rewriting: Rewriting, identity: int) -> None:
+    def __init__(self, rewriting: TensorFlowRewriting, identity: int) -> None:
         self.identity = identity
         self.plans = rewriting.analysis.plans
         self.tables = {name: getattr(rewriting, name) for name in self._TABLES}
@@ -70,7 +69,7 @@ class ForwardFacts:
             # Graphs die with their functions; a plan must not keep them.
             self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
-    def copy_into(self, rewriting: Rewriting) -> None:
+    def copy_into(self, rewriting: TensorFlowRewriting) -> None:
         """Copy the facts of the forward operations into the rewriting of a backward function."""
         rewriting.analysis.plans.update(self.plans)
         for name, table in self.tables.items():
@@ -80,7 +79,9 @@ class ForwardFacts:
             rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}
         rewriting.origin = lambda op, op_id: self._origin(rewriting, op, op_id)
 
-    def _origin(self, rewriting: Rewriting, op: Any, op_id: int | None) -> tuple[int, OpFacts] | None:
+    def _origin(
+        self, rewriting: TensorFlowRewriting, op: Any, op_id: int | None
+    ) -> tuple[int, OpFacts] | None:
         """Return op id and facts of an operation of the forward function; None for others."""
         locations = self.locations.get(op)
         if not locations:

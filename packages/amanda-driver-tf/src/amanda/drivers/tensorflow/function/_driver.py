@@ -9,37 +9,38 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, GraphDriver, State, Uninstrumented, digest
-from amanda.graph import Copy
+from amanda.backend import CannotInstrument, GraphAnalysis, GraphDriver, State, digest
+from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 
 from .._layers import handles_of, layer_classes
-from .._recording import allow_tapes_in_routines
 from .._requirements import check
+from .._tensors import allow_tapes_in_routines
 from ..graph import (
     DEFAULT_BUDGET,
     RUNS_IN_XLA_ALONE,
-    GraphTensors,
-    Rewriting,
+    GraphTensorOps,
     TensorFlowReads,
+    TensorFlowRewriting,
+    forget_gradient_function,
     function_body,
     function_of,
     must_compile,
     numbered_copy,
     ops_with_generators,
+    record_gradients,
     rewrite,
     runs_without_xla,
     with_callees,
 )
 from ._boundary import ForwardRecord, FunctionBoundary
 from ._copies import ForwardFacts, RegisteredCopy
-from ._gradient_recording import forget_gradient_function, record_gradients
 
 FunctionCall = tuple[Any, Sequence[Any], ForwardRecord | None]
 """A function, its arguments, and the record of the forward call whose gradients it computes, or None."""
 
 
-class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
+class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     """Instruments TensorFlow's functions: runs a copy of each function, with the routines in it.
 
     observer_bytes: memory limit for the values that observers get in one call.
@@ -48,7 +49,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
     api = 1
     framework = "tensorflow"
     modes = ("function",)
-    tensors = GraphTensors()
+    tensors = GraphTensorOps()
     reads = TensorFlowReads
     observer_bytes: ClassVar[int] = DEFAULT_BUDGET
 
@@ -75,15 +76,17 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
         with context.eager_mode(), record.stop_recording():
             yield
 
-    def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> Rewriting:
+    def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> TensorFlowRewriting:
         """Rewrite a function and those that it calls."""
         atomic, args, forward_record = graph
         function = function_of(atomic)
         kind, name = split_name(function.name)
         compiled = must_compile(function.definition)
         if compiled and not runs_without_xla(function, args.__getitem__):
-            raise Uninstrumented(f"the ops of {name}", RUNS_IN_XLA_ALONE)
-        rewriting = Rewriting(analysis=analysis, namespace=self.namespace, budget=self.observer_bytes)
+            raise CannotInstrument(f"the ops of {name}", RUNS_IN_XLA_ALONE)
+        rewriting = TensorFlowRewriting(
+            analysis=analysis, namespace=self.namespace, budget=self.observer_bytes
+        )
         rewriting.runs_without_xla = compiled
         # A backward function may run after the scope; then it is rewritten for the saved values alone,
         # without plans for its ops.
@@ -113,7 +116,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
         analysis.finish(function.graph)
         return rewriting
 
-    def runnable(self, graph: FunctionCall, rewriting: Rewriting) -> RegisteredCopy:
+    def runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
@@ -122,7 +125,7 @@ class FunctionDriver(GraphDriver[Rewriting, RegisteredCopy]):
 
     def _find_copy(
         self, state: State, atomic: Any, args: Sequence[Any], forward_record: ForwardRecord | None
-    ) -> Copy[RegisteredCopy] | None:
+    ) -> RewrittenCopy[RegisteredCopy] | None:
         """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
         if forward_record is not None:
             closed = _is_closed(state, forward_record)
@@ -187,6 +190,8 @@ class Identities:
             kind, base = split_name(name)
             # A forward function has the ops of the inference function, and the same ids.
             key = f"backward {base}" if kind == "backward" else base
+            # Each retracing makes another graph of this name; a count tells them apart, alike in every
+            # process.
             self._counts[key] = self._counts.get(key, 0) + 1
             identity = self._by_graph[graph] = digest("function", key, self._counts[key])
         return identity

@@ -20,8 +20,9 @@ from ._values import TensorFlowReads
 if TYPE_CHECKING:
     from amanda.backend import OpFacts
 
-    from ._syntax import Edge, Syntax
+    from ._nodes import Edge, Syntax
 
+# Observers that share a node keep its tensors alive until the node runs, so the memory of a node is bounded.
 DEFAULT_BUDGET = 64 << 20
 
 
@@ -70,8 +71,10 @@ class Body:
     guessed: bool = False
     order_of: Callable[[tf.Operation], int] = lambda op: 1
     variable_of: Callable[[Any], Any] = lambda tensor: None
+    # None for functions: their loops and branches are operations that call functions, without frames.
     frames: Any = None
     place_of: Callable[[tf.Operation], Location] = Location.outside
+    # Functions alone have their gradients in other graphs.
     forward_identity: int | None = None
 
     def forward_id(self, op: tf.Operation) -> int | None:
@@ -139,7 +142,7 @@ class AutodiffPlace:
 
 
 @dataclass(kw_only=True)
-class Rewriting(backend.Rewriting):
+class TensorFlowRewriting(backend.Rewriting):
     """The rewrite of a graph with the functions that it calls.
 
     budget: limit in bytes for the values that one call of observers gets.
@@ -201,6 +204,7 @@ class Rewriting(backend.Rewriting):
 
 def op_id(body: Body, name: str) -> int:
     """Return the id of an operation of a body."""
+    # The names of operations are unique in a graph.
     return digest(body.identity, name)
 
 

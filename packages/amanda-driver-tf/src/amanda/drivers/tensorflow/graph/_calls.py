@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 from amanda.backend import digest
 
-from ._body import Body, Rewriting, RewrittenBody, op_id
-from ._definitions import edited_definition, numbered_copy
+from ._body import Body, RewrittenBody, TensorFlowRewriting, op_id
+from ._definitions import add_loop_number, edited_definition, numbered_copy
 from ._function_body import function_body
-from ._loop_numbers import add_loop_number
+from ._functions import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
 from ._nodes import INT64
-from ._xla import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
 
 if TYPE_CHECKING:
     from ._rewrite import BodyRewriter
@@ -37,7 +36,7 @@ class EditedCall(NamedTuple):
     backward: bool
 
 
-Rewrite = Callable[[Body, Rewriting], RewrittenBody]
+Rewrite = Callable[[Body, TensorFlowRewriting], RewrittenBody]
 
 
 def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) -> EditedCall | None:

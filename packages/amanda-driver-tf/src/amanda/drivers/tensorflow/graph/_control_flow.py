@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ._side import dtype_enum, is_plain, op_side
 from ._slots import RoutineNode
+from ._values import dtype_enum, is_plain, op_side
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -98,6 +98,8 @@ def _insert_by_tensor(
     selected = side.selected([action.select for action in actions]) if actions else ()
     values = {i: value for value in selected for i in side.flat([value]) if i in positions}
     for i, value in values.items():
+        # Observers of the same rounds and branches share a node, which costs one call of Python instead of
+        # many.
         shares = all(action.observer for action in actions) and insertions.shares_node(op, [side.symbols[i]])
         returned = [value] if is_plain(side.symbols[i]) and not shares else []
         node = RoutineNode(actions, facts, side.count, [value], [None], returned)

@@ -16,9 +16,9 @@ from amanda.backend import Namespace, OpFacts
 from amanda.errors import RoutineError
 from tensorflow.python.framework import dtypes, tensor_util
 
-from .._operation import Operation
+from .._operation import TensorFlowOperation
 from ._locations import Location
-from ._syntax import input_sizes, op_def, output_sizes
+from ._nodes import input_sizes, op_def, output_sizes
 from ._values import VALUE_FORWARDING, VARIABLES
 
 _SITE_PACKAGES = Path(tf.__file__).parent.parent
@@ -52,7 +52,7 @@ def facts_of(
     node = op.node_def if node is None else node
     layout = input_sizes(node)
     return OpFacts(
-        Operation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
+        TensorFlowOperation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
         group_tensors(inputs_of(op, node), layout),
         attributes=NodeAttributes(node), scope=place.scope, source=source_line(op), read_value=read_value,
         op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),
@@ -128,6 +128,8 @@ class NodeAttributes(Mapping[str, Any]):
         return python_value(self._node.attr[name])
 
     def __iter__(self) -> Iterator[str]:
+        # Attributes with an underscore, such as `_class` and `_output_shapes`, are notes of TensorFlow
+        # itself.
         return (name for name in self._node.attr if not name.startswith("_"))
 
     def __len__(self) -> int:
@@ -165,6 +167,7 @@ def _python_scalar(kind: str, value: Any) -> Any:
 def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
     """Return a function that computes an operation eagerly from its inputs, with its attributes."""
     kind, definition = op.type, op.op_def
+    # The eager op finds these from its inputs: types, and the lengths and types of lists.
     inferred = {
         name
         for argument in definition.input_arg
@@ -195,6 +198,7 @@ def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
 
 def _python_names(function: Callable[..., Any], names: Sequence[str]) -> dict[str, str]:
     """Return Python's names of the arguments that have other names in TensorFlow's OpDef."""
+    # Both lists are in the order of the OpDef, so those names that differ pair up.
     parameters = [name for name in inspect.signature(function).parameters if name != "name"]
     renamed = [name for name in names if name not in parameters]
     python_only = [name for name in parameters if name not in names]

@@ -8,14 +8,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import ops, tensor_util
 
-from ._body import Body, Rewriting
-from ._definitions import NUMBER
+from ._body import Body, TensorFlowRewriting
+from ._definitions import LOOPS, NUMBER, captured_by
 from ._facts import eager_computation
 from ._forward_map import ForwardMap
-from ._functions import GraphFunction, executed_nodes, function_named
+from ._functions import RuntimeFunction, executed_nodes, function_named
 from ._locations import Locations
-from ._loop_numbers import LOOPS, captured_by
-from ._syntax import FunctionSyntax
+from ._nodes import FunctionSyntax
 from ._values import variable_of
 
 _BRANCH_OPS = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -25,9 +24,9 @@ CaptureLookup = Callable[[Any], Any]
 
 
 def function_body(
-    function: GraphFunction,
+    function: RuntimeFunction,
     identity: int,
-    rewriting: Rewriting,
+    rewriting: TensorFlowRewriting,
     read_argument: Callable[[int], Any],
     argument_variable: Callable[[int], Any] | None = None,
     *,
@@ -51,6 +50,7 @@ def function_body(
     backward: True for a backward function.
     """
     definition, graph = function.definition, function.graph
+    # TensorFlow prunes the other nodes when it runs the function, so tools must not see them.
     executed = executed_nodes(definition)
     nodes = {node.name: node for node in definition.node_def if node.name in executed}
     syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
@@ -63,6 +63,7 @@ def function_body(
     captured = _capture_lookup(graph, forward if is_branch else None, outer)
     forward_ops = _captured_operations(captured, operations, forward[1])
     forwards = ForwardMap(operations, forward_ops, captured, forward[0], backward)
+    # A file keeps its backward ops as they are, whichever forward ops they belong to.
     if forwards.guessed and not rewriting.written:
         rewriting.report(
             f"the backward ops of {function.name}",

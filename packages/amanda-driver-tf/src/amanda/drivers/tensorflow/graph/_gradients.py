@@ -1,4 +1,4 @@
-"""The gradients in a body: which inputs and outputs of backward operations are gradients."""
+"""The gradients in a body: inputs and outputs of backward operations, and operations that pass them on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 
 if TYPE_CHECKING:
     from ._body import Body
+    from ._rewrite import BodyRewriter
 
 _PLACEHOLDERS = ("Placeholder", "PlaceholderWithDefault", "_Arg", "Arg")
 
@@ -29,6 +30,7 @@ class GradientEdges:
         self._readers: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
         self._computing: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
         self.groups: dict[tf.Operation, list[tf.Operation]] = {}
+        # Most bodies have no gradients, and need none of these tables.
         for op in body.ops if forward else ():
             if op in forward:
                 self.groups.setdefault(forward[op], []).append(op)
@@ -94,6 +96,8 @@ class GradientEdges:
         leaving = (op.outputs[i] for op in group for i in self.leaving(op))
         candidates = [tensor for tensor in leaving if self._is_read_outside(tensor, group)]
         inputs = {i: tensor for i, tensor in enumerate(forward.inputs) if is_differentiable(tensor)}
+        # TensorFlow has no record of which gradient belongs to which input, so pairs are matched greedily,
+        # the best score first; j and i keep the order of positions among equal scores.
         scored = sorted(
             (
                 (-self._match_score(tensor, inputs[i], group), j, i)
@@ -162,6 +166,7 @@ class GradientEdges:
         return not readers or any(reader not in group for reader in readers)
 
     def _match_score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
+        """Score how well a gradient fits an input, by the gradient's readers and by its operands."""
         readers = [self._forward.get(consumer) for consumer in self._consumers.get(tensor_key(gradient), ())]
         is_only_output = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
         # The op that computed an input reads its gradient: that is worth more than any other hint.
@@ -191,6 +196,7 @@ class GradientEdges:
         # In a graph of gradients alone, a gradient comes in through a placeholder, or from any op before.
         if producer.graph is not forward.graph:
             return producer.type in _PLACEHOLDERS or _has_shape_of_output(tensor, forward)
+        # A gradient is computed after the forward operation; a value from before it is a forward value.
         later = self._order.get(producer, -1) > self._order.get(forward, -1)
         return later and _has_shape_of_output(tensor, forward)
 
@@ -210,6 +216,95 @@ def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
 
 
 def is_differentiable(tensor: Any) -> bool:
-    """Return True if a tensor may be a gradient."""
+    """Return True if a tensor has a dtype that gradients can have."""
     kind = tensor.dtype.base_dtype
     return bool(kind.is_floating or kind.is_complex or kind == tf.variant)
+
+
+# The other inputs of BiasAdd and Sub are absent: BiasAddGrad and Neg compute their gradients.
+_PASS_THROUGH_INPUTS = {
+    "Identity": (0,), "Snapshot": (0,), "EnsureShape": (0,), "BiasAdd": (0,), "Sub": (0,),
+    "Add": (0, 1), "AddV2": (0, 1),
+}  # fmt: skip
+"""By op type, positions of the inputs whose gradient is the output's, unless an operation computes it."""
+
+
+class PassThroughOps:
+    """Redirects readers of gradients that pass through operations unchanged."""
+
+    def __init__(self, rewriter: BodyRewriter) -> None:
+        self._rewriter = rewriter
+        self._rewriting = rewriter.rewriting
+        self._edges = rewriter.gradients
+        self._crossed: set[tf.Operation] = set()
+
+    def positions(self, op: tf.Operation) -> list[int]:
+        """Return the positions of the inputs whose gradient is the output's gradient."""
+        positions = _PASS_THROUGH_INPUTS.get(op.type, ())
+        computed = self._edges.input_gradients(op) if positions and op in self._edges.groups else {}
+        return [i for i in positions if i not in computed and is_differentiable(op.inputs[i])]
+
+    def redirect_gradient(self, op: tf.Operation, value: Any, gradient: Any, ref: str, vanilla: str) -> None:
+        """Make the readers of a forward value's gradient read `ref`, also behind pass-through operations.
+
+        op: the backward operation that is being edited.  vanilla: the ref of the unchanged gradient.
+        """
+        maker = value.op
+        if ref != vanilla:
+            self._redirect_gradient_readers(maker, gradient, ref)
+        positions = self.positions(maker)
+        if not positions or maker in self._edges.groups:
+            return  # the maker's last backward operation continues from there
+        self._crossed.add(maker)
+        analysed = self._rewriter.analysed_forward(maker)
+        if analysed is None:
+            return
+        refs = self._rewriter.pullbacks.insert_past(op, analysed[0], gradient, ref, positions)
+        for i in positions:
+            self.redirect_gradient(op, maker.inputs[i], gradient, refs.get(i, ref), vanilla)
+
+    def _redirect_gradient_readers(self, maker: tf.Operation, gradient: Any, ref: str) -> None:
+        """Make backward operations of `maker` read `ref`; for the last maker, also sums and results."""
+        is_last = maker not in self._edges.groups and not self.positions(maker)
+        for reader, i in self._edges.readers(gradient):
+            forward = self._rewriter.forward.get(reader)
+            if forward is maker or (is_last and (forward is None or reader.type == "AddN")):
+                self._rewriter.redirect(reader, i, ref)
+        if is_last:
+            self._rewriter.returned_refs[self._rewriter.edge(gradient)] = ref
+
+    def report_missed(self, backward: bool) -> None:
+        """Report routines at pass-through operations whose gradients no backward operation carries.
+
+        backward: True if the gradients come from another graph.
+        """
+        groups = self._edges.groups
+        candidates = [consumer for op in groups for output in op.outputs for consumer in output.consumers()]
+        for op in dict.fromkeys(candidates):
+            if op.type not in _PASS_THROUGH_INPUTS or op in self._crossed or op in groups:
+                continue
+            analysed = self._rewriter.analysed_forward(op)
+            is_read_on = any(consumer in groups for output in op.outputs for consumer in output.consumers())
+            if (
+                analysed is not None
+                and analysed[0] in self._rewriting.autodiff_places
+                and (is_read_on or backward)
+            ):
+                self._rewriting.report(
+                    f"the gradient of the routines at {op.name}",
+                    f"{op.type} passes gradients as they are, and has no backward op where it could go",
+                )
+
+    def report_guessed(self, ops: Sequence[tf.Operation]) -> None:
+        """Report routines at pass-through operations of a body whose gradients are inferred from names."""
+        for op in ops:
+            analysed = (
+                self._rewriter.analysed_forward(op)
+                if op.type in _PASS_THROUGH_INPUTS and op not in self._rewriter.forward
+                else None
+            )
+            if analysed is not None and analysed[0] in self._rewriting.autodiff_places:
+                self._rewriting.report(
+                    f"the gradient of the routines at {op.name}",
+                    f"{op.type} passes gradients as they are; whose these are only names tell, which may err",
+                )

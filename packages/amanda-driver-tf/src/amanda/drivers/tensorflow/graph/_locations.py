@@ -100,6 +100,7 @@ class LayerIndex:
     def below(self, layer: Any) -> LayersByName:
         """Return the layers in a layer."""
         if id(layer) not in self._below:
+            # The entry holds the layer, so that no other object gets its id.
             self._below[id(layer)] = layer, _index_layers(_nested_layers(layer))
         return self._below[id(layer)][1]
 
@@ -150,6 +151,7 @@ class Locations:
         frames = op.traceback
         if frames is None:  # of a graph that was loaded
             return self._layers.by_variable_names
+        # An operation of a layer was created below Keras' code that calls layers.
         is_in_layer = any(frame.filename.endswith(_LAYER_FILES) for frame in frames)
         return self._layers.in_process if is_in_layer else {}
 
@@ -163,6 +165,7 @@ class Locations:
         return candidates[0] if candidates else None
 
     def _variables_read_in(self, scope: str) -> set[Any]:
+        """Return the keys of the variables that the graph reads within a name scope."""
         return {
             _handle_key(holder)
             for directory, holder in self._reads

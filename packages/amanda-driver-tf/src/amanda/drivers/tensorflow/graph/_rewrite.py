@@ -9,25 +9,23 @@ from amanda.backend import Action, OpFacts, Side, Value, digest
 from amanda.errors import RoutineError
 from amanda.plan import Actions, Plan
 
-from .._operation import Operation
-from ._body import Body, Rewriting, RewrittenBody, op_id
+from .._operation import TensorFlowOperation
+from ._autodiff import Pullbacks, RecalledTensor
+from ._body import Body, RewrittenBody, TensorFlowRewriting, op_id
 from ._calls import rewrite_calls
 from ._control_flow import CONTROL_FLOW_OPS, behind_control_flow, insert_at_control_flow
 from ._facts import facts_of, grouped_outputs, inputs_of, outputs_of
-from ._gradients import GradientEdges
-from ._handles import on_several_devices
-from ._pass_through import PassThroughOps
-from ._pullbacks import Pullbacks
+from ._gradients import GradientEdges, PassThroughOps
+from ._nodes import Edge, input_sizes, output_sizes, references
 from ._routines import ForeignInput, RoutineRewriter
-from ._side import OpSide, dtype_enum, op_side
-from ._slots import RecalledTensor
-from ._syntax import Edge, input_sizes, output_sizes, references
+from ._slots import on_several_devices
+from ._values import OpSide, dtype_enum, op_side
 
 _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 """Ops that store a tensor of a loop's round or of a branch for the gradients of all its readers."""
 
 
-def rewrite(body: Body, rewriting: Rewriting) -> RewrittenBody:
+def rewrite(body: Body, rewriting: TensorFlowRewriting) -> RewrittenBody:
     """Analyse each operation of a body, and edit its nodes and the functions that they call."""
     rewriting.several_devices = rewriting.several_devices or on_several_devices(body.ops)
     return BodyRewriter(body, rewriting).rewrite()
@@ -44,7 +42,7 @@ class BodyRewriter(RoutineRewriter):
     call_numbers: by the name of an operation whose functions were edited, the ref of its number, if any.
     """
 
-    def __init__(self, body: Body, rewriting: Rewriting) -> None:
+    def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
         super().__init__(body, rewriting)
         self.edges: dict[tuple[str, int], str] = {}
         self.gradient_reads: dict[tuple[str, Edge], str] = {}
@@ -66,6 +64,8 @@ class BodyRewriter(RoutineRewriter):
         self._edges_by_node: dict[str, list[Edge]] = {}
         self._by_id: dict[int, tf.Operation] = {}
         self._by_name = {body.node_name(op): op for op in self.forward}
+        # A push stores a tensor for all its readers, so it must not read what a routine changed for one of
+        # them.
         self._forward_name = {
             body.node_name(op): body.node_name(forward)
             for op, forward in self.forward.items()
@@ -84,6 +84,7 @@ class BodyRewriter(RoutineRewriter):
     def rewrite(self) -> RewrittenBody:
         """Run the rewrite; return the edited nodes."""
         self.run()
+        # Observers wait for others to share their node; those that still wait get their nodes now.
         self.insertions.flush()
         if self.forward and self.rewriting.autodiff_places:
             self.passing.report_missed(self.body.backward)
@@ -203,6 +204,7 @@ class BodyRewriter(RoutineRewriter):
             return replaced
         name = self.body.node_name(op)
         changed = inputs.changed()
+        # Inputs are parsed only where a routine has changed one: most operations have no actions.
         edges = self._edges(self.body.nodes[name]) if changed else []
         for i in changed:
             self.edges[name, i] = inputs.refs[i]
@@ -289,6 +291,7 @@ class BodyRewriter(RoutineRewriter):
         entering = self.gradients.entering(op)
         self._read_saved_values(op, node, forward_id, entering)
         self.pullbacks.insert_at_outputs(op, forward, forward_id)
+        # Without tools for backward ops, gradient operations are redirected, but need no analysis.
         if self._wants_backward:
             self._analyse_backward(op, node, forward_id, forward_facts)
         if self.rewriting.autodiff_places and self.gradients.last(forward) is op:
@@ -315,7 +318,7 @@ class BodyRewriter(RoutineRewriter):
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
         """Analyse a backward operation, and put the recorded actions at it."""
         backward_id = digest(forward_id, self.body.identity, op.name)
-        facts = forward.at_backward(Operation(op.type, op.name, op), backward_id, True)
+        facts = forward.at_backward(TensorFlowOperation(op.type, op.name, op), backward_id, True)
         entering = self.gradients.entering(op)
         outputs = outputs_of(op, node)
         leaving = [i for i in self.gradients.leaving(op) if i < len(outputs)]
@@ -415,6 +418,7 @@ class BodyRewriter(RoutineRewriter):
             waited += self.insertions.ahead.get(name, [])
             number = [self.call_numbers[name]] if self.call_numbers.get(name) else []
             inputs = [*refs, *number, *dict.fromkeys(f"^{control}" for control in waited)]
+            # A session copies only nodes that differ from the user's, so unchanged nodes stay untouched.
             if list(node.input) != inputs:
                 del node.input[:]
                 node.input.extend(inputs)

@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from amanda.backend import Action, Insertion, NotTraceable, OpFacts, Rewriter, Side, Value
+from amanda.backend import Action, Insertion, NotTraceable, OpFacts, Rewriter, Side, Value, digest
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import func_graph, ops
 
-from ._body import AutodiffPlace, Body, Rewriting
+from ._body import AutodiffPlace, Body, TensorFlowRewriting
 from ._insertions import Insertions, may_end_loop
-from ._side import OpSide, dtype_enum, is_plain, op_side
+from ._nodes import constant, new_node
 from ._slots import RoutineNode
-from ._traced_routines import TracedRoutine
+from ._values import GraphTensorOps, OpSide, dtype_enum, is_plain, op_side
 
 
 class ForeignInput(NamedTuple):
@@ -32,9 +35,9 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     """
 
     insertion = RoutineNode
-    rewriting: Rewriting
+    rewriting: TensorFlowRewriting
 
-    def __init__(self, body: Body, rewriting: Rewriting) -> None:
+    def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
         super().__init__(rewriting)
         self.body = body
         self.insertions = Insertions(body, rewriting)
@@ -244,3 +247,72 @@ class RoutineRewriter(Rewriter[tf.Operation]):
 
 
 _SAVED_FOR_GRADIENTS = "what it gives is kept for a backward function in another graph"
+
+
+_TENSORS = GraphTensorOps()
+
+
+class TracedRoutine:
+    """The routines of a node as a function.
+
+    definitions: FunctionDefs of the functions that it calls, and at last its own.
+    constants: eager tensors that the routines read, which are the function's last arguments.
+    """
+
+    def __init__(self, place: RoutineNode, tensors: Sequence[Any], rewriting: TensorFlowRewriting) -> None:
+        graph = func_graph.FuncGraph("amanda_routine")
+        with graph.as_default():
+            placeholders = [
+                tf.compat.v1.placeholder(tensor.dtype.base_dtype, tensor.shape) for tensor in tensors
+            ]
+            graph.inputs = list(placeholders)
+            graph.outputs = self._outputs(place, placeholders, rewriting)
+        self.constants = []
+        for external, _ in graph.captures:  # the graph has appended them to its inputs
+            # Captured tensors become constants of the graph, which a variable cannot be.
+            if not isinstance(external, ops.EagerTensor) or external.dtype in (tf.resource, tf.variant):
+                raise NotImplementedError("it reads a variable")
+            self.constants.append(external)
+        self.stateful = any(op._is_stateful for op in graph.get_operations() if op.type != "Placeholder")
+        atomic = atomic_function.from_func_graph(f"__amanda_routine_{id(graph)}", graph, {})
+        definition = atomic.definition
+        # The name must not enter the digest of the content, which becomes the name: equal functions are
+        # shared.
+        definition.signature.name = ""
+        content = digest(definition.SerializeToString(deterministic=True))
+        definition.signature.name = f"amanda_routine_{content:016x}"
+        callees = [function.definition for function in graph._functions.values()]
+        self.definitions = [*callees, definition]
+        self.types = [dtype_enum(tensor) for tensor in graph.inputs]
+
+    @staticmethod
+    def _outputs(place: RoutineNode, inputs: list[Any], rewriting: TensorFlowRewriting) -> list[Any]:
+        """Run a node's routines on symbols; return their results in the dtypes of the graph."""
+        if place.replaces:
+            flat = place.run_replacement(place.actions[0], _TENSORS, inputs, {})
+        else:
+            flat = place.apply(place.actions, place.values(inputs), _TENSORS, rewriting.state, {})
+        return [tf.identity(tf.cast(output, dtype)) for output, dtype in zip(flat, place.dtypes, strict=True)]
+
+    def call(
+        self,
+        name: str,
+        inputs: Sequence[str],
+        control_inputs: Sequence[str],
+        result_types: Sequence[int],
+        output: str,
+    ) -> list[Any]:
+        """Return the nodes of the constants, and the node that calls the function.
+
+        output: the suffix of a constant's output, as an input spells it.
+        """
+        nodes = [constant(f"{name}/constant{i}", value.numpy()) for i, value in enumerate(self.constants)]
+        kind = "StatefulPartitionedCall" if self.stateful else "PartitionedCall"
+        constant_refs = (f"{node.name}{output}" for node in nodes)
+        call = new_node(name, kind, [*inputs, *constant_refs, *control_inputs])
+        call.attr["f"].func.name = self.definitions[-1].signature.name
+        for attribute, types in (("Tin", self.types), ("Tout", result_types)):
+            call.attr[attribute].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(types)))
+        for attribute in ("config", "config_proto", "executor_type"):
+            call.attr[attribute].s = b""
+        return [*nodes, call]

@@ -1,22 +1,27 @@
-"""The Python functions of EagerPyFunc nodes: one for each slot, shared by all graphs of the process."""
+"""The Python functions of EagerPyFunc nodes: routines at an operation, and observers of several operations.
+
+Each function has a slot, which all graphs of the process share.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Execution, Insertion
+from amanda.backend import Action, Execution, Executions, Insertion, Observed, failed, matched, picked_by
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import script_ops
 from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty
 
-from .._recording import Unrecorded
-from ._autodiff import Readers, SavedValues, call_on_tape, pull_back
-from ._handles import resolve_handles
+from .._tensors import Unrecorded
+from ._autodiff import Readers, SavedValues, call_on_tape
 from ._nodes import INT64, new_node
 
 
@@ -47,6 +52,7 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
 
     def __call__(self, device: Any, token: Any, args: Sequence[Any]) -> Any:
         """Run the routines on eager tensors, with no tape recording."""
+        # Without a tape there is nothing to stop, and entering a context costs more than these two calls.
         if context.executing_eagerly() and TFE_Py_TapeSetIsEmpty():  # a hot path, on TensorFlow's threads
             return self._call_routines(device, args)
         with _EAGER if context.executing_eagerly() else context.eager_mode(), Unrecorded():
@@ -63,6 +69,8 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
             outputs = execution.call(self.index, args[1:], rounds)
         finally:
             running.execution = outer
+        # The nodes that read the results expect them on the device of this node; ops of a routine may run
+        # elsewhere.
         return [_on_device(device, output) for output in outputs] if device is not None else outputs
 
 
@@ -118,10 +126,13 @@ class RoutineNode(Insertion):
         """Run the routines; return the flat tensors that go back into the graph."""
         flat = resolve_handles(execution, flat, self.loaned_positions)
         if self.in_autodiff:
+            # The tape and its values are saved: pullbacks ask this tape when the gradients arrive.
             values = call_on_tape(lambda: self._results(execution, flat, rounds), list(flat))
         else:
             values = list(flat), self._results(execution, flat, rounds), None
         if self.saved_as is not None:
+            # Where readers may run several times, or never, nobody can count them: the values live as long as
+            # the run.
             count = self.readers.count if self.readers.read_once else 0
             execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, count))
         return values[1]
@@ -129,45 +140,6 @@ class RoutineNode(Insertion):
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
         results = super().run(execution, flat, rounds)
         return [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
-
-
-class RecalledTensor:
-    """Returns a tensor that a node saved in the forward pass.
-
-    place: the key of the saved values.  side: 0 for inputs of the node, 1 for its outputs.
-    depth: number of loops around the node.
-    """
-
-    def __init__(self, place: Hashable, side: int, index: int, depth: int) -> None:
-        self.place = place
-        self.side = side
-        self.index = index
-        self.depth = depth
-
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the tensor."""
-        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
-        tensor: Any = saved.take()[self.side][self.index]
-        return [tensor]
-
-
-class Pullback:
-    """Computes gradients of a node's inputs from gradients of its outputs.
-
-    place: the key of the node's saved values.  outputs, inputs: positions among these.
-    depth: number of loops around the node.
-    """
-
-    def __init__(self, place: Hashable, outputs: Sequence[int], inputs: Sequence[int], depth: int) -> None:
-        self.place = place
-        self.depth = depth
-        self.outputs = tuple(outputs)
-        self.inputs = tuple(inputs)
-
-    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the vector-Jacobian products."""
-        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
-        return pull_back(saved.take(), self.outputs, self.inputs, flat)
 
 
 def _as_dtype(value: Any, dtype: Any) -> Any:
@@ -195,3 +167,188 @@ def py_func(
     node.attr["Tin"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=[INT64, *input_types]))
     node.attr["Tout"].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(result_types)))
     return node
+
+
+class _PlacedObserver:
+    """An observer at an operation.
+
+    indices: indices of the operation's tensors among those of the node.
+    layout: for each value that the observer selects, an index, a list of indices, or None for a value that
+    the node does not read; None before the first execution, since a selection may raise.
+    is_flat: True if the layout has indices alone.
+    """
+
+    __slots__ = ("action", "facts", "indices", "is_flat", "kwargs", "layout", "place")
+
+    def __init__(self, action: Action, place: Insertion, indices: Sequence[int]) -> None:
+        self.action = action
+        self.facts = place.facts
+        self.place = place
+        self.indices = indices
+        self.kwargs = {**action.kwargs, "shapes": None} if action.takes_shapes else action.kwargs
+        self.layout: Sequence[Any] | None = None
+        self.is_flat = False
+
+    def values(self, flat: Sequence[Any]) -> list[Any]:
+        """Return the values that the observer selects."""
+        layout = self.layout
+        if layout is None:
+            all_indices = self.place.values(self.indices)
+            select = self.action.select
+            layout = all_indices if select is None else picked_by(self.action, all_indices, self.facts)
+            self.layout, self.is_flat = layout, all(isinstance(entry, int) for entry in layout)
+        if self.is_flat:
+            return [flat[i] for i in layout]
+        return [
+            [flat[i] for i in entry] if isinstance(entry, list) else None if entry is None else flat[entry]
+            for entry in layout
+        ]
+
+    def explain(self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]) -> None:
+        """Add a note with the op to an exception of the observer, or raise a clearer exception."""
+        all_values = self.place.values([flat[i] for i in self.indices])
+        explained = failed(error, self.action, all_values, values, self.facts)
+        if explained is not None:
+            raise explained from error
+
+
+class _ObserverGroup:
+    """Observers of one tool with the same gathered function, which is called once for all of them.
+
+    prepared: a dict that the gathered function uses from run to run.
+    is_laid_out: True if each observer has its layout.
+    """
+
+    __slots__ = ("action", "is_laid_out", "observers", "prepared")
+
+    def __init__(self, action: Action) -> None:
+        self.action = action
+        self.observers: list[_PlacedObserver] = []
+        self.prepared: dict[Any, Any] = {}
+        self.is_laid_out = False
+
+
+class _LazyObserved(Sequence[Observed]):
+    """The observations of a run, each created when it is read."""
+
+    def __init__(
+        self, observers: Sequence[_PlacedObserver], flat: Sequence[Any], run_of: Callable[..., dict[Any, Any]]
+    ) -> None:
+        self._observers = observers
+        self._flat = flat
+        self._run_of = run_of
+
+    def __len__(self) -> int:
+        return len(self._observers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        observer = self._observers[index]
+        return Observed(observer.values(self._flat), observer.kwargs, observer, self._run_of)
+
+    def values(self) -> list[list[Any]]:
+        """Return the values of each observer."""
+        return [observer.values(self._flat) for observer in self._observers]
+
+
+class PackedObservers:
+    """Observers of several operations, which run in the order of these and return nothing.
+
+    Observers with a gathered function run after the others.
+    """
+
+    def __init__(self, members: Sequence[tuple[Insertion, Sequence[int]]]) -> None:
+        """Create the observers of `members`: each a place, and the indices of its tensors in the node."""
+        self.loaned_positions: Sequence[int] = ()
+        self._single_observers: list[_PlacedObserver] = []
+        self._groups: dict[Any, _ObserverGroup] = {}
+        for place, indices in members:
+            for action in place.actions:
+                observer = _PlacedObserver(action, place, indices)
+                if action.gathered is None:
+                    self._single_observers.append(observer)
+                elif not action.opening:
+                    key = action.gathered, id(action.tool)
+                    self._groups.setdefault(key, _ObserverGroup(action)).observers.append(observer)
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Call each observer with its tensors; a hot path."""
+        flat = resolve_handles(execution, flat, self.loaned_positions)
+
+        def run_of(observer: _PlacedObserver) -> dict[Any, Any]:
+            return observer.place.run_of(execution, rounds)
+
+        for observer in self._single_observers:
+            action = observer.action
+            values: Sequence[Any] = ()
+            if not execution.runs_action(action):
+                continue
+            try:
+                values = observer.values(flat)
+                kwargs = {**observer.kwargs, "run": run_of(observer)} if action.takes_run else observer.kwargs
+                # A tool's routines run one at a time; TensorFlow runs nodes on many threads.
+                with action.tool._amanda.lock:
+                    result = action.func(*values, **kwargs)
+                if result is not None:
+                    matched(action, result, values)
+            except BaseException as error:
+                observer.explain(error, flat, values)
+                raise
+        for group in self._groups.values():
+            if execution.runs_action(group.action):
+                self._lay_out(group, flat)
+                observed = _LazyObserved(group.observers, flat, run_of)
+                Executions(observed, flat, group.prepared, observed.values).observe(group.action)
+        return []
+
+    @staticmethod
+    def _lay_out(group: _ObserverGroup, flat: Sequence[Any]) -> None:
+        """Find the layout of each observer in a group, so that errors name the observer."""
+        if group.is_laid_out:
+            return
+        for observer in group.observers:
+            try:
+                observer.values(flat)
+            except BaseException as error:
+                observer.explain(error, flat, ())
+                raise
+        group.is_laid_out = True
+
+
+RESOURCE = tf.resource.as_datatype_enum
+_numbers = count(1)
+
+
+class LentHandle:
+    """Stores a handle until another node takes it, and returns a number for the handle."""
+
+    # TensorFlow places a node on the device of the resource that it reads, so no node can read resources of
+    # two devices. A node beside each resource passes on a number, which is on no device.
+
+    def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
+        """Return the number."""
+        number = next(_numbers)
+        execution.store(_loan_key(number), flat[0])
+        return [tf.constant(number, tf.int64)]
+
+
+def resolve_handles(execution: Execution, flat: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
+    """Return a node's inputs with stored handles instead of the numbers at these positions."""
+    if not positions:
+        return flat
+    tensors = list(flat)
+    for i in positions:
+        (tensors[i],) = execution.stores.pop(_loan_key(int(flat[i])))
+    return tensors
+
+
+def on_several_devices(ops: Iterable[tf.Operation]) -> bool:
+    """Return True if the process or the operations have several devices."""
+    if len(context.context().list_logical_devices()) > 1:
+        return True
+    return len({op.device for op in ops if op.device}) > 1
+
+
+def _loan_key(number: int) -> tuple[str, int]:
+    return "lent", number

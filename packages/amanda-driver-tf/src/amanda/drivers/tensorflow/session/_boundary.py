@@ -1,4 +1,4 @@
-"""Stand-ins for the methods by which sessions enter TensorFlow's runtime."""
+"""Stand-ins for the methods by which sessions and their callables enter TensorFlow's runtime."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
+import numpy as np
+
 from amanda import interceptor
 from amanda.backend import Attributes, Execution, State
+from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.framework import errors_impl
 
-from .._recording import allow_tapes_in_routines
-from ._callables import Callables
-from ._execution_order import RunRequest
-from ._route import Route, endpoint_of, request_of
+from .._tensors import allow_tapes_in_routines
+from ._copies import Route, endpoint_of, request_of
+from ._operations import Endpoint, RunRequest
 
 Prepare = Callable[[Any, RunRequest, State], "tuple[Route, Execution] | None"]
 
@@ -85,6 +87,7 @@ class SessionBoundary:
                 try:
                     yield
                 except errors_impl.OpError as error:
+                    # The prefix of hidden nodes is cut off, so the message has the names of the user's nodes.
                     error._message = error.message.replace(route.prefix, "")
                     routed_error = error
                     raise
@@ -118,6 +121,7 @@ class SessionBoundary:
         if prepared is None:
             return call(session, function, c_session, feeds, fetches, targets)
         route, execution = prepared
+        # All feeds and fetches of the parts are declared when the run is set up, as TensorFlow demands.
         handle = call(
             session, function, c_session, route.all_feeds(feeds), route.fetches(fetches),
             route.targets(targets),
@@ -168,3 +172,94 @@ def _method_with_original(stand_in: Callable[..., Any], original: Callable[..., 
         return stand_in(original, *args, **kwargs)
 
     return method
+
+
+class Callables:
+    """The callables that sessions made in a scope: their options, and their routes to instrumented copies."""
+
+    def __init__(self, boundary: SessionBoundary) -> None:
+        self._boundary = boundary
+        # A native callable does not tell the options that it was made of.
+        self._options: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._routed: WeakKeyDictionary[Any, tuple[Route, Any]] = WeakKeyDictionary()
+
+    def make(self, make: Any, session: Any, options: Any) -> Any:
+        """Stand-in for `_make_callable_from_options`: remembers the options of a callable."""
+        session_callable = make(session, options)
+        self._options[session_callable] = config_pb2.CallableOptions.FromString(options.SerializeToString())
+        return session_callable
+
+    def call(self, call: Any, session_callable: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand-in for a callable's `__call__`: runs the instrumented copy, if there is one."""
+        activation = interceptor.active()
+        if activation is None:
+            return call(session_callable, *args, **kwargs)
+        options = self._options.get(session_callable)
+        if options is None:
+            activation.state.report(
+                "a session's callable", "it was made of options before the scope; make it within a scope"
+            )
+            return call(session_callable, *args, **kwargs)
+        prepared = self._boundary.prepare_run(session_callable._session, _request(options), activation.state)
+        if prepared is None:
+            return call(session_callable, *args, **kwargs)
+        route, execution = prepared
+        stand_in = self._routed_callable(session_callable, options, route)
+        args = (*args, *_extra_feeds(args, options, route), np.asarray(execution.number, np.int64))
+        with self._boundary.run_context(route, execution):
+            return call(stand_in, *args, **kwargs)
+
+    def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:
+        """Return a callable with the names of a route's nodes; each callable has one for its last route."""
+        routed = self._routed.get(session_callable)
+        # A callable has fixed options, so each route needs one of its own.
+        if routed is None or routed[0] is not route:
+            routed = route, type(session_callable)(session_callable._session, _route_options(options, route))
+            self._routed[session_callable] = routed
+        return routed[1]
+
+
+def _request(options: Any) -> RunRequest:
+    """Return the request of a callable's options."""
+    connected = [connection.to_tensor for connection in options.tensor_connection]
+    return RunRequest(
+        tuple(_parse_endpoint(name) for name in options.fetch),
+        tuple(options.target),
+        frozenset(_parse_endpoint(name) for name in (*options.feed, *connected)),
+    )
+
+
+def _parse_endpoint(name: str) -> Endpoint:
+    op, _, index = name.partition(":")
+    return op, int(index or 0)
+
+
+def _route_options(options: Any, route: Route) -> Any:
+    """Return options that fetch and run the copy's tensors and operations instead of the user's."""
+    rerouted = config_pb2.CallableOptions.FromString(options.SerializeToString())
+    rerouted.ClearField("fetch")
+    rerouted.ClearField("target")
+    rerouted.fetch.extend(route.tensor_name(name) for name in options.fetch)
+    rerouted.target.extend(route.target_names(options.target))
+    hidden = [
+        route.feed_names[_parse_endpoint(name)]
+        for name in options.feed
+        if _parse_endpoint(name) in route.feed_names
+    ]
+    rerouted.feed.extend(f"{route.prefix}{name}:0" for name in (*hidden, route.number_name))
+    for connection in options.tensor_connection:
+        placeholder = route.feed_names.get(_parse_endpoint(connection.to_tensor))
+        if placeholder is not None:
+            rerouted.tensor_connection.add(
+                from_tensor=connection.from_tensor, to_tensor=f"{route.prefix}{placeholder}:0"
+            )
+    return rerouted
+
+
+def _extra_feeds(args: tuple[Any, ...], options: Any, route: Route) -> list[Any]:
+    """Return the values that are fed to the copy's placeholders besides the user's."""
+    return [
+        value
+        for name, value in zip(options.feed, args, strict=False)
+        if _parse_endpoint(name) in route.feed_names
+    ]

@@ -1,16 +1,19 @@
-"""Instrumented copies of the operations that a session runs, put beside the user's nodes."""
+"""Instrumented copies of the operations that a session runs, and the routes of runs to these copies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
+
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import GraphAnalysis, Namespace, Uninstrumented, digest
+from amanda.backend import CannotInstrument, GraphAnalysis, Namespace, digest
 from tensorflow.core.framework import node_def_pb2, types_pb2
+from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.framework import errors_impl
 
 from ..graph import (
@@ -18,21 +21,18 @@ from ..graph import (
     Edge,
     GraphSyntax,
     Locations,
-    Rewriting,
     RewrittenBody,
+    TensorFlowRewriting,
     function_named,
     ops_with_generators,
     placeholder,
     rewrite,
     variable_of,
 )
-from ._execution_order import Endpoint, RunRequest, after_forward, executed_ops
-from ._forward_ops import ForwardOps, Stacks
 from ._frames import OUTSIDE, Frames
-from ._hidden_nodes import HiddenNodes
+from ._hidden_nodes import HiddenImport, HiddenNodes
 from ._kernel_state import OriginalDraw, Partition, can_run_alone, draw_node, partition
-from ._route import Route
-from ._values import SessionValueReader
+from ._operations import Endpoint, ForwardOps, RunRequest, Stacks, after_forward, executed_ops
 
 NUMBER = "amanda/number"
 
@@ -45,7 +45,7 @@ class SessionRun(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class SessionRewriting(Rewriting):
+class SessionRewriting(TensorFlowRewriting):
     """The rewrite of the operations that a request runs.
 
     vanilla_nodes: the nodes as the user's graph has them, by name.  rewritten: the edited nodes.
@@ -79,10 +79,12 @@ def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) 
 def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     """Put the copy beside the user's nodes; return the route from the user's tensors to the copy's.
 
-    Raises Uninstrumented where TensorFlow refuses the copy.
+    Raises CannotInstrument where TensorFlow refuses the copy.
     """
     session, request = run
     rewritten, graph = rewriting.rewritten, session.graph
+    # The number of the execution is fed, and selects the routines. So one copy serves all executions, also at
+    # the same time.
     number = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
     nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
     copied = _keep_generators(graph, partition(rewriting.vanilla_nodes, nodes), rewriting, rewriting.frames)
@@ -94,10 +96,12 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     fetched = [fetch for fetch in request.fetches if fetch not in request.feeds]
     for fetch, text in zip(fetched, rewritten.outputs, strict=True):
         edge = GraphSyntax().parse(text)
+        # A node that stays the user's is fetched itself.
         if edge.node in names:
             endpoints[fetch] = (edge.node, edge.index)
     targets = {name: node for name in request.targets if (node := rewritten.removed.get(name, name)) in names}
     extra = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
+    # An import returns C operations for those names only that were asked for.
     ends = {
         NUMBER,
         *extra,
@@ -108,12 +112,14 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     try:
         hidden = HiddenNodes.of_graph(graph).add(session, copied, rewriting.library, sorted(ends))
     except errors_impl.OpError as error:
-        raise Uninstrumented("a run of a session", f"TensorFlow refuses the copy: {error.message}") from error
+        raise CannotInstrument(
+            "a run of a session", f"TensorFlow refuses the copy: {error.message}"
+        ) from error
     return Route(hidden, endpoints, targets, feeds.names, extra, NUMBER)
 
 
 def _run_body(
-    session: Any, ops: Sequence[Any], request: RunRequest, rewriting: Rewriting
+    session: Any, ops: Sequence[Any], request: RunRequest, rewriting: TensorFlowRewriting
 ) -> tuple[Body, ForwardOps]:
     """Return the operations of a run as a body, and the forward operations of its gradients."""
     graph = session.graph
@@ -143,7 +149,9 @@ def _run_body(
     return body, forward
 
 
-def _keep_generators(graph: Any, parts: Partition, rewriting: Rewriting, frames: Frames) -> list[Any]:
+def _keep_generators(
+    graph: Any, parts: Partition, rewriting: TensorFlowRewriting, frames: Frames
+) -> list[Any]:
     """Return the copied nodes; a random op of the copy draws from the original op, or the report names it."""
     stand_ins = {}
     restarted = [f"{name} of a function" for name in ops_with_generators(rewriting.library)]
@@ -197,3 +205,123 @@ def _copy_node(node: Any) -> Any:
     copy = node_def_pb2.NodeDef()
     copy.CopyFrom(node)
     return copy
+
+
+def endpoint_of(output: Any) -> Endpoint:
+    """Return the name and index of an output of the C API."""
+    return c_api.TF_OperationName(output.oper), output.index
+
+
+def request_of(feeds: Iterable[Any], fetches: Iterable[Any], targets: Iterable[Any]) -> RunRequest:
+    """Return the request of a run from the arguments of the C API."""
+    return RunRequest(
+        tuple([endpoint_of(output) for output in fetches]),
+        tuple([c_api.TF_OperationName(operation) for operation in targets]),
+        frozenset([endpoint_of(output) for output in feeds]),
+    )
+
+
+class Route:
+    """The hidden nodes that a request fetches, runs and feeds instead of the user's.
+
+    endpoints: by a fetched tensor, the hidden tensor.  targets: by a target, the hidden operation.
+    feeds: by a fed tensor, the hidden placeholder.  extra: hidden operations with routines that run, too.
+    number: the hidden placeholder of the execution's number.
+    """
+
+    def __init__(
+        self,
+        hidden: HiddenImport,
+        endpoints: Mapping[Endpoint, Endpoint],
+        targets: Mapping[str, str],
+        feeds: Mapping[Endpoint, str],
+        extra: Sequence[str] = (),
+        number: str | None = None,
+    ) -> None:
+        self.prefix = hidden.prefix
+        self._names = dict(endpoints)
+        self._target_names = dict(targets)
+        self._extra_names = list(extra)
+        self.number_name = number
+        self._outputs = {vanilla: hidden.output(*hidden_name) for vanilla, hidden_name in endpoints.items()}
+        self._targets = {vanilla: hidden.operations[hidden_name] for vanilla, hidden_name in targets.items()}
+        self.feed_names = dict(feeds)
+        self._feeds = {vanilla: hidden.output(hidden_name, 0) for vanilla, hidden_name in feeds.items()}
+        self._extra_targets = [hidden.operations[name] for name in extra]
+        self.number = None if number is None else hidden.output(number, 0)
+
+    def fetches(self, fetches: Sequence[Any]) -> list[Any]:
+        """Return the outputs that are fetched instead."""
+        return [self._outputs.get(endpoint_of(output), output) for output in fetches]
+
+    def targets(self, targets: Sequence[Any]) -> list[Any]:
+        """Return the operations that run instead."""
+        return [
+            *(self._targets.get(c_api.TF_OperationName(target), target) for target in targets),
+            *self._extra_targets,
+        ]
+
+    def feeds(self, feeds: Mapping[Any, Any], number: int | None) -> dict[Any, Any]:
+        """Return values for the copy's placeholders, and for the user's, which uncopied nodes may read."""
+        values = dict(feeds)
+        for output, value in feeds.items():
+            placeholder = self._feeds.get(endpoint_of(output))
+            if placeholder is not None:
+                values[placeholder] = value
+        if self.number is not None and number is not None:
+            values[self.number] = np.asarray(number, np.int64)
+        return values
+
+    def all_feeds(self, feeds: Sequence[Any]) -> list[Any]:
+        """Return all outputs that are fed."""
+        return list(self.feeds(dict.fromkeys(feeds), 0))
+
+    def tensor_name(self, name: str) -> str:
+        """Return the name of the tensor that is fetched instead of the tensor of this name."""
+        op, _, index = name.partition(":")
+        hidden_endpoint = self._names.get((op, int(index or 0)))
+        return name if hidden_endpoint is None else f"{self.prefix}{hidden_endpoint[0]}:{hidden_endpoint[1]}"
+
+    def target_names(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the operations that run instead."""
+        hidden_names = [
+            self.prefix + self._target_names[name] if name in self._target_names else name for name in names
+        ]
+        return [*hidden_names, *(self.prefix + name for name in self._extra_names)]
+
+
+_VALUE_FORWARDING = ("Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Reshape", "Transpose")
+_SOURCES = ("Const", "VariableV2", "Variable", "VarHandleOp")
+
+
+class SessionValueReader:
+    """Reads the values of constants and variables in a session; returns other symbols as they are."""
+
+    def __init__(self, session: Any) -> None:
+        # Weak, since the body of a cached rewrite holds this reader, and must not keep the session open.
+        self._session = ref(session)
+
+    def __call__(self, tensor: Any) -> Any:
+        session = self._session()
+        if session is None or not _is_state(tensor.op):
+            return tensor
+        if tensor.dtype == tf.resource:
+            tensor = _read_tensor(tensor)
+        if tensor is None or tensor.dtype == tf.resource:
+            return tensor
+        return tf.convert_to_tensor(session.run(tensor), tensor.dtype.base_dtype)
+
+
+def _is_state(op: Any) -> bool:
+    """Return True if an operation's value depends on constants and variables alone."""
+    if op.type in _VALUE_FORWARDING:
+        return all(_is_state(tensor.op) for tensor in op.inputs)
+    return op.type in _SOURCES
+
+
+def _read_tensor(handle: Any) -> Any:
+    """Return a tensor of the graph that reads a variable; None if there is none."""
+    for op in handle.consumers():
+        if op.type == "ReadVariableOp":
+            return op.outputs[0]
+    return None

@@ -12,12 +12,11 @@ from amanda.backend import Execution, GraphAnalysis, State
 from tensorflow.python.eager import context
 
 from .._requirements import check
-from ..graph import GraphTensors, TensorFlowReads
+from ..graph import GraphTensorOps, TensorFlowReads
 from ._boundary import SessionBoundary
-from ._copies import SessionRewriting, SessionRun, add_copy, rewrite_run
-from ._execution_order import RunRequest
+from ._copies import Route, SessionRewriting, SessionRun, add_copy, rewrite_run
 from ._kernel_state import SessionExecution
-from ._route import Route
+from ._operations import RunRequest
 
 
 class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
@@ -26,7 +25,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     api = 1
     framework = "tensorflow"
     modes = ("graph",)
-    tensors = GraphTensors()
+    tensors = GraphTensorOps()
     reads = TensorFlowReads
 
     def __init__(self) -> None:
@@ -60,6 +59,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         if session._target:
             state.report("a session of a server", "routines cannot be called in its process")
             return None
+        # The copies belong to the graph: they are nodes of it, and die with it.
         prepared = self.prepare(SessionRun(session, request), state, request, owner=session.graph)
         if prepared is None:
             return None

@@ -71,6 +71,8 @@ class Frames:
             self._entries.setdefault(frame, []).append(op)
             self._guards_around[frame] = self._guards_around.get(frame, frozenset()) | guards
         elif op.type in ("Exit", "RefExit"):
+            # An Exit runs when its loop has ended, whichever branches the rounds took: the guards around the
+            # loop hold.
             guards = self._guards_around.get(frame, frozenset())
             self._loop_by_exit[op.name] = frame
             frame = frame[:-1]
@@ -85,6 +87,7 @@ class Frames:
                 self._remaining_rounds[frame] = remaining
         if op.type in ("Switch", "RefSwitch"):
             predicate = op.inputs[1].name
+            # Output 0 is alive where the predicate is False, output 1 where it is True.
             for i in range(2):
                 self._guards[op.name, i] = guards | {(predicate, i)}
 
@@ -251,6 +254,7 @@ class Frames:
         """Return nodes that append a round to the number around a frame; the last one is named `name`."""
         axis = constant(f"{name}/axis", np.int32(0), [f"^{around}"])
         nodes = [axis]
+        # Outside of loops the number is a scalar, which becomes the first element of the vector.
         if not self._depth(frame[:-1]):
             vector = _node(f"{name}/vector", "ExpandDims", [around, axis.name], Tdim=DT_INT32)
             around = vector.name

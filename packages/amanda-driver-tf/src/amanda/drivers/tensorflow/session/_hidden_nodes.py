@@ -94,6 +94,7 @@ def _import_nodes(
     graph_def.versions.CopyFrom(graph.graph_def_versions)
     graph_def.library.function.extend(functions)
     _try_import(session, graph_def)
+    # Nodes are hidden before they exist, since other threads may look at the graph while they are imported.
     hide_nodes(graph, [definition.signature.name for definition in functions])
     names = list(result_names)
     hide_readers(graph, outputs, controls)
@@ -169,6 +170,7 @@ def _placeholder_for(name: str, op: Any, index: str) -> Any:
         return node_def_pb2.NodeDef(name=name, op="NoOp")
     tensor = op.outputs[int(index or 0)]
     node = placeholder(name, tensor.dtype.base_dtype.as_datatype_enum, tensor.shape)
+    # No placeholder has a reference as its output; the node of a variable has.
     node.op = "VariableV2" if tensor.dtype._is_ref_dtype else node.op
     return node
 
@@ -228,6 +230,8 @@ def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
         return
     hidden = set(functions)
     reference = weakref.ref(graph)
+    # Attributes of the instance hide the methods of this graph alone. They hold the graph weakly, since a
+    # cycle with a C graph in it would keep the graph until the garbage collector runs.
     as_graph_def = _with_interface(type(graph)._as_graph_def, _VisibleGraphInterface(reference, hidden))
 
     def _as_graph_def(*args: Any, **kwargs: Any) -> Any:
@@ -326,6 +330,7 @@ class _OperationReadByHidden(ops.Operation):  # type: ignore[misc]
         return _visible_readers.readers_of(self.graph, self.name)
 
 
+# Programs that look at the class of an operation find the names of TensorFlow's class.
 _OperationReadByHidden.__name__ = ops.Operation.__name__
 _OperationReadByHidden.__qualname__ = ops.Operation.__qualname__
 _OperationReadByHidden.__module__ = ops.Operation.__module__

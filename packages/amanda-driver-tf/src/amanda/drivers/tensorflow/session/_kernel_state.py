@@ -20,7 +20,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.framework import op_def_registry
 
-from ..graph._slots import py_func
+from ..graph import py_func
 
 
 class Partition(NamedTuple):
@@ -42,6 +42,7 @@ def partition(vanilla_nodes: Mapping[str, Any], rewritten: Sequence[Any]) -> Par
     if not changed:
         return Partition([], [])
     stateful = [node for node in rewritten if holds_state(node)]
+    # The kernels of these nodes hold state that the program goes on using, so they run, not copies of them.
     stay = _ancestors([node.name for node in stateful if node.name not in changed], rewritten)
     return Partition(
         [node for node in rewritten if node.name not in stay],
@@ -60,6 +61,7 @@ def holds_state(node: Any) -> bool:
     return kind == "kernel" or (kind == "named" and not node.attr["shared_name"].s)
 
 
+# A copy of a variable finds the variable: it gets the original's name as its `shared_name`.
 _BY_NODE_NAME = ("Variable", "VariableV2")
 
 
@@ -144,6 +146,7 @@ class OriginalDraw:
         fetches = [tensor._as_tf_output() for tensor in op.outputs]
         options = c_api.TF_NewBufferFromString(_OPTIONS)
         try:
+            # The C API, since the stand-ins would take this run within a run for one of the program's.
             drawn = c_api.TF_SessionRun_wrapper(session._session, options, feeds, fetches, [], None)
         finally:
             c_api.TF_DeleteBuffer(options)

@@ -45,12 +45,12 @@ class ExportedFile(Artefact):
         self._path = path
         self._notes = {NOTES_NAME: ""}
         if not is_zipfile(path):  # which torch logs with a traceback
-            raise ArtefactError(f"{path} is no file of torch.export that can be read: it is no zip archive")
+            raise ArtefactError(f"{path} is not a readable torch.export file: it is not a zip archive")
         try:
             self._program: ExportedProgram = torch.export.load(path, extra_files=self._notes)
         except Exception as error:  # of many kinds, from what unpacks, reads and builds it
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ArtefactError(f"{path} is no file of torch.export that can be read: {reason}") from error
+            raise ArtefactError(f"{path} is not a readable torch.export file: {reason}") from error
         self._exported: ExportedProgram | None = None
 
     def instrument(self, inlining: Inlining) -> None:

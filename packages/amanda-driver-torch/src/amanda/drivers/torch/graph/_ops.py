@@ -12,7 +12,7 @@ import torch
 from amanda import interceptor
 from amanda.backend import Action, Execution, OpFacts, State
 from amanda.errors import AmandaError
-from amanda.graph import Table
+from amanda.graph import RoutineTable
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
@@ -75,7 +75,7 @@ class GraphProgram:
         self.number = next(self._numbers)
         self.state = state
         self.every = every
-        self.table = Table()
+        self.table = RoutineTable()
         self.traced: list[tuple[Action, Sequence[torch.Tensor]]] = []
         self.reads = TorchReads()
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}

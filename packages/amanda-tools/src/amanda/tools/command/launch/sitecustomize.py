@@ -93,8 +93,10 @@ class Process:
         self._openers.append((holder, name, opening, original))
 
     def _wait_no_longer(self) -> None:
+        """Put back what was replaced to notice the first framework, thread or task."""
         self._waits = False
         for holder, name, opening, original in self._openers:
+            # Something else may have replaced the function since, and keeps its own.
             if getattr(holder, name) is opening:
                 setattr(holder, name, original)
         if self in sys.meta_path:
@@ -178,6 +180,7 @@ class Process:
                 _say(*self._handed["nothing"])
 
     def _end_of_interpreter(self) -> None:
+        """See to the results as the interpreter ends, and let an interrupt end it as one."""
         self.end()
         if getattr(sys, "last_type", None) is KeyboardInterrupt:
             # Python dies of SIGINT after one that nothing caught, if it ran no text since: tell it again.
@@ -226,6 +229,8 @@ def _chain() -> None:
         spec.loader.exec_module(module)
 
 
+# A process that cleared the variable runs without tools.
 if os.environ.get("AMANDA_TOOLS"):
     _begin()
+# Last: the program's own module may start threads, which belong to the scope.
 _chain()

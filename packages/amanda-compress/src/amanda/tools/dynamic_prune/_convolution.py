@@ -1,0 +1,386 @@
+"""Dynamic pruning of convolutions: of channels by saliency, and of positions in residual branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import amanda
+from amanda.options import NonNegativeFloat, PositiveFloat, PositiveShare, Seed, checked
+from amanda.tools.dynamic_prune._base import DynamicPruneTool, PrunedOp, Run, residual_at, without_run
+from amanda.tools.dynamic_prune._math import (
+    as_type_of,
+    binary_gumbel,
+    budget_loss,
+    convolve_3x3,
+    density_count,
+    detached,
+    needed_inputs,
+    normalised_gate,
+    saliency,
+    top_mask,
+)
+from amanda.tools.kit import DataflowNode, Window, windows_of
+from amanda.tools.libraries import do
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import CONVOLUTIONS, spatial_axes
+
+_NORMS = ("batch_norm", "instance_norm", "group_norm")
+_MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
+
+
+@dataclass(eq=False)
+class _GatedConvolution:
+    """A convolution and its predictor; size: elements of the kernel."""
+
+    pruned: PrunedOp
+    layout: str
+    weight: Any
+    bias: Any
+    size: int
+
+
+@dataclass(eq=False)
+class _ChannelGates:
+    """Saliencies and gates that a predictor computed for the last input.
+
+    gate: factors of the channels, (N, C).  share_kept: share of kept channels.  share_computed: share of the
+    products that are needed, since zeros of the input need none.
+    """
+
+    saliency: Any = None
+    gate: Any = None
+    share_kept: Any = 1.0
+    share_computed: Any = 1.0
+
+
+class DynamicChannelPruneTool(DynamicPruneTool):
+    """Scale channels of convolutions by predicted saliencies, and prune the least salient channels.
+
+    The saliency is a linear function of the mean magnitudes of the input's channels; for each input the share
+    `density` of channels with the largest saliencies is kept.  After a convolution with a normalisation, the
+    saliency replaces the normalisation's scale.  Otherwise it multiplies the convolution's output, divided by
+    its mean over the kept channels, without which activations would grow with their own size.
+
+    penalty: factor of the mean saliencies in `loss()`.
+    Source: Gao et al. 2019, "Dynamic channel pruning: feature boosting and suppression".
+    """
+
+    @checked
+    def __init__(
+        self, density: PositiveShare = 0.5, penalty: NonNegativeFloat = 1e-8, seed: Seed = 0
+    ) -> None:
+        super().__init__(seed, _ChannelGates)
+        self._density, self._penalty = density, penalty
+
+    def loss(self) -> Any:
+        """Return penalty times the saliencies, summed over all convolutions and averaged over the batch."""
+        saliencies = [
+            prediction.saliency for prediction in self._predictions() if prediction.saliency is not None
+        ]
+        return (
+            self._penalty * sum(do("sum", do("mean", prediction, axis=0)) for prediction in saliencies)
+            if saliencies
+            else 0.0
+        )
+
+    def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        for position, number in enumerate(node.inputs):
+            maker = self._flow.maker(number)
+            if maker is not None and "layer" in maker.notes:
+                self._gate_at(context, node, position, maker.notes)
+        if context["type"] in CONVOLUTIONS and "N" in (context["layout"] or ""):
+            layer = node.notes["layer"] = self._layer(context)
+            context.insert_before_op(self._predict, inputs=[0], layer=layer)
+            context.insert_after_op(self._count, outputs=[0], layer=layer)
+
+    def _gate_at(
+        self, context: amanda.OpContext, node: DataflowNode, position: int, notes: dict[str, Any]
+    ) -> None:
+        """Insert the pruning of a convolution's channels at an op that reads them."""
+        kind, layer = context["type"], notes["layer"]
+        with_vector = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
+        if kind in _NORMS and position == 0:
+            if context["weight_index"] is not None:
+                context.insert_before_op(self._replace_scale_by_ones, inputs=[context["weight_index"]])
+            context.insert_after_op(self._prune, outputs=[0], layer=layer)
+        elif with_vector and kind == "add" and notes.get("scaled"):
+            context.insert_after_op(self._prune, layer=layer)
+        elif with_vector and kind != "add":
+            node.notes.update(layer=layer, scaled=kind == "mul")
+        elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
+            context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
+
+    def _layer(self, context: amanda.OpContext) -> _GatedConvolution:
+        x, kernel = context.get_inputs()[0], context.get_inputs()[context["weight_index"]]
+        extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
+        in_channels = context["shape"](x)[context["layout"].index("C")]
+        out_channels = extents["O"] if "O" in extents else extents["I"] * extents["M"]
+        normal = self._initial_random.normal
+        return self._op_record(context, lambda: _GatedConvolution(
+            self._row(context, "channels"), context["layout"],
+            # A tenth of what He et al. 2015 initialise with: a trained model begins near what it was.
+            self._trainable(
+                context, x, "saliency.weight",
+                lambda: normal(0, 0.1 * (2 / in_channels) ** 0.5, (in_channels, out_channels)),
+            ),
+            self._trainable(context, x, "saliency.bias", lambda: np.ones(out_channels)),
+            prod(extents.values()),
+        ))  # fmt: skip
+
+    @amanda.differentiable
+    def _predict(self, x: Any, layer: _GatedConvolution) -> None:
+        squeezed = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
+        squeezed = as_type_of(squeezed, layer.weight)
+        prediction = self._states.of(layer)
+        prediction.saliency = saliency(squeezed, layer.weight, layer.bias)
+        count = density_count(self._density, int(layer.bias.shape[0]))
+        keep_mask = top_mask(prediction.saliency, count)
+        prediction.gate = prediction.saliency * keep_mask
+        share_kept = do("mean", as_type_of(detached(prediction.gate) > 0, keep_mask), axis=-1)
+        share_nonzero = do("mean", as_type_of(detached(squeezed) > 0, keep_mask), axis=-1)
+        prediction.share_kept, prediction.share_computed = (
+            do("mean", share_kept),
+            do("mean", share_kept * share_nonzero),
+        )
+
+    @amanda.observer
+    def _count(self, output: Any, layer: _GatedConvolution) -> None:
+        positions, prediction = prod(output.shape) // int(layer.bias.shape[0]), self._states.of(layer)
+        layer.pruned.add(1 - prediction.share_kept, layer.size * positions, 1 - prediction.share_computed)
+
+    @amanda.differentiable
+    def _prune(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
+        gate = self._states.of(layer).gate
+        if gate is None:
+            return value
+        gate = as_type_of(normalised_gate(gate) if evenly else gate, value)
+        extents = [gate.shape[0]] + [1] * (len(value.shape) - 1)
+        extents[layer.layout.index("C")] = gate.shape[1]
+        return value * do("reshape", gate, tuple(extents))
+
+    @staticmethod
+    @amanda.differentiable
+    def _replace_scale_by_ones(scale: Any) -> Any:
+        return do("ones_like", scale)
+
+
+def _is_vector(node: DataflowNode, position: int, layer: _GatedConvolution) -> bool:
+    """Return True if an input has one number per channel."""
+    shape = node.shapes[position] if position in (0, 1) and position < len(node.shapes) else None
+    return shape is not None and prod(extent or 0 for extent in shape) == int(layer.bias.shape[0])
+
+
+_POINTWISE = frozenset(
+    {"batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "elu", "selu", "silu", "gelu", "mish",
+     "hardswish", "hardsigmoid", "sigmoid", "tanh", "clamp", "dropout", "BiasAdd", "add", "sub", "mul", "div",
+     "to", "Identity", "clone", "contiguous"}
+)  # fmt: skip
+"""Types of ops that compute each position from the same position of their input, and from vectors."""
+
+
+@dataclass(eq=False)
+class _Convolution:
+    """A convolution of a residual branch; size: elements of the kernel."""
+
+    pruned: PrunedOp
+    layout: str
+    size: int
+    windows: Sequence[Window]
+    block: _Block | None = None
+
+
+@dataclass(eq=False)
+class _Block:
+    """A residual branch: its convolutions, and the mask unit."""
+
+    convolutions: Sequence[_Convolution]
+    kernel: Any
+    weight: Any
+    bias: Any
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        """Return the stride of the whole branch."""
+        rows, columns = zip(*(convolution.windows for convolution in self.convolutions), strict=True)
+        return prod(convolution.stride for convolution in rows), prod(
+            convolution.stride for convolution in columns
+        )
+
+
+@dataclass(eq=False)
+class _BranchMasks:
+    """Masks and costs that the mask unit of a branch computed for the last input.
+
+    output_masks, input_masks: 0/1 for the output and input positions that each convolution needs; input_masks
+    lacks the first convolution, whose input other ops read too.  macs_used, macs_dense: multiply-accumulates
+    of the needed positions, and of all.
+    """
+
+    mask: Any = None
+    output_masks: dict[_Convolution, Any] = field(default_factory=dict)
+    input_masks: dict[_Convolution, Any] = field(default_factory=dict)
+    macs_used: Any = None
+    macs_dense: int = 0
+
+
+class ActivationPruneTool(DynamicPruneTool):
+    """Skip residual branches at the least important spatial positions of each input.
+
+    A branch adds nothing at a pruned position.  A mask unit selects the positions from the input of the first
+    convolution: a 3x3 convolution plus a linear function of the channel means.  Inner convolutions keep the
+    positions that the next convolution reads.  In training the mask is sampled (Gumbel, straight through).
+
+    budget: share of the branches' multiply-accumulates that `loss()` aims at.  strength: factor of `loss()`.
+    temperature: of the mask's sigmoid, for its gradient.  seed: of mask units and training noise.
+    The attribute `progress` is the finished share of the training: at 0 the budget binds each branch, at 1
+    (the default) only all branches together.
+
+    In PyTorch, and in TensorFlow's eager mode, a branch is recognised when its last op runs, so the first
+    pass of a model is dense; `prepare` may be that pass.
+    Source: Verelst & Tuytelaars 2020, "Dynamic convolutions: exploiting spatial sparsity for faster
+    inference".
+    """
+
+    progress = 1.0
+
+    @checked
+    def __init__(
+        self,
+        budget: PositiveShare = 0.5,
+        strength: NonNegativeFloat = 10.0,
+        temperature: PositiveFloat = 1.0,
+        seed: Seed = 0,
+    ) -> None:
+        super().__init__(seed, _BranchMasks)
+        self._budget, self._strength, self._temperature = budget, strength, temperature
+
+    def loss(self) -> Any:
+        """Return strength times the squared distance from the budget, of this thread's last execution."""
+        decisions = [decision for decision in self._predictions() if decision.macs_used is not None]
+        if not decisions:
+            return 0.0
+        macs_used, total = (
+            [decision.macs_used for decision in decisions],
+            [decision.macs_dense for decision in decisions],
+        )
+        return self._strength * budget_loss(macs_used, total, self._budget, self.progress)
+
+    def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        if context["type"] in CONVOLUTIONS and context["layout"] in ("NCHW", "NHWC"):
+            convolution = self._convolution(context)
+            if convolution is not None:
+                node.notes["convolution"] = convolution
+                keywords: dict[str, Any] = {"convolution": convolution, **without_run(context)}
+                context.insert_before_op(self._mask_input, inputs=[0], **keywords)
+        connection = residual_at(self._flow, node)
+        convolutions = [] if connection is None else _trailing_convolutions(connection.ops)
+        if connection is not None and convolutions:
+            block = self._block(context, convolutions)
+            context.insert_before_op(self._mask_branch, inputs=[connection.branch], block=block)
+
+    def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
+        shape, layout = context["shape"](context.get_inputs()[context["weight_index"]]), context["layout"]
+        extents = dict(zip(context["weight_layout"], shape, strict=True))
+        try:
+            windows = windows_of(context.get_attrs(), layout, (extents["H"], extents["W"]))
+        except NotImplementedError:
+            return None
+        return self._op_record(context, lambda: _Convolution(
+            self._row(context, "positions"), layout, prod(extents.values()), windows
+        ))  # fmt: skip
+
+    def _block(self, context: amanda.OpContext, convolutions: Sequence[tuple[_Convolution, int]]) -> _Block:
+        def make() -> _Block:
+            channels, unit = convolutions[0][1], partial(self._trainable, context, context.get_inputs()[0])
+            block = _Block(
+                [convolution for convolution, _ in convolutions],
+                unit("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
+                unit("mask.weight", lambda: self._uniform(channels, channels, 1)),
+                unit("mask.bias", lambda: np.zeros(1)),
+            )
+            for convolution, _ in convolutions:
+                convolution.block = block
+            return block
+
+        return self._op_record(context, make)
+
+    def _uniform(self, fan_in: int, *shape: int) -> Any:
+        return self._initial_random.uniform(-(fan_in**-0.5), fan_in**-0.5, shape)
+
+    @amanda.differentiable
+    def _mask_input(self, x: Any, convolution: _Convolution, run: Run, recomputed: bool) -> Any:
+        block = convolution.block
+        if block is None:
+            return None
+        if block.convolutions[0] is convolution:
+            self._predict_masks(x, block, run, recomputed)
+        decision = self._states.of(block)
+        output_mask, input_mask = (
+            decision.output_masks.get(convolution),
+            decision.input_masks.get(convolution),
+        )
+        if output_mask is None:
+            return None
+        share_computed = do("mean", detached(output_mask))
+        if not recomputed:
+            convolution.pruned.add(
+                1 - share_computed, convolution.size * prod(output_mask.shape), 1 - share_computed
+            )
+        return None if input_mask is None else _masked(x, input_mask, convolution.layout)
+
+    @amanda.differentiable
+    def _mask_branch(self, branch: Any, block: _Block) -> Any:
+        mask = self._states.of(block).mask
+        return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
+
+    def _predict_masks(self, x: Any, block: _Block, run: Run, recomputed: bool) -> None:
+        """Compute the masks of a branch from its input."""
+        decision, layout = self._states.of(block), block.convolutions[0].layout
+        x = as_type_of(x, block.kernel)
+        logits = convolve_3x3(x, block.kernel, block.stride, layout)
+        mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
+        logits = logits + mean[:, :, None]
+        mask = decision.mask = binary_gumbel(logits, self._noise(logits, run, recomputed), self._temperature)
+        sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
+        for convolution in block.convolutions[:-1]:
+            sizes.append([at.places(size) for at, size in zip(convolution.windows, sizes[-1], strict=True)])
+        macs_used: Any = 0.0
+        decision.macs_dense = 0
+        for convolution, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
+            macs = convolution.size * prod(mask.shape)
+            macs_used, decision.macs_dense = macs_used + macs * do("mean", mask), decision.macs_dense + macs
+            decision.output_masks[convolution], mask = mask, needed_inputs(mask, convolution.windows, size)
+            if convolution is not block.convolutions[0]:
+                decision.input_masks[convolution] = mask
+        decision.macs_used = macs_used
+
+
+def _trailing_convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:
+    """Return the convolutions at the end of a branch, in order, each with the number of its input channels.
+
+    All ops between them are pointwise.
+    """
+    convolutions: list[tuple[_Convolution, int]] = []
+    for node in ops:
+        convolution = node.notes.get("convolution")
+        if convolution is not None:
+            channels = (node.shapes[0] or ())[convolution.layout.index("C")]
+            convolutions.insert(0, (convolution, channels or 0))
+        elif node.type not in _POINTWISE or not _reads_vectors(node):
+            break
+    return convolutions
+
+
+def _reads_vectors(node: DataflowNode) -> bool:
+    """Return True if all inputs of an op but the first are vectors or numbers."""
+    return all(sum(extent != 1 for extent in shape) <= 1 for shape in node.shapes[1:] if shape is not None)
+
+
+def _masked(value: Any, mask: Any, layout: str) -> Any:
+    """Return a value times a mask of positions."""
+    mask = as_type_of(mask, value)
+    return value * (mask[:, None] if layout.index("C") == 1 else mask[..., None])

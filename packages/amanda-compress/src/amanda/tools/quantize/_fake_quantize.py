@@ -1,0 +1,396 @@
+"""Fake quantisation: grids of numbers, scale and zero point of a range, rounding, learned step sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.options import Range
+from amanda.tools.kit import Unfolding, canonical, restored, tensors_of
+from amanda.tools.mapping import backend_of
+from amanda.tools.quantize._kernels import tensorflow_kernel, torch_kernel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+Rounding = Literal["half_even", "half_up", "half_away"]
+"""The direction in which a value half way between two integers is rounded: to even, up, or away from 0."""
+
+Float8 = Literal["e4m3", "e5m2"]
+"""Floating types of 8 bits: float8_e4m3fn, which has no infinity, and float8_e5m2."""
+
+Bits: TypeAlias = Annotated[int, Range(2, 16)] | Float8
+"""A number of bits for integers, or a floating type."""
+
+EPSILON = 1.1920928955078125e-07
+"""The least scale, which is float32's epsilon as in torch.ao."""
+
+
+class QuantizeError(AmandaError, ValueError):
+    """Options, values or files that cannot be used for quantisation."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The integers low, low + 1, ..., high; symmetric: whether zero is always the zero point.
+
+    dtype: name of the floating type of a `FloatGrid`; "" for integers.
+    """
+
+    low: int
+    high: int
+    symmetric: bool = False
+    dtype: str = field(default="", repr=False)
+
+    @property
+    def bits(self) -> int:
+        """Return the number of bits of the integers."""
+        return (self.high - self.low).bit_length()
+
+    @classmethod
+    def of(cls, bits: Bits, symmetric: bool) -> Grid:
+        """Return the grid of signed integers of so many bits if symmetric, else of unsigned ones.
+
+        bits: or "e4m3" or "e5m2" for the numbers of a floating type, which always are symmetric.
+        Raises QuantizeError for other than 2 to 16 bits.
+
+        >>> Grid.of(4, symmetric=True)
+        Grid(low=-8, high=7, symmetric=True)
+        """
+        if isinstance(bits, str) and bits in get_args(Float8):
+            return _FLOAT_GRIDS[bits]
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
+            raise QuantizeError(f"{bits!r} bits; give a number from 2 to 16, or {' or '.join(_FLOAT_GRIDS)}")
+        low = -(1 << (bits - 1)) if symmetric else 0
+        return cls(low, low + (1 << bits) - 1, symmetric)
+
+
+@dataclass(frozen=True)
+class FloatGrid(Grid):
+    """The finite numbers of a floating type of 8 bits.
+
+    dtype: PyTorch's and ml_dtypes' name of the type.  mantissa: its bits.  exponent: of the least normal
+    number.
+    """
+
+    dtype: str = ""
+    mantissa: int = 0
+    exponent: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Return the number of bits of the type."""
+        return 8
+
+    def nearest(self, x: Any) -> Any:
+        """Return the nearest numbers of the grid, half to even; NaN stays."""
+        xp = tensors_of(x)
+        x = xp.minimum(xp.maximum(x, self.low), self.high)
+        magnitude = xp.absolute(x)
+        step = magnitude * 0 + 2.0 ** (self.exponent - self.mantissa)
+        for exponent in range(self.exponent + 1, self.high.bit_length()):
+            step = xp.where(magnitude >= 2.0**exponent, step * 0 + 2.0 ** (exponent - self.mantissa), step)
+        return xp.round(x / step) * step
+
+
+_FLOAT_GRIDS = {
+    "e4m3": FloatGrid(-448, 448, True, "float8_e4m3fn", 3, -6),
+    "e5m2": FloatGrid(-57344, 57344, True, "float8_e5m2", 2, -14),
+}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of weights that share a scale: so many consecutive inputs of each output.
+
+    size: of a group.  layout: axes of the weight, as `weight_layout` of StandardMapping; further axes in
+    front of them are of a batch.  Inputs of a convolution are in the order of its channels and its window.
+    are_outputs: a group is all that an output has, where no axis of the weight counts the outputs.
+    """
+
+    size: int
+    layout: str
+    are_outputs: bool = False
+
+    @classmethod
+    def of_outputs(cls, shape: Sequence[int], layout: str) -> Groups:
+        """Return a group for each output of a weight of this shape."""
+        way = Unfolding.of(shape, layout)
+        return cls(prod(way.canonical[way.outputs :]), layout, are_outputs=True)
+
+    def fit(self, shape: Sequence[int]) -> bool:
+        """Return True if the inputs of a weight of this shape are a multiple of the size."""
+        way = Unfolding.of(shape, self.layout)
+        return prod(way.canonical[way.outputs :]) % self.size == 0
+
+    def split(self, x: Any) -> Any:
+        """Return a weight as (groups, size), output by output."""
+        return tensors_of(x).reshape(canonical(x, self.layout), (-1, self.size))
+
+    def joined(self, rows: Any, shape: Sequence[int]) -> Any:
+        """Return what `split` made of a weight of this shape in the weight's own form."""
+        whole = tensors_of(rows).reshape(rows, Unfolding.of(shape, self.layout).canonical)
+        return restored(whole, self.layout, shape)
+
+
+def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half_even") -> tuple[Any, Any]:
+    """Return the scale and zero point for a range, after it is widened to include zero.
+
+    least, most: scalars or (channels,) in float32, of any framework.  The scale is
+    (most - least) / (high - low), of a symmetric grid 2 max(-least, most) / (high - low), and at least
+    EPSILON.  The zero point low - least / scale is rounded as in torch.ao with "half_even", otherwise as in
+    TensorFlow: half away from zero.
+    Sources: torch.ao.quantization.observer.UniformQuantizationObserverBase of PyTorch 2.13; Nudge in
+    fake_quant_ops_functor.h of TensorFlow 2.21; Jacob et al. 2018, sec. 2.1.
+    """
+    xp = tensors_of(least)
+    zero, levels = least - least, xp.cast(grid.high - grid.low, least)
+    least, most = xp.minimum(least, zero), xp.maximum(most, zero)
+    if grid.symmetric:
+        return xp.maximum(xp.maximum(-least, most) / (levels / 2), xp.cast(EPSILON, zero)), zero
+    scale = xp.maximum((most - least) / levels, xp.cast(EPSILON, zero))
+    if rounding == "half_even":
+        zero_point = grid.low - xp.round(least / scale)
+    else:
+        zero_point = xp.floor(grid.low - least / scale + xp.cast(0.5, zero))
+    return scale, xp.minimum(xp.maximum(zero_point, zero + grid.low), zero + grid.high)
+
+
+def as_array(x: Any) -> NDArray[Any]:
+    """Return a tensor as an array of NumPy, in float32 or wider."""
+    tensors = tensors_of(x)
+    return tensors.to_numpy(tensors.wide(x))
+
+
+def other_axes(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
+    """Return the axes of a tensor that are not among `axes`."""
+    return tuple(axis for axis in range(len(x.shape)) if axis not in axes)
+
+
+def group_size(x: Any, axes: Sequence[int]) -> int:
+    """Return the number of elements of `x` that share one scale."""
+    return prod(x.shape[axis] for axis in other_axes(x, axes))
+
+
+def broadcast_channels(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
+    """Return one number per channel, (channels,), in a shape that broadcasts with `x`; scalars unchanged.
+
+    axes: of the channels in `x`; several are taken together, the last varies fastest.
+    """
+    if not axes:
+        return parameter
+    shape = [x.shape[axis] if axis in axes else 1 for axis in range(len(x.shape))]
+    return tensors_of(parameter).reshape(parameter, shape)
+
+
+def summed(x: Any, axes: Sequence[int]) -> Any:
+    """Return sums over all axes but `axes`, as (channels,); a scalar without axes."""
+    return flattened(tensors_of(x).sum(x, other_axes(x, axes)), axes)
+
+
+def flattened(x: Any, axes: Sequence[int]) -> Any:
+    """Return the result of a reduction as (channels,); a scalar without axes."""
+    return tensors_of(x).reshape(x, (-1,)) if axes else x
+
+
+_KERNELS = {"torch": torch_kernel, "tensorflow": tensorflow_kernel}
+
+
+class Scale(NamedTuple):
+    """Scale and zero point of a tensor, scalars or (channels,); the grid; axes of the channels, or groups."""
+
+    scale: Any
+    zero_point: Any
+    grid: Grid
+    axes: Sequence[int] = ()
+    groups: Groups | None = None
+
+
+def fake_quantize(
+    x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int] = (),
+    rounding: Rounding = "half_even", kernel: bool = True,
+) -> Any:  # fmt: skip
+    """Return (clip(round(x / scale) + zero_point, low, high) - zero_point) * scale, in the type of `x`.
+
+    NaN stays, and infinity is clipped.
+    x: of any framework and shape.  scale, zero_point: float32, scalars, or (channels,) with `axes` of the
+    channels in x.  rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by
+    1 / scale; "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it
+    rounds, divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as
+    C's round does.  A floating grid gives the number of the type that is nearest to x / scale, times scale:
+    bit-equal to torchao's float8 tensors.  kernel: True to use a kernel of the framework if there is one;
+    results are bit-equal.
+    """
+    xp = tensors_of(x)
+    kernel_result = _run_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None
+    if kernel_result is not None:
+        return kernel_result
+    wide, s, z = _broadcast_qparams(x, scale, zero_point, axes)
+    if isinstance(grid, FloatGrid):
+        return xp.cast(grid.nearest(wide / s) * s, x)
+    if rounding == "half_up":
+        least, most = (grid.low - z) * s, (grid.high - z) * s
+        # A number over a tensor is a product with a reciprocal in torch, which rounds twice.
+        inverse = xp.cast(grid.high - grid.low, s) / (most - least)
+        shifted = xp.maximum(xp.minimum(wide, most), least) - least
+        steps = shifted * inverse if axes else shifted / s
+        return xp.cast(xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s, x)
+    # A product with 1 / scale, as in torch.ao: a quotient would round some ties otherwise.
+    integers = _round(wide * (1 / s), rounding) + z
+    return xp.cast((xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s, x)
+
+
+def straight_through(x: Any, *qparams: Any) -> Any:
+    """Return `fake_quantize(x, *given)`, with `fake_quantize_gradient` as its gradient."""
+    kernel_result = _run_kernel(x, *qparams)
+    if kernel_result is not None:
+        return kernel_result
+
+    def backward(gradient: Any, x: Any) -> tuple[Any]:
+        return (fake_quantize_gradient(gradient, x, *qparams),)
+
+    return tensors_of(x).with_gradient(lambda x: fake_quantize(x, *qparams), backward, [x])
+
+
+def _run_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: str) -> Any:
+    """Return the result of a differentiable kernel of the framework; None without such a kernel."""
+    kernel = _KERNELS.get(backend_of(x)) if rounding == "half_even" else None
+    return None if kernel is None else kernel(x, scale, zero_point, grid, axes)
+
+
+@amanda.traceable
+def fake_quantize_fixed(x: Any, scales: Mapping[int | None, Scale], rounding: Rounding) -> Any:
+    """Quantise a tensor, or tensors of a list, by fixed scales, with traceable operations alone.
+
+    scales: by the index in the list, or under None the scale of `x` itself.
+    """
+
+    def fixed(item: int | None, tensor: Any) -> Any:  # without kernels, which need data that graphs lack
+        if item not in scales:
+            return tensor
+        scale, zero_point, grid, axes, groups = scales[item]
+        rows = tensor if groups is None else groups.split(tensor)
+        quantised = fake_quantize(rows, scale, zero_point, grid, axes, rounding, kernel=False)
+        return quantised if groups is None else groups.joined(quantised, tensor.shape)
+
+    return fixed(None, x) if None in scales else [fixed(item, tensor) for item, tensor in enumerate(x)]
+
+
+def fake_quantize_gradient(
+    gradient: Any, x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int] = (),
+    rounding: Rounding = "half_even",
+) -> Any:  # fmt: skip
+    """Return the straight-through gradient: `gradient` where `x` was not clipped, else 0.
+
+    Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up", values
+    between the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
+    """
+    wide, s, z = _broadcast_qparams(x, scale, zero_point, axes)
+    if isinstance(grid, FloatGrid):
+        passes = tensors_of(wide).absolute(wide / s) <= grid.high
+    elif rounding == "half_up":
+        passes = (wide >= (grid.low - z) * s) & (wide <= (grid.high - z) * s)
+    else:
+        integers = _round(wide * (1 / s), rounding) + z
+        passes = (integers >= grid.low) & (integers <= grid.high)
+    return tensors_of(gradient).where(passes, gradient, gradient * 0)
+
+
+def _broadcast_qparams(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Return x, scale and zero point in float32 or wider, in shapes that broadcast."""
+    wide = tensors_of(x).wide(x)
+    return wide, *(
+        tensors_of(x).cast(broadcast_channels(parameter, x, axes), wide) for parameter in (scale, zero_point)
+    )
+
+
+def _round(x: Any, rounding: Rounding) -> Any:
+    """Round to integers, ties in the direction of `rounding`."""
+    xp = tensors_of(x)
+    if rounding == "half_even":
+        return xp.round(x)
+    magnitude = xp.floor(xp.absolute(x) + 0.5)
+    return xp.where(x < 0, -magnitude, magnitude)
+
+
+def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
+    """Return the initial scale of LSQ, 2 mean|x| / sqrt(high): a scalar, or (channels,).
+
+    Source: Esser et al. 2020, sec. 2.1.
+    """
+    xp = tensors_of(x)
+    mean = summed(xp.absolute(xp.wide(x)), axes) / group_size(x, axes)
+    return xp.maximum(2 * mean / sqrt(grid.high), EPSILON)
+
+
+def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
+    """Return the initial scale of LSQ+ for weights: max(|mean - 3 std|, |mean + 3 std|) / 2^(bits - 1).
+
+    Source: Bhalgat et al. 2020, eq. 10.
+    """
+    xp, count = tensors_of(x), group_size(x, axes)
+    wide = xp.wide(x)
+    mean = summed(wide, axes) / count
+    std = (summed((wide - broadcast_channels(mean, x, axes)) ** 2, axes) / count) ** 0.5
+    return xp.maximum((xp.absolute(mean) + 3 * std) / (1 << (grid.bits - 1)), EPSILON)
+
+
+def lsq_quantize(x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Sequence[int] = ()) -> Any:
+    """Return round(clip((x - offset) / scale, low, high)) * scale + offset, half to even, in `x`'s type.
+
+    scale, offset: scalars, or (channels,) with `axes` of the channels in x; without an offset it is LSQ's.
+    Sources: Esser et al. 2020, eqs. 1 and 2; Bhalgat et al. 2020, eqs. 1 and 2.
+    """
+    xp = tensors_of(x)
+    s, shift, v = _divide_by_scale(x, scale, offset, axes)
+    result = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high)) * s
+    return xp.cast(result if shift is None else result + shift, x)
+
+
+def lsq_gradients(
+    gradient: Any, x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Sequence[int] = (),
+    factor: float = 1.0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the gradients of x, the scale and the offset, if there is one, from that of `lsq_quantize`.
+
+    With v = (x - offset) / scale, inside where low < v < high: x's gradient is `gradient` inside, else 0.
+    The scale's is the sum of `gradient` times round(v) - v inside, and times the nearest end of the grid
+    outside.  The offset's is the sum of `gradient` outside.
+    factor: `gradient_scale`, which multiplies the gradients of scale and offset.
+    Sources: Esser et al. 2020, eqs. 3 and 5; Bhalgat et al. 2020, eqs. 3 to 5.
+    """
+    xp = tensors_of(x)
+    wide = xp.wide(gradient)
+    _, _, v = _divide_by_scale(x, scale, offset, axes)
+    integers = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high))
+    inside = xp.within(wide, v, grid.low, grid.high)
+    by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
+    gradients = [xp.cast(inside, gradient), xp.cast(summed(by_scale, axes) * factor, scale)]
+    if offset is not None:
+        gradients.append(xp.cast(summed(wide - inside, axes) * factor, offset))
+    return tuple(gradients)
+
+
+def gradient_scale(count: int, grid: Grid) -> float:
+    """Return 1 / sqrt(count * high), which balances the updates of a scale with those of weights.
+
+    count: of the weights, or of the features of one example, that share the scale.
+    Source: Esser et al. 2020, sec. 2.2.
+    """
+    return 1 / sqrt(count * grid.high)
+
+
+def _divide_by_scale(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Return the scale and offset in x's shape, and (x - offset) / scale, in float32 or wider."""
+    xp = tensors_of(x)
+    wide = xp.wide(x)
+    s = xp.cast(broadcast_channels(scale, x, axes), wide)
+    if offset is None:
+        return s, None, wide / s
+    shift = xp.cast(broadcast_channels(offset, x, axes), wide)
+    return s, shift, (wide - shift) / s

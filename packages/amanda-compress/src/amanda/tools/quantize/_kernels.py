@@ -1,0 +1,268 @@
+"""Kernels of PyTorch and TensorFlow for fake quantisation, and ops of TensorFlow as functions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import amanda
+from amanda.tools.kit import RequiredNames, tensors_of
+from amanda.tools.libraries import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from amanda.tools.quantize._fake_quantize import Grid
+
+
+_TORCH_NAMES = RequiredNames("amanda.tools.quantize", "torch", "torch:_C._are_functorch_transforms_active")
+
+
+SMALL = 1 << 15
+"""Elements up to which calls of Python take longer than one pass over the elements."""
+
+
+def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Tensor | None:
+    """Return fake-quantised values with a gradient, by PyTorch's kernel on CUDA, elsewhere by its operators.
+
+    On the host PyTorch's kernel is five times as slow as its operators.
+    Returns None for a tensor of another type than float32, for several axes, and for gradients of float8.
+    """
+    import torch
+
+    if x.dtype != torch.float32 or len(axes) > 1:
+        return None
+    if grid.dtype and torch.is_grad_enabled() and x.requires_grad:
+        return None
+    shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
+    scale, zero_point = scale.detach(), zero_point.detach()
+    if x.is_cuda and not grid.dtype:
+        return _run_fused_kernel(x, scale, zero_point, grid, axes, shape)
+    s, z = (qparam.to(x.device, x.dtype).reshape(shape) for qparam in (scale, zero_point))
+    if grid.dtype:
+        codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
+        return codes.to(x.dtype).mul_(s)
+    if torch.is_grad_enabled() and x.requires_grad:
+        _TORCH_NAMES.check()
+        if x.numel() > SMALL or torch._C._are_functorch_transforms_active():
+            result: Tensor = _straight_through().apply(x, s, z, grid.low, grid.high)[0]
+            return result
+        return _with_native_gradient(x, s, z, grid)
+    return _integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
+
+
+def _run_fused_kernel(
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """Return the result of PyTorch's kernel, corrected for NaN, and for integers beyond int64 per channel.
+
+    The kernel makes both the least value; here NaN stays, and large values become an end of the grid.
+    """
+    import torch
+
+    integers = zero_point.to(torch.int32)
+    if axes:
+        most = (scale * 2.0**62).reshape(shape)
+        clamped = x.clamp(-most, most)
+        quantised = torch.fake_quantize_per_channel_affine(
+            clamped, scale, integers, axes[0], grid.low, grid.high
+        )
+    else:
+        quantised = torch.fake_quantize_per_tensor_affine(x, scale, integers, grid.low, grid.high)
+    with torch.no_grad():
+        return torch.clamp(x, min=quantised, max=quantised, out=quantised)
+
+
+def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    """Return what `_straight_through` does, with the gradient of a product, which autograd computes itself.
+
+    That takes one pass over the elements more, and no call of Python in the backward pass.
+    """
+    import torch
+
+    with torch.no_grad():
+        integers = _integers(x, scale, zero_point)
+        clipped = integers.clamp(grid.low, grid.high)
+        passes = clipped == integers
+    result = x * passes
+    with torch.no_grad():
+        return torch.mul(clipped.sub_(zero_point), scale, out=result)
+
+
+def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return (x * (1 / scale)).round_().add_(zero_point)
+
+
+@functools.cache
+def _straight_through() -> Any:
+    """Return the straight-through estimator, whose gradient passes where values were not clipped.
+
+    It is for large tensors, and for torch.func's transforms, which take no `out=`.
+    """
+    import torch
+
+    class StraightThroughRounding(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
+            integers = _integers(x, scale, zero_point)
+            clipped = integers.clamp(low, high)
+            passes = clipped == integers
+            return clipped.sub_(zero_point).mul_(scale), passes
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.mark_non_differentiable(output[1])
+            ctx.save_for_backward(output[1])
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+            (passes,) = ctx.saved_tensors
+            with amanda.disabled():
+                return gradient * passes, None, None, None, None
+
+    return StraightThroughRounding
+
+
+_TENSORFLOW_NAMES = RequiredNames(
+    "amanda.tools.quantize",
+    "tensorflow",
+    "tensorflow.python.eager.record:record_operation",
+    "tensorflow.python.framework.op_def_registry:get",
+)
+
+Floats: TypeAlias = "NDArray[np.float32]"
+
+_PIECE = 65_536
+"""Elements of a piece that stays in the cache."""
+
+
+def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Any:
+    """Return fake-quantised values with the straight-through gradient, recorded on tapes.
+
+    TensorFlow's own kernel rounds differently, and single operators take ten times as long.
+    Returns None for a tensor that is not float32 in host memory, for axes that are not adjacent, and
+    for a floating grid.
+    """
+    follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
+    if grid.dtype or not (follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
+        return None
+    tensor, array = _empty(x.shape)
+    clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
+    return _record_on_tape(tensor, x, clipped)
+
+
+def _write_on_grid(
+    x: Floats, scale: Floats, zero_point: Floats, grid: Grid, axes: Sequence[int], into: Floats
+) -> NDArray[np.intp]:
+    """Write the quantised array piece by piece; return the flat positions of clipped values, and of NaN.
+
+    x, into: contiguous.
+    """
+    first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
+    from_first = bool(axes) and not first
+    rows, out_rows = (array if from_first else array.reshape(-1, *x.shape[first:]) for array in (x, into))
+    inner = x.shape[first:last] + (1,) * (x.ndim - last)
+    shape = inner if from_first else (1, *inner)
+    s, z = (np.asarray(qparam, np.float32).reshape(shape) for qparam in (scale, zero_point))
+    inverse, length = np.float32(1) / s, prod(rows.shape[1:])
+    each = max(1, _PIECE // length)
+    clipped = []
+    for start in range(0, len(rows), each):
+        piece, out = rows[start : start + each], out_rows[start : start + each]
+        channels = slice(start, start + each) if len(s) > 1 else slice(None)
+        np.multiply(piece, inverse[channels], out=out)
+        np.rint(out, out=out)
+        np.add(out, z[channels], out=out)
+        inside = np.clip(out, np.float32(grid.low), np.float32(grid.high))
+        outside = inside != out
+        if outside.any():
+            clipped.append(np.flatnonzero(outside) + start * length)
+        np.subtract(inside, z[channels], out=inside)
+        np.multiply(inside, s[channels], out=out)
+    return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
+
+
+def _record_on_tape(tensor: Any, source: Any, clipped: NDArray[Any]) -> Any:
+    """Return a tensor, recorded on tapes: its gradient passes to `source` where no value was clipped."""
+    _TENSORFLOW_NAMES.check()
+    from tensorflow.python.eager import record
+
+    record.record_operation(
+        "FakeQuantize", [tensor], [source], lambda entering: [_pass_gradient(entering, clipped)]
+    )
+    return tensor
+
+
+def _pass_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
+    """Return the gradient where values were not clipped, else 0, recorded for a further derivative."""
+    if not clipped.size:
+        return gradient
+    gradient = _tf().convert_to_tensor(gradient)
+    tensor, array = _empty(gradient.shape)
+    np.copyto(array, np.asarray(gradient))
+    array.reshape(-1)[clipped] *= 0
+    return _record_on_tape(tensor, gradient, clipped)
+
+
+def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
+    """Return a tensor in host memory, and an array in the same memory to write its values through.
+
+    TensorFlow's allocator reuses memory of the last step; NumPy would request new memory from the system.
+    """
+    with _tf().device("CPU:0"):
+        tensor = _tf().raw_ops.Empty(shape=_constant_shape(tuple(shape)), dtype="float32")
+    array = np.asarray(tensor)
+    memory = (ctypes.c_float * array.size).from_address(array.ctypes.data)
+    return tensor, np.frombuffer(memoryview(memory), np.float32).reshape(array.shape)
+
+
+@functools.lru_cache(4096)
+def _constant_shape(shape: tuple[int, ...]) -> Any:
+    return _tf().constant(shape, "int32", (len(shape),))
+
+
+def write_recompute(context: amanda.OpContext) -> None:
+    """Write `recompute`, the op as a function: eager TensorFlow lacks `get_computation`."""
+    context["recompute"] = _raw_op(context)
+
+
+def _raw_op(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
+    """Return the op as a function of its inputs; None for a stateful op, and without a raw op of its name."""
+    _TENSORFLOW_NAMES.check()
+    from tensorflow.python.framework import op_def_registry
+
+    kind, values_by_name = context.get_op_type(), context.get_attrs()
+    definition = op_def_registry.get(kind)
+    raw = getattr(_tf().raw_ops, kind, None)
+    if definition is None or raw is None or definition.is_stateful:
+        return None
+    inputs = definition.input_arg
+    inferred = {
+        name
+        for argument in inputs
+        for name in (argument.type_attr, argument.number_attr, argument.type_list_attr)
+    }
+    attributes = {
+        attribute.name: values_by_name[attribute.name]
+        for attribute in definition.attr
+        if attribute.name in values_by_name and attribute.name not in inferred
+    }
+
+    def recompute(values: Sequence[Any]) -> Any:
+        return raw(
+            **{argument.name: value for argument, value in zip(inputs, values, strict=True)}, **attributes
+        )
+
+    return recompute
+
+
+def _tf() -> Any:
+    import tensorflow
+
+    return tensorflow

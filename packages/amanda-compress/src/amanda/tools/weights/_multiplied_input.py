@@ -1,0 +1,81 @@
+"""The input of an op that the op's weight multiplies, and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import amanda
+from amanda.tools.kit import tensors_of, windows_of
+from amanda.tools.libraries import do, shape
+from amanda.tools.mapping import (
+    CONVOLUTIONS,
+    MATRIX_PRODUCTS,
+    are_transposed,
+    product_of,
+    spatial_axes,
+)
+
+
+class MultipliedInput(NamedTuple):
+    """The input of an op that the op's weight multiplies.
+
+    position: among the op's inputs.  axis: of the channels, over which the op sums, from the end.
+    layout: axes of a convolution's input, such as "NCHW"; None of a matrix product.  attributes: of the op.
+    """
+
+    position: int
+    axis: int
+    layout: str | None
+    attributes: Mapping[str, Any]
+
+    def rows(self, x: Any, extents: Sequence[int]) -> Any:
+        """Return a value of the input as a matrix for each group of channels: (groups, positions, K).
+
+        The matrix is without autograd, and in float32 or wider.  K counts the elements of the weight for each
+        output, in the order of `canonical`.  Of a convolution, a row is what the window reads at one
+        position, with zeros for padding.
+        extents: of the canonical weight, (outputs, inputs, window).
+        """
+        plain = tensors_of(x).plain(x)
+        if self.layout is None:
+            plain = do("moveaxis", plain, self.axis, -1)
+            return do("reshape", plain, (1, -1, shape(plain)[-1]))
+        layout = self.layout if "N" in self.layout else f"N{self.layout}"
+        plain = plain if len(shape(plain)) == len(layout) else plain[None]
+        plain = do("transpose", plain, (layout.index("N"), *spatial_axes(layout), layout.index("C")))
+        _, *sizes, channels = shape(plain)
+        windows = list(zip(windows_of(self.attributes, layout, extents[2:]), sizes, strict=True))
+        plain = do("pad", plain, ((0, 0), *(window.pads(size) for window, size in windows), (0, 0)))
+        # Axis by axis, a window of 7x7 is 7 + 7 copies of slices.  As 49 slices each copy would touch every
+        # cache line of the rows for one element of it, and an index of all positions is slower still.
+        for axis, (window, size) in reversed(list(enumerate(windows, 1))):
+            read = [plain[(slice(None),) * axis + (step,)] for step in window.slices(size)]
+            plain = do("stack", read, axis - len(windows) - 1)
+        rows = do("reshape", plain, (-1, channels // extents[1], prod(extents[1:])))
+        return do("moveaxis", rows, 1, 0)
+
+
+def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput | None:
+    """Return the input that an op multiplies by its weight, of which the position is known.
+
+    None for a transposed convolution, transposed factors, and axes of which the layout is not known.
+    """
+    roles, attributes = product_of(context), context.get_attrs()
+    if roles is None or weight not in roles.factors or len(roles.factors) != 2:
+        return None
+    (position,) = (factor for factor in roles.factors if factor != weight)
+    rank = len(context["shape"](context.get_inputs()[position]) or ())
+    if context["type"] not in MATRIX_PRODUCTS:
+        layout: str | None = context["layout"]
+        if layout is None or context["type"] not in CONVOLUTIONS:
+            return None
+        return MultipliedInput(position, layout.index("C") - len(layout), layout, attributes)
+    if "dimension_numbers" in attributes:  # JAX sums over any axis
+        axis = attributes["dimension_numbers"][0][position][0] - rank
+        return MultipliedInput(position, axis, None, attributes)
+    if any(are_transposed(attributes)):
+        return None
+    is_matrix_behind = weight < position and rank > 1
+    return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)

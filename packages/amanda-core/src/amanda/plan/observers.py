@@ -1,0 +1,228 @@
+"""Observers that native code or a driver runs without a call of Python for each execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+
+from amanda import interceptor
+from amanda.plan.tensors import spread
+
+if TYPE_CHECKING:
+    from amanda.plan.action import Action, Routine
+    from amanda.plan.facts import OpFacts
+
+
+# Native code finds these classes by their base, and adds to the table of the object without calling it.
+class Tally(interceptor.ShapeCounter):
+    """An observer that counts executions; insert the object itself, with no values.
+
+    >>> tally = Tally()
+    >>> context.insert_after_op(tally, outputs=[])  # doctest: +SKIP
+    >>> tally()
+    >>> tally.calls
+    1
+    """
+
+    __slots__ = ()
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __call__(self) -> None:
+        """Count an execution, as native code does instead of this call."""
+        self.add(())
+
+    @property
+    def recomputed(self) -> Tally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None
+
+    @property
+    def calls(self) -> int:
+        """Return how many executions were counted."""
+        return sum(calls for _, calls in self.items())
+
+
+# A class of its own, as the signature decides whether native code builds the tuple of shapes.
+class ShapeTally(interceptor.ShapeCounter):
+    """An observer that counts executions by their shapes; insert the object itself, with no values.
+
+    limit: native code counts so many different shapes by itself, and calls the object where there are more.
+    >>> tally = ShapeTally()
+    >>> tally(shapes=(((2, 3),), ((2, 4),)))
+    >>> tally.items()
+    [((((2, 3),), ((2, 4),)), 1)]
+    """
+
+    __slots__ = ()
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __call__(self, *, shapes: tuple[Any, ...]) -> None:
+        """Count an execution, as native code does instead of this call up to the limit."""
+        self.add(shapes)
+
+    @property
+    def recomputed(self) -> ShapeTally | None:
+        """Return what counts recomputations; None: they are not counted."""
+        return None
+
+
+# A protocol: drivers store more about a place than this room knows.
+class ActionPlace(Protocol):
+    """An observer's action, with facts of its op."""
+
+    action: Action
+    facts: OpFacts
+
+
+RunOf = Callable[[Any], dict[Any, Any]]
+RoutineT = TypeVar("RoutineT", bound="Routine")
+PreparedT = TypeVar("PreparedT")
+
+# On the observer and not on the routine that gathers: drivers ask with an observer in their hands.
+_NAME = "__amanda_gathered__"
+
+
+class Observed:
+    """One execution of an op, gathered instead of a call of its observer.
+
+    values: values that the observer selects.  kwargs: keyword arguments from the tool.
+    """
+
+    __slots__ = ("_place", "_run_of", "kwargs", "values")
+
+    def __init__(
+        self, values: Sequence[Any], kwargs: Mapping[str, Any], place: ActionPlace, run_of: RunOf
+    ) -> None:
+        self.values = values
+        self.kwargs = kwargs
+        self._place = place
+        self._run_of = run_of
+
+    @property
+    def run(self) -> dict[Any, Any]:
+        """Return the dict that routines of this execution share: the argument `run`."""
+        return self._run_of(self._place)
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an exception with the op and the observer."""
+        self._place.facts.explain(error, self._place.action)
+
+
+class Executions(Sequence[Observed]):
+    """Executions of ops, in the order in which observers would have been called.
+
+    An iteration remembers the execution that it has reached, so that an exception names the right op.
+
+    executions: a sequence; a driver may create each `Observed` when it is read.
+    tensors: see the property.  prepared: the driver's cache for executions that are gathered together again.
+    values: function that returns the result of the method `values` without creating each `Observed`.
+    """
+
+    def __init__(
+        self,
+        executions: Sequence[Observed] = (),
+        tensors: Sequence[Any] | None = None,
+        prepared: dict[Any, Any] | None = None,
+        values: Callable[[], Sequence[Sequence[Any]]] | None = None,
+    ) -> None:
+        self._executions = executions
+        self._values = values
+        self._tensors = tensors
+        self._prepared = {} if prepared is None else prepared
+        self._reached: int | None = None
+
+    @property
+    def tensors(self) -> Sequence[Any]:
+        """Return all values of the executions, with tensors of lists one by one; maybe further tensors, too.
+
+        Reading this property creates no `Observed`.
+        """
+        if self._tensors is None:
+            self._tensors = spread(value for execution in self._executions for value in execution.values)
+        return self._tensors
+
+    def values(self) -> Sequence[Sequence[Any]]:
+        """Return the values of each execution, in order; faster than reading each execution's `values`."""
+        return (
+            [execution.values for execution in self._executions] if self._values is None else self._values()
+        )
+
+    def prepared(self, make: Callable[[Sequence[Observed]], PreparedT]) -> PreparedT:
+        """Return `make(executions)`, called once for executions of the same ops and then cached.
+
+        The result may depend only on the `kwargs` of the executions.
+        """
+        # Keyed by the function: several tools may prepare something for the same executions.
+        if make not in self._prepared:
+            self._prepared[make] = make(self._executions)
+        prepared: PreparedT = self._prepared[make]
+        return prepared
+
+    def __len__(self) -> int:
+        return len(self._executions)
+
+    @overload
+    def __getitem__(self, index: int) -> Observed: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Observed]: ...
+
+    def __getitem__(self, index: int | slice) -> Observed | Sequence[Observed]:
+        return self._executions[index]
+
+    def __iter__(self) -> Iterator[Observed]:
+        """Yield the executions."""
+        for i, execution in enumerate(self._executions):
+            # A number costs less at each execution than a context manager that names the op.
+            self._reached = i
+            yield execution
+        self._reached = None
+
+    def observe(self, action: Action) -> None:
+        """Call the routine that gathers the observers, with the lock of the action's tool."""
+        assert action.gathered is not None
+        try:
+            with action.tool._amanda.lock:
+                action.gathered(self)
+        except BaseException as error:
+            reached = self._reached
+            # The routine did not iterate, so the first and the last execution say what it was about.
+            for execution in (self[0], self[-1]) if reached is None else (self[reached],):
+                execution.explain(error)
+            raise
+
+
+def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
+    """Mark a routine that takes many executions of observers of the same class, or module, in one call.
+
+    The routine receives a sequence of `Observed`, and has to do the same as calls of the observers one by
+    one.  Drivers that gather observers call the routine, other drivers call the observers.
+
+    >>> class Count:
+    ...     @observer
+    ...     def see(self, *values): self.seen += 1
+    ...     @gathered(see)
+    ...     def see_all(self, executions): self.seen += len(executions)
+    """
+
+    def mark(func: RoutineT) -> RoutineT:
+        for routine in observers:
+            setattr(routine, _NAME, func)
+        return func
+
+    return mark
+
+
+def gathered_form(func: Routine) -> Routine | None:
+    """Return the routine that takes many executions of an observer; None where the class has none."""
+    if not isinstance(func, MethodType):
+        attributes = getattr(func, "__dict__", {})
+        # `functools.wraps` copies the attribute to functions that do something else.
+        return None if "__wrapped__" in attributes else attributes.get(_NAME)
+    form = getattr(func.__func__, _NAME, None)
+    if form is None:
+        return None
+    # By name, so that a subclass may override the routine that gathers.
+    bound: Routine = getattr(func.__self__, form.__name__)
+    return bound

@@ -1,0 +1,159 @@
+"""Functions that run in another state than their caller's: replays, recomputations, steps of generators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
+
+from amanda import interceptor
+from amanda.plan.run_dicts import RunRecord
+from amanda.scope.state import State, activated, in_force
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def replayed(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose ops have the ids, and the tools, of the place where `replayed` is called.
+
+    For what a framework runs again elsewhere, such as a checkpoint in the backward pass, on any thread.
+    If a scope of that place has closed meanwhile, the tools are those of the place where the function runs.
+    Where no scope is in force it is the function itself.
+    """
+    activation = interceptor.active()
+    if activation is None:
+        return function
+    # Taken here, at the place of the first run: ids depend on where the program is.
+    snapshot, scopes = interceptor.snapshot(), activation.state.scopes
+
+    def replay(*args: P.args, **kwargs: P.kwargs) -> T:
+        here = interceptor.active() if any(scope.closed for scope in scopes) else None
+        with in_force(here or activation):
+            result: T = snapshot.replay(function, *args, **kwargs)
+            return result
+
+    return replay
+
+
+class Recomputation:
+    """A part of the program that a framework runs at this place, and runs again later.
+
+    Ops that run again have the ids, the tools and the `run` of their first execution, except for tensors in
+    it.  Routines with a parameter `recomputed` are told, and observers without one are not called.
+    """
+
+    def __init__(self) -> None:
+        self._at_place: Callable[..., object] = replayed(_call)
+        self._record = RunRecord()
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Return a context for the part of the program that may run again."""
+        state = State.current()
+        try:
+            with activated(replace(state, records=(*state.records, self._record))):
+                yield
+        finally:
+            # Also after an exception: a framework may catch it and compute the part again.
+            self._record.close()
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run it at this place for the first time."""
+        return self._at_place(self._recorded, function, *args, **kwargs)  # type: ignore[return-value]
+
+    def again(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run it again, at this place, on any thread."""
+        return self._at_place(self._recalled, function, *args, **kwargs)  # type: ignore[return-value]
+
+    def _recorded(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.first():
+            return function(*args, **kwargs)
+
+    def _recalled(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        # Not recorded once more: the executions are in the record already.
+        with activated(replace(State.current(), records=(), recall=self._record.recall())):
+            return function(*args, **kwargs)
+
+
+def recomputed(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function for a framework that calls it once here, and then again, as a checkpoint does.
+
+    Where no scope is in force it is the function itself.
+    """
+    if interceptor.active() is None:
+        return function
+    recomputation, ran = Recomputation(), False
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal ran
+        # The framework does not say which call is which, but the first comes first.
+        run_at_place, ran = recomputation.again if ran else recomputation.run, True
+        return run_at_place(function, *args, **kwargs)
+
+    return run
+
+
+def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return function(*args, **kwargs)
+
+
+EnterContext = Callable[[], AbstractContextManager[Any]]
+
+
+def stepping(enter: EnterContext, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    """Return a generator function, each of whose steps runs in a context that `enter` makes."""
+
+    @functools.wraps(function)
+    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        generator = function(*args, **kwargs)
+        resume: Callable[[Any], Any] = generator.send
+        sent: Any = None
+        while True:
+            try:
+                with enter():
+                    value = resume(sent)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                resume, sent = generator.send, (yield value)
+            except GeneratorExit:
+                with enter():
+                    generator.close()
+                raise
+            except BaseException as error:
+                # What the caller throws in is raised where the generator waits, within its context.
+                resume, sent = generator.throw, error
+
+    return generate
+
+
+def stepping_async(
+    enter: EnterContext, function: Callable[..., AsyncGenerator[Any, Any]]
+) -> Callable[..., Any]:
+    """Return an async generator function, each of whose steps runs in a context that `enter` makes."""
+
+    @functools.wraps(function)
+    async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        generator = function(*args, **kwargs)
+        resume: Callable[[Any], Any] = generator.asend
+        sent: Any = None
+        while True:
+            try:
+                with enter():
+                    value = await resume(sent)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield value
+                resume = generator.asend
+            except GeneratorExit:
+                with enter():
+                    await generator.aclose()
+                raise
+            except BaseException as error:
+                resume, sent = generator.athrow, error
+
+    return generate

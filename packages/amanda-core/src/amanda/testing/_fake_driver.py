@@ -1,0 +1,348 @@
+"""The driver of the fake framework: its operators, modules and backward passes, brought to Amanda."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from types import CodeType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from amanda import interceptor
+from amanda.backend import BackwardStep, Call, EagerDriver, OpFacts, State, TensorOps, Trace, recomputed
+from amanda.errors import RoutineError
+from amanda.interceptor import Detour, Site, Suspension
+from amanda.testing import fake
+from amanda.testing.fake import Node, Tensor, _autograd, _operators
+
+
+class FakeTensors(TensorOps):
+    """The fake framework's tensors, and its tape."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Return True if a value is a tensor."""
+        return isinstance(value, Tensor)
+
+    def isolated(self) -> AbstractContextManager[Any]:
+        """Context in which the tape takes nothing."""
+        context: AbstractContextManager[Any] = fake.no_grad()
+        return context
+
+    def version(self, value: Any) -> Any:
+        """Return how often a tensor was written into; of each, for a list."""
+        return _each(value, lambda tensor: tensor.version)
+
+    def straight_through(self, original: Tensor, value: Tensor) -> Tensor:
+        """`value` with an edge of the tape to `original`."""
+        fitted = _fitting(original, value)
+        # The gradient of the value goes unchanged to the original.
+        _autograd.record("StraightThrough", [original], [fitted], lambda grads: grads)
+        return fitted
+
+    def write(self, target: Tensor, value: Any, isolated: bool) -> None:
+        """Copy a value into the user's tensor."""
+        fitted = _fitting(target, value)
+        target.assign(fitted)
+        if not isolated and value.requires_grad:
+            _autograd.record("CopyBackward", [value], [target], lambda grads: grads)
+
+    def storable(self, value: Any) -> Any:
+        """A tensor off the tape, or a leaf as it is."""
+        if isinstance(value, Tensor):
+            # A leaf has no graph behind it, and tools tell parameters by identity.
+            return value if value.is_leaf else value.detach()
+        return [self.storable(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
+
+    def copied(self, value: Any) -> Any:
+        """A copy that the tape knows."""
+        if not isinstance(value, Tensor):
+            return value
+        copy = value.detach()
+        _autograd.record("CopyBackward", [value], [copy], lambda grads: grads)
+        return copy
+
+    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+        """Return which tensors require a gradient."""
+        needs = tuple(_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
+        return needs if fake.is_grad_enabled() and "True" in str(needs) else None
+
+    def signature(self, inputs: Sequence[Any]) -> Hashable:
+        """dtype and rank of each tensor."""
+        return tuple(_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs)
+
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Shape of each tensor."""
+        return tuple(_each(value, lambda tensor: tensor.shape) for value in inputs)
+
+
+def _each(value: Any, read: Callable[[Tensor], Any]) -> Any:
+    """Read something of a tensor, or of each tensor of a list; None for other values."""
+    if isinstance(value, Tensor):
+        return read(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(read(tensor) for tensor in value if isinstance(tensor, Tensor)) or None
+    return None
+
+
+def _fitting(original: Tensor, value: Tensor) -> Tensor:
+    """A copy of a value in the type of an original."""
+    if value.shape != original.shape:
+        raise RoutineError(
+            f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
+            "@amanda.differentiable if it is meant to change shapes"
+        )
+    if (value.dtype == "complex128") != (original.dtype == "complex128"):
+        raise RoutineError(f"a routine returned {value.dtype} where {original.dtype} was given")
+    return value.astype(original.dtype)
+
+
+class FakeCall(Call):
+    """A call bound to the operator's signature; trailing defaults are left out."""
+
+    def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._site = site
+        self._arguments = args, kwargs
+        self._signature = inspect.signature(site.original)
+        bound = self._signature.bind(*args, **kwargs)
+        self.op = site.op
+        self.inputs = list(bound.arguments.values())
+        self.names = list(bound.arguments)
+        self.mutable = (
+            [0] if site.key == "add_" else [i for i, name in enumerate(self.names) if name == "out"]
+        )
+        self.targets = self.mutable
+
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Run the operator."""
+        # The program's own call, positions and keywords as they were.
+        if inputs is self.inputs:
+            return self._site.invoke(*self._arguments)
+        arguments = OrderedDict(zip(self.names, inputs, strict=True))
+        bound = inspect.BoundArguments(self._signature, arguments)
+        return self._site.invoke(bound.args, bound.kwargs)
+
+    def attributes(self) -> dict[str, Any]:
+        """The arguments that are no tensors."""
+        named = zip(self.names, self.inputs, strict=True)
+        return {name: value for name, value in named if not isinstance(value, (Tensor, list, tuple))}
+
+
+_KEY = "amanda"
+# Beyond any number of a node within its op, so that leaves and other nodes have different places.
+_LEAF_PLACE = 1 << 32
+
+
+class NodeRange:
+    """Context that knows which nodes were made within it."""
+
+    def __enter__(self) -> NodeRange:
+        self.start = _autograd.next_number()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end = _autograd.next_number()
+
+
+class _Origin(NamedTuple):
+    """The execution that a node comes from."""
+
+    trace: Trace
+    start: int
+
+
+def mark(trace: Trace, node_range: NodeRange, values: list[Any]) -> None:
+    """Leave a trace with the nodes that an operator made."""
+    waiting = [value.node for value in values if isinstance(value, Tensor) and value.node]
+    for node in _reached(waiting, lambda node: node_range.start < node.number < node_range.end):
+        # `setdefault`, since an op within a composite has marked its node already.
+        node.metadata.setdefault(_KEY, _Origin(trace, node_range.start))
+
+
+def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[..., None]:
+    """The function that runs backward passes, with the routines of tools around each node."""
+
+    @functools.wraps(original)
+    def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        activation = interceptor.active()
+        if activation is None:
+            return original(outputs, grads)
+        nodes = list(_reached([edge[0] for output in outputs if (edge := _autograd._edge(output))]))
+        origins = _origins(nodes)
+        hooked = [_hook(driver, node, origin, activation.state) for node, origin in origins.items()]
+        try:
+            original(outputs, grads)
+        finally:
+            # Also after an error: a graph that is kept must not call the hooks of this pass again.
+            for remove in hooked:
+                remove()
+            # A new step begins after a backward pass, so ids at the top level count anew.
+            interceptor.reset_root()
+        for trace in {id(origin.trace): origin.trace for origin in origins.values()}.values():
+            if not trace.pending:
+                driver.finish(trace)
+
+    return run_backward
+
+
+def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Callable[[], None]:
+    """Put the routines of the open tools around a node; return a function that takes them away."""
+    leaf = isinstance(node, _autograd.AccumulateGrad)
+    place = node.number - origin.start
+    if isinstance(node, _autograd.AccumulateGrad):
+        # By the leaf and not by a number, since one node serves every op that reads the leaf.
+        place = _LEAF_PLACE + interceptor.ordinal(node.leaf)
+    step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not leaf)
+    if not step.has_work:
+        return lambda: None
+
+    def before(grad_outputs: Any) -> list[Any]:
+        with Suspension():
+            return step.before(grad_outputs)
+
+    def after(grad_inputs: Any, grad_outputs: Any) -> list[Any]:
+        with Suspension():
+            return step.after(grad_inputs, grad_outputs)
+
+    def remove() -> None:
+        node.pre_hooks.remove(before)
+        node.hooks.remove(after)
+
+    node.pre_hooks.append(before)
+    node.hooks.append(after)
+    return remove
+
+
+def _reached(nodes: list[Node], admits: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """Yield the nodes that edges lead to from these, each once, as far as a condition admits."""
+    reached: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in reached or not admits(node):
+            continue
+        reached.add(node)
+        yield node
+        waiting += [edge[0] for edge in node.edges if edge]
+
+
+def _origins(nodes: list[Node]) -> dict[Node, _Origin]:
+    """Return where nodes come from; a leaf belongs to the operator that used it first."""
+    origins: dict[Node, _Origin] = {}
+    # In the order of making, so that a leaf goes to the operator that used it first.
+    for node in sorted(nodes, key=lambda node: node.number):
+        origin = node.metadata.get(_KEY)
+        if origin is None:
+            continue
+        origins[node] = origin
+        for edge in node.edges:
+            if edge and isinstance(edge[0], _autograd.AccumulateGrad):
+                origins.setdefault(edge[0], origin)
+    return origins
+
+
+class FakeDriver(FakeTensors, EagerDriver):
+    """The fake framework, eager."""
+
+    api = 1
+    framework = "amanda.testing.fake"
+    modes = ("eager",)
+    identity_types = (fake.Parameter,)
+
+    def __init__(self) -> None:
+        self._sites = [self.site(operator, operator, operator.__name__) for operator in fake.OPERATORS]
+
+    def introduce(self) -> None:
+        """Mark the code that is not the user's: what a checkpoint calls belongs to where it ran first."""
+        super().introduce()
+        checkpoint = _operators.checkpoint
+        self.skip(checkpoint.__code__, _code_of(checkpoint, "backward"))
+
+    def attach(self) -> None:
+        """Replace every operator, enclose module calls, follow backward passes and checkpoints."""
+        run_backward, checkpoint = _autograd.run_backward, _operators.checkpoint
+        stand_ins = {site.target: Detour(site) for site in self._sites}
+        functions = {run_backward: followed(self, run_backward), checkpoint: _replaying(checkpoint)}
+        self.attributes.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
+        self.attributes.enclose(fake.Module)
+
+    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call with its inputs in the order of the operator's signature."""
+        return FakeCall(site, args, kwargs)
+
+    def obstacle(self, site: Site) -> tuple[str, str] | None:
+        """Return what keeps a call from being instrumented, and why."""
+        # Said in the report and not passed over: a user must know what tools did not see.
+        return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
+
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
+        facts = super().describe(call, subjects)
+        facts.scope = _module_path(subjects)
+        facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
+        return facts
+
+    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """An operator's result as a list, and how to put it back into its form."""
+        if isinstance(outputs, fake.Halves):
+            return list(outputs), lambda values: fake.Halves(*values)
+        return [outputs], lambda values: values[0]
+
+    def tracing(self) -> NodeRange:
+        """Context that brackets the nodes made by an operator."""
+        return NodeRange()
+
+    def attach_trace(self, trace: Trace, nodes: NodeRange, values: list[Any]) -> None:
+        """Mark the nodes that the operator made."""
+        mark(trace, nodes, values)
+
+
+def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `checkpoint` for functions whose second run is their first run again."""
+
+    @functools.wraps(original)
+    def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Any:
+        return original(recomputed(function), input)
+
+    return checkpoint
+
+
+def _code_of(function: Any, name: str) -> CodeType:
+    """Return the code of a function that is defined within another."""
+    return next(
+        constant
+        for constant in function.__code__.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == name
+    )
+
+
+def _module_path(subjects: Sequence[Any]) -> str:
+    """Path of the last module within the first."""
+    paths = (
+        path
+        for outer, inner in pairwise(subjects)
+        for path, module in outer.named_modules()
+        if module is inner
+    )
+    return ".".join(path for path in paths if path)
+
+
+def _parameter_of(value: Any) -> fake.Parameter | None:
+    """Return the parameter that an input is; None for another value."""
+    return value if isinstance(value, fake.Parameter) else None
+
+
+def _parameter_paths(subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+    """Return a function from a parameter to its path in the outermost module; None where it is not in."""
+    modules = subjects[0].named_modules() if subjects else ()
+    paths = {
+        value: f"{path}.{name}".lstrip(".")
+        for path, module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, fake.Parameter)
+    }
+    # Weak: the function lives with the facts of the op, which must not keep the model alive.
+    return WeakKeyDictionary(paths).get

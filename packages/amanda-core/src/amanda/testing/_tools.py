@@ -1,0 +1,341 @@
+"""Tools that the suites apply: recorders and inserters, tools that change nothing, tools that scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+from amanda.action import observer, traceable
+from amanda.context import OpContext
+from amanda.tool import Tool
+
+if TYPE_CHECKING:
+    from amanda.testing._graph_suite import GraphSample
+
+Callback = Callable[[OpContext], Any]
+
+FORWARD_POINTS: list[dict[str, Any]] = [{}, {"require_outputs": True}]
+BACKWARD_POINTS: list[dict[str, Any]] = [{"backward": True}, {"backward": True, "require_outputs": True}]
+POINTS = FORWARD_POINTS + BACKWARD_POINTS
+
+
+def op_name(context: OpContext) -> str:
+    """`__name__` of the op that the context is of, forward or backward."""
+    op = context.get_op() if context.is_forward() else context.get_backward_op()
+    return str(op.__name__)
+
+
+def notes(error: BaseException) -> list[str]:
+    """The notes on an exception, also before Python 3.11."""
+    return list(getattr(error, "__notes__", []))
+
+
+def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
+    """A tool with one analysis routine, at every op or at those of one name."""
+    built = Tool()
+    also(built, callback, only, **where)
+    return built
+
+
+def also(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
+    """The tool with another analysis routine."""
+
+    def analysis(context: OpContext) -> None:
+        if only is None or op_name(context) == only:
+            callback(context)
+
+    built.add_inst_for_op(analysis, **where)
+    return built
+
+
+Insertion = Literal[
+    "insert_before_op",
+    "insert_after_op",
+    "replace_op",
+    "insert_before_backward_op",
+    "insert_after_backward_op",
+    "replace_backward_op",
+]
+
+
+def inserting(action: Insertion, only: str, routine: Callable[..., Any], *select: Any, **kwargs: Any) -> Tool:
+    """A tool that records one action at the ops of one name."""
+    return tool(
+        lambda context: getattr(context, action)(routine, *select, **kwargs),
+        only,
+        backward="backward" in action,
+    )
+
+
+class Referent:
+    """An object that can be referenced weakly."""
+
+
+class Seen(Tool):
+    """Keeps what it meets: (name, id) of each op analysed, forward or backward."""
+
+    def __init__(self) -> None:
+        self.ops: list[tuple[str, int]] = []
+        self.add_inst_for_op(self._forward)
+
+    def _forward(self, context: OpContext) -> None:
+        self.ops.append((op_name(context), context.get_op_id()))
+
+    def ids(self, name: str) -> list[int]:
+        """Ids of the ops of one name, as analysed."""
+        return [op_id for op, op_id in self.ops if op == name]
+
+
+class Executed(Tool):
+    """Keeps the id of each op of one name at every execution."""
+
+    def __init__(self, only: str) -> None:
+        self.ids: list[int] = []
+        also(self, self._insert, only)
+
+    def _insert(self, context: OpContext) -> None:
+        op_id = context.get_op_id()
+        # A routine, since an analysis runs once and executions are what is counted.
+        context.insert_before_op(lambda *_: self.ids.append(op_id))
+
+
+def no_op() -> Tool:
+    """A tool with routines everywhere that change nothing."""
+    built = Tool()
+    # At all four points, with routines at each, so that every path of a driver is taken.
+    built.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
+    built.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
+    built.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
+    built.add_inst_for_op(
+        lambda context: context.insert_after_backward_op(_unchanged), backward=True, require_outputs=True
+    )
+    return built
+
+
+def _unchanged(*_: Any) -> None:
+    return None
+
+
+# Three tools for one oracle: whatever a program computes without tools, it computes with each of these.
+class Unchanged(Tool):
+    """Routines at every point of every op, which give back the values that they are given.
+
+    analyses, backward_analyses, calls: how many there were.
+    """
+
+    def __init__(self) -> None:
+        # Counted, so that a test can say that the tool was there at all.
+        self.analyses = self.backward_analyses = self.calls = 0
+        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._backward, backward=True)
+
+    def _forward(self, context: OpContext) -> None:
+        self.analyses += 1
+        context.insert_before_op(self.routine)
+        context.insert_after_op(self.routine)
+
+    def _backward(self, context: OpContext) -> None:
+        self.backward_analyses += 1
+        context.insert_before_backward_op(self.routine)
+        context.insert_after_backward_op(self.routine)
+
+    def routine(self, *values: Any) -> Any:
+        """Return what is called at every point."""
+        self.calls += 1
+        return values
+
+
+class Silent(Unchanged):
+    """Routines at every point of every op, which look at the values and give none back."""
+
+    def routine(self, *values: Any) -> Any:
+        self.calls += 1
+
+
+class Fresh(Unchanged):
+    """Routines at every point of every op, which give equal new values.
+
+    copied: makes a tensor equal to the one that it is given, and hands back what is no tensor.
+    """
+
+    def __init__(self, copied: Callable[[Any], Any]) -> None:
+        self.copied = copied
+        super().__init__()
+
+    def routine(self, *values: Any) -> Any:
+        self.calls += 1
+        # New objects with equal bits: what tells them from the originals is a fault of a driver.
+        return [self._of(value) for value in values]
+
+    def _of(self, value: Any) -> Any:
+        """Return a new value equal to the one of a routine, also in lists."""
+        # A named tuple is not made of one iterable, so it goes to the sample's own function.
+        if isinstance(value, list) or type(value) is tuple:
+            return type(value)(self._of(element) for element in value)
+        return self.copied(value)
+
+
+SCALE: Any = 1.0
+
+
+class Scaling(Tool):
+    """Multiplies the output of the sample's op by a held value: a number or a tensor."""
+
+    def __init__(self, sample: GraphSample, held: Any) -> None:
+        self.sample = sample
+        self.held = held
+        # Before the routine is registered: a subclass puts there what the routine reads.
+        self.set_up()
+        self.add_inst_for_op(self.analyse)
+
+    def set_up(self) -> None:
+        """Nothing more is needed."""
+
+    def analyse(self, context: OpContext) -> None:
+        """Insert the routine at the sample's op."""
+        if context.get_op_type() == self.sample.op:
+            self.sample.insert(context, self.routine())
+
+    def routine(self) -> Callable[..., Any]:
+        """Return what is inserted."""
+        return self.scaled
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        """The op's value times what is held."""
+        return value * self.held
+
+    def hold(self, held: Any) -> None:
+        """Hold something else."""
+        self.held = held
+
+
+class InContainer(Scaling):
+    """In a list in a dict."""
+
+    def set_up(self) -> None:
+        self.all = {"one": [self.held]}
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        return value * self.all["one"][0]
+
+    def hold(self, held: Any) -> None:
+        self.all["one"][0] = held
+
+
+class InObject(Scaling):
+    """In an object that a property reads."""
+
+    def set_up(self) -> None:
+        self.options = SimpleNamespace(scale=self.held)
+
+    @property
+    def scale(self) -> Any:
+        """Return what is held."""
+        return self.options.scale
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        return value * self.scale
+
+    def hold(self, held: Any) -> None:
+        self.options.scale = held
+
+
+class InClosure(Scaling):
+    """In a variable of the function that makes the routine."""
+
+    def set_up(self) -> None:
+        held = self.held
+
+        def hold(value: Any) -> None:
+            nonlocal held
+            held = value
+
+        self.hold = hold  # type: ignore[assignment, method-assign]
+        self.scaling = traceable(lambda value: value * held)
+
+    def routine(self) -> Callable[..., Any]:
+        return self.scaling
+
+
+class InGlobal(Scaling):
+    """In a variable of a module."""
+
+    def set_up(self) -> None:
+        self.hold(self.held)
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        return value * SCALE
+
+    def hold(self, held: Any) -> None:
+        globals()["SCALE"] = held
+
+
+class ByName(Scaling):
+    """In an attribute whose name is a constant."""
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        return value * getattr(self, "held")  # noqa: B009
+
+
+class Hidden(Scaling):
+    """Holds the value in an attribute with a computed name."""
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        # No constant of the code is the name, so that no scan of it can find what is read.
+        return value * getattr(self, "".join(["he", "ld"]))
+
+
+class Listed(Scaling):
+    """In a list to which the routine itself appends."""
+
+    def set_up(self) -> None:
+        self.scales: list[Any] = []
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        self.scales.append(self.held)
+        return value * self.scales[-1]
+
+
+class Switched(Scaling):
+    """Changes nothing while it holds 1."""
+
+    @traceable
+    def scaled(self, value: Any) -> Any:
+        return None if self.held == 1 else value * self.held
+
+
+class OrderRecorder(Tool):
+    """Records what is called before and after each op.
+
+    calls: type and number of an op, and "before" or "after".  analysed: numbers of ops, in order.
+    """
+
+    def __init__(self, observing: bool) -> None:
+        self.calls: list[tuple[str, int, str]] = []
+        self.analysed: list[int] = []
+        self.observing = observing
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: OpContext) -> None:
+        """Insert a routine before and one after an op that has inputs and outputs."""
+        if context.get_inputs():
+            name, number = context.get_op_type(), len(self.analysed)
+            self.analysed.append(number)
+            context.insert_before_op(self.recording(name, number, "before"))
+            context.insert_after_op(self.recording(name, number, "after"))
+
+    def recording(self, name: str, number: int, point: str) -> Callable[..., Any]:
+        """Return a routine that records its calls."""
+
+        def record(*values: Any) -> None:
+            self.calls.append((name, number, point))
+
+        return observer(record) if self.observing else record

@@ -1,0 +1,155 @@
+"""Reports of ops that tools do not see: those on tapes from before the scope, and those of datasets."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from amanda import interceptor
+from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.eager import backprop
+from tensorflow.python.framework import ops
+from tensorflow.python.framework.ops import EagerTensor
+
+from ._calls import UNSTOPPABLE
+from ._state import UNMARKED, local, tensors_of
+
+if TYPE_CHECKING:
+    from amanda.backend import Attributes, State
+
+_RECORDED_BEFORE = "it was recorded on a tape before the scope"
+_SUMS_AND_ZEROS = frozenset({"AddN", "Fill", "OnesLike", "ZerosLike"})
+"""Ops that a tape adds itself."""
+
+
+class EarlierTapes:
+    """Distinguish ops that a tape recorded before the scope from those recorded in the scope."""
+
+    def __init__(self) -> None:
+        self._first_new_uid = 0
+        # Weak, since a tape holds all that it has recorded.
+        self._new_tapes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def patch(self, attributes: Attributes) -> None:
+        """Collect the tapes that are opened from now on, until `attributes` are restored."""
+        # Tensors take their ids from this counter: a smaller id is that of an older tensor.
+        self._first_new_uid = ops.uid()
+        push = backprop.GradientTape._push_tape
+
+        @functools.wraps(push)
+        def push_tape(tape: Any) -> None:
+            # A tape gets its native tape at its first push; it is pushed again after `stop_recording`.
+            if tape._tape is None:
+                self._new_tapes.add(tape)
+            push(tape)
+
+        attributes.set(backprop.GradientTape, "_push_tape", push_tape)
+
+    def may_be(self, tape: Any) -> bool:
+        """Return True if a native tape may have recorded ops before the scope."""
+        return not any(new_tape._tape is tape for new_tape in self._new_tapes)
+
+    def report_op(self, type: str, tensors: Sequence[Any]) -> None:
+        """Report an op without a mark whose backward ops tools would see if they were recorded in the scope.
+
+        tensors: those inputs and outputs of the op that the tape saved for the gradient.
+        """
+        activation = interceptor.active()
+        if activation is None or local.gradient_call is UNMARKED:
+            return
+        saved_tensors = tensors_of(tensors)
+        if type in UNSTOPPABLE:
+            reason = "it computes its gradients by a tape of its own"
+        elif self._is_earlier(saved_tensors) and not _needs_no_mark(type, activation.state):
+            reason = _RECORDED_BEFORE
+        else:
+            return
+        activation.state.report(f"the backward ops of {type}", reason)
+
+    def report_function(self, type: str) -> None:
+        """Report an op of a custom gradient whose forward op is unknown.  type: of the op."""
+        activation, backward_pass = interceptor.active(), local.backward_pass
+        if (
+            activation is None
+            or backward_pass is None
+            or not backward_pass.may_be_earlier
+            or type in _SUMS_AND_ZEROS
+        ):
+            return
+        activation.state.report("the backward ops of a custom gradient", _RECORDED_BEFORE)
+
+    def _is_earlier(self, saved_tensors: Sequence[Any]) -> bool:
+        if saved_tensors:
+            return all(tensor._id < self._first_new_uid for tensor in saved_tensors)
+        return local.backward_pass is not None and local.backward_pass.may_be_earlier
+
+
+def _needs_no_mark(type: str, state: State) -> bool:
+    """Return True if an op of that type has no routines at its backward ops: such an op gets no mark."""
+    chain = () if state.stack is None else state.stack.chain
+    plans = [
+        plan for stack in chain for plans_by_key in stack.plans.values() for plan in plans_by_key.values()
+    ]
+    # An op gets marks on the tape only if its plan has routines at backward ops, or is not complete.
+    return any(
+        plan.backward.complete
+        and not any(plan.backward.actions.values())
+        and plan.context.get_op().type == type
+        for plan in plans
+    )
+
+
+REPORTED = (
+    "the functions of datasets (tf.data)",
+    "TensorFlow's native code runs what they map, filter and generate by as it is",
+)
+
+
+class Datasets:
+    """Reports iteration in a scope over datasets that were built before it; those built in it are ops."""
+
+    def __init__(self) -> None:
+        self._first_new_uid = 0
+        self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def patch(self, attributes: Attributes) -> None:
+        """Patch the iterators of datasets until `attributes` are restored."""
+        self._first_new_uid = ops.uid()
+        self._earlier_iterators.clear()
+        for name in ("_create_iterator", "_next_internal"):
+            attributes.set(iterator_ops.OwnedIterator, name, self._stand_in_for(name))
+
+    def _stand_in_for(self, name: str) -> Any:
+        """Stand-in for a method of OwnedIterator: reports the functions of earlier datasets."""
+        original = getattr(iterator_ops.OwnedIterator, name)
+
+        @functools.wraps(original)
+        def method(iterator: Any, *args: Any) -> Any:
+            result = original(iterator, *args)
+            activation = interceptor.active()
+            # A dataset that is built in a scope is reported when its op is called.
+            if activation is not None and self._is_earlier(iterator):
+                activation.state.report(*REPORTED)
+            return result
+
+        return method
+
+    def _is_earlier(self, iterator: Any) -> bool:
+        """Return whether a dataset with functions was built before the scope."""
+        if iterator not in self._earlier_iterators:
+            has_earlier_functions, datasets = False, [getattr(iterator, "_dataset", None)]
+            while datasets:
+                dataset = datasets.pop()
+                if dataset is None:
+                    continue
+                datasets += dataset._inputs()
+                variant = dataset._variant_tensor
+                has_earlier_functions |= bool(
+                    dataset._functions()
+                    and isinstance(variant, EagerTensor)
+                    and variant._id < self._first_new_uid
+                )
+            self._earlier_iterators[iterator] = has_earlier_functions
+        return self._earlier_iterators[iterator]

@@ -1,0 +1,240 @@
+"""SavedModels: a copy of the folder gets edited functions; variables, assets and signatures stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from amanda.backend import Artefact, Inlining, Namespace, digest
+from amanda.errors import ArtefactError
+from amanda.files import file_beside
+from tensorflow.core.framework import function_pb2, graph_pb2
+from tensorflow.python.checkpoint import checkpoint_options
+from tensorflow.python.framework import function_def_to_graph, ops
+from tensorflow.python.saved_model import fingerprinting_utils, load, load_options, loader_impl
+
+from ._requirements import check
+from .graph import (
+    GraphTensorOps,
+    RuntimeFunction,
+    TensorFlowRewriting,
+    edited_definition,
+    function_body,
+    rewrite,
+)
+
+_MODEL, _KERAS, _FINGERPRINT = "saved_model.pb", "keras_metadata.pb", "fingerprint.pb"
+ABOUT = Path("assets.extra", "amanda.json")
+
+
+class SavedModelFolder(Artefact):
+    """A folder that `tf.saved_model.save` or a Keras model's `export` has written.
+
+    The edited functions have the names of the original ones. Variables, assets, signatures and the graph of
+    objects are kept.
+    """
+
+    api = 1
+    kind = "SavedModel"
+
+    def __init__(self, path: Path) -> None:
+        check("saved_model")
+        _check_files(path)
+        self._path = path
+        self._file = _read(path)
+        self._changed: dict[str, Any] = {}
+        self._added: dict[str, Any] = {}
+        try:
+            self._library = FunctionLibrary(self._file.meta_graphs[0].graph_def)
+            self._bound = LoadedObjects(self._file, path)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise ArtefactError(f"{path} cannot be loaded by TensorFlow: {reason}") from error
+
+    def instrument(self, inlining: Inlining) -> None:
+        """Edit each function that an object of the SavedModel has, except those that save and restore."""
+        self._changed, self._added = {}, {}
+        for name in self._functions():
+            self._edit(name, inlining)
+        _call_by_name(self._changed, self._added)
+        if (self._path / _KERAS).exists():
+            inlining.leave(_KERAS, "is left out: Keras would make layers anew by it, without routines")
+
+    def _functions(self) -> Iterator[str]:
+        """Yield the names of the functions, without those that save and restore."""
+        objects = self._file.meta_graphs[0].object_graph_def
+        saving: set[str] = set()
+        for node in objects.nodes:
+            for saveable in node.saveable_objects.values():
+                for index in (saveable.save_function, saveable.restore_function):
+                    saving.update(_concrete_names(objects.nodes[index]))
+        return (name for name in sorted(objects.concrete_functions) if name not in saving)
+
+    def _edit(self, name: str, inlining: Inlining) -> None:
+        """Rewrite a function and those that it calls."""
+        function = self._library.find(name)
+        if function is None:
+            raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
+        # `context.is_static()` reads the last tag: ops of a file have no execution while tools look at them.
+        tags = Namespace(f"tensorflow/{tf.__version__}/function/static")
+        rewriting = TensorFlowRewriting(
+            analysis=inlining.analysis(GraphTensorOps()),
+            namespace=tags,
+            written=True,
+            find_function=self._library.find,
+        )
+        bound = self._bound.captured_inputs(name)
+        first = len(function.arguments) - len(bound)
+        body = function_body(function, digest("saved_model", name), rewriting, _argument(bound, first))
+        rewritten = rewrite(body, rewriting)
+        rewriting.analysis.finish()
+        inlining.take_over(rewriting)
+        if rewritten.changed:
+            self._changed[name] = edited_definition(function.definition, rewritten)
+            self._added.update({definition.signature.name: definition for definition in rewriting.library})
+
+    def write(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
+        # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make
+        # layers by them, without routines.
+        shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))
+        file = type(self._file)()
+        file.CopyFrom(self._file)
+        library = file.meta_graphs[0].graph_def.library
+        for definition in library.function:
+            name = definition.signature.name
+            if name in self._changed:
+                definition.CopyFrom(self._changed[name])
+                definition.signature.name = name
+        # The name of an added function tells its content, so an equal name is an equal function.
+        present = {definition.signature.name for definition in library.function}
+        library.function.extend(added for name, added in self._added.items() if name not in present)
+        _append_description(path / ABOUT, about)
+        try:
+            (path / _MODEL).write_bytes(file.SerializeToString(deterministic=True))
+        except Exception as error:
+            # Protocol buffers end at 2 GB, and the type of the error depends on their version.
+            raise ArtefactError(f"{path.name} cannot be written as {_MODEL}: {error}") from error
+        if (self._path / _FINGERPRINT).exists():
+            fingerprinting_utils.write_fingerprint(str(path))
+
+
+def _append_description(path: Path, about: Mapping[str, Any]) -> None:
+    """Append a description of the tools to the file that lists those of earlier copies."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{json.dumps([*before, about], indent=1)}\n", encoding="utf-8")
+
+
+def _check_files(path: Path) -> None:
+    """Raise ArtefactError for a link that leads out of the folder; a copy would contain the linked file."""
+    for folder, _, names in os.walk(path, followlinks=True):
+        inner = Path(folder).relative_to(path)
+        for name in names:
+            file_beside(path / _MODEL, str(inner / name), f"parts of {path}")
+
+
+def _read(path: Path) -> Any:
+    """Read a SavedModel; raise ArtefactError for a broken one, or one of TensorFlow 1."""
+    try:
+        file = loader_impl.parse_saved_model(str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtefactError(f"{path} is no SavedModel that can be read: {error}") from error
+    # SavedModels of TensorFlow 1 have a graph, but no functions that could be edited.
+    if len(file.meta_graphs) != 1 or not file.meta_graphs[0].HasField("object_graph_def"):
+        raise ArtefactError(
+            f"{path} is of TensorFlow 1, a graph without functions: load it and save it as one of TensorFlow "
+            "2, m = tf.saved_model.load(path); tf.saved_model.save(m, other, m.signatures)"
+        )
+    return file
+
+
+def _concrete_names(node: Any) -> Sequence[str]:
+    if node.HasField("bare_concrete_function"):
+        return [node.bare_concrete_function.concrete_function_name]
+    return list(node.function.concrete_functions)
+
+
+def _argument(bound: Sequence[Any], first: int) -> Callable[[int], Any]:
+    """Return a lookup of the present value of an argument; the captured tensors follow the arguments."""
+    return lambda position: bound[position - first] if position >= first else None
+
+
+def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
+    """Make calls of an edited copy call the function of the SavedModel, if that has the same content."""
+    names_by_content = {_content_without_name(function): name for name, function in changed.items()}
+    contents = {name: _content_without_name(function) for name, function in added.items()}
+    equal_names = {
+        name: names_by_content[content] for name, content in contents.items() if content in names_by_content
+    }
+    for name in equal_names:
+        del added[name]
+    for definition in (*changed.values(), *added.values()):
+        for node in definition.node_def:
+            for value in node.attr.values():
+                for function in [value.func] if value.HasField("func") else value.list.func:
+                    function.name = equal_names.get(function.name, function.name)
+
+
+def _content_without_name(definition: Any) -> bytes:
+    """Return a function's definition as bytes, equal for functions that differ in their names alone."""
+    copy = type(definition)()
+    copy.CopyFrom(definition)
+    copy.signature.name = ""
+    content: bytes = copy.SerializeToString(deterministic=True)
+    return content
+
+
+def _rewritten_files(root: Path) -> Callable[[str, list[str]], list[str]]:
+    rewritten = (_MODEL, _KERAS, _FINGERPRINT)
+    return lambda folder, names: [name for name in names if name in rewritten and Path(folder) == root]
+
+
+class FunctionLibrary:
+    """The functions of a SavedModel by name, each with a graph in which no other function is inlined."""
+
+    def __init__(self, graph: graph_pb2.GraphDef) -> None:
+        self._definitions: Mapping[str, Any] = {
+            definition.signature.name: definition for definition in graph.library.function
+        }
+        self._graphs: dict[str, Any] = {}
+        self._holder = tf.Graph()
+        with self._holder.as_default():
+            empty = graph_pb2.GraphDef(versions=graph.versions, library=graph.library)
+            # The import registers the functions with this graph, in which calls of them are looked up.
+            tf.graph_util.import_graph_def(empty, name="")
+
+    def find(self, name: str) -> RuntimeFunction | None:
+        """Return a function with a copy of its definition, which may be edited; None for an unknown name."""
+        if name not in self._definitions:
+            return None
+        definition = function_pb2.FunctionDef()
+        definition.CopyFrom(self._definitions[name])
+        # Each graph is created once, since a function may be called at many places.
+        if name not in self._graphs:
+            with self._holder.as_default():
+                self._graphs[name] = function_def_to_graph.function_def_to_graph(definition)
+        return RuntimeFunction(definition, self._graphs[name])
+
+
+class LoadedObjects:
+    """The objects of a SavedModel, loaded so that variables have values."""
+
+    def __init__(self, saved_model: Any, path: Path) -> None:
+        private_copy = type(saved_model)()
+        private_copy.CopyFrom(saved_model)  # the loader renames functions in it
+        # Loaded variables must not become part of a graph that the caller is building.
+        with ops.init_scope():
+            self._loader = load.Loader(
+                private_copy.meta_graphs[0].object_graph_def, private_copy, str(path),
+                checkpoint_options.CheckpointOptions(), load_options.LoadOptions(), None,
+            )  # fmt: skip
+
+    def captured_inputs(self, function: str) -> list[Any]:
+        """Return the tensors that a function captures, such as handles of variables."""
+        return list(self._loader._concrete_functions[function].captured_inputs)

@@ -1,5 +1,0 @@
-"""SavedModels: folders that are instrumented without being run."""
-
-from ._folder import SavedModelFolder
-
-__all__ = ["SavedModelFolder"]

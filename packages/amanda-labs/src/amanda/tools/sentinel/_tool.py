@@ -1,0 +1,355 @@
+"""The tool: chooses the steps to watch by a time budget, and keeps the alarms."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from threading import get_ident
+from time import perf_counter
+from typing import Annotated, Any, Literal
+from weakref import ref
+
+import amanda
+from amanda.backend import when_imported
+from amanda.errors import ToolError
+from amanda.options import NonNegativeFloat, PositiveInt, PositiveShare, Range, Seed, Share, checked
+from amanda.tools.kit import RequiredNames
+from amanda.tools.sentinel import _reruns
+from amanda.tools.sentinel._result import (
+    Alarm,
+    Ranks,
+    SentinelError,
+    SentinelResult,
+    StepCounts,
+    raise_alarms,
+)
+from amanda.tools.sentinel._watch import StepWatcher
+
+_REQUIRED = RequiredNames(
+    "amanda.tools.sentinel",
+    "torch",
+    "torch:Tensor._base",
+    "torch:Tensor._is_view",
+    "torch:_C.DisableTorchFunction",
+    "torch:_C._autograd._saved_tensors_hooks_is_enabled",
+    "torch:_C._current_autograd_node",
+    "torch:_C._len_torch_dispatch_stack",
+    "torch.utils._python_dispatch:_disable_current_modes",
+)
+
+Compiled = Literal["eager", "instrument"]
+logger = logging.getLogger("amanda")
+
+
+class SentinelTool(amanda.Tool):
+    """Detect silent data corruption, NaN, spikes and diverging ranks in training, within a time budget.
+
+    `result` has the alarms, `clear` drops them.  For PyTorch.
+    A step ends with the step of any optimizer of torch.optim, or with a call of `step`.  In a watched step
+    the tool computes norms of the outputs of a share of the forward and backward ops, and runs these again on
+    the same inputs.  In other steps no driver of Amanda is attached.
+
+    budget: share of the training time that watching may take; None to watch every step.
+    share: share of the ops of a watched step that are checked; in one step after the first NaN, all ops.
+    threshold: robust deviations above the median at which a norm is a spike.  window: number of executions
+        in the median.
+    ranks: compare gradients and parameters of the ranks of torch.distributed.
+    stop: raise SentinelError at the first alarm, at the end of the step.
+    compiled: treatment of compiled functions in watched steps, as in `amanda.apply`.
+    seed: seed of the choice of ops.  limit: number of alarms that the result keeps.
+
+    Raises OptionError for options that are not valid.
+    """
+
+    is_copied_when_used = False
+
+    # In steps that are not watched nothing is attached, so they cost next to nothing.
+    intercepts = False
+
+    @checked
+    def __init__(
+        self,
+        budget: PositiveShare | None = 0.01,
+        share: Share = 0.1,
+        threshold: NonNegativeFloat = 12.0,
+        window: Annotated[int, Range(8, 1_000_000)] = 64,
+        ranks: bool = True,
+        stop: bool = False,
+        compiled: Compiled = "instrument",
+        seed: Seed = 0,
+        limit: PositiveInt = 1_000,
+    ) -> None:
+        super().__init__()
+        self._options = budget, threshold, window, ranks, stop, limit
+        self._watching = share, seed, compiled
+        self._handles: list[Any] = []
+        self._admissions: list[Callable[[amanda.OpContext], bool]] = []
+        self._scope: amanda.Scope | None = None
+        self._thread = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop alarms, norms and times; steps are counted from 0."""
+        share, seed, compiled = self._watching
+        self._watch = StepWatcher(share, seed, self._alarm, self._close)
+        for admits in self._admissions:
+            self._watch.restrict(admits)
+        self._step_scope = amanda.apply(self._watch, compiled=compiled)
+        self._budget, self._counts = Budget(self._options[0]), StepCounts()
+        self._ranks = Ranks(self._name_of)
+        self._alarms: list[Alarm] = []
+        self._logged_places: set[tuple[str, ...]] = set()
+        # Weakly, since an optimizer holds the parameters of its model.
+        self._optimizers: set[ref[Any]] = set()
+        self._dropped = 0
+        self._watches_all_next: bool | None = None
+        """True after the first NaN: all ops of the next step are watched; False once that step has begun."""
+        self._remarks: dict[str, None] = {}
+        self._begun, self._inside = perf_counter(), 0.0
+
+    def restrict(self, admits: Callable[[amanda.OpContext], bool]) -> None:
+        """Watch only ops whose context `admits` accepts."""
+        super().restrict(admits)
+        self._admissions.append(admits)
+        self._watch.restrict(admits)
+
+    def wrap_routines(self, wrap: Any) -> None:
+        """Raise ToolError: the tool chooses its steps itself."""
+        raise ToolError(
+            "sentinel chooses the steps that it watches by its budget: give no start, end or frequency"
+        )
+
+    @property
+    def result(self) -> SentinelResult:
+        """Return the alarms so far, and a row for each watched op."""
+        self._counts.comparisons = self._ranks.comparisons
+        budget = self._budget
+        result = SentinelResult(
+            list(self._watch.ops.values()), self._alarms, self._counts, budget.spent, budget.passed,
+            budget.share, self._dropped,
+        )  # fmt: skip
+        reports = [f"{entry.what}: {entry.reason}" for entry in self._step_scope.report]
+        result.remarks = [*self._remarks, *self._ranks.remarks, *reports[:10]]
+        return result
+
+    def step(self) -> None:
+        """End a step, in training without an optimizer of torch.optim."""
+        self._end_step()
+
+    def scope_entered(self) -> None:
+        """Begin a step, and hook the steps of optimizers, once torch is imported."""
+        self._thread = get_ident()
+        # The tool must not be what imports a framework.
+        self._call_off = when_imported("torch.optim.optimizer", self._hook_optimizers)
+        self._begin_step()
+
+    def _hook_optimizers(self) -> None:
+        from torch.optim import optimizer
+
+        _REQUIRED.check()
+        self._handles = [
+            optimizer.register_optimizer_step_pre_hook(self._before_update),
+            optimizer.register_optimizer_step_post_hook(lambda *arguments: self._end_step()),
+        ]
+
+    def scope_left(self) -> None:
+        """Judge the last step, which has not ended, and receive the last hashes of the ranks."""
+        self._call_off()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._judge_step()
+        self._raise_or_keep(self._ranks.received_alarms(wait=True), stop=False)
+        # NaN may have begun in a step that was not watched, but parameters keep it.
+        if not any(alarm.kind == "nan" for alarm in self._alarms):
+            self._raise_or_keep(self._alarm_for_parameters(), stop=False)
+        if not self._counts.steps:
+            self._remarks[
+                "No step ended: no optimizer of torch.optim made one, and `step` was not called."
+            ] = None
+
+    def _alarm_for_parameters(self) -> list[Alarm]:
+        """Return an alarm if a parameter is not finite although no watched step had an alarm for NaN."""
+        optimizers = [optimizer for weak in self._optimizers if (optimizer := weak()) is not None]
+        every = [x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]]
+        floating = [x for x in every if _reruns.is_plain(x) and (x.is_floating_point() or x.is_complex())]
+        # The tool's own arithmetic is no op of the program.
+        with amanda.disabled():
+            norms = _reruns.to_host([_reruns.norm_of(x) for x in floating])
+        non_finite = [x for x, norm in zip(floating, norms, strict=True) if not math.isfinite(norm)]
+        if not non_finite:
+            return []
+        detail = (
+            f"{len(non_finite)} of {len(floating)} parameters hold NaN or infinity as the scope closes, the "
+            f"first is {self._name_of(non_finite[0])}; it began in a step that was not watched"
+        )
+        return [Alarm("nan", self._counts.steps, "", "", "", "", detail)]
+
+    def _begin_step(self) -> None:
+        """Begin a step, and open the scope of the watcher if the budget allows."""
+        self._begun, self._inside = perf_counter(), 0.0
+        self._watch.step = self._counts.steps
+        if self._watches_all_next or self._budget.allows():
+            self._watch.share = 1.0 if self._watches_all_next else self._watching[0]
+            self._watch.allowance = math.inf if self._watches_all_next else self._budget.allowance
+            self._watches_all_next = False if self._watches_all_next else self._watches_all_next
+            self._scope = self._step_scope
+            self._scope.start()
+
+    def _close(self) -> None:
+        """Close the scope of a watched step, at its end or once its allowance is spent on new ops."""
+        if self._scope is not None and not self._scope.closed:
+            self._scope.stop()
+
+    def _before_update(self, optimizer: Any, *arguments: Any) -> None:
+        """Compare the ranks: data-parallel ranks hold the same gradients before an update."""
+        self._optimizers.add(ref(optimizer))
+        if not self._options[3] or get_ident() != self._thread:
+            return
+        start, step = perf_counter(), self._counts.steps
+        with amanda.disabled():
+            alarms = self._ranks.received_alarms()
+            if self._ranks.is_due(step):
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                alarms += self._ranks.send(
+                    step, parameters, lambda: self._budget.interval(perf_counter() - start)
+                )
+        self._inside += perf_counter() - start
+        self._raise_or_keep(alarms)
+
+    def _end_step(self) -> None:
+        """Judge the step, count its time, and begin the next; raise SentinelError with `stop`."""
+        if get_ident() != self._thread:
+            self._remarks["Steps on other threads than the one that opened the scope were not watched."] = (
+                None
+            )
+            return
+        start = perf_counter()
+        watched, exhausted = self._scope is not None, self._scope is not None and self._scope.closed
+        alarms = self._judge_step()
+        now = perf_counter()
+        self._inside += now - start + self._watch.seconds
+        self._watch.seconds = 0.0
+        self._budget.step_ended(now - self._begun, self._inside, watched, exhausted)
+        self._counts.steps += 1
+        self._counts.watched += watched
+        self._begin_step()
+        if alarms and self._options[4]:
+            raise SentinelError(alarms[0])
+
+    def _judge_step(self) -> list[Alarm]:
+        """Close the scope of a watched step, and return its alarms."""
+        if self._scope is None:
+            return []
+        self._close()
+        self._scope = None
+        _, threshold, window, *_ = self._options
+        overflowed, self._watch.overflowed = self._watch.overflowed, False
+        norms = self._watch.end_step()
+        if overflowed:
+            self._counts.skipped += 1
+        elif norms:
+            with amanda.disabled():
+                values = _reruns.to_host([norm.value for norm in norms])
+            alarms, followed = raise_alarms(self._counts.steps, norms, values, threshold, window)
+            self._counts.followed += followed
+            has_nan = any(alarm.kind == "nan" for alarm in alarms)
+            if self._watches_all_next is None and self._watch.share < 1 and has_nan:
+                self._watches_all_next = True
+            self._raise_or_keep(alarms, stop=False)
+        return [alarm for alarm in self._alarms if alarm.step == self._counts.steps]
+
+    def _raise_or_keep(self, alarms: list[Alarm], stop: bool = True) -> None:
+        for alarm in alarms:
+            self._alarm(alarm)
+        if alarms and stop and self._options[4]:
+            raise SentinelError(alarms[0])
+
+    def _alarm(self, alarm: Alarm) -> None:
+        """Log the first alarm of an op, and keep alarms up to the limit."""
+        # A broken unit raises an alarm in every step; the log has each place once.
+        key = alarm.kind, alarm.phase, alarm.type, alarm.module, alarm.source
+        if key not in self._logged_places:
+            logger.warning("sentinel: %s", alarm)
+            self._logged_places.add(key)
+        if len(self._alarms) < self._options[5]:
+            self._alarms.append(alarm)
+        else:
+            self._dropped += 1
+
+    def _name_of(self, parameter: Any) -> str:
+        path = self._watch.paths.get(self.identity_of(parameter))
+        return path or f"of shape {tuple(parameter.shape)}"
+
+
+_ENOUGH = 3
+"""Steps that were not watched, after which one may be."""
+_BURST = 0.1
+"""Share of a step that a watched one may spend on ops that are new."""
+_STALL = 10
+"""A watched step that took longer than this many times the tool's own work was held up by something else."""
+
+
+class Budget:
+    """Time spent on watching, and whether the next step may be watched.
+
+    share: of the time since the beginning; None for all steps.
+
+    The cost of a watched step is the longer of the time in the tool's own code, and the time of the step
+    beyond the median of the others.  A step is watched once the time that has passed has earned the cost of
+    the steps before, and the one that is expected.
+    """
+
+    def __init__(self, share: float | None) -> None:
+        self.share = share
+        self.passed = self.spent = 0.0
+        # The last steps alone: their time changes with batches and machines.
+        self._plain: deque[float] = deque(maxlen=31)
+        self._costs: deque[float] = deque(maxlen=7)
+        self._reserve = 0.0
+        """Cost of analysing forward ops so far, until a step is watched to its end.
+
+        Their backward ops cost about as much, all in one step.
+        """
+
+    def step_ended(self, seconds: float, inside: float, watched: bool, exhausted: bool = False) -> None:
+        """Count a step; seconds: that it took, inside: of them in the tool's own code.
+
+        exhausted: whether watching ended in its midst, at the allowance.
+        """
+        self.passed += seconds
+        if not watched:
+            self.spent += inside
+            self._plain.append(seconds - inside)
+            return
+        beyond = seconds - median(self._plain) if self._plain else inside
+        # A step that was held up by something else would spend the budget of hours.
+        cost = max(inside, min(beyond, _STALL * inside))
+        self.spent += cost
+        self._costs.append(cost)
+        self._reserve = self._reserve + cost if exhausted else 0.0
+
+    @property
+    def allowance(self) -> float:
+        """The seconds after which a watched step analyses no further forward ops."""
+        return math.inf if self.share is None else _BURST * median(self._plain)
+
+    def allows(self) -> bool:
+        """Return True if the next step may be watched."""
+        if self.share is None:
+            return True
+        # Without a few plain steps nobody knows what a watched one costs more.
+        if len(self._plain) < _ENOUGH:
+            return False
+        # The first watched step is expected to take its allowance.
+        expected = median(self._costs) if self._costs else self.allowance
+        return self.spent + expected + self._reserve <= self.share * self.passed
+
+    def interval(self, seconds: float) -> int:
+        """Return how many steps lie between repetitions of work that takes `seconds`."""
+        if self.share is None or not self._plain:
+            return 1
+        return max(1, int(seconds / (0.5 * self.share * median(self._plain))) + 1)

@@ -1,0 +1,429 @@
+"""Tools of the command line: values of options from text, selected ops and steps, and files for results."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import shlex
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import amanda
+from amanda import options
+from amanda.errors import AmandaError, FileError, did_you_mean
+from amanda.files import check_folder_to_write
+from amanda.options import REQUIRED, Mismatch, kind_of
+from amanda.plugins import tool_class
+from amanda.tools.results import Result
+from amanda.tools.select import Phase, Selection
+from amanda.tools.steps import Steps, Window
+
+Given = str | Sequence[Any] | int | float | bool | None
+"""A value given for an option: text, or a value that a configuration file has already."""
+
+_LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}
+_TRUTH = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+_NOT_TEXT = "text cannot express its values: make the tool in Python"
+
+
+class Unreadable(ValueError):
+    """A value is not of the expected type, which the message names."""
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """One option of a tool: its name, the type of its values, its default (`REQUIRED` without one)."""
+
+    name: str
+    type: Any
+    default: Any
+
+    @property
+    def readable(self) -> bool:
+        """True if text can be converted to the option's type."""
+        return _is_readable(self.type)
+
+    def read(self, value: Given) -> Any:
+        """Return the value; raise Unreadable, which names the expected type."""
+        return read(value, self.type)
+
+    def __str__(self) -> str:
+        if not self.readable:
+            return f"{self.name}, and {_NOT_TEXT}"
+        default = "" if self.default is REQUIRED else f" = {_default_text(self.default)}"
+        return f"{self.name}: {kind_of(self.type).text}{default}"
+
+
+def options_of(kind: Callable[..., Any]) -> dict[str, CommandOption]:
+    """Return the options of a tool's constructor by name."""
+    return {
+        name: CommandOption(name, _guess(option), option.default)
+        for name, option in options.options_of(kind).items()
+    }
+
+
+def read(value: Given, annotation: Any) -> Any:
+    """Return a value of a type, from text or from a value of a configuration file. Raises Unreadable."""
+    converted, kind = _convert(value, annotation), kind_of(annotation)
+    try:
+        return kind.accept(converted)
+    except Mismatch as mismatch:
+        raise _unreadable(annotation, str(mismatch)) from None
+
+
+def _convert(value: Given, annotation: Any) -> Any:
+    """Return a value in the plain type of an annotation, before its range is checked."""
+    plain = _plain(annotation)
+    origin, members = get_origin(plain), get_args(plain)
+    if origin in (Union, types.UnionType):
+        return _read_first(value, members, annotation)
+    if origin is Literal:
+        return _read_literal(value, members, annotation)
+    if _is_list(plain):
+        return _read_list(value, origin or plain, members, annotation)
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise Unreadable(f"expected {kind_of(annotation).text}, not several values")
+        value = value[0]
+    if plain not in _READERS:
+        raise Unreadable(_NOT_TEXT)
+    try:
+        return _READERS[plain](value)
+    except (ValueError, TypeError, KeyError):
+        raise _unreadable(annotation) from None
+
+
+def _unreadable(annotation: Any, why: str = "") -> Unreadable:
+    kind = kind_of(annotation)
+    expected = kind.words if kind.words.endswith(kind.text) else kind.text
+    return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
+
+
+def _read_first(value: Given, members: Sequence[Any], annotation: Any) -> Any:
+    # Text is tried last: 1 and none may be values of another type.
+    for member in sorted(members, key=lambda kind: _plain(kind) is str):
+        with suppress(Unreadable):
+            return read(value, member)
+    raise _unreadable(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
+
+
+def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
+    """Return the member of a Literal that a value is, or that its text is."""
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    for member in members:
+        if value == member or (isinstance(value, str) and value == str(member)):
+            return member
+    near = get_close_matches(str(value), list(map(str, members)), n=1)
+    expected = f"expected {kind_of(annotation).text}"
+    raise Unreadable(expected + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
+    """Return a collection of the values in "a+b" or in a list."""
+    inner = _element_type(members)
+    texts: list[Any] = []
+    for text in [value] if isinstance(value, str) or not isinstance(value, Sequence) else value:
+        # 1e+5 is one number.
+        pattern = r"(?<![eE])\+" if _plain(inner) is float else r"\+"
+        texts += re.split(pattern, text) if isinstance(text, str) else [text]
+    try:
+        # "a+" ends in an empty text, which is no value.
+        values = [read(text, inner) for text in texts if text != ""]
+    except Unreadable:
+        raise Unreadable(f"expected {kind_of(annotation).text} (a+b)") from None
+    container = origin if origin in (list, tuple, set, frozenset) else list
+    return container(values)
+
+
+def _bool(value: Any) -> bool:
+    return value if isinstance(value, bool) else _TRUTH[_str(value).lower()]
+
+
+def _int(value: Any) -> int:
+    # True is an int to Python, and 2.5 would be cut to 2.
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    # 0 for the base: "0x10" is read as Python reads it.
+    return int(value, 0) if isinstance(value, str) else int(value)
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _none(value: Any) -> None:
+    if value is not None and _str(value).lower() != "none":
+        raise ValueError
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _path(value: Any) -> Path | str:
+    return Path(value).expanduser() if _str(value) else ""  # Path("") would be the working directory
+
+
+_READERS: Mapping[Any, Callable[[Any], Any]] = {
+    bool: _bool, int: _int, float: _float, str: _str, Path: _path, type(None): _none,
+    Any: lambda given: given,
+}  # fmt: skip
+
+
+def _plain(annotation: Any) -> Any:
+    """Return the type of an annotation that may state a range."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _element_type(members: Sequence[Any]) -> Any:
+    """Return the type of the elements of a list."""
+    return next((member for member in members if member is not Ellipsis), str)
+
+
+def _is_readable(annotation: Any) -> bool:
+    """Return True if text can be converted to the type of an annotation."""
+    plain = _plain(annotation)
+    origin, members = get_origin(plain), get_args(plain)
+    if origin in (Union, types.UnionType):
+        return any(_is_readable(member) for member in members if member is not type(None))
+    if _is_list(plain):
+        elements = [member for member in members if member is not Ellipsis]
+        return all(_is_readable(element) and not _is_list(_plain(element)) for element in elements)
+    return origin is Literal or plain in _READERS
+
+
+def _is_list(plain: Any) -> bool:
+    return plain in _LISTS or get_origin(plain) in _LISTS
+
+
+def _guess(option: options.Option) -> Any:
+    """Return the annotation of an option, or the type of its default where no annotation can be read."""
+    if option.annotation is not inspect.Parameter.empty:
+        return option.annotation
+    return type(option.default) if type(option.default) in _READERS and option.default is not None else str
+
+
+def _default_text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+SELECTORS: Mapping[str, CommandOption] = {
+    name: CommandOption(name, annotation, default)
+    for name, annotation, default in (
+        ("type", list[str], None), ("module", list[str], None), ("exclude", list[str], None),
+        ("phase", Phase | None, None), ("start", int, 0), ("end", int | None, None), ("frequency", int, 1),
+        ("out", Path | None, None),
+    )
+}  # fmt: skip
+"""Options of every tool that has none of that name itself: selected ops and steps, and the file for the
+result."""
+
+
+class SpecError(AmandaError, ValueError):
+    """A tool has no such option, or an option cannot take the given value."""
+
+
+@dataclass
+class Tooling:
+    """A tool, its name in the output, and the file for its result.
+
+    phase: the selected part of the program; None for all.
+    home: the folder that `out` is relative to, even if the program changes its working directory.
+    """
+
+    name: str
+    tool: amanda.Tool
+    out: Path | None
+    phase: str | None = None
+    home: Path = field(default_factory=lambda: _working_directory() or Path())
+
+
+def _working_directory() -> Path | None:
+    """Return the working directory; None where it has been deleted, and programs run nevertheless."""
+    with suppress(FileNotFoundError):
+        return Path.cwd()
+    return None
+
+
+@dataclass
+class ToolSpec:
+    """The registered name of a tool, and values for its options: texts, or values of a configuration file."""
+
+    name: str
+    given: dict[str, Given] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> ToolSpec:
+        """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes."""
+        name, _, options_text = text.partition(":")
+        if not name.strip():
+            raise SpecError(f"{text!r} names no tool; give TOOL or TOOL:option=value,...")
+        splitter = shlex.shlex(options_text, posix=True)
+        splitter.whitespace, splitter.whitespace_split, splitter.commenters = ",", True, ""
+        # Backslashes stay: paths of Windows, and patterns, have them.
+        splitter.escape = ""
+        try:
+            parts = list(splitter)
+        except ValueError:
+            raise SpecError(f"{text!r} has a quotation mark without its twin") from None
+        options: dict[str, Any] = {}
+        for part in parts:
+            option, equals, value = part.partition("=")
+            options.setdefault(option.strip(), []).append(value if equals else "true")
+        return cls(name.strip(), options)
+
+    def __str__(self) -> str:
+        options = [
+            f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
+            for name, value in self.given.items()
+        ]
+        return f"{self.name}:{','.join(options)}" if options else self.name
+
+    def make(self, steps: Steps) -> Tooling:
+        """Return a new tool, restricted to its selection.
+
+        Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, the given and
+        the expected value.
+        """
+        kind = _class(self.name)
+        options = options_of(kind)
+        values = {name: self._read(name, value, options) for name, value in self.given.items()}
+        required = [option for option in options.values() if option.default is REQUIRED]
+        missing = [str(option) for option in required if option.name not in values]
+        if missing:
+            raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
+        # A tool that has an option of that name itself gets the value.
+        selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
+        try:
+            tool = kind(**values)
+            keys = selectors.keys() & {"type", "module", "exclude", "phase"}
+            selection = Selection(**{key: selectors[key] for key in keys})
+            window = None
+            if {"start", "end", "frequency"} & selectors.keys():
+                start, frequency = selectors.get("start", 0), selectors.get("frequency", 1)
+                window = Window(steps, start, selectors.get("end"), frequency)
+        except (AmandaError, ValueError, TypeError, OSError) as error:
+            raise SpecError(f"tool {self.name}: {error}") from error
+        if not isinstance(tool, amanda.Tool):
+            kind = type(tool).__name__
+            raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
+        _check_out(self.name, tool, selectors.get("out"))
+        selection.let(tool)
+        if window is not None:
+            window.let(tool)
+        return Tooling(self.name, tool, selectors.get("out"), selectors.get("phase"))
+
+    def _read(self, name: str, value: Given, options: Mapping[str, CommandOption]) -> Any:
+        """Return the value of an option; raise SpecError, which names tool and option."""
+        option = options.get(name) or SELECTORS.get(name)
+        if option is None:
+            raise SpecError(f"tool {self.name} has no option {name!r}; {_known_options(name, options)}")
+        try:
+            return option.read(value)
+        except Unreadable as error:
+            value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            raise SpecError(f"tool {self.name}, option {name}: {error}, was given {value_text!r}") from None
+
+
+def split_tools(word: str) -> list[str]:
+    """Return the specs of `flops,profile`, or of `flops:type=conv2d,profile:kernels`.
+
+    A comma begins a tool where the name of a registered tool, alone or with a colon, follows; elsewhere the
+    comma stands between options.
+    """
+    registered = {plugin.name for plugin in amanda.list_tools()}
+    specs: list[str] = []
+    for part in word.split(","):
+        if specs and ":" in specs[-1] and part.partition(":")[0] not in registered:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    return specs
+
+
+def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
+    """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
+    specs = [ToolSpec(spec.name, dict(spec.given)) for spec in first]
+    # The first of several with one name is the one to be overridden.
+    specs_by_name = {spec.name: spec for spec in reversed(specs)}
+    for spec in second:
+        if spec.name in specs_by_name:
+            specs_by_name.pop(spec.name).given.update(spec.given)
+        else:
+            specs.append(spec)
+    return specs
+
+
+def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
+    """Return tools that count the same steps; the second of a kind is named "flops-2".
+
+    Raises what `ToolSpec.make` raises.
+    """
+    # One counter for all tools, or each would watch every op for its own.
+    steps, counts = Steps(), Counter[str]()
+    toolings = []
+    for spec in specs:
+        tooling = spec.make(steps)
+        counts[spec.name] += 1
+        if counts[spec.name] > 1:
+            tooling.name = f"{spec.name}-{counts[spec.name]}"
+        toolings.append(tooling)
+    return toolings
+
+
+@functools.cache  # a forked process need not look them up again
+def _class(name: str) -> Any:
+    """Return what a distribution registers as a tool, or the class at an import path."""
+    where, dot, kind = name.rpartition(".")
+    if not dot:
+        return tool_class(name)
+    try:
+        return getattr(import_module(where), kind)
+    except (ImportError, AttributeError) as error:
+        raise SpecError(f"tool {name} cannot be imported: {error}") from error
+
+
+def _check_out(name: str, tool: amanda.Tool, out: Path | None) -> None:
+    """Raise SpecError if a tool's result cannot be written into the file of the option `out`."""
+    if out is None:
+        return
+    if not out.is_absolute() and _working_directory() is None:
+        raise SpecError(f"tool {name}, option out: {out} is in the working directory, which has been deleted")
+    if not hasattr(type(tool), "result"):
+        raise SpecError(f"tool {name}, option out: the tool has no result")
+    try:
+        check_folder_to_write(out.parent)
+        if out.is_dir():
+            raise FileError(f"{out} is a folder")
+    except FileError as error:
+        raise SpecError(f"tool {name}, option out: {error}") from error
+    # Not every tool has a result, so the type checker knows of none.
+    result = getattr(tool, "result")  # noqa: B009
+    if not isinstance(result, Result) or type(result).save is not Result.save:
+        return  # one with a `save` of its own may have other forms
+    if out.suffix not in result.suffixes:
+        raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
+
+
+def _known_options(name: str, options: Mapping[str, CommandOption]) -> str:
+    return did_you_mean(name, {*(option.name for option in options.values() if option.readable), *SELECTORS})

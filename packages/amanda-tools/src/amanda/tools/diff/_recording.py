@@ -1,0 +1,443 @@
+"""The programs that a comparison runs: functions, commands, the control of a, and b with a value of a."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import amanda
+from amanda.errors import AmandaError
+from amanda.options import Name, NonNegativeInt, checked
+from amanda.tools.diff._comparison import MARGIN, Expected, RunComparison
+from amanda.tools.diff._errors import Pair, array_distance
+from amanda.tools.diff._run import Compiled, Run, Source, open_run, run_of
+from amanda.tools.diff._tools import Extra, Float64Tool, ReplacedTool, find_failing_op
+from amanda.tools.dump import Dump, DumpTool
+from amanda.tools.kit import Tensors, leaves, tensors_of
+from amanda.tools.libraries import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_BYTES = 8 << 30
+"""Bytes of tensors that are kept of a run."""
+
+
+@dataclass
+class FunctionProgram:
+    """A function and what it is called with; returned: what it gave at its last run."""
+
+    call: Callable[..., Any]
+    inputs: Sequence[Any]
+    compiled: Compiled
+    max_bytes: int
+    returned: list[NDArray[Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return getattr(self.call, "__qualname__", type(self.call).__name__)
+
+    def record(self, folder: Path, *extra: Extra) -> Run:
+        """Run under a `DumpTool` that keeps all tensors but inputs.
+
+        Of compiled code, what the function returns is kept too: the compiler has the last word on it.
+        """
+        tool = DumpTool(folder, **_dump_options(self.max_bytes))
+        extra_tools = [kind(**options) for kind, options in extra]
+        try:
+            # The recording tool comes last: it records what the tools before it changed.
+            with amanda.apply(*extra_tools, tool, compiled=self.compiled):
+                returned = self.call(*self.inputs)
+        except BaseException:
+            tool.clear()  # else it would be written when the folder is gone
+            raise
+        if self.compiled == "instrument":
+            tool.add_returned(returned)
+        result = tool.result
+        if not result.entries:
+            raise AmandaError(f"{self.name} executed no op that could be compared")
+        if result.failure:
+            raise AmandaError(f"what {self.name} computed cannot be kept: {result.failure}")
+        remarks = [
+            f"{text}: {', '.join(sorted(words))}"
+            for extra_tool in extra_tools for text, words in _tool_remarks(extra_tool)
+        ]  # fmt: skip
+        run = replace(run_of(_complete_dump(result.folder, self.name)), name=self.name, remarks=remarks)
+        self.returned = _arrays(returned) if run.in_graph else []
+        return run
+
+    def unobserved(self) -> list[NDArray[Any]]:
+        """Return what the function gives without any tool."""
+        return _arrays(self.call(*self.inputs))
+
+
+@checked
+@dataclass
+class Command:
+    """Command line of a program, which runs under `amanda run`.  python: its interpreter."""
+
+    line: Name
+    compiled: Compiled = "instrument"
+    max_bytes: NonNegativeInt = MAX_BYTES
+    python: Name = sys.executable
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return self.line
+
+    def record(self, folder: Path, *extra: Extra) -> Run:
+        """Run the program under a `DumpTool`; its output goes to standard error.
+
+        Raises AmandaError for a program that fails or executes no op.
+        """
+        tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
+        tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
+        under = [
+            part for name, options in tools
+            for part in ("-t", f"{name}:{','.join(f'{key}={_text(x)}' for key, x in options.items())}")
+        ]  # fmt: skip
+        command = [self.python, "-m", "amanda", "run", "-q", "--compiled", self.compiled, *under]
+        try:
+            # Standard output is for the report alone.
+            done = subprocess.run([*command, "--", *shlex.split(self.line)], stdout=sys.stderr.fileno())
+        except OSError as error:
+            raise AmandaError(f"{self.python} cannot be run: {error.strerror}") from None
+        if done.returncode:
+            self._check_interpreter()
+            raise AmandaError(f"{self.line!r} ended with {_status(done.returncode)}")
+        # Under a launcher each rank writes a folder of its own.
+        dump_folder = folder if (folder / "index.json").exists() else folder / "rank0"
+        if not (dump_folder / "index.json").exists():
+            raise AmandaError(f"{self.line!r} executed no op that could be compared")
+        run = run_of(_complete_dump(dump_folder, repr(self.line)))
+        remarks = [] if dump_folder == folder else ["Of several ranks, rank 0 alone was compared"]
+        return replace(run, name=self.line, remarks=remarks)
+
+    def _check_interpreter(self) -> None:
+        """Raise AmandaError if Amanda cannot be imported where the program ran."""
+        if self.python == sys.executable:
+            return
+        code = "import amanda.__main__, amanda.tools.dump"
+        tried = subprocess.run([self.python, "-c", code], capture_output=True, text=True, errors="replace")
+        reason = tried.stderr.strip().rpartition("\n")[2]
+        if "ImportError" in reason or "ModuleNotFoundError" in reason:
+            raise AmandaError(
+                f"{self.python} does not have Amanda ({reason}); install it there, with the driver of the "
+                f"framework: {self.python} -m pip install amanda-tools amanda-driver-torch"
+            )
+        if tried.returncode:
+            raise AmandaError(
+                f"{self.python} runs no Python code: it ended with {_status(tried.returncode)}"
+                f"{reason and f' ({reason})'}; give the interpreter of an environment that has Amanda"
+            )
+
+
+Program = FunctionProgram | Command
+
+
+def _complete_dump(folder: Path, program: str) -> Dump:
+    """Return the dump of a program; raise AmandaError where something could not be written."""
+    dump = Dump(folder)
+    if dump.incomplete:
+        raise AmandaError(
+            f"what {program} computed could not all be written to {folder}, so nothing is compared"
+        )
+    return dump
+
+
+def _status(code: int) -> str:
+    """Return the status of a process in words, or the signal that ended the process."""
+    try:
+        return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _dump_options(max_bytes: int) -> dict[str, Any]:
+    """Return the options of a `DumpTool` that keeps all tensors but inputs."""
+    return {
+        "inputs": "summary", "outputs": "full", "weights": "full", "gradients": "full", "executions": None,
+        "max_bytes": max_bytes, "max_tensor_bytes": max_bytes,
+    }  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    text = "none" if value is None else os.fspath(value) if isinstance(value, Path) else str(value)
+    return f"'{text}'" if "," in text else text
+
+
+def _arrays(value: Any) -> list[NDArray[Any]]:
+    """Return the tensors in what a function gave."""
+    tensors = [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
+    dense = [(tensors_of(tensor), tensors_of(tensor).dense(tensor)) for tensor in tensors]
+    return [library.exact(tensor) for library, tensor in dense if tensor is not None]
+
+
+def _tool_remarks(tool: amanda.Tool) -> list[tuple[str, set[str]]]:
+    """Return what a tool could not do, in sets of words."""
+    attributes = {"ops without float64 ran in float32": "narrow", "an op kept values of its own": "reasons"}
+    return [(text, words) for text, name in attributes.items() if (words := getattr(tool, name, None))]
+
+
+Control = Literal["again", "float64", "auto"]
+_REPEATED = frozenset({"pytorch", "onnxruntime"})
+"""Frameworks whose functions start from the same state each time."""
+
+
+class RecordedRuns:
+    """The runs a and b, which are recorded in a folder where they are programs.
+
+    remarks: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
+    failure: the op of b that fails where it is compiled, and the failure in words.
+    """
+
+    def __init__(
+        self, folder: Path, a: Source, b: Source, inputs: Sequence[Any], compiled: Compiled, max_bytes: int
+    ) -> None:
+        self._folder = folder
+
+        def program(source: Source) -> Program | None:
+            if isinstance(source, Command):
+                return source
+            return FunctionProgram(source, inputs, compiled, max_bytes) if callable(source) else None
+
+        self._programs = program(a), program(b)
+        if inputs and not any(isinstance(program, FunctionProgram) for program in self._programs):
+            raise AmandaError(f"{len(inputs)} inputs were given, and neither a nor b is a function to call")
+        self._start: ProcessState | None = None
+        self.remarks: list[str] = []
+        self.failure: tuple[int, str] | None = None
+        self.a, self.b = (
+            open_run(source, label) if code is None else self._record_first(label, code)
+            for label, source, code in zip("ab", (a, b), self._programs, strict=True)
+        )
+        self.remarks += [*self.a.remarks, *self.b.remarks]
+        self.recorded = {"a": self.a, "b": self.b}
+
+    def _record_first(self, label: str, program: Program) -> Run:
+        """Record a or b; where compiled code of b fails, with eager ops from the one that fails on."""
+        try:
+            run = self._record(label, program)
+        except Exception as error:
+            # Run a is the reference: if it fails nothing can be compared.
+            if label == "a" or program.compiled == "eager":
+                raise
+            # A folder holds one dump, and every try writes one.
+            tries = count()
+            run, op = find_failing_op(lambda tool: self._record(f"b{next(tries)}", program, tool), error)
+            cause = getattr(error, "inner_exception", error)
+            line = str(cause).strip().partition("\n")[0]
+            self.failure = (
+                op,
+                f"{type(cause).__name__} ({line}) where it is compiled, none where it is eager code",
+            )
+            self.remarks.append("Ops of b from the one that fails on ran as eager code")
+            return run
+        # A compiler may choose other kernels for code with routines in it: what it returns without them is
+        # checked.
+        if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _REPEATED:
+            self._begin(program)
+            try:
+                self.remarks += _tool_effects(label, program.returned, program.unobserved())
+            except Exception as error:
+                self.remarks.append(
+                    f"{label} raised {type(error).__name__} without a tool, and nothing with one"
+                )
+        return run
+
+    def _record(self, label: str, program: Program, *extra: Extra) -> Run:
+        self._begin(program)
+        return program.record(self._folder / label, *extra)
+
+    def _begin(self, program: Program) -> None:
+        """Bring the process to the state that its first run started from."""
+        if isinstance(program, FunctionProgram):
+            if self._start is None:
+                self._start = ProcessState()
+            else:
+                self._start.restore()
+
+    def expected(self, control: Control | Source | None) -> Expected | None:
+        """Return the relative error that the control shows of each op of a; None without a control.
+
+        Raises AmandaError for a control that cannot be run.
+        """
+        if control is None:
+            return None
+        is_named = isinstance(control, str) and control in get_args(Control)
+        run = self._control(cast("Control", control)) if is_named else open_run(control, "control")
+        label = run.name if not is_named else f"a {self._way}"
+        self.remarks.append(f"Errors up to {MARGIN:g} times those of a against {label} are expected")
+        self.remarks += run.remarks
+        self.recorded["control"] = run
+        compared, _ = RunComparison(self.a, run, None).ops({})
+        # A wider control shows how far a is from the truth, and by luck this may be 0: rounding is always
+        # expected.
+        is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
+        return {
+            (pair[0].op, pair[0].execution): max(c.relative, _rounding(c.dtypes[0]) if is_wider else 0.0)
+            for pair, c in compared
+        }
+
+    def _control(self, control: Control) -> Run:
+        """Record the control: a in float64, or a once more."""
+        program = self._programs[0]
+        if program is None:
+            raise AmandaError(
+                f"control is {control!r}, but a is not a program to run; give a dump as the control"
+            )
+        if control != "again":
+            try:
+                return self._in_float64(program)
+            except AmandaError as error:
+                if control == "float64":
+                    raise
+                self.remarks.append(str(error))
+        self._way = "once more"
+        return self._record("again", program)
+
+    def _in_float64(self, program: Program) -> Run:
+        """Run a in float64; raise AmandaError where that cannot be."""
+        if self.a.framework != "pytorch":
+            raise AmandaError(f"Float64 is for PyTorch, and a is {self.a.framework}")
+        self._way = "in float64"
+        try:
+            return self._record("control", replace(program, compiled="eager"), (Float64Tool, {}))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise AmandaError(f"a cannot be run in float64 ({cause}), only again") from error
+
+    def with_value(self, pair: Pair) -> Run | None:
+        """Run b with what an op of a gave in place of what the op of b gives; None where that cannot be.
+
+        Raises AmandaError where b is no program.
+        """
+        program = self._programs[1]
+        if program is None:
+            raise AmandaError("bisect runs b again, but b is not a program to run")
+        entry_a, entry_b = pair
+        if self.a.is_derived(entry_a) or self.b.is_derived(entry_b):
+            return None
+        if self.a.dump is None or self.b.dump is None or self.b.ops[entry_b.op].type == "returned":
+            return None
+        if entry_a.op >= len(self.a.dump.ops) or entry_b.op >= len(self.b.dump.ops):  # one tensor of a list
+            return None
+        options = {
+            "source": self.a.dump.folder, "op": entry_a.op,
+            "target": self.b.dump.folder, "target_op": entry_b.op,
+        }  # fmt: skip
+        return self._record("replaced", program, (ReplacedTool, options))
+
+
+def _tool_effects(label: str, with_tool: Sequence[Any], without_tool: Sequence[Any]) -> list[str]:
+    """Say where a function returns other numbers under tools than without."""
+    if len(with_tool) != len(without_tool) or any(
+        a.shape != b.shape for a, b in zip(with_tool, without_tool, strict=True)
+    ):
+        return [f"{label} returned other tensors without a tool than with one"]
+    worst = max(
+        (array_distance(*pair).relative for pair in zip(with_tool, without_tool, strict=True)), default=0.0
+    )
+    if not worst:
+        return []
+    return [
+        f"The compiled code of {label} returned other numbers without a tool, by a relative error of "
+        f"{worst:.2g}: it was compiled otherwise there, and this comparison is of the code with tools in it"
+    ]
+
+
+def _rounding(dtype: str) -> float:
+    """Return the root mean square of the relative error of rounding to an element type; 0 for integers."""
+    if not dtype.startswith(("float", "bfloat")):
+        return 0.0
+    from ml_dtypes import finfo
+
+    # Rounding errs by up to half a unit in the last place, evenly: the root mean square is 1/sqrt(12) of the
+    # unit, a little below a quarter of it for a mantissa between 1 and 2.
+    bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
+    return float(2.0**-bits / 4)
+
+
+class ProcessState:
+    """State of the process before its first run, which every other run starts from again.
+
+    It has the random state of Python, NumPy and PyTorch; parameters, buffers and gradients of all living
+    modules; and the state of all living optimizers.
+    """
+
+    def __init__(self) -> None:
+        self._random, self._numpy = random.getstate(), np.random.get_state()
+        self._torch: Any = sys.modules.get("torch")
+        if self._torch is not None:
+            with amanda.disabled(), self._torch.no_grad():
+                self._save_torch(self._torch)
+
+    def _save_torch(self, torch: Any) -> None:
+        """Copy random states, tensors of modules, gradients and states of optimizers."""
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        tensors, self._optimizers = {}, []
+        # A function may reach models by closures and globals: the garbage collector sees every live one.
+        for item in gc.get_objects():
+            # Not isinstance, which asks an object for `__class__`: a lazy proxy would load what it stands
+            # for.
+            kind = type(item)
+            # A module whose `__init__` has not run yet has no parameters, and an optimizer no state.
+            if issubclass(kind, torch.nn.Module) and "_parameters" in item.__dict__:
+                for tensor in (*item.parameters(recurse=False), *item.buffers(recurse=False)):
+                    if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                        # By id: modules may share a tensor, and tensors have no equality that is a bool.
+                        tensors[id(tensor)] = tensor
+            elif issubclass(kind, torch.optim.Optimizer) and hasattr(item, "state"):
+                self._optimizers.append(
+                    (item, {key: _state_copy(value) for key, value in item.state.items()})
+                )
+        self._tensors = [(item, item.detach().clone(), _gradient_copy(item)) for item in tensors.values()]
+
+    def restore(self) -> None:
+        """Bring the process back to the state."""
+        random.setstate(self._random)
+        np.random.set_state(self._numpy)
+        if self._torch is None:
+            return
+        with amanda.disabled(), self._torch.no_grad():
+            self._torch.set_rng_state(self._cpu)
+            if self._cuda:
+                self._torch.cuda.set_rng_state_all(self._cuda)
+            for tensor, value, gradient in self._tensors:
+                # In place where that is possible: views and optimizers keep the memory.  `.data` raises no
+                # version.
+                if tensor.shape == value.shape and tensor.dtype == value.dtype:
+                    tensor.data.copy_(value)
+                else:
+                    tensor.data = value.clone()
+                if tensor.is_leaf:
+                    tensor.grad = None if gradient is None else gradient.clone()
+            for optimizer, state in self._optimizers:
+                # The same dict stays: it is a defaultdict to which others may hold references.
+                optimizer.state.clear()
+                optimizer.state.update({key: _state_copy(value) for key, value in state.items()})
+
+
+def _gradient_copy(tensor: Any) -> Any:
+    gradient = tensor.grad if tensor.is_leaf else None
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _state_copy(value: Any) -> Any:
+    """Return the state of one parameter, with tensors of its own."""
+    if not isinstance(value, dict):
+        return value
+    return {name: tensor.clone() if hasattr(tensor, "clone") else tensor for name, tensor in value.items()}

@@ -1,0 +1,424 @@
+"""The cost of ops and of their backward ops, and the facts that decide it: formula, shapes, bytes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import amanda
+from amanda.tools.flops._by_shape import Extents, ShapedContext
+from amanda.tools.flops._cost import Components, Cost, Formula, Shapes, are_known, components, size
+from amanda.tools.flops._formulas import attention_backward, no_cost
+from amanda.tools.flops._inside import COMPILED, InnerCosts, costs_inside
+from amanda.tools.flops._table import (
+    CONTRACTIONS,
+    COPIES,
+    ELEMENTWISE,
+    FORMULAS,
+    MOVES,
+    gradients_of_factors,
+    traffic,
+)
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import MATRIX_PRODUCTS, itemsize, local, share, torch_shape, torch_word
+
+
+def write_pytorch_facts(context: amanda.OpContext) -> None:
+    """Write `parameters`, `backward_macs` and the like in PyTorch's terms.
+
+    is_function: an autograd.Function, or an operator of a library; either may call ops in Python.
+    """
+    # Contexts may be analysed again after a tool put a mask in a parameter's place: the first look is right.
+    if context.is_backward() or context["backward_macs"] is _backward_macs:
+        return  # what takes a parameter's place later, as its mask has it, is none
+    from torch._C import DisableTorchFunction
+    from torch.nn import Parameter
+
+    inputs = context.get_inputs()
+    is_forward = context["phase"] == "forward"
+    # An optimizer reads parameters to update them, which are not parameters of a layer.
+    owned = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
+    context["parameters"] = sum(local(value).numel() for value in owned)
+    context["backward_macs"] = _backward_macs
+    context["batch_first"] = bool(context.get_attrs().get("batch_first"))
+    context["extents"] = extents
+    context["inside"] = costs_inside
+    context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_op_type()
+    # Attributes of a tensor subclass may run code of the program.
+    with DisableTorchFunction():
+        tensors = list(tensors_of(inputs))
+        context["differentiated"] = [value.requires_grad for value in tensors]
+        context["is_complex"] = any(value.dtype.is_complex for value in tensors)
+    context["is_view"] = is_view
+
+
+def extents(value: Any) -> Any:
+    """Return a tensor's shape, of a nested tensor those of its components; None of what is no tensor."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return torch_shape(value)
+    with torch._C.DisableTorchFunction(), amanda.disabled():
+        try:
+            return Components(_component_shapes(value)) if value.is_nested else torch_shape(value)
+        except (NotImplementedError, RuntimeError):  # the lengths have no values, as on the device meta
+            return torch_shape(value)
+
+
+def _component_shapes(nested: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of the components of a nested tensor."""
+    import torch
+
+    # The older strided layout has its sizes in one tensor, the jagged one in offsets.
+    if nested.layout is not torch.jagged:
+        yield from map(tuple, nested._nested_tensor_size().tolist())
+        return
+    lengths, ragged = nested.lengths(), nested._ragged_idx
+    outer, inner = nested.shape[1:ragged], nested.shape[ragged + 1 :]
+    for length in (nested.offsets().diff() if lengths is None else lengths).tolist():
+        yield (*outer, length, *inner)
+
+
+def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Return whether all outputs lie in the memory of an input."""
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        read = {_storage(local(tensor)) for tensor in tensors_of(inputs)}
+        written = [_storage(local(tensor)) for tensor in tensors_of(outputs)]
+    # Outputs without memory of their own, such as sparse ones, count as copies.
+    return bool(written) and None not in written and read.issuperset(written)
+
+
+def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
+    """Return the tensors among values, those in lists too."""
+    import torch
+
+    return (value for value in leaves(values) if isinstance(value, torch.Tensor))
+
+
+def _storage(tensor: Any) -> int | None:
+    """Return the address of a tensor's memory; None for a tensor without a single one."""
+    import torch
+
+    try:
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass, with its own methods, need not know
+            # The address of the C++ object, which all views of one memory share.
+            return int(torch.Tensor.untyped_storage(tensor)._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse ones have several
+        return None
+
+
+_PRODUCT = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+_PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
+"""Convolutions of real numbers by which torch computes one of complex numbers."""
+
+
+def _backward_macs(context: amanda.OpContext) -> int:
+    """Count the products that make each gradient that a node gives."""
+    grads, entering = context.get_grad_inputs() or [], context.get_grad_outputs() or []
+    first = next((grad for grad in entering if grad is not None), None)
+    if first is None:
+        return 0  # where no gradient enters none leaves
+    product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
+    if product is None:
+        layer = _macs_of_recurrent_layer(context)
+        return _macs_of_factors(context, _is_complex(first)) if layer is None else layer
+    factors = MATRIX_PRODUCTS[torch_word(product[1].lower())].factors
+    first_grad, second = (grads[i] if i < len(grads) else None for i in factors)
+    size, macs = prod(first.shape), 0
+    if first_grad is not None:
+        macs += round(size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
+    if second is not None:
+        # The gradient of a factor (k, m) is a product over the n rows of the result: n k m again.
+        width = second.shape[-2] if second.dim() > 1 else second.shape[-1] if second.dim() else 1
+        macs += round(size * width * share([second]))
+    return macs * (context.get("complex_products", 1) if _is_complex(first) else 1)
+
+
+def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
+    """Count for the gradient of each factor as many as the op itself takes.
+
+    The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
+    the gradient of the output, and once more for that of the other.
+    """
+    grads, cost = context.get_grad_inputs() or [], context.get("cost")
+    macs = cost.macs if cost else 0
+    if context["is_complex"] and not is_complex:
+        # The forward cost counts all real products of a complex convolution, a real gradient needs one of
+        # them.
+        macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
+    if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
+        entering = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
+        is_made = [grad is not None for grad in grads[:3]]
+        return int(entering * is_made[0] + sum(is_made[1:])) * macs
+    return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), grads)
+
+
+def _is_complex(value: Any) -> bool:
+    return "complex" in str(value.dtype)
+
+
+def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
+    """Count a node of oneDNN's LSTM, one layer in one direction; None for others.
+
+    Its gradients are those of the input, the weights of the input and of the state, two biases, and states.
+    The gradient of the state goes back through every step but the first, whose state is given.
+    """
+    if not context.get_backward_op().__name__.startswith("MkldnnRnnLayer"):
+        return None
+    grads, extents = context.get_grad_inputs() or [], context.get_inputs()[0].shape
+    steps, rows = extents[1::-1] if context["batch_first"] else extents[:2]
+    hidden = next(grad for grad in context.get_grad_outputs() or [] if grad is not None).shape[-1]
+    size = sum(grad.numel() for grad in (grads[1], grads[2]) if grad is not None)  # of weights
+    if grads[0] is not None:
+        size += grads[0].shape[-1] * _GATES * hidden
+    state = _GATES * hidden**2 * rows * (steps if grads[5] is not None else steps - 1)
+    return int(steps * rows * size + state)
+
+
+_GATES = 4
+"""Of an LSTM."""
+
+
+LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
+"""Of ops that move tensors between processes, which cost bytes alone."""
+
+OF_NESTED = ("_transformer_encoder_layer_fwd",)
+"""Types whose formulas read nested tensors, which have no shape, themselves."""
+
+
+def formula_of(names: tuple[str, str]) -> Formula | None:
+    """Return the built-in formula of an op of these names: the framework's, and the vocabulary's."""
+    if names[0].startswith(LIBRARIES):
+        return no_cost
+    if names[0].endswith("Dataset") or "DatasetV" in names[0]:
+        return no_cost  # what its functions compute is in no op
+    return next((FORMULAS[name] for name in names if name in FORMULAS), None)
+
+
+def is_free(context: amanda.OpContext, names: tuple[str, str]) -> bool:
+    """Return whether an op computes nothing and moves no bytes, whatever its shapes are.
+
+    Of an op that may copy, `is_always_or_never_view` has been checked.
+    """
+    if context["in_place"] or names[1] not in MOVES or formula_of(names) is not no_cost:
+        return False
+    return COPIES.isdisjoint(names) or bool(context["is_view"]((), ()))
+
+
+def shapes_of(
+    context: ShapedContext | amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Shapes:
+    """Return the shapes that a formula of the op is given."""
+    return Shapes.of(
+        context["type"], inputs, outputs, context["shape"], context.get_attrs(),
+        context["weight_index"], context["weight_layout"],
+    )  # fmt: skip
+
+
+def element_type(context: amanda.OpContext) -> Any:
+    """Return the framework's element type of the first tensor among the inputs; None without one."""
+    kinds = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
+    return next((kind for kind in kinds if kind is not None), None)
+
+
+def has_shapes(names: tuple[str, str], shapes: Shapes) -> bool:
+    """Return True if a formula has all that it reads."""
+    return names[0] in OF_NESTED or shapes.are_known
+
+
+def bytes_moved(
+    context: ShapedContext | amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]
+) -> int:
+    """Return the bytes that one execution moves."""
+    inputs, in_place = context.get_inputs(), context["in_place"]
+    if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
+        return 0
+    read, written = ([bytes_of(context, [value]) for value in side] for side in (inputs, outputs))
+    return traffic(names, read, written, in_place)
+
+
+def bytes_of(context: ShapedContext | amanda.OpContext, values: Iterable[Any]) -> int:
+    """Return the bytes of tensors, also of those in lists."""
+    # Of a distributed tensor this process moves its own shard.
+    sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
+    # Without a known element type float32 is assumed, as most tensors have it.
+    return sum(count * (itemsize(_type_name(context, value)) or 4) for value, count in sizes if count)
+
+
+def _type_name(context: ShapedContext | amanda.OpContext, value: Any) -> str | None:
+    """Return the name of a tensor's element type; that of extents alone is PyTorch's."""
+    if isinstance(value, Extents):
+        return str(value.dtype).removeprefix("torch.")
+    name: str | None = context["dtype"](value)
+    return name
+
+
+def write_default_facts(context: amanda.OpContext) -> None:
+    """Write `parameters`, `backward_macs` and the like, as any framework tells them."""
+    # Backward ops share the context of their forward op: what is there already was written at that op.
+    if "parameters" not in context:
+        weight = context["weight_index"]
+        context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
+        context["backward_macs"] = _macs_of_each_gradient
+        context["extents"] = context["shape"]
+        context["inside"] = None
+        context["is_function"] = False
+        context["is_view"] = lambda inputs, outputs: False
+
+
+def _macs_of_each_gradient(context: amanda.OpContext) -> int:
+    """Return as many as the op takes, for the gradient of each factor that a backward op gives."""
+    kind = context["backward_type"].removesuffix("_backward")
+    count = gradients_of_factors(kind, context.get_grad_inputs() or [])
+    return count * (context["cost"].macs if context["cost"] else 0)
+
+
+NO_WORK = MOVES | {"accumulate_grad"}
+
+logger = logging.getLogger("amanda")
+
+
+class OpCostModel:
+    """Compute costs by a program's own formulas and by the built-in ones.
+
+    custom: formulas by a word, or a framework's name of an op.  complex_macs: real multiply-accumulates in
+    a complex one.
+    """
+
+    def __init__(self, custom: Mapping[str, Formula], complex_macs: int) -> None:
+        self.custom = dict(custom)
+        self._complex_macs = complex_macs
+
+    def complex_products(self, context: ShapedContext | amanda.OpContext) -> int:
+        """Return the number of real multiply-accumulates in one multiply-accumulate of the op."""
+        # Integers take no part: an index beside complex numbers does not make a product half real.
+        names = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
+        kinds = [
+            name.startswith("complex") for name in names if name.startswith(("complex", "float", "bfloat"))
+        ]
+        if not any(kinds):
+            return 1
+        # Complex by real takes two real products, whatever the method.
+        return self._complex_macs if all(kinds) else min(self._complex_macs, 2)
+
+    def cost_of_op(
+        self, names: tuple[str, str], shapes: Shapes, source: str, products: int = 1
+    ) -> Cost | None:
+        """Return the cost by a formula; None where there is none.
+
+        products: as `complex_products` gives them.
+        """
+        # The program's own formulas come first, and their errors reach the program.
+        custom = next((self.custom[name] for name in names if name in self.custom), None)
+        formula = custom or formula_of(names)
+        if formula is no_cost:
+            return Cost()
+        if formula is None or not has_shapes(names, shapes):
+            return None
+        try:
+            costs = [(formula(part), count) for part, count in shapes.by_component()]
+        except Exception as error:  # an unusual call is not worth the user's program
+            if custom is not None:
+                raise
+            logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
+            return None
+        # The usual case is a single component, whose cost needs no sum.
+        total = costs[0][0] if len(costs) == 1 and costs[0][1] == 1 else _total(costs)
+        # A formula of the program counts complex products as the program likes.
+        return total if custom or products == 1 else total.with_complex(products)
+
+    def inside(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
+        """Return the costs of the operators that an op calls, counted once for its backward ops too."""
+        if "within" not in context:
+            run = context["inside"]
+            context["within"] = run and run(context, {**FORMULAS, **self.custom}, self._complex_macs)
+        within: InnerCosts | None = context["within"]
+        return within
+
+    def cost_of_backward_op(
+        self, context: ShapedContext | amanda.OpContext, kind: str, grads: Sequence[Any]
+    ) -> Cost | None:
+        """Return the cost of a backward op of a type that gives these gradients."""
+        forward, shape = kind.removesuffix("_backward"), context["shape"]
+        if kind in self.custom:
+            return self.custom[kind](shapes_of(context, context.get_grad_outputs() or [], grads))
+        if forward == "scaled_dot_product_attention":
+            return _attention_backward(context, share(grads))
+        # Also double backward: its type has the suffix twice, and its products are those of the same op.
+        if forward.removesuffix("_backward") in CONTRACTIONS:
+            return Cost.of_macs(context["backward_macs"](context))
+        if forward in NO_WORK:
+            return Cost()
+        # A composite op, such as a loss, has a node for each inner operator: each is priced by its own run.
+        if forward not in ELEMENTWISE and context.get_backward_order() == 1:
+            within = self.inside(context)
+            node = context.get_backward_op().__name__
+            cost = within.pop_cost_of(node) if within else None
+            if cost is not None:
+                return cost
+            if within and node == COMPILED and within.backward_macs:
+                return None  # how many of its products there are, torch does not tell
+            is_known = context["cost"] is not None and not (context["inside"] and forward in FORMULAS)
+            if forward == context["type"] and not is_known:
+                return None
+        # The gradient of what is elementwise takes about one operation for each element.
+        return Cost(0, sum(size(shape(local(grad))) for grad in grads))
+
+    def cost_of_gradients(
+        self, context: amanda.OpContext, names: tuple[str, str], op: Shapes, *sides: Sequence[Any]
+    ) -> Cost | None:
+        """Return the cost of a backward op by shapes that are known as it runs; None where they are not.
+
+        op: the shapes of its op.  sides: those of the gradients that enter and leave it.
+        """
+        if not are_known([*op.inputs, *op.outputs, *sides[0], *sides[1]]):
+            return None
+        costs = []
+        kind = context["element_type"]
+        for (inputs, outputs, *grads), count in components([op.inputs, op.outputs, *sides]):
+            forward = replace(op, inputs=inputs, outputs=outputs)
+            shaped = ShapedContext(
+                context, [[_extents_of(shape, kind) for shape in side] for side in (inputs, outputs, *grads)]
+            )
+            shaped["cost"] = self.cost_of_op(names, forward, "", context["complex_products"])
+            leaving = [grad for grad in shaped.get_grad_inputs() if grad is not None]
+            cost = self.cost_of_backward_op(shaped, context["backward_type"], leaving)
+            if cost is None:
+                return None
+            costs.append((cost, count))
+        return _total(costs)
+
+
+def _total(costs: Sequence[tuple[Cost, int]]) -> Cost:
+    """Return the sum of costs, each times its count."""
+    macs = sum(cost.macs * count for cost, count in costs)
+    return Cost(macs, sum(cost.flops * count for cost, count in costs))
+
+
+def _extents_of(shape: Any, kind: Any) -> Any:
+    """Return what stands for a tensor of a shape and an element type, or for a list of tensors."""
+    if isinstance(shape, list):
+        return [_extents_of(inner, kind) for inner in shape]
+    return None if shape is None else Extents(shape, kind)
+
+
+def _attention_backward(context: ShapedContext | amanda.OpContext, part: float) -> Cost | None:
+    """Return the cost of a fused kernel, whose gradients are those of queries, keys and values."""
+    entering = next((value for value in context.get_grad_outputs() or [] if value is not None), None)
+    if entering is None:
+        return Cost()
+    is_own = context["type"] == "scaled_dot_product_attention"
+    inputs = context.get_inputs()[:3] if is_own else [None] * 3
+    grads = [*(context.get_grad_inputs() or []), None, None, None]
+    read = [grad if value is None else value for value, grad in zip(inputs, grads, strict=False)]
+    # The kernel's cost depends on queries, keys and values; without one of their shapes it cannot be told.
+    if any(value is None for value in read):
+        return None
+    shapes = [context["shape"](value) for value in (entering, *read)]
+    return attention_backward(Shapes("", shapes, ())).part(part)

@@ -1,0 +1,228 @@
+"""Axes of tensors: weights with their axes in one order, and windows that slide over spatial axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import numpy as np
+from amanda.tools.mapping import spatial_axes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Unfolding(NamedTuple):
+    """The way from a weight to its canonical form: reshape to `split`, transpose by `order`, then reshape.
+
+    canonical: the shape at the end.  outputs: number of leading axes of it that are no inputs.
+    """
+
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    canonical: tuple[int, ...]
+    outputs: int
+
+    @classmethod
+    def of(cls, extents: Sequence[int], layout: str) -> Unfolding:
+        """Return the way from a weight of these extents to its canonical form.
+
+        layout: as in StandardMapping; further axes in front of it are those of a batch.
+        """
+        batch = len(extents) - len(layout)
+        window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
+        inputs = batch + layout.index("I")
+        if "M" not in layout:
+            order = (*range(batch), batch + layout.index("O"), inputs, *window)
+            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), batch + 1)
+        # A WeightLayout knows its groups; a depthwise convolution has one for each channel.
+        groups = int(getattr(layout, "groups", extents[inputs]))
+        # With groups, the axis of inputs is one of groups and one of inputs of each.
+        split = (*extents[:inputs], groups, extents[inputs] // groups, *extents[inputs + 1 :])
+        # Axes behind the one that is split move by one.
+        after = {axis: axis + (axis > inputs) for axis in range(len(extents))}
+        outputs = after[batch + layout.index("M")]
+        order = (*range(batch), inputs, outputs, inputs + 1, *(after[axis] for axis in window))
+        channels = (groups * split[outputs], split[inputs + 1])
+        canonical = (*extents[:batch], *channels, *(extents[axis] for axis in window))
+        return cls(split, order, canonical, batch + 1)
+
+    @property
+    def turned(self) -> tuple[int, ...]:
+        """The shape after the transposition."""
+        return tuple(self.split[axis] for axis in self.order)
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """The order of axes that undoes the transposition."""
+        return tuple(self.order.index(axis) for axis in range(len(self.order)))
+
+
+def canonical(weight: Any, layout: str | None) -> Any:
+    """Return a weight with its axes in the order of output channels, input channels, window.
+
+    weight: an array or tensor of any framework.  layout: as in StandardMapping: O out, I in, M how many
+    channels come of each group of I; None for a weight whose axes have no fixed meaning, which is returned as
+    it is.  Further axes in front are those of a batch, and stay there.
+    Returns (O, I, ...); where there is an M, (groups * M, I / groups, ...), which of a depthwise
+    convolution's weight is (I * M, 1, ...).
+    """
+    if layout is None:
+        return weight
+    way = Unfolding.of(shape(weight), layout)
+    return _reshaped(_turned(_reshaped(weight, way.split), way.order), way.canonical)
+
+
+def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
+    """Return what `canonical` made of a weight of these extents in that weight's own layout.
+
+    Without an M in the layout the array may have other extents, such as those of a larger window.
+    """
+    if layout is None:
+        return array
+    way = Unfolding.of(extents, layout)
+    # Without groups nothing is reshaped, so the array may have other extents than the weight.
+    if "M" not in layout:
+        return _turned(array, way.back)
+    return _reshaped(_turned(_reshaped(array, way.turned), way.back), tuple(extents))
+
+
+def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, ...]:
+    """Return the shape that `canonical` gives to a weight of these extents."""
+    return tuple(extents) if layout is None else Unfolding.of(extents, layout).canonical
+
+
+def _reshaped(array: Any, extents: tuple[int, ...]) -> Any:
+    return array if tuple(shape(array)) == extents else do("reshape", array, extents)
+
+
+def _turned(array: Any, order: tuple[int, ...]) -> Any:
+    return array if order == tuple(range(len(order))) else do("transpose", array, order)
+
+
+class Window(NamedTuple):
+    """The window along one spatial axis, in elements.
+
+    padding: zeros ahead and behind.  "same" and "same_lower" pad so that there are ceil(size / stride)
+    places, with an odd zero behind or ahead.
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: tuple[int, int] | str = (0, 0)
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first to the last that are read at one place."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def places(self, size: int) -> int:
+        """Return how often the window fits into an axis of a size."""
+        return (size + sum(self.pads(size)) - self.reach) // self.stride + 1
+
+    def pads(self, size: int) -> tuple[int, int]:
+        """Return the zeros ahead of and behind an axis of a size."""
+        if not isinstance(self.padding, str):
+            return self.padding
+        # ceil(size / stride) places, as TensorFlow's SAME and ONNX' SAME_UPPER have them.
+        total = max((-(-size // self.stride) - 1) * self.stride + self.reach - size, 0)
+        less, more = total // 2, total - total // 2
+        return (less, more) if self.padding == "same" else (more, less)
+
+    def slices(self, size: int) -> list[slice]:
+        """Return for each element of the window the slice of a padded axis that the element reads."""
+        last = (self.places(size) - 1) * self.stride
+        # A slice with a stride reads one element of the window at all places at once.
+        starts = range(0, self.reach, self.dilation)
+        return [slice(start, max(start + last + 1, start), self.stride) for start in starts]
+
+    def positions(self, size: int, count: int) -> NDArray[np.int64]:
+        """Return (count, kernel) positions that are read at each place; zeros lie outside of (0, size)."""
+        starts = np.arange(count)[:, None] * self.stride - self.pads(size)[0]
+        return starts + np.arange(self.kernel) * self.dilation
+
+
+def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int] = ()) -> list[Window]:
+    """Return the window along each spatial axis, from an op's attributes in PyTorch, TensorFlow, JAX or ONNX.
+
+    layout: axes of the input, such as "NCHW".  kernel: spatial extents of the weight of a convolution.
+
+    Raises NotImplementedError for a transposed convolution.
+    """
+    axes = spatial_axes(layout)
+    # Each framework has attributes of its own names, by which it is told from the others.
+    if "window_strides" in attributes:
+        return _jax_windows(attributes, axes, kernel)
+    if "padding" in attributes and "strides" in attributes:
+        return _tensorflow_windows(attributes, axes, kernel)
+    if attributes.keys() & {"strides", "kernel_shape", "auto_pad", "pads"}:
+        return _onnx_windows(attributes, axes, kernel)
+    if attributes.get("transposed"):
+        raise NotImplementedError("the window of a transposed convolution")
+    kernel = _per_axis(attributes.get("kernel_size", kernel), axes)
+    dilation = _per_axis(attributes.get("dilation", 1), axes)
+    stride = _per_axis(attributes.get("stride") or 1, axes)
+    # PyTorch's poolings move by their own size unless they are given a stride.
+    if "kernel_size" in attributes and not attributes.get("stride"):
+        stride = kernel
+    padding = attributes.get("padding", 0)
+    pads = [(pad, pad) for pad in _per_axis(0 if isinstance(padding, str) else padding, axes)]
+    if padding == "same":
+        # PyTorch's "same" is for a stride of 1, and puts an odd zero behind.
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(zeros // 2, zeros - zeros // 2) for zeros in total]
+    return list(map(Window, kernel, stride, dilation, pads))
+
+
+def _tensorflow_windows(
+    attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]
+) -> list[Window]:
+    sizes = [attributes["ksize"][i] for i in axes] if attributes.get("ksize") else kernel
+    stride = [attributes["strides"][i] for i in axes]
+    dilation = [(attributes.get("dilations") or {i: 1})[i] for i in axes]
+    explicit = attributes.get("explicit_paddings")
+    pads: list[Any] = [tuple(explicit[2 * i : 2 * i + 2]) if explicit else (0, 0) for i in axes]
+    if _text(attributes["padding"]) == "SAME":
+        pads = ["same"] * len(axes)
+    return [
+        Window(int(k), int(s), int(d), p) for k, s, d, p in zip(sizes, stride, dilation, pads, strict=True)
+    ]
+
+
+def _jax_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+    """Return the windows of a convolution, whose attributes are of spatial axes alone, or of a pooling."""
+    # JAX has no op of transposed convolutions: it dilates the input of a plain one.
+    dilated = [*(attributes.get("lhs_dilation") or ()), *(attributes.get("base_dilation") or ())]
+    if any(factor != 1 for factor in dilated):
+        raise NotImplementedError("the window of a transposed convolution")
+    is_pooling = "window_dimensions" in attributes
+    names = ("window_strides", "window_dilation" if is_pooling else "rhs_dilation", "padding")
+    stride, dilation, padding = (attributes[name] for name in names)
+    sizes = attributes["window_dimensions"] if is_pooling else kernel
+    return [
+        Window(int(sizes[i]), int(stride[i]), int(dilation[i]), (int(padding[i][0]), int(padding[i][1])))
+        for i in (axes if is_pooling else range(len(axes)))
+    ]
+
+
+def _onnx_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+    count = len(axes)
+    stride, dilation = (attributes.get(name) or [1] * count for name in ("strides", "dilations"))
+    # ONNX has all paddings ahead first, then all behind.
+    around = attributes.get("pads") or [0] * (2 * count)
+    pads: list[Any] = list(zip(around[:count], around[count:], strict=True))
+    automatic = _text(attributes.get("auto_pad", ""))
+    if automatic.startswith("SAME"):
+        pads = ["same" if automatic == "SAME_UPPER" else "same_lower"] * count
+    return list(map(Window, kernel or attributes["kernel_shape"], stride, dilation, pads))
+
+
+def _per_axis(value: Any, axes: Sequence[int]) -> list[int]:
+    values = [int(number) for number in value] if isinstance(value, (list, tuple)) else [int(value)]
+    return values * len(axes) if len(values) == 1 else values
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,338 @@
+"""MappingTool, rules that distributions register, and StandardMapping, whose words portable tools read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+
+from amanda import Namespace, OpContext, Tool
+from amanda.errors import AmandaError, ToolError
+from amanda.options import Where, checked
+from amanda.tools.mapping import _onnxruntime, _pytorch, _tensorflow
+from amanda.tools.mapping._products import write_weight_axes
+
+Rewrite = Callable[[OpContext], None]
+
+
+class RuleError(ToolError):
+    """A mapping rule is not `[namespace, before]` or `[namespace, before, after]`."""
+
+
+class MappingRule(NamedTuple):
+    """Rules for the contexts of a namespace, before and after the tools that depend on it."""
+
+    namespace: Namespace
+    before: Rewrite | None
+    after: Rewrite | None = None
+
+
+Rules: TypeAlias = Annotated[Sequence[Sequence[Any]], Where("a list of [namespace, before, after]")]
+
+
+class MappingTool(Tool):
+    """Rewrite the `OpContext` of ops before the tools that depend on this tool read it (for tool authors).
+
+    rules: `[namespace, before]` or `[namespace, before, after]`; one function may be None.  A rule applies
+    to ops whose namespace starts with its tags: "pytorch", "tensorflow/2.21.0"; `*` stands for any tag:
+    "*/*/graph".  At each point where a dependent tool has an analysis routine, the `before(context)` of all
+    rules run first, in order, then the routines, then the `after(context)` in reverse order.
+
+    Raises RuleError, which names the rule and the mistake.
+
+    >>> def name(context):
+    ...     context["op_name"] = context.get_op().__name__
+    >>> mapping = MappingTool(rules=[["pytorch", name]])
+    """
+
+    follows_dependents = True
+
+    @checked(error=RuleError)
+    def __init__(self, rules: Rules) -> None:
+        self.rules = [_read_rule(rule, f"rules[{position}]") for position, rule in enumerate(rules)]
+        # Rules run at each of the points where a dependent tool may have an analysis routine.
+        for backward in (False, True):
+            for require_outputs in (False, True):
+                self.add_inst_for_op(self._apply_before, backward, require_outputs)
+                if any(rule.after for rule in self.rules):
+                    self.add_closing_inst_for_op(self._apply_after, backward, require_outputs)
+
+    def _apply_before(self, context: OpContext) -> None:
+        for rule in self.rules:
+            if rule.before is not None and context.namespace.matches(rule.namespace):
+                rule.before(context)
+
+    def _apply_after(self, context: OpContext) -> None:
+        for rule in reversed(self.rules):
+            if rule.after is not None and context.namespace.matches(rule.namespace):
+                rule.after(context)
+
+
+def _read_rule(rule: Sequence[Any], place: str) -> MappingRule:
+    """Return a rule as users write it; raise RuleError, which says what is wrong."""
+    expected = "a rule is [namespace, before] or [namespace, before, after]"
+    if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
+        raise RuleError(f"{place} is {rule!r}; {expected}")
+    if len(rule) not in (2, 3):
+        raise RuleError(f"{place} has {len(rule)} elements; {expected}")
+    namespace, *functions = rule
+    if not isinstance(namespace, (str, Namespace)):
+        raise RuleError(
+            f'the namespace of {place} is {namespace!r}; give tags such as "pytorch" or "*/*/graph"'
+        )
+    tags = Namespace(str(namespace))
+    if not all(tags):
+        raise RuleError(
+            f'the namespace of {place} is "{namespace}", which has an empty tag; "*" stands for any'
+        )
+    for name, function in zip(("before", "after"), functions, strict=False):
+        if function is not None and not callable(function):
+            raise RuleError(f"`{name}` of {place} is {function!r}; give a function of one context, or None")
+    if not any(functions):
+        raise RuleError(f"{place} has no function; {expected}")
+    return MappingRule(tags, *functions)
+
+
+T = TypeVar("T")
+
+
+class InstalledEntries:
+    """The entry points of one group, each of which serves the framework or library of its name.
+
+    role: the object of an entry, for messages.  error: raised for an entry that cannot be used.
+    """
+
+    def __init__(self, group: str, role: str, error: type[AmandaError]) -> None:
+        self._group, self._role, self._error = group, role, error
+
+    def names(self) -> list[str]:
+        """Return the names that entries have."""
+        return sorted(_entries_of(self._group))
+
+    def load(self, name: str) -> Any:
+        """Return the object of the entry of a name; None without one.
+
+        Raises `error`, which names the distribution to upgrade or uninstall, where there are several entries
+        or the one cannot be imported.
+        """
+        entries = _entries_of(self._group).get(name)
+        if entries is None:
+            return None
+        entry, *further = entries
+        if further:
+            rivals = " and ".join(map(self._described, entries))
+            raise self._error(f"{rivals} both serve {name}; uninstall one of them")
+        try:
+            return entry.load()
+        except Exception as reason:
+            raise self._error(
+                f"{self._described(entry)} cannot be imported: {reason!r}; upgrade or uninstall that "
+                "distribution"
+            ) from reason
+
+    def create(self, name: str, base: type[T], path: str) -> T | None:
+        """Return an instance of the class that the entry of a name registers; None without an entry.
+
+        path: where users import `base` from.  Raises `error` as `load` does, and for no subclass of `base`.
+        """
+        kind = self.load(name)
+        if kind is None:
+            return None
+        if not isinstance(kind, type) or not issubclass(kind, base):
+            raise self._error(f"{self.describe(name)} is {kind!r}; it has to be a subclass of {path}")
+        return kind()
+
+    def describe(self, name: str) -> str:
+        """Return the entry of a name in words, with its distribution."""
+        return self._described(_entries_of(self._group)[name][0])
+
+    def _described(self, entry: EntryPoint) -> str:
+        of = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
+        return f"the {self._role} {entry.value}{of}"
+
+
+RULES = InstalledEntries("amanda.mappings", "mapping rule", RuleError)
+"""Entry points: the name is a namespace, such as "mindspore"; the object a function `standard(context)`."""
+
+
+def installed_rules() -> list[list[Any]]:
+    """Return a rule for each entry, by name; its function is imported when it meets the first op."""
+    # Deferred, since importing a driver's rule imports its framework.
+    return [[name, _DeferredRule(name)] for name in RULES.names()]
+
+
+@dataclass(frozen=True)
+class _DeferredRule:
+    """A rule that is imported at the first op."""
+
+    name: str
+
+    def __call__(self, context: OpContext) -> None:
+        self._function(context)
+
+    @cached_property
+    def _function(self) -> Callable[[OpContext], None]:
+        """Return the function of the entry, which is imported now."""
+        rule: Callable[[OpContext], None] = RULES.load(self.name)
+        if not callable(rule):
+            raise RuleError(
+                f"{RULES.describe(self.name)} is {rule!r}; it has to be a function of one context"
+            )
+        return rule
+
+
+def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by name: several where distributions have one name."""
+    # By sys.path, so that a distribution that is added while the program runs is found.
+    return _entries_by_name(group, tuple(sys.path))
+
+
+@cache
+def _entries_by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by name, as of one state of sys.path."""
+    entries: dict[str, dict[str, EntryPoint]] = {}
+    for entry in _installed_entry_points(path).select(group=group):
+        # A distribution may be found twice on sys.path, which makes no rival.
+        entries.setdefault(entry.name, {})[entry.value] = entry
+    return {name: tuple(point for _, point in sorted(same.items())) for name, same in entries.items()}
+
+
+@lru_cache(1)
+def _installed_entry_points(path: tuple[str, ...]) -> Any:
+    """Return the entry points of all distributions on sys.path; a scan takes 50 ms, and three groups ask."""
+    return entry_points()
+
+
+def forget_installed() -> None:
+    """Scan the distributions again at the next use."""
+    _installed_entry_points.cache_clear()
+    _entries_by_name.cache_clear()
+
+
+def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
+    """Return a function that is True for the position and value of the weight's gradient in a pass.
+
+    For the routines of a backward op, which the analysis of one pass inserts for all: another may make no
+    gradient of the weight, or, where the weight is broadcast, one of another shape.  A weight that is
+    computed anew for each call is told by its rank.  Call it in a callback without `require_outputs`: in one
+    with it `weight_grad_index` is that of the present pass alone.
+    """
+    index, shape = context["weight_grad_index"], context["shape"]
+    if index is None:
+        return _never
+    extents, is_variable = _weight_extents(context)
+
+    def is_weights(position: int, gradient: Any) -> bool:
+        gradient_extents = None if position != index or gradient is None else shape(gradient)
+        return gradient_extents is not None and (
+            extents is None or _extents_agree(gradient_extents, extents, is_variable)
+        )
+
+    return is_weights
+
+
+def drop_absent_weight_gradient(context: OpContext) -> None:
+    """Set `weight_grad_index` to None if this pass made no gradient in the weight's shape."""
+    index, grads = context.get("weight_grad_index"), context.get_grad_inputs()
+    if index is None or grads is None:
+        return
+    gradient = grads[index] if index < len(grads) else None
+    gradient_extents, (extents, _) = context["shape"](gradient), _weight_extents(context)
+    if gradient is None or not (
+        gradient_extents is None or extents is None or _extents_agree(gradient_extents, extents, True)
+    ):
+        context["weight_grad_index"] = None
+
+
+def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
+    """Return the weight's extents, None where unknown, and True for a variable, which keeps its extents."""
+    weight = context["weight_index"]
+    if weight is None:
+        return None, False
+    try:
+        extents = context["shape"](context.get_inputs()[weight])
+        return extents, context.get_variable(weight) is not None
+    except AmandaError:
+        return None, False
+
+
+def _never(position: int, gradient: Any) -> bool:
+    return False
+
+
+def _extents_agree(first: Sequence[int | None], second: Sequence[int | None], whole: bool) -> bool:
+    if len(first) != len(second):
+        return False
+    return not whole or all(None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True))
+
+
+UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize",
+     "Empty", "ParallelConcatStart"}
+)  # fmt: skip
+"""Types of ops whose outputs are what was in memory before."""
+
+
+_SHARED = """
+    add sub rsub mul div floor_divide remainder pow neg abs matmul addmm linear eq ne lt le gt ge bitwise_not
+    bitwise_and bitwise_or reshape transpose permute getitem setitem cat clamp conv1d conv2d conv3d
+    conv_transpose2d max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm layer_norm group_norm embedding relu
+    sigmoid softmax log_softmax cross_entropy nll_loss dropout scaled_dot_product_attention rnn_tanh lstm gru
+    to item
+""".split()
+
+_TABLES = (_pytorch.WORDS, _tensorflow.WORDS, _onnxruntime.WORDS)
+
+VOCABULARY = frozenset((*_SHARED, *(word for table in _TABLES for word in table.values())))
+"""Words that mean the same in every framework; what is in no list keeps the framework's own name."""
+
+
+class StandardMapping(MappingTool):
+    """Write op type, shapes, weight and layout into contexts, alike for all frameworks (for tool authors).
+
+    Keys of the context, and their values:
+    type: what the op computes: "add" for `a + b`, "conv2d", "linear", "matmul"; the framework's own name
+        if docs/vocabulary.md has none.
+    in_place: whether the op writes its result into its first input.
+    phase: "forward", "backward", "optimizer" in the step of a PyTorch optimizer, or "construction" in
+        constructors and initializers of modules and layers.
+    backward_type: what the backward op computes, e.g. "conv2d_backward"; None in the forward pass.
+    weight_index: position of the weight among the inputs; None without one.
+    weight_grad_index: position of the weight's gradient among `get_grad_inputs()`; None in the forward pass
+        and if no gradient has the shape of the weight.
+    layout: axes of the data input, e.g. "NCHW", "NHWC", "NCW"; None where they have no fixed meaning.
+    weight_layout: axes of the weight, e.g. "OIHW", "HWIO", "OI"; None where they have no fixed meaning.
+    weight_groups: number of groups of a convolution; 1 of other ops.
+    shape: function that returns the shape of a tensor, with None for an unknown extent; None for non-tensors.
+    dtype: function that returns a tensor's element type, e.g. "float32"; None for non-tensors.
+
+    rules: option: mapping rules, as of MappingTool, that run after the standard rules.
+    """
+
+    @checked
+    def __init__(self, rules: Rules = ()) -> None:
+        # A framework's half is a module of its own: a function `standard(context)` that writes
+        # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and
+        # `weight_layout` where the table of `_weight_axes` has that.
+        framework_rules = [
+            ["pytorch", _pytorch.standard],
+            ["tensorflow", _tensorflow.standard],
+            ["onnxruntime", _onnxruntime.standard],
+        ]
+        super().__init__(
+            [
+                *framework_rules,
+                *installed_rules(),
+                ["*", write_weight_axes],
+                ["*", drop_absent_weight_gradient],
+                *rules,
+            ]
+        )
+        self._is_plain = not rules
+
+    def stands_for(self) -> Hashable:
+        """Return a key that lets one StandardMapping without further rules serve all tools of a scope."""
+        return StandardMapping if type(self) is StandardMapping and self._is_plain else None

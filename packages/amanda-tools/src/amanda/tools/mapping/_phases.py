@@ -1,0 +1,104 @@
+"""The phase of an op, by the frames of Python that call it: construction, forward, backward or optimizer."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, Literal
+
+from amanda import OpContext
+
+# By name, since no framework says that a model is being made.
+_CONSTRUCTORS = frozenset(
+    {"__init__", "build", "build_from_config", "initialize_parameters", "reset_parameters",
+     "_reset_parameters", "reset_running_stats", "init_weights", "_init_weights"}
+)  # fmt: skip
+_CALLS = frozenset(
+    {("_call_impl", "torch.nn.modules.module"),
+     ("__call__", "keras.src.layers.layer"), ("__call__", "tf_keras.src.engine.base_layer")}
+)  # fmt: skip
+_LAYERS = frozenset(
+    {("torch.nn.modules.module", "Module"), ("keras.src.layers.layer", "Layer"),
+     ("tf_keras.src.engine.base_layer", "Layer")}
+)  # fmt: skip
+_INITIALIZERS = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initializers")
+
+
+def part_of(frame: FrameType) -> Literal["construction", "call"] | None:
+    """Return what a frame says of the ops below it: they make a model, or the call of a layer runs them."""
+    function = frame.f_code.co_name
+    if function in _CONSTRUCTORS and _is_of_layer(frame):
+        return "construction"
+    module = frame.f_globals.get("__name__")
+    if (function, module) in _CALLS:
+        return "call"
+    return "construction" if isinstance(module, str) and module.startswith(_INITIALIZERS) else None
+
+
+def in_construction() -> bool:
+    """Return True if the innermost frame that says so makes a model."""
+    # From the inside out: a layer that is built as it is first called makes a model.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        part = part_of(frame)
+        if part is not None:
+            return part == "construction"
+        frame = frame.f_back
+    return False
+
+
+def _is_of_layer(frame: FrameType) -> bool:
+    """Return True for a method of a module of PyTorch, or of a layer of Keras."""
+    code = frame.f_code
+    if not code.co_argcount:
+        return False
+    # Classes are compared by name, so that no framework is imported for the question.
+    kind = type(frame.f_locals.get(code.co_varnames[0]))
+    return any((base.__module__, base.__qualname__) in _LAYERS for base in kind.__mro__)
+
+
+def phase_in_torch(context: OpContext) -> str:
+    """Return "backward", "optimizer", "construction" or "forward", by the innermost frame that tells."""
+    frame: Any = sys._getframe(1)
+    if _in_backward_pass(frame):
+        return "backward"
+    is_users = False
+    while frame is not None:
+        part = part_of(frame)
+        if part is not None:
+            return "forward" if part == "call" else part
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("torch.optim."):
+            return "forward" if is_users and _is_differentiated(context) else "optimizer"
+        # A frame of the user inside the optimizer's is the closure of `step`.
+        is_users = is_users or not name.startswith(("torch.", "amanda."))
+        frame = frame.f_back
+    return "forward"
+
+
+def _in_backward_pass(frame: Any) -> bool:
+    """Return True for an op that a Function's backward or a hook calls, not one that is recomputed."""
+    import torch
+
+    # The engine runs no task on this thread: the quick answer for nearly all ops.
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    function = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not function:
+        name = frame.f_globals.get("__name__")
+        # A checkpoint runs the forward pass again, from within the backward one.
+        if name == "torch.utils.checkpoint":
+            return False
+        if name == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return True
+
+
+def _is_differentiated(context: OpContext) -> bool:
+    """Return True if autograd records the op, as in the closure of an optimizer's step."""
+    import torch
+
+    lists = [value if isinstance(value, list) else [value] for value in context.get_inputs()]
+    are_recorded = (getattr(x, "requires_grad", False) for values in lists for x in values)
+    return torch.is_grad_enabled() and any(are_recorded)

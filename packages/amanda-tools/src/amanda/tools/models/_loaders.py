@@ -1,0 +1,313 @@
+"""Models of transformers, timm, functions of the user, Keras and ONNX files, with inputs that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import amanda
+from amanda.errors import did_you_mean
+from amanda.tools.command import function_of
+from amanda.tools.kit import leaves
+from amanda.tools.libraries import numpy as np
+from amanda.tools.models._subject import Input, ModelError, Request, Subject, library, reshaped
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def torch_model(request: Request) -> Subject:
+    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns."""
+    torch = library("torch", request.word)
+    factory = function_of(request.name)
+    with torch.device(request.device):
+        result = factory(**request.options)
+    module, *arguments = result if isinstance(result, (tuple, list)) else (result,)
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"{request.name} returns {type(module).__name__}; it is to return a module, or (module, inputs)"
+        )
+    if arguments and not request.shapes:
+        inputs = [
+            Input(f"input {i}", tuple(getattr(value, "shape", ()))) for i, value in enumerate(arguments)
+        ]
+        return torch_subject(request, module, inputs, lambda: module(*arguments))
+    if not request.shapes:
+        raise ModelError(
+            f"{request.word} does not say what its inputs are: give --input-shape {_guess(torch, module)}, "
+            f"or have {request.name} return (module, inputs)"
+        )
+    return with_random_values(request, module, [Input("input", ())], by_name=False)
+
+
+def with_random_values(
+    request: Request, module: Any, inputs: Sequence[Input], by_name: bool = True
+) -> Subject:
+    """Return a module with random values for its inputs.  by_name: how they are passed."""
+    import torch
+
+    inputs, random = reshaped(inputs, request.shapes), np.random.default_rng(0)
+    with amanda.disabled():
+        values = {entry.name: torch.from_numpy(entry.value(random)).to(request.device) for entry in inputs}
+    call = (lambda: module(**values)) if by_name else (lambda: module(*values.values()))
+    return torch_subject(request, module, inputs, call)
+
+
+def torch_subject(request: Request, module: Any, inputs: Sequence[Input], call: Callable[[], Any]) -> Subject:
+    """Return a module that runs forward, or forward and backward from ones at each output."""
+    import torch
+
+    module.train(request.backward)
+
+    def run() -> None:
+        with torch.set_grad_enabled(request.backward):
+            outputs = leaves([call()], structures=True)
+            tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+            differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+            with amanda.disabled():
+                # The first gradient is ours, so tools count no op for it.
+                gradients = [torch.ones_like(output) for output in differentiable]
+            if request.backward:
+                torch.autograd.backward(differentiable, gradients)
+
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return Subject(request.word, type(module).__name__, module, inputs, run, count)
+
+
+def on_device(request: Request, build: Callable[[], Any]) -> Any:
+    """Build a module on a device; raise ModelError where its parameters do not fit into the free memory."""
+    import torch
+
+    # Built once without memory: a model that does not fit would end the process, not raise.
+    with torch.device("meta"), amanda.disabled():
+        count = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
+    if request.device == "cpu" and count > (free := _free()):
+        raise ModelError(
+            f"the parameters of {request.word} take {count / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
+            "give --device meta, for shapes alone, or options that make it smaller"
+        )
+    with torch.device(request.device):
+        return build()
+
+
+def _free() -> float:
+    """Return the bytes of free memory, infinite where they are not known."""
+    # Only Linux has the file; elsewhere the operating system decides.
+    if not _MEMORY.is_file():
+        return float("inf")
+    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
+
+
+def _guess(torch: Any, module: Any) -> str:
+    """Return a shape that the first layer may take."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear):
+            return f"1,{layer.in_features}"
+        if isinstance(layer, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
+            sizes = [224] * len(layer.kernel_size)
+            return ",".join(map(str, (1, layer.in_channels, *sizes)))
+    return "SIZE,SIZE,..."
+
+
+TOKENS = 128
+"""Length of texts, if the model takes as many."""
+
+
+def transformers_model(request: Request) -> Subject:
+    """Return a model with random weights, of the class that its configuration names, or of AutoModel's."""
+    library("torch", request.word)
+    transformers = library("transformers", request.word)
+    try:
+        config = _transformers_config(transformers, request.name, request.options)
+        kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        build = transformers.AutoModel.from_config if kind is None else kind
+        model = on_device(request, lambda: build(config))
+    except ModelError:
+        raise
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        raise ModelError(f"{request.word} cannot be made: {str(error).strip().splitlines()[0]}") from error
+    return with_random_values(request, model, list(_transformers_inputs(model, config)))
+
+
+def _transformers_config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Return the configuration of a file, of a folder with one, or the default one of a type of model."""
+    if Path(name).exists():
+        create = transformers.AutoConfig.from_pretrained
+    elif name in transformers.CONFIG_MAPPING:
+        create = transformers.AutoConfig.for_model
+    else:
+        near = did_you_mean(name, transformers.CONFIG_MAPPING)
+        hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
+        raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
+    # transformers keeps an unknown option as an attribute, without a word.
+    defaults = create(name)
+    for option in options:
+        if option not in defaults.to_dict():
+            near = did_you_mean(option, defaults.to_dict())
+            raise ModelError(f"the configuration of {name} has no {option!r}; {near}")
+    return create(name, **options)
+
+
+def _transformers_inputs(model: Any, config: Any) -> Iterator[Input]:
+    """Yield what the model's forward function takes, its main input first."""
+    main, text = model.main_input_name, config.get_text_config()
+    vision = getattr(config, "vision_config", config)
+    if main == "pixel_values":
+        yield _images(vision)
+    elif main == "input_features":
+        yield _spectrum(config)
+    elif main == "input_values":
+        yield _sound(config)
+    else:
+        yield _tokens(main, text)
+        if hasattr(config, "vision_config") and hasattr(config, "text_config"):
+            yield _images(vision)
+    if getattr(config, "is_encoder_decoder", False):
+        yield _tokens("decoder_input_ids", text)
+
+
+def _tokens(name: str, config: Any) -> Input:
+    """Return an input of token numbers, as long as the model takes."""
+    most = [
+        getattr(config, field, None)
+        for field in ("max_position_embeddings", "n_positions", "max_target_positions")
+    ]
+    length = min([TOKENS, *(limit for limit in most if isinstance(limit, int) and limit > 0)])
+    return Input(name, (1, length), config.vocab_size, "int64")
+
+
+def _images(config: Any) -> Input:
+    size = getattr(config, "image_size", None) or 224
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return Input("pixel_values", (1, getattr(config, "num_channels", 3), height, width))
+
+
+def _spectrum(config: Any) -> Input:
+    # The encoder halves the length of a spectrum.
+    length = 2 * getattr(config, "max_source_positions", 1500)
+    return Input("input_features", (1, getattr(config, "num_mel_bins", 80), length))
+
+
+def _sound(config: Any) -> Input:
+    """Return a spectrum of the length that the configuration has, or a second of sound."""
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
+        return Input("input_values", (1, config.max_length, config.num_mel_bins))
+    return Input("input_values", (1, 16_000))
+
+
+def timm_model(request: Request) -> Subject:
+    """Return a model of timm with random weights."""
+    timm = library("timm", request.word)
+    name = request.name
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has their names"
+        raise ModelError(f"timm has no model {name!r}; {hint}")
+    try:
+        model = on_device(request, lambda: timm.create_model(name, pretrained=False, **request.options))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{request.word} cannot be made: {error}") from error
+    # timm knows the size with which the model was trained.
+    size = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
+    return with_random_values(request, model, [Input("images", (1, *size))], by_name=False)
+
+
+def keras_model(request: Request) -> Subject:
+    """Return a model with random weights, or one of a file with its own."""
+    keras = library("keras", request.word)
+    model = _load_keras(keras, request)
+    inputs = reshaped([_keras_input(entry) for entry in model.inputs], request.shapes)
+    random = np.random.default_rng(0)
+    values = [entry.value(random) for entry in inputs]
+    batch = values[0] if len(values) == 1 else values
+    call = (
+        _keras_training(keras, model, batch, request.word)
+        if request.backward
+        else lambda: model(batch, training=False)
+    )
+    kind = f"{type(model).__name__} {model.name}"
+    return Subject(request.word, kind, model, inputs, call, model.count_params())
+
+
+def _load_keras(keras: Any, request: Request) -> Any:
+    """Return a model of a file, or of keras.applications with random weights."""
+    name = request.name
+    try:
+        if Path(name).suffix == ".keras":
+            if not Path(name).is_file():
+                raise ModelError(f"there is no file {name}")
+            return keras.saving.load_model(name, compile=False)
+        kinds = {key for key, value in vars(keras.applications).items() if isinstance(value, Callable)}  # type: ignore[arg-type]
+        if name not in kinds:
+            raise ModelError(f"keras.applications has no model {name!r}; {did_you_mean(name, kinds)}")
+        return getattr(keras.applications, name)(**{"weights": None, **request.options})
+    except ModelError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{request.word} cannot be made: {str(error).splitlines()[0]}") from error
+
+
+def _keras_input(tensor: Any) -> Input:
+    """Return an input; the batch, and other sizes that the model leaves open, are 1, of images 224."""
+    open_size = 224 if len(tensor.shape) == 4 else 1
+    shape = tuple(size or (open_size if axis else 1) for axis, size in enumerate(tensor.shape))
+    dtype = tensor.dtype if isinstance(tensor.dtype, str) else tensor.dtype.name
+    return Input(tensor.name, shape, 0 if "float" in dtype else 2, dtype)
+
+
+def _keras_training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
+    """Return a function that runs the model and the gradients of the sum of its outputs."""
+    if keras.backend.backend() != "tensorflow":
+        raise ModelError(
+            f"{word}: --backward of Keras is for its backend tensorflow: set KERAS_BACKEND=tensorflow"
+        )
+    import tensorflow as tf
+
+    def step() -> object:
+        with tf.GradientTape() as tape:
+            outputs = model(batch, training=True)
+        return tape.gradient(outputs, model.trainable_variables)
+
+    return step
+
+
+_ONNX_TYPES = {"float": "float32", "double": "float64"}
+
+
+def onnx_model(request: Request) -> Subject:
+    """Return the model of a file in ONNX Runtime, on the CPU."""
+    word, name = request.word, request.name
+    if request.backward:
+        raise ModelError(f"{word} has no backward pass: leave --backward")
+    if request.options:
+        raise ModelError(f"{word}: an ONNX model has no options, was given {', '.join(request.options)}")
+    if not Path(name).is_file():
+        raise ModelError(f"there is no file {name}")
+    runtime = library("onnxruntime", word)
+    try:
+        session = runtime.InferenceSession(name, providers=["CPUExecutionProvider"])
+    # ONNX Runtime has errors of its own for each kind of damage.
+    except Exception as error:
+        raise ModelError(f"ONNX Runtime cannot load {name}: {str(error).splitlines()[0]}") from error
+    random = np.random.default_rng(0)
+    inputs = reshaped([_onnx_input(entry) for entry in session.get_inputs()], request.shapes)
+    values = {entry.name: entry.value(random) for entry in inputs}
+    kind = session.get_modelmeta().graph_name or "graph"
+    return Subject(word, kind, session, inputs, lambda: session.run(None, values))
+
+
+def _onnx_input(node: Any) -> Input:
+    """Return an input of a graph; sizes that the graph leaves open are 1."""
+    shape = tuple(size if isinstance(size, int) and size > 0 else 1 for size in node.shape)
+    kind = node.type.removeprefix("tensor(").removesuffix(")")
+    below = 0 if kind in ("float", "double", "float16") else 2
+    return Input(node.name, shape, below, _ONNX_TYPES.get(kind, kind))
+
+
+LOADERS: Mapping[str, Callable[[Request], Subject]] = {
+    "hf": transformers_model, "timm": timm_model, "torch": torch_model, "keras": keras_model,
+    "onnx": onnx_model,
+}  # fmt: skip
+"""Functions that load models, by the word before the colon."""
