@@ -18,11 +18,60 @@ Without a C compiler at install time the same face is served in pure Python, whe
 replaced by attribute; `NATIVE` tells which interceptor is in force and `REASON` why.
 """
 
+# ruff: noqa: F403, F405
+
+import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+__all__ = [
+    "ACTIVATION",
+    "IMPLEMENTATION",
+    "NATIVE",
+    "OCCURRENCE_CAP",
+    "ONE_PLACE",
+    "REASON",
+    "TRANSPARENT",
+    "Activation",
+    "CallCache",
+    "Detour",
+    "Enclosure",
+    "Extent",
+    "Graphs",
+    "Hook",
+    "Lock",
+    "Mark",
+    "Moments",
+    "PlanTable",
+    "Program",
+    "Reader",
+    "Resumption",
+    "ShapeCounter",
+    "Site",
+    "Snapshot",
+    "Suspension",
+    "active",
+    "add_identity_type",
+    "codes",
+    "configure",
+    "failure",
+    "forget_code",
+    "forget_failures",
+    "forked",
+    "keep_failure",
+    "ordinal",
+    "reset_root",
+    "running",
+    "set_leaf_type",
+    "snapshot",
+    "statistics",
+    "subjects",
+    "uninterrupted",
+    "watch_outside",
+]
 
 NATIVE = False
 """True if native code intercepts."""
@@ -49,13 +98,14 @@ else:
             else "the native interceptor was not built; install a C compiler, then amanda-core again"
         )
 
-# Native code and the fallback define the same names, which no list repeats; type checkers read the latter.
-if TYPE_CHECKING or not NATIVE:
-    from amanda.interceptor._fallback import *  # noqa: F403
+if TYPE_CHECKING:
+    from amanda.interceptor._fallback import *
 else:
-    globals().update({name: value for name, value in _names.items() if name != "modules"})
+    # The face stands once, in `__all__`: whichever interceptor is in force fills it.
+    _face = _names if NATIVE else vars(importlib.import_module("amanda.interceptor._fallback"))
+    globals().update({name: _face[name] for name in __all__ if name in _face})
 
-from amanda.interceptor.interrupts import uninterrupted as uninterrupted  # noqa: E402
+from amanda.interceptor.interrupts import uninterrupted  # noqa: E402
 from amanda.interceptor.opid import SKIPPED, CodeRegistry  # noqa: E402
 
 TRANSPARENT = 1
@@ -65,7 +115,7 @@ IMPLEMENTATION = 2
 ONE_PLACE = 4
 """Flag of a site: the parameters among its arguments do not tell its calls apart."""
 
-codes = CodeRegistry(forget_code)  # noqa: F405
+codes = CodeRegistry(forget_code)
 """The one registry of code: which frames of a program belong to Amanda, to frameworks, or to the user."""
 _CORE = Path(__file__).parents[1]
 codes.add_root(f"{_CORE}/", SKIPPED)

@@ -4,7 +4,7 @@ Its limits: a callable that was imported by name before a scope opened is not in
 a call costs microseconds where the native interceptor takes nanoseconds.
 """
 
-# A name of the face stands once, in the `__all__` of the module that defines it.
+# The face is `__all__` of `amanda.interceptor`; what these modules define besides is theirs.
 from amanda.interceptor._fallback._activations import *  # noqa: F403
 from amanda.interceptor._fallback._places import *  # noqa: F403
 from amanda.interceptor._fallback._programs import *  # noqa: F403

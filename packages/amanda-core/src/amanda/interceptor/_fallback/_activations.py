@@ -5,8 +5,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["ACTIVATION", "Activation", "Extent", "Lock", "PlanTable", "forked"]
-
 
 class PlanTable:
     """Plans by op id."""

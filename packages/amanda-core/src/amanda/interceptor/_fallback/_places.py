@@ -19,19 +19,6 @@ from amanda.interceptor.opid import (
     mix,
 )
 
-__all__ = [
-    "OCCURRENCE_CAP",
-    "Snapshot",
-    "add_identity_type",
-    "configure",
-    "forget_code",
-    "ordinal",
-    "reset_root",
-    "set_leaf_type",
-    "snapshot",
-    "subjects",
-]
-
 MAX_SLOT_QUERIES = 8
 """How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""
 OCCURRENCE_CAP = 64

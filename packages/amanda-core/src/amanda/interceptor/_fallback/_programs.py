@@ -7,18 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = [
-    "CallCache",
-    "Graphs",
-    "Hook",
-    "Mark",
-    "Moments",
-    "Program",
-    "Reader",
-    "Resumption",
-    "ShapeCounter",
-]
-
 
 class Resumption(NamedTuple):
     """Where Python goes on with an execution that native code has begun.

@@ -24,20 +24,6 @@ from amanda.interceptor._fallback._places import (
 from amanda.interceptor._fallback._programs import Reader
 from amanda.interceptor.opid import ROOT_HASH, mix
 
-__all__ = [
-    "Detour",
-    "Enclosure",
-    "Site",
-    "Suspension",
-    "active",
-    "failure",
-    "forget_failures",
-    "keep_failure",
-    "running",
-    "statistics",
-    "watch_outside",
-]
-
 TRANSPARENT, IMPLEMENTATION, ONE_PLACE = 1, 2, 4
 
 Handler = Callable[..., Any]
