@@ -24,7 +24,7 @@ from amanda.tools.quantize import (
     Grid,
     QuantizeError,
     QuantizeTool,
-    _tool,
+    _result,
     choose_qparams,
     extremes,
     fake_quantize,
@@ -322,7 +322,7 @@ def test_scales_of_an_older_version_are_read_and_of_a_newer_one_refused(
     for suffix in (".json", ".safetensors"):
         path = write_scales(tmp_path / f"scales{suffix}", arrays, {"options": {}})
         with monkeypatch.context() as later:
-            later.setattr(_tool, "_VERSION", 2)
+            later.setattr(_result, "_VERSION", 2)
             found, about = read_scales(path)
             newer = write_scales(tmp_path / f"newer{suffix}", arrays, {})
         assert np.array_equal(found["fc/linear/weight.scale"], arrays["fc/linear/weight.scale"])

@@ -100,10 +100,11 @@ def marked() -> list[Any]:
         def __call__(self, x: Any, *, run: dict[str, Any]) -> None: ...
 
     tool = Tool()
-    own = amanda.observer(Callable())
+    watcher = amanda.observer(Callable())
     return [
-        (tool.method, True, True), (tool.plain, False, False), (own, True, True), (Callable(), False, True),
-        (amanda.observer(lambda x: x), True, False), (lambda x, run: x, False, True), (max, False, False),
+        (tool.method, True, True), (tool.plain, False, False), (watcher, True, True),
+        (Callable(), False, True), (amanda.observer(lambda x: x), True, False),
+        (lambda x, run: x, False, True), (max, False, False),
     ]  # fmt: skip
 
 
@@ -112,30 +113,30 @@ def test_marks_and_parameters_of_a_routine_are_found(routine: Any, observes: boo
     action = Action(ActionType.INSERT_BEFORE_OP, routine, amanda.Tool(), None, {})
     assert (action.observer, action.takes_run) == (observes, takes_run)
     assert not action.differentiable
-    given = Action(ActionType.INSERT_BEFORE_OP, routine, amanda.Tool(), None, {"run": 1})
-    assert not given.takes_run
+    action = Action(ActionType.INSERT_BEFORE_OP, routine, amanda.Tool(), None, {"run": 1})
+    assert not action.takes_run
 
 
 def test_a_hook_that_is_registered_late_hears_of_each_analysis() -> None:
-    told: list[OpContext] = []
+    contexts: list[OpContext] = []
 
     class Plugin:
         @hookimpl
         def amanda_op_analysed(self, context: OpContext) -> None:
-            told.append(context)
+            contexts.append(context)
 
     stack, plugin = ToolStack([], None), Plugin()
     context = OpContext(facts(), stack.analyse)
     context.trigger_callback(InstrumentationPoint.BEFORE_FORWARD_OP)
-    assert not told
+    assert not contexts
     manager.plugin_manager().register(plugin)
     try:
         context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP)
     finally:
         manager.plugin_manager().unregister(plugin)
-    assert told == [context]
+    assert contexts == [context]
     context.trigger_callback(InstrumentationPoint.AFTER_FORWARD_OP)
-    assert len(told) == 1
+    assert len(contexts) == 1
 
 
 def test_the_innermost_frame_is_told_by_file_and_by_code() -> None:
@@ -154,9 +155,9 @@ def test_the_innermost_frame_is_told_by_file_and_by_code() -> None:
     assert outer().f_code is outer.__code__
     registry.add_root(__file__, FRAMEWORK)
     assert outer().f_code.co_filename != __file__
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(outer()))
+    places: list[Any] = []
+    thread = threading.Thread(target=lambda: places.append(outer()))
     registry.add_root(threading.__file__, FRAMEWORK)
     thread.start()
     thread.join()
-    assert found == [None]
+    assert places == [None]

@@ -66,12 +66,12 @@ def test_a_routine_is_added_to_a_tool_of_the_scope_around() -> None:
 
 
 def test_a_restriction_and_a_wrapper_hold_from_the_next_execution_on() -> None:
-    tool, other = counter("tool"), counter("other")
-    with amanda.apply(tool, other):
+    tool, second = counter("tool"), counter("other")
+    with amanda.apply(tool, second):
         relu()
         tool.restrict(lambda context: False)
         relu()
-        other.wrap_routines(lambda context, kind, routine: None)
+        second.wrap_routines(lambda context, kind, routine: None)
         relu()
     assert calls == {"tool": 1, "other": 2}
 

@@ -28,13 +28,13 @@ class ReluBackward:
 
 
 def facts(**changes: Any) -> OpFacts:
-    made = OpFacts(
+    facts_of_op = OpFacts(
         relu, 0xABCD, Namespace("fake/1.0/eager"), names=("input", "slope", "mode"), inputs=[1.0, 0.5, "fan"],
         attributes={"slope": 0.5, "mode": "fan"}, scope="layer1.0", source="model.py:7",
     )  # fmt: skip
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(facts_of_op, name, value)
+    return facts_of_op
 
 
 def recorded(record: Any, point: InstrumentationPoint = BEFORE, **changes: Any) -> tuple[Action, ...]:
@@ -71,11 +71,11 @@ def test_a_context_tells_of_its_op() -> None:
 
 
 def test_what_a_context_gives_is_not_what_the_driver_holds() -> None:
-    held = facts()
-    context = OpContext(held, lambda *_: None)
+    op_facts = facts()
+    context = OpContext(op_facts, lambda *_: None)
     context.get_inputs().clear()
     context.get_attrs().clear()
-    assert held.inputs == [1.0, 0.5, "fan"]
+    assert op_facts.inputs == [1.0, 0.5, "fan"]
     assert context.get_attrs() == {"slope": 0.5, "mode": "fan"}
 
 
@@ -91,8 +91,8 @@ def test_a_context_is_a_dict_that_can_be_a_key() -> None:
 def test_a_backward_context_starts_from_the_forward_one_and_does_not_write_to_it() -> None:
     forward = OpContext(facts(), lambda *_: None)
     forward["mask"] = "kept"
-    told = forward._facts.at_backward(ReluBackward, 99, True)
-    backward = OpContext(told, lambda *_: None, forward)
+    backward_facts = forward._facts.at_backward(ReluBackward, 99, True)
+    backward = OpContext(backward_facts, lambda *_: None, forward)
     backward["own"] = True
     assert backward["mask"] == "kept"
     assert "own" not in forward
@@ -204,7 +204,9 @@ def test_a_mark_is_told_by_the_action(mark: str) -> None:
     assert decorated is routine
     assert getattr(action, mark)
     assert marks(routine) == {mark}
-    assert sum(getattr(action, one) for one in ("differentiable", "traceable", "observer", "innermost")) == 1
+    assert (
+        sum(getattr(action, mark) for mark in ("differentiable", "traceable", "observer", "innermost")) == 1
+    )
 
 
 def test_marks_add_up_also_on_what_takes_no_attributes() -> None:

@@ -71,8 +71,8 @@ class FakeSample(Sample):
         return fake.tensor(values, dtype or "float64", requires_grad)
 
     def parameter(self, values: Sequence[Any]) -> Any:
-        made = fake.tensor(values)
-        return fake.Parameter(made.numbers, made.shape)
+        tensor = fake.tensor(values)
+        return fake.Parameter(tensor.numbers, tensor.shape)
 
     def bits(self, tensor: Any) -> bytes:
         return struct.pack(f"{len(tensor.numbers)}d", *tensor.numbers)
@@ -123,8 +123,8 @@ class Hearing(FakeDriver):
 
     heard: ClassVar[list[list[float]]] = []
 
-    def begin(self, made: Any, inputs: Sequence[Any]) -> None:
-        self.heard.append([one.numbers[0] for one in inputs])
+    def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
+        self.heard.append([value.numbers[0] for value in inputs])
 
 
 @pytest.mark.parametrize("action", ["insert_before_op", "replace_op"])
@@ -134,24 +134,24 @@ def test_a_driver_hears_what_an_op_is_given_of_routines_before_its_backward_ops_
     tool.add_inst_for_op(lambda context: None, backward=True)
     Hearing.heard.clear()
     with attached(Hearing), amanda.apply(tool):
-        made = fake.relu(fake.tensor([3.0], requires_grad=True))
-    assert made.numbers == [6.0]
+        result = fake.relu(fake.tensor([3.0], requires_grad=True))
+    assert result.numbers == [6.0]
     assert Hearing.heard == [[6.0 if action == "insert_before_op" else 3.0]]
 
 
 def test_without_the_cache_each_pass_through_a_graph_is_analysed_with_the_values_of_its_op() -> None:
-    seen: list[list[float]] = []
+    inputs: list[list[float]] = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_inputs()[0].numbers), backward=True)
+    tool.add_inst_for_op(lambda context: inputs.append(context.get_inputs()[0].numbers), backward=True)
     with attached(FakeDriver), amanda.apply(tool) as scope:
         with amanda.cache_disabled():
-            made = fake.relu(fake.tensor([3.0], requires_grad=True))
+            result = fake.relu(fake.tensor([3.0], requires_grad=True))
             for _ in range(3):
-                made.backward()
-        first = len(seen)
-        made.backward()  # with the cache, the last analysis holds
-    assert seen == [[3.0]] * len(seen)
-    assert (len(seen), first) == (6, 6)  # of relu, and of what stores the gradient
+                result.backward()
+        first = len(inputs)
+        result.backward()  # with the cache, the last analysis holds
+    assert inputs == [[3.0]] * len(inputs)
+    assert (len(inputs), first) == (6, 6)  # of relu, and of what stores the gradient
     assert scope.report == []
 
 
@@ -160,10 +160,10 @@ def test_a_pass_without_the_cache_through_what_was_analysed_with_it_is_reported(
     tool = amanda.Tool()
     tool.add_inst_for_op(lambda context: analysed.append(context.get_op_type()), backward=True)
     with attached(FakeDriver), amanda.apply(tool) as scope:
-        made = fake.relu(fake.tensor([3.0], requires_grad=True))
-        made.backward()
+        result = fake.relu(fake.tensor([3.0], requires_grad=True))
+        result.backward()
         with amanda.cache_disabled():
-            made.backward()
+            result.backward()
     assert len(analysed) == 2
     (entry,) = scope.report
     assert entry.what == "the analysis of a backward op of relu without the cache"
@@ -267,10 +267,10 @@ class Held(GraphSample):
 
     op: ClassVar = "relu"
 
-    def __init__(self, made: list[Any]) -> None:
+    def __init__(self, traced: list[Any]) -> None:
         weight = fake.Parameter([3.0, 5.0], (2,))
         self.function = TracedFunction(lambda x: RELU(x) * weight)
-        self.made = made
+        self.traced = traced
 
     def check(self, scale: float) -> None:
         result = self.function(fake.tensor([1.0, 2.0]))
@@ -280,7 +280,7 @@ class Held(GraphSample):
         return fake.tensor([number, number])
 
     def copies(self) -> int:
-        return len(self.made)
+        return len(self.traced)
 
 
 class TestGraphs(GraphDriverTests):
@@ -292,13 +292,13 @@ class TestGraphs(GraphDriverTests):
 
     @pytest.fixture
     def sample(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphSample]:
-        made: list[Any] = []
+        traced: list[Any] = []
         runnable = FakeGraphDriver.runnable
 
         def counted(driver: FakeGraphDriver, *args: Any) -> Any:
-            made.append(args)
+            traced.append(args)
             return runnable(driver, *args)
 
         monkeypatch.setattr(FakeGraphDriver, "runnable", counted)
         with attached(FakeGraphDriver):
-            yield Held(made)
+            yield Held(traced)

@@ -33,7 +33,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"a\.json cannot be written: File too large") as caught, full_disk():
         write_file(path, "after" * 100)
     assert path.read_text() == "before"
-    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
     assert isinstance(caught.value, OSError)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -51,7 +51,7 @@ def test_a_process_that_is_killed_leaves_the_file_as_it_was(tmp_path: Path) -> N
     path = write_file(tmp_path / "a.json", "before")
     assert children.run([sys.executable, "-c", KILLED, path]).returncode == -signal.SIGKILL
     assert path.read_text() == "before"
-    (part,) = (one.name for one in tmp_path.iterdir() if one != path)
+    (part,) = (entry.name for entry in tmp_path.iterdir() if entry != path)
     assert is_part(part)
     assert is_part(part, "a.json")
     assert not is_part(part, "b.json")
@@ -170,6 +170,6 @@ def test_a_file_and_its_data_replace_others_together(tmp_path: Path) -> None:
         write(force=False, size=1)
     with pytest.raises(FileError, match="a cannot be written: File too large"), full_disk():
         write(force=True, size=100)
-    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"a": "before"}
+    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"a": "before"}
     write(force=True, size=1)
-    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"a": "after", "a.data": "data"}
+    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"a": "after", "a.data": "data"}

@@ -21,7 +21,7 @@ class Op:
     def __init__(self, number: int, next: Iterable[Any] = ()) -> None:
         self.number = number
         self.notes: dict[str, Any] = {}
-        self.next = tuple((one, 0) for one in next)
+        self.next = tuple((node, 0) for node in next)
 
     def count(self) -> int:
         return self.number
@@ -39,10 +39,10 @@ class Tensor:
         self.base = base
 
 
-def graphs(module: Any = interceptor, sampled: Any = lambda op: None) -> Any:
+def graphs(module: Any = interceptor, sample: Any = lambda op: None) -> Any:
     return module.Graphs(
         tensors=Tensor, leaf=Leaf, maker="maker", base="base", next="next", notes="notes", number="count",
-        key="mark", sampled=sampled,
+        key="mark", sampled=sample,
     )  # fmt: skip
 
 
@@ -78,8 +78,8 @@ def test_ops_inside_another_one_and_leaves_come_from_its_execution() -> None:
     of = graphs()
     of.mark([Tensor(first)], marks[0])
     of.mark([Tensor(outer)], marks[1])
-    found = of.marked([outer, None])
-    assert {op: (mark, number) for op, mark, number in found} == {
+    marked = of.marked([outer, None])
+    assert {op: (mark, number) for op, mark, number in marked} == {
         outer: (marks[1], 5), inner: (marks[1], 4), first: (marks[0], 1),
         late: (marks[1], 0), early: (marks[0], 0),
     }  # fmt: skip
@@ -101,13 +101,13 @@ def test_ops_of_no_known_execution_are_left_out() -> None:
 
 
 def test_some_of_the_ops_that_are_met_are_told() -> None:
-    met: list[Op] = []
+    sampled: list[Op] = []
     chain = [Op(0)]
     for number in range(1, 2_000):
         chain.append(Op(number, [chain[-1]]))
-    graphs(sampled=met.append).marked([chain[-1]])
-    assert 0 < len(met) < 400
-    assert set(met) <= set(chain)
+    graphs(sample=sampled.append).marked([chain[-1]])
+    assert 0 < len(sampled) < 400
+    assert set(sampled) <= set(chain)
 
 
 def test_marks_are_counted_while_they_are_there() -> None:
@@ -128,7 +128,7 @@ def test_graphs_keep_nothing_of_what_they_have_read() -> None:
     gone = weakref.ref(op), weakref.ref(leaf)
     del op, leaf
     gc.collect()
-    assert [one() for one in gone] == [None, None]
+    assert [reference() for reference in gone] == [None, None]
 
 
 class Failing(Op):
@@ -205,9 +205,9 @@ def test_both_interceptors_find_the_same(seed: int) -> None:
         of = graphs(module)
         for maker, *numbers in marks:
             of.mark([Tensor(maker)], module.Mark(None, *numbers))
-        found = of.marked(ops[-3:])
+        marked = of.marked(ops[-3:])
         results.append(
-            [(ops.index(op), mark.begin, mark.start, mark.end, number) for op, mark, number in found]
+            [(ops.index(op), mark.begin, mark.start, mark.end, number) for op, mark, number in marked]
         )
     assert results[0] == results[1]
 

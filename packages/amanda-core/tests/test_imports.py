@@ -47,34 +47,34 @@ def module(
 
 
 def test_it_is_called_once_after_the_body_has_run(module: Write) -> None:
-    name, seen = module("value = 1"), []
-    when_imported(name, lambda: seen.append(sys.modules[name].value))
-    assert seen == []
+    name, calls = module("value = 1"), []
+    when_imported(name, lambda: calls.append(sys.modules[name].value))
+    assert calls == []
     importlib.import_module(name)
     importlib.reload(sys.modules[name])
-    assert seen == [1]
+    assert calls == [1]
 
 
 def test_it_is_called_at_once_when_the_module_is_there(module: Write) -> None:
-    name, seen = module(""), []
+    name, calls = module(""), []
     importlib.import_module(name)
-    when_imported(name, lambda: seen.append(1))
-    assert seen == [1]
+    when_imported(name, lambda: calls.append(1))
+    assert calls == [1]
 
 
 def test_it_may_import_the_module(module: Write) -> None:
-    name, seen = module("value = 1"), []
-    when_imported(name, lambda: seen.append((is_imported(name), importlib.import_module(name).value)))
+    name, calls = module("value = 1"), []
+    when_imported(name, lambda: calls.append((is_imported(name), importlib.import_module(name).value)))
     importlib.import_module(name)
-    assert seen == [(True, 1)]
+    assert calls == [(True, 1)]
 
 
 def test_every_watch_of_a_module_is_told(module: Write) -> None:
-    name, seen = module(""), []
-    when_imported(name, lambda: seen.append("first"))
-    when_imported(name, lambda: seen.append("second"))
+    name, calls = module(""), []
+    when_imported(name, lambda: calls.append("first"))
+    when_imported(name, lambda: calls.append("second"))
     importlib.import_module(name)
-    assert seen == ["first", "second"]
+    assert calls == ["first", "second"]
 
 
 @pytest.mark.parametrize("leave", ["import", "cancel"])
@@ -110,33 +110,33 @@ def test_another_finder_that_asks_all_others_is_no_endless_circle(
             found = (one.find_spec(*arguments) for one in sys.meta_path if one is not self)  # type: ignore[arg-type]
             return next((spec for spec in found if spec), None)
 
-    name, seen = module(""), []
-    cancel = when_imported(name, lambda: seen.append(1))
+    name, calls = module(""), []
+    cancel = when_imported(name, lambda: calls.append(1))
     before = [finder for finder in sys.meta_path if finder is not imports._watch]
     monkeypatch.setattr(sys, "meta_path", [Asking(), *sys.meta_path])
     importlib.import_module(name)
     cancel()
-    assert seen == [1]
+    assert calls == [1]
     monkeypatch.undo()
     assert sys.meta_path == before
 
 
 def test_a_module_that_puts_another_object_in_its_place_is_told(module: Write) -> None:
     name = module("import sys, types\nsys.modules[__name__] = types.SimpleNamespace(value=1)")
-    seen = []
-    when_imported(name, lambda: seen.append(sys.modules[name].value))
+    calls = []
+    when_imported(name, lambda: calls.append(sys.modules[name].value))
     importlib.import_module(name)
-    assert seen == [1]
+    assert calls == [1]
 
 
 def test_a_cancelled_watch_is_not_told(module: Write) -> None:
-    name, seen = module(""), []
-    when_imported(name, lambda: seen.append("kept"))
-    cancel = when_imported(name, lambda: seen.append("cancelled"))
+    name, calls = module(""), []
+    when_imported(name, lambda: calls.append("kept"))
+    cancel = when_imported(name, lambda: calls.append("cancelled"))
     cancel()
     cancel()
     importlib.import_module(name)
-    assert seen == ["kept"]
+    assert calls == ["kept"]
 
 
 def test_the_loader_keeps_its_type_and_is_left_as_it_was(module: Write) -> None:
@@ -152,14 +152,14 @@ def test_the_loader_keeps_its_type_and_is_left_as_it_was(module: Write) -> None:
 
 
 def test_a_failing_import_fails_as_before_and_is_watched_again(module: Write) -> None:
-    name, seen = module("raise ValueError('not yet')"), []
-    when_imported(name, lambda: seen.append(1))
+    name, calls = module("raise ValueError('not yet')"), []
+    when_imported(name, lambda: calls.append(1))
     with pytest.raises(ValueError, match="not yet"):
         importlib.import_module(name)
-    assert seen == []
+    assert calls == []
     module("value = 1")
     importlib.import_module(name)
-    assert seen == [1]
+    assert calls == [1]
 
 
 def test_a_callback_that_fails_leaves_the_import_alone(
@@ -168,11 +168,11 @@ def test_a_callback_that_fails_leaves_the_import_alone(
     def fails() -> None:
         raise ValueError("of the callback")
 
-    name, seen = module("value = 1"), []
+    name, calls = module("value = 1"), []
     when_imported(name, fails)
-    when_imported(name, lambda: seen.append(1))
+    when_imported(name, lambda: calls.append(1))
     assert importlib.import_module(name).value == 1
-    assert seen == [1]
+    assert calls == [1]
     assert "of the callback" in caplog.text
 
 
@@ -195,11 +195,11 @@ def test_an_import_under_way_on_another_thread_is_waited_for(module: Write) -> N
 
 
 def test_many_threads_that_import_at_once_tell_once(module: Write) -> None:
-    name, seen = module("import time; time.sleep(0.05)"), []
-    when_imported(name, lambda: seen.append(1))
+    name, calls = module("import time; time.sleep(0.05)"), []
+    when_imported(name, lambda: calls.append(1))
     threads = [threading.Thread(target=importlib.import_module, args=(name,)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [1]
+    assert calls == [1]

@@ -33,19 +33,19 @@ class Sums(Artefact):
 
     def __init__(self, path: Path) -> None:
         self.lines = list(map(int, path.read_text().split()))
-        self.made = list(self.lines)
+        self.lines_written = list(self.lines)
 
     def instrument(self, inlining: Inlining) -> None:
         analysis = inlining.analysis(Numbers())
-        self.made = list(self.lines)
+        self.lines_written = list(self.lines)
         for number, line in enumerate(self.lines):
             facts = OpFacts("add", number, Namespace("toy/1/graph/static"), ["x"], [line], op_type="add")
             for action in analysis.forward(facts, [None]).before:
-                self.made[number] = action.func(self.made[number], **action.kwargs)
+                self.lines_written[number] = action.func(self.lines_written[number], **action.kwargs)
                 inlining.stored(action)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        path.write_text("\n".join(map(str, self.made)))
+        path.write_text("\n".join(map(str, self.lines_written)))
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ def doubled(value: int) -> int:
 
 class Doubling(amanda.Tool):
     def __init__(self, routine: Callable[..., Any] = doubled, backward: bool = False) -> None:
-        self.seen: list[bool] = []
+        self.static: list[bool] = []
         self.routine = routine
         self.add_inst_for_op(self.analyse)
         if backward:
             self.add_inst_for_op(self.analyse, backward=True)
 
     def analyse(self, context: amanda.OpContext) -> None:
-        self.seen.append(context.is_static())
+        self.static.append(context.is_static())
         context.insert_before_op(self.routine)
 
 
@@ -79,12 +79,12 @@ def test_a_copy_has_the_routines(model: Path, tmp_path: Path) -> None:
     done = amanda.instrument(model, tool, out=tmp_path / "out.sum")
     assert (tmp_path / "out.sum").read_text() == "2\n4\n6"
     assert model.read_text() == "1\n2\n3"
-    assert (done.analysed, done.kind, tool.seen) == (3, "sum", [True] * 3)
+    assert (done.analysed, done.kind, tool.static) == (3, "sum", [True] * 3)
     assert done.inlined[0] == ("add", "", "add", "insert_before_op", "doubled", "Doubling", True)
-    assert [(one.what, one.reason) for one in done.left] == [
+    assert [(entry.what, entry.reason) for entry in done.left] == [
         ("backward ops for Doubling", "a file holds the forward pass alone")
     ]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["model.sum", "out.sum"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model.sum", "out.sum"]
 
 
 def counted(value: int) -> int:
@@ -114,7 +114,7 @@ def test_routines_that_need_python_are_listed_and_nothing_is_written(
     assert f"Doubling, insert_before_op({routine.__qualname__}): " in str(error.value)
     assert why in str(error.value)
     assert "at add, add, add" in str(error.value)
-    assert [one.name for one in tmp_path.iterdir()] == ["model.sum"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.sum"]
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(
@@ -129,7 +129,7 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(
     for name in ("out.sum", "there.sum"):
         with pytest.raises(KeyboardInterrupt):
             amanda.instrument(model, Doubling(), out=tmp_path / name, force=True)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["model.sum", "there.sum"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.sum", "there.sum"]
     assert (tmp_path / "there.sum").read_text() == "before"
 
 
@@ -149,7 +149,7 @@ def test_what_may_not_be_written_is_refused_before_anything_is_read(
     tool = Doubling()
     with pytest.raises(ArtefactError, match=why):
         amanda.instrument(model, tool, out=tmp_path / out)
-    assert not tool.seen
+    assert not tool.static
     assert (tmp_path / "there.sum").read_text() == "before"
     amanda.instrument(model, tool, out=tmp_path / "there.sum", force=True)
     assert (tmp_path / "there.sum").read_text() == "2\n4\n6"
@@ -180,8 +180,8 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
         with outcome, replacing_all(target, force) as path:
             path.mkdir()
             (path / "new").write_text("new")
-        assert [one.name for one in target.iterdir()] == ["new" if force else "old"]
-        assert [one.name for one in tmp_path.iterdir()] == ["model"]
+        assert [path.name for path in target.iterdir()] == ["new" if force else "old"]
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_tools_that_insert_nothing_write_nothing(model: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_tool_writes_a_folder_of_files(model: Path, tmp_path: Path) -> None:
         "first": "1", "second": "2 3", "about": "model.sum",
     }  # fmt: skip
     assert (done.path, done.kind, done.analysed, done.inlined) == (tmp_path / "parts", "sum in parts", 3, [])
-    assert tool.doubling.seen == [True] * 3
+    assert tool.doubling.static == [True] * 3
     with pytest.raises(ArtefactError, match="Halves, Doubling: a tool that writes a model in several files"):
         amanda.instrument(model, tool, Doubling(), out=tmp_path / "other")
     with pytest.raises(ArtefactError, match="parts is there already"):

@@ -20,36 +20,36 @@ def numbers(kind: str, count: int) -> Any:
     return array(kind, [chance.gauss(2, 1) * 10.0 ** chance.randrange(-20, 20) for _ in range(count)])
 
 
-def bins_by_hand(given: Any, bits: int) -> dict[int, int]:
+def bins_by_hand(values: Any, bits: int) -> dict[int, int]:
     """Return how many numbers are in each bin, by the logarithm."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     side = (128 << bits) + 2
-    for number in given:
+    for number in values:
         place = 0
         if number:
             fraction, exponent = math.frexp(abs(number))
             octave, part = exponent - 1 + 88, int((2 * fraction - 1) * (1 << bits))
             place = 1 if octave < 0 else side if octave >= 128 else (octave << bits) + part + 2
         bin = side + (place if number > 0 else -place)
-        found[bin] = found.get(bin, 0) + 1
-    return found
+        counts[bin] = counts.get(bin, 0) + 1
+    return counts
 
 
 @KINDS
 @pytest.mark.parametrize("count", [1, 3, 4096, 4099, 40_000])
 @pytest.mark.parametrize("bits", [0, 4, 7])
 def test_they_are_those_of_exact_sums(kind: str, count: int, bits: int) -> None:
-    given = numbers(kind, count)
+    values = numbers(kind, count)
     moments = interceptor.Moments(bits)
-    assert moments.add(given)
-    found = moments.numbers
-    mean = math.fsum(given) / count
-    squares, magnitudes = math.fsum((x - mean) ** 2 for x in given), math.fsum(map(abs, given))
-    wanted = (count, mean, squares, magnitudes, min(given), max(given))
-    assert found[:6] == pytest.approx(wanted, rel=1e-12, abs=1e-12 * max(map(abs, given)))
-    assert found[6:] == (0, 0, 0, 0)
+    assert moments.add(values)
+    measured = moments.numbers
+    mean = math.fsum(values) / count
+    squares, magnitudes = math.fsum((x - mean) ** 2 for x in values), math.fsum(map(abs, values))
+    expected = (count, mean, squares, magnitudes, min(values), max(values))
+    assert measured[:6] == pytest.approx(expected, rel=1e-12, abs=1e-12 * max(map(abs, values)))
+    assert measured[6:] == (0, 0, 0, 0)
     counts = struct.unpack(f"{2 * ((128 << bits) + 2) + 1}q", moments.counts or b"")
-    assert {i: count for i, count in enumerate(counts) if count} == bins_by_hand(given, bits)
+    assert {i: count for i, count in enumerate(counts) if count} == bins_by_hand(values, bits)
 
 
 @KINDS
@@ -63,47 +63,47 @@ def test_what_is_not_finite_is_counted_apart(kind: str) -> None:
 
 
 def test_a_mean_stays_finite_where_sums_overflow() -> None:
-    for given, mean, squares in (
+    for values, mean, squares in (
         ([1e308] * 10_000, 1e308, None),
         ([1e308, -1e308] * 5_000, 0.0, math.inf),
         ([1e200] * 10, 1e200, None),
         ([1.7e308] * 4096 + [-1.7e308] * 4096, 0.0, math.inf),
     ):
         moments = interceptor.Moments(4)
-        assert moments.add(array("d", given))
-        count, found, m2, magnitudes, least, most = moments.numbers[:6]
-        assert (count, least, most) == (len(given), min(given), max(given))
-        assert found == pytest.approx(mean, rel=1e-12, abs=1e-12 * max(given))
+        assert moments.add(array("d", values))
+        count, measured_mean, m2, magnitudes, least, most = moments.numbers[:6]
+        assert (count, least, most) == (len(values), min(values), max(values))
+        assert measured_mean == pytest.approx(mean, rel=1e-12, abs=1e-12 * max(values))
         assert m2 == squares or (squares is None and not math.isnan(m2))
-        assert magnitudes == (math.inf if max(given) > 1e300 else pytest.approx(2e201 / 2))
+        assert magnitudes == (math.inf if max(values) > 1e300 else pytest.approx(2e201 / 2))
 
 
 def test_other_memory_is_refused_and_changes_nothing() -> None:
     moments = interceptor.Moments(4)
     before = moments.numbers
     strided = memoryview(array("f", [1.0, 2.0, 3.0]))[::2]
-    for other in (array("i", [1]), b"1234", None, 1.0, [1.0], strided, array("B", [1])):
-        assert moments.add(other) is False
+    for memory in (array("i", [1]), b"1234", None, 1.0, [1.0], strided, array("B", [1])):
+        assert moments.add(memory) is False
     assert (moments.numbers, moments.counts) == (before, None)
     assert moments.add(array("f"))
     assert (moments.numbers, moments.counts) == (before, None)
 
 
 def test_both_together_are_those_of_all_numbers() -> None:
-    one, other, all_of_them = (interceptor.Moments(4) for _ in range(3))
-    for moments, count in ((one, 5000), (other, 40_000)):
+    first, second, all_of_them = (interceptor.Moments(4) for _ in range(3))
+    for moments, count in ((first, 5000), (second, 40_000)):
         for each in (moments, all_of_them):
             assert each.add(numbers("f", count))
-    one.merge(other)
-    assert one.numbers == pytest.approx(all_of_them.numbers, rel=1e-12)
-    assert one.counts == all_of_them.counts
-    one.merge(one)
-    assert one.numbers[0] == 90_000
-    one.merge(interceptor.Moments(4))
-    assert one.numbers[0] == 90_000
+    first.merge(second)
+    assert first.numbers == pytest.approx(all_of_them.numbers, rel=1e-12)
+    assert first.counts == all_of_them.counts
+    first.merge(first)
+    assert first.numbers[0] == 90_000
+    first.merge(interceptor.Moments(4))
+    assert first.numbers[0] == 90_000
     for wrong in (interceptor.Moments(), interceptor.Moments(5), None, 3):
         with pytest.raises(TypeError, match="same bins"):
-            one.merge(wrong)
+            first.merge(wrong)
 
 
 @pytest.mark.parametrize("bits", [-2, 17, 2**31 - 1])
@@ -113,8 +113,8 @@ def test_bits_are_checked(bits: int) -> None:
 
 
 def test_threads_add_to_one_object() -> None:
-    moments, given = interceptor.Moments(4), numbers("f", 100_000)
-    threads = [threading.Thread(target=lambda: [moments.add(given) for _ in range(20)]) for _ in range(4)]
+    moments, values = interceptor.Moments(4), numbers("f", 100_000)
+    threads = [threading.Thread(target=lambda: [moments.add(values) for _ in range(20)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -34,7 +34,7 @@ class Piece(amanda.Tool):
     ) -> None:
         super().__init__()
         self.key, self.points, self.on, self.follows_dependents, self.log = key, points, on, follows, log
-        self.keys: set[str] = {one.key for one in on}.union(*(one.keys for one in on))
+        self.keys: set[str] = {piece.key for piece in on}.union(*(piece.keys for piece in on))
         self.depends_on(*on)
         for point in points:
             self.add_inst_for_op(partial(self.analyse, point), point > 1, point % 2 == 1)
@@ -55,66 +55,66 @@ Layers = list[list[Piece]]
 
 def pieces(chance: random.Random, log: list[object]) -> list[Piece]:
     """Return tools of which some follow, depend on others, or stand for each other."""
-    made: list[list[Piece]] = []
+    groups: list[list[Piece]] = []
     for number in range(chance.randint(3, 5)):
         follows = chance.random() < 0.3
         points = range(LAST) if follows else sorted(chance.sample(range(LAST), chance.randint(0, LAST)))
-        below = chance.sample(made, min(number, chance.randint(0, 2)))
+        below = chance.sample(groups, min(number, chance.randint(0, 2)))
         alike = range(chance.choice([1, 1, 2]))
-        made.append(
+        groups.append(
             [Piece(f"key {number}", points, follows, [*map(chance.choice, below)], log) for _ in alike]
         )
-    return [piece for alike in made for piece in alike]
+    return [piece for alike in groups for piece in alike]
 
 
 def layers(scopes: Sequence[Sequence[Piece]]) -> Layers:
-    """Return the tools that join in each scope: dependencies first, none for which one stands already."""
-    found: Layers = []
+    """Return the tools that join in each scope: dependencies first, none for which another stands already."""
+    joined_by_scope: Layers = []
     for scope in scopes:
         joined: list[Piece] = []
 
         def visit(tool: Piece, joined: list[Piece] = joined) -> None:
-            if tool.key not in {one.key for one in joined}:
-                for one in tool.on:
-                    visit(one)
+            if tool.key not in {piece.key for piece in joined}:
+                for dependency in tool.on:
+                    visit(dependency)
                 joined.append(tool)
 
         for tool in scope:
             visit(tool)
-        open_already = {one.key for layer in found for one in layer}
-        found.append([one for one in joined if one.key not in open_already])
-    return found
+        open_already = {piece.key for layer in joined_by_scope for piece in layer}
+        joined_by_scope.append([piece for piece in joined if piece.key not in open_already])
+    return joined_by_scope
 
 
-def taking_part(found: Layers, point: int) -> list[tuple[int, Piece]]:
+def taking_part(layers: Layers, point: int) -> list[tuple[int, Piece]]:
     """Return the layer and the tool of each routine of a point, in order.
 
     A tool that follows runs in the first layer in which a dependent does, or where it has none.
     """
     order: list[tuple[int, Piece]] = []
-    for depth in range(len(found)):
-        applied = [tool for layer in found[: depth + 1] for tool in layer]
+    for depth in range(len(layers)):
+        applied = [tool for layer in layers[: depth + 1] for tool in layer]
         for tool in applied:
-            above = [one for one in applied if tool.key in one.keys and not one.follows_dependents]
-            awaits = tool.follows_dependents and above and not any(point in one.points for one in above)
-            if point in tool.points and not awaits and tool not in [one for _, one in order]:
+            above = [piece for piece in applied if tool.key in piece.keys and not piece.follows_dependents]
+            awaits = tool.follows_dependents and above and not any(point in piece.points for piece in above)
+            if point in tool.points and not awaits and tool not in [piece for _, piece in order]:
                 order.append((depth, tool))
     return order
 
 
-def written_for(found: Layers, tool: Piece, point: int) -> dict[str, int] | None:
+def written_for(layers: Layers, tool: Piece, point: int) -> dict[str, int] | None:
     """Return where the keys that a tool sees at a point were written last; None where it takes no part."""
-    depth = next((depth for depth, one in taking_part(found, point) if one is tool), None)
+    depth = next((depth for depth, piece in taking_part(layers, point) if piece is tool), None)
     if depth is None:
         return None
-    before = [(at, *one) for at in range(point + 1) for one in taking_part(found, at)]
-    return {one.key: at for at, within, one in before if within <= depth and one.key in tool.keys}
+    before = [(at, *place) for at in range(point + 1) for place in taking_part(layers, at)]
+    return {piece.key: at for at, within, piece in before if within <= depth and piece.key in tool.keys}
 
 
-def ran(found: Layers, point: int, opened: Layers | None = None) -> list[tuple[Piece, int]]:
+def ran(layers: Layers, point: int, opened: Layers | None = None) -> list[tuple[Piece, int]]:
     """Return the routines of a point that run where the tools of `opened` are open; of all tools if None."""
-    keys = None if opened is None else {one.key for layer in opened for one in layer}
-    return [(one, point) for _, one in taking_part(found, point) if keys is None or one.key in keys]
+    keys = None if opened is None else {piece.key for layer in opened for piece in layer}
+    return [(piece, point) for _, piece in taking_part(layers, point) if keys is None or piece.key in keys]
 
 
 @contextmanager
@@ -145,23 +145,23 @@ def test_tools_of_nested_scopes_see_and_do_what_the_model_says(seed: int) -> Non
     plain = Calling(lambda x: fake.relu(x))
     again = Calling(lambda x: fake.checkpoint(lambda value: fake.relu(value), x))
     for number in range(6):
-        nest, other = chance.choice(nests), chance.choice([None, chance.choice(nests)])
+        nest, later_nest = chance.choice(nests), chance.choice([None, chance.choice(nests)])
         cached, recomputes = chance.random() < 0.85, chance.random() < 0.4
-        forward, backward = layers(nest), layers(nest if other is None else other)
+        forward, backward = layers(nest), layers(nest if later_nest is None else later_nest)
         log.clear()
         with attached(FakeDriver), ExitStack() as scope:
             scope.enter_context(entered(nest, cached))
             y = (again if recomputes else plain)(fake.tensor([1.0], requires_grad=True))
-            if other is not None:
+            if later_nest is not None:
                 scope.close()
-                scope.enter_context(entered(other, cached))
+                scope.enter_context(entered(later_nest, cached))
             log.append("backward")
             fake.sum(y).backward()
         whole = backward if recomputes else forward  # a checkpoint runs with the tools of the backward pass
         expected = [*ran(forward, 0), *ran(forward, 1), "backward"]
         expected += [*ran(whole, 0), *ran(whole, 1)] if recomputes else []
         expected += [*ran(whole, 2, backward), *ran(whole, 3, backward)]
-        assert [one for one in log if not isinstance(one, Seen)] == expected, (seed, number)
-        for tool, point, written in (one for one in log if isinstance(one, Seen)):
-            known = [written_for(found, tool, point) for found in (forward, whole)]
-            assert written in known, (seed, number, tool.key, point)
+        assert [event for event in log if not isinstance(event, Seen)] == expected, (seed, number)
+        for tool, point, written in (event for event in log if isinstance(event, Seen)):
+            possible = [written_for(layers_of_pass, tool, point) for layers_of_pass in (forward, whole)]
+            assert written in possible, (seed, number, tool.key, point)

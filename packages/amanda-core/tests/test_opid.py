@@ -110,10 +110,10 @@ def test_a_million_places_do_not_collide() -> None:
     regions = [mix(digest("region", i), i) for i in range(100)]
     sites = [(digest("code", i // 50) + (i % 50 + 1) * SITE_STEP) & MASK for i in range(100)]
     places = [mix(region, site) for region in regions for site in sites]
-    found = {mix(place, occurrence) for place in places for occurrence in range(110)}
-    assert len(found) == 1_100_000
-    assert len({one & 0xFFFFFFFFFFFF for one in found}) > 1_099_990  # 48 bits: 0.002 expected
-    assert len({one >> 16 for one in found}) > 1_099_990
+    ids = {mix(place, occurrence) for place in places for occurrence in range(110)}
+    assert len(ids) == 1_100_000
+    assert len({op_id & 0xFFFFFFFFFFFF for op_id in ids}) > 1_099_990  # 48 bits: 0.002 expected
+    assert len({op_id >> 16 for op_id in ids}) > 1_099_990
 
 
 def test_every_bit_of_a_value_reaches_half_the_bits_of_what_follows() -> None:
@@ -136,10 +136,10 @@ def test_a_digest_tells_parts_apart_and_is_the_same_everywhere() -> None:
 
 def test_code_is_told_by_its_place_not_by_its_instance() -> None:
     source = "def f():\n    return g()\n"
-    one, same = compile(source, "file.py", "exec"), compile(source, "file.py", "exec")
+    code, same = compile(source, "file.py", "exec"), compile(source, "file.py", "exec")
     moved, renamed = compile("\n" + source, "file.py", "exec"), compile(source, "other.py", "exec")
-    assert code_hash(one) == code_hash(same)
-    assert len({code_hash(one), code_hash(moved), code_hash(renamed)}) == 3
+    assert code_hash(code) == code_hash(same)
+    assert len({code_hash(code), code_hash(moved), code_hash(renamed)}) == 3
 
 
 def test_the_instructions_of_one_call_stand_for_one_place() -> None:
@@ -165,10 +165,10 @@ def test_the_longest_root_tells_the_kind_of_code() -> None:
     assert kind("/site/torch/nn.py") == FRAMEWORK
     assert kind("/site/torch/utils/checkpoint.py") == FRAMEWORK | SKIPPED
     assert kind("/home/user.py") == 0
-    own = compile("0", "/home/user.py", "eval")
-    registry.add_code(own, SKIPPED)
-    registry.add_code(own, SKIPPED)
-    assert registry.kind(own) == SKIPPED
+    code = compile("0", "/home/user.py", "eval")
+    registry.add_code(code, SKIPPED)
+    registry.add_code(code, SKIPPED)
+    assert registry.kind(code) == SKIPPED
     assert len(changes) == 3
 
 
@@ -192,16 +192,16 @@ def deaths() -> Iterator[list[int]]:
 
 def test_ordinals_grow_and_are_not_given_again() -> None:
     with deaths() as heard:
-        one, two = Subject(), Subject()
-        first, second = interceptor.ordinal(one), interceptor.ordinal(two)
-        assert (interceptor.ordinal(one), interceptor.ordinal(two)) == (first, second)
+        subject, later = Subject(), Subject()
+        first, second = interceptor.ordinal(subject), interceptor.ordinal(later)
+        assert (interceptor.ordinal(subject), interceptor.ordinal(later)) == (first, second)
         assert second == first + 1
-        del one
+        del subject
         gc.collect()
         assert heard == [first]
         assert [interceptor.ordinal(Subject()) for _ in range(5)] == [second + i for i in range(1, 6)]
         assert heard == [first, *range(second + 1, second + 6)]
-        assert interceptor.ordinal(two) == second
+        assert interceptor.ordinal(later) == second
 
 
 def test_an_ordinal_leaves_nothing_on_the_object() -> None:
@@ -220,38 +220,38 @@ class Unreferable:
 
 @pytest.mark.parametrize("make", [Unreferable, lambda: [1], lambda: int("9" * 30), dict])
 def test_two_objects_without_weak_references_have_two_ordinals(make: Callable[[], Any]) -> None:
-    one, two = make(), make()
-    numbers = interceptor.ordinal(one), interceptor.ordinal(two)
+    plain, later = make(), make()
+    numbers = interceptor.ordinal(plain), interceptor.ordinal(later)
     assert 0 < numbers[0] < numbers[1]
-    assert (interceptor.ordinal(one), interceptor.ordinal(two)) == numbers
+    assert (interceptor.ordinal(plain), interceptor.ordinal(later)) == numbers
 
 
 def test_an_object_without_weak_references_is_dropped_once_nothing_else_holds_it() -> None:
     with deaths() as heard:
-        held = Unreferable()
-        number = interceptor.ordinal(held)
+        objects = Unreferable()
+        number = interceptor.ordinal(objects)
         numbers = {interceptor.ordinal(Unreferable()) for _ in range(1000)}
         assert len(numbers) == 1000
         assert len(heard) > 800
-        assert interceptor.ordinal(held) == number
+        assert interceptor.ordinal(objects) == number
 
 
 def test_many_objects_without_weak_references_keep_their_ordinals() -> None:
-    held = [Unreferable() for _ in range(500)]
-    numbers = [interceptor.ordinal(one) for one in held]
+    objects = [Unreferable() for _ in range(500)]
+    numbers = [interceptor.ordinal(item) for item in objects]
     assert len(set(numbers)) == 500
-    assert [interceptor.ordinal(one) for one in held] == numbers
+    assert [interceptor.ordinal(item) for item in objects] == numbers
 
 
 def test_many_objects_come_and_go() -> None:
     with deaths() as heard:
-        kept = [Subject() for _ in range(3000)]
-        numbers = [interceptor.ordinal(one) for one in kept]
+        subjects = [Subject() for _ in range(3000)]
+        numbers = [interceptor.ordinal(subject) for subject in subjects]
         assert len(set(numbers)) == 3000
-        del kept[::2]
+        del subjects[::2]
         gc.collect()
         assert sorted(heard) == numbers[::2]
-        assert [interceptor.ordinal(one) for one in kept] == numbers[1::2]
+        assert [interceptor.ordinal(subject) for subject in subjects] == numbers[1::2]
 
 
 def test_code_without_positions_is_served() -> None:

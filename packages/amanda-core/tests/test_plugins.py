@@ -53,12 +53,12 @@ for plugin in amanda.list_{what}({load}):
 """
 
 
-def states(run: Run, what: str, load: str = "") -> dict[str, list[list[str]]]:
-    found: dict[str, list[list[str]]] = {}
-    for line in run.code(STATES.format(what=what, load=load)).splitlines():
-        name, *rest = line.split("|")
-        found.setdefault(name, []).append(rest)
-    return found
+def states(run: Run, kind: str, load: str = "") -> dict[str, list[list[str]]]:
+    rows: dict[str, list[list[str]]] = {}
+    for line in run.code(STATES.format(what=kind, load=load)).splitlines():
+        name, *fields = line.split("|")
+        rows.setdefault(name, []).append(fields)
+    return rows
 
 
 def test_finding_imports_nothing(run: Run) -> None:
@@ -81,15 +81,15 @@ def test_a_framework_that_is_not_installed_is_told_with_its_fix(run: Run) -> Non
 
 
 def test_two_drivers_of_one_name_are_duplicates_before_they_load(run: Run) -> None:
-    (one, two) = states(run, "drivers")["twinframe"]
-    assert one[2] == two[2] == "duplicate"
-    assert one[3] == two[3]
+    (first, second) = states(run, "drivers")["twinframe"]
+    assert first[2] == second[2] == "duplicate"
+    assert first[3] == second[3]
     for part in (
         "fake-twin-one 0.3.0",
         "fake-twin-two 0.3.0",
         "pip uninstall fake-twin-one or fake-twin-two",
     ):
-        assert part in one[3]
+        assert part in first[3]
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_two_drivers_of_one_name_are_duplicates_before_they_load(run: Run) -> No
 def test_loading_tells_states_apart(
     run: Run, loaded: dict[str, list[list[str]]], framework: str, state: str, parts: list[str]
 ) -> None:
-    for _, _, found, message in loaded[framework]:
-        assert found == state
+    for _, _, actual, message in loaded[framework]:
+        assert actual == state
         assert all(part in message for part in parts), message
         assert bool(message) == (state != "ready")
 
@@ -172,10 +172,10 @@ def test_a_driver_whose_import_failed_once_is_used_by_the_next_scope(
     run: Run, error: str, advice: str
 ) -> None:
     out = run.code(FAILING_ONCE.format(error=error)).splitlines()
-    told = {line.split()[0]: line for line in out if not line.startswith("LOG")}
-    assert advice in told["outer"]
-    assert told["inner"] == "inner []"
-    assert told["later"] == "later []"
+    lines = {line.split()[0]: line for line in out if not line.startswith("LOG")}
+    assert advice in lines["outer"]
+    assert lines["inner"] == "inner []"
+    assert lines["later"] == "later []"
 
 
 def test_a_scope_reports_the_drivers_that_cannot_be_used(run: Run) -> None:
@@ -364,9 +364,9 @@ def test_doctor_says_what_is_wrong_and_the_fix(run: Run) -> None:
     ):
         assert verdicts[name].split()[0] == "wrong"
         assert fix in verdicts[name]
-    asked = 'it asks for fake-frameworks<0.3, and 0.3.0 is installed: pip install "fake-frameworks<0.3"'
+    advice = 'it asks for fake-frameworks<0.3, and 0.3.0 is installed: pip install "fake-frameworks<0.3"'
     assert verdicts["fake-outdated"].split()[0] == "wrong"
-    assert asked in verdicts["fake-outdated"]
+    assert advice in verdicts["fake-outdated"]
     assert "not-installed" not in done.stdout
     assert verdicts["fake-good"].split()[0] == "ok"
     assert "things are wrong" in done.stdout.splitlines()[-1]

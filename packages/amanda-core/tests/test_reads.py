@@ -24,7 +24,7 @@ class Holding(amanda.Tool):
 
     def reset(self) -> None:
         self.factor = 1.0
-        self.other = 1.0
+        self.offset = 1.0
         self.factors: dict[str, Any] = {"one": [1.0]}
         self.elsewhere = Elsewhere()
         self.calling = Calling()
@@ -39,8 +39,8 @@ class Elsewhere:
     _factor = 1.0
 
 
-def _of(one: Elsewhere) -> float:
-    return one._factor
+def _of(holder: Elsewhere) -> float:
+    return holder._factor
 
 
 _of.__module__ = "another_package"
@@ -98,7 +98,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[[Holding], Any]]] = {
     ),
     "what a decorator is around": (lambda x: x * _decorated(tool), lambda tool: setattr(tool, "factor", 2.0)),
     "an argument": (
-        functools.partial(lambda x, held: x * held.factor, held=tool),
+        functools.partial(lambda x, holder: x * holder.factor, holder=tool),
         lambda tool: setattr(tool, "factor", 2.0),
     ),
 }
@@ -134,7 +134,7 @@ def test_what_is_set_anew_no_longer_holds(way: str) -> None:
     with reads.tracing([action(routine)]):
         pass
     assert reads.hold()
-    tool.other = 3.0
+    tool.offset = 3.0
     assert reads.hold()
     change(tool)
     assert not reads.hold()
@@ -159,44 +159,44 @@ def test_a_variable_of_an_enclosing_function_is_named_as_there() -> None:
 def test_what_others_set_while_routines_are_traced_is_not_theirs() -> None:
     reads = read(scaled)
     tool.factor = 2.0
-    with reads.tracing([action(lambda x: x * tool.other)]):
+    with reads.tracing([action(lambda x: x * tool.offset)]):
         pass
     assert not reads.written
     assert not reads.hold()
 
 
-def copy_of(kept: GuardedCopies[str], routine: Callable[..., Any], made: list[str]) -> str:
+def copy_of(copies: GuardedCopies[str], routine: Callable[..., Any], created: list[str]) -> str:
     """The copy for what a routine reads now; what is made for it is noted."""
-    copy = kept.find()
+    copy = copies.find()
     if copy is None:
         reads = Reads()
-        restless = kept.history.volatile_name(action(routine))
-        copy = f"{restless} is read by Python" if restless else f"{tool.factor}, {tool.other}"
+        restless = copies.history.volatile_name(action(routine))
+        copy = f"{restless} is read by Python" if restless else f"{tool.factor}, {tool.offset}"
         with reads.tracing([] if restless else [action(routine)]):
-            made.append(copy)
-        kept.add(copy, reads)
+            created.append(copy)
+        copies.add(copy, reads)
     return copy
 
 
 def test_a_copy_is_kept_for_each_value_until_there_are_many() -> None:
-    kept, made = GuardedCopies[str](Reads), list[str]()
+    copies, created = GuardedCopies[str](Reads), list[str]()
     for value in (1.0, 2.0, 1.0, 2.0):
         tool.factor = value
-        assert copy_of(kept, scaled, made) == f"{value}, 1.0"
-    assert len(made) == 2
+        assert copy_of(copies, scaled, created) == f"{value}, 1.0"
+    assert len(created) == 2
     for i in range(20):
         tool.factor = float(i)
-        copy_of(kept, scaled, made)
-    assert len(made) == 9
-    assert made[-1] == "factor is read by Python"
+        copy_of(copies, scaled, created)
+    assert len(created) == 9
+    assert created[-1] == "factor is read by Python"
 
 
 def test_combinations_of_few_values_are_not_kept_without_end() -> None:
-    kept, made = GuardedCopies[str](Reads), list[str]()
+    copies, created = GuardedCopies[str](Reads), list[str]()
     for i in range(49):
-        tool.factor, tool.other = float(i % 7), float(i // 7)
-        copy_of(kept, lambda x: x * tool.factor * tool.other, made)
-    assert len(made) == 33
+        tool.factor, tool.offset = float(i % 7), float(i // 7)
+        copy_of(copies, lambda x: x * tool.factor * tool.offset, created)
+    assert len(created) == 33
 
 
 def test_the_core_is_not_looked_into() -> None:

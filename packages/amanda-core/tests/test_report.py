@@ -37,7 +37,7 @@ def test_the_first_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None
             report.add("function one", "its definition is out of reach")
             report.add("function two", "its definition is out of reach")
             report.add("function two", "it is XLA's")
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "function one: its definition is out of reach",
         "function two: it is XLA's",
     ]
@@ -58,19 +58,19 @@ def test_a_report_is_bounded_and_says_that_there_is_more() -> None:
 
 def test_what_a_source_says_is_heard_once() -> None:
     class Source:
-        told = 0
+        iterations = 0
 
         def __len__(self) -> int:
             return 1
 
         def __iter__(self) -> object:
-            self.told += 1
+            self.iterations += 1
             return iter([("a session", "its model is gone")])
 
     report, source = Report(), Source()
     for _ in range(3):
         report.add_all(source, source)  # type: ignore[arg-type]
-    assert (source.told, len(report)) == (1, 1)
+    assert (source.iterations, len(report)) == (1, 1)
 
 
 def test_what_is_forgotten_is_noted_again() -> None:

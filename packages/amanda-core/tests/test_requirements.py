@@ -12,7 +12,7 @@ from amanda.plugins.doctor import fits, unfit_requirements
 
 
 @pytest.mark.parametrize(
-    ("version", "asked", "fit"),
+    ("version", "specifier", "fit"),
     [
         ("2.13.0+cpu", "<2.14,>=2.4", True),
         ("2.15.0", "<2.14,>=2.4", False),
@@ -31,22 +31,24 @@ from amanda.plugins.doctor import fits, unfit_requirements
         ("weekly", "===weekly", True),
     ],
 )
-def test_a_version_fits_what_is_asked_for(version: str, asked: str, fit: bool) -> None:
-    assert fits(version, asked) == fit
+def test_a_version_fits_what_is_asked_for(version: str, specifier: str, fit: bool) -> None:
+    assert fits(version, specifier) == fit
 
 
 def test_an_extra_counts_where_all_that_it_asks_for_is_installed(tmp_path: Path) -> None:
-    for other, unfit in (("cffi>=1", ["pluggy"]), ("a-package-that-nobody-has", [])):
-        found = unfit_requirements(driver(tmp_path, "pluggy<1; extra == 'one'", f"{other}; extra == 'one'"))
-        assert [one.name for one in found] == unfit
+    for companion, unfit in (("cffi>=1", ["pluggy"]), ("a-package-that-nobody-has", [])):
+        unmet = unfit_requirements(
+            driver(tmp_path, "pluggy<1; extra == 'one'", f"{companion}; extra == 'one'")
+        )
+        assert [requirement.name for requirement in unmet] == unfit
 
 
 def driver(place: Path, *requirements: str) -> Distribution:
     """An installed distribution that asks for others."""
     place = place / "driver-0.1.dist-info"
     place.mkdir(exist_ok=True)
-    asked = "".join(f"Requires-Dist: {one}\n" for one in requirements)
-    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: driver\nVersion: 0.1\n{asked}")
+    lines = "".join(f"Requires-Dist: {text}\n" for text in requirements)
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: driver\nVersion: 0.1\n{lines}")
     return Distribution.at(place)
 
 
@@ -70,5 +72,5 @@ def driver(place: Path, *requirements: str) -> Distribution:
 def test_what_is_installed_is_compared_with_what_a_distribution_asks_for(
     tmp_path: Path, requirement: str, unfit: bool
 ) -> None:
-    found = list(unfit_requirements(driver(tmp_path, requirement)))
-    assert [one.name for one in found] == ["pluggy"] * unfit
+    unmet = list(unfit_requirements(driver(tmp_path, requirement)))
+    assert [requirement.name for requirement in unmet] == ["pluggy"] * unfit

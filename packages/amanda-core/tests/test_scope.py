@@ -64,11 +64,11 @@ def test_a_scope_wants_instances_of_tools() -> None:
 
 
 def test_a_cycle_is_found_before_the_scope_opens() -> None:
-    one, two = Count(), Count()
-    one.depends_on(two)
-    two.depends_on(one)
+    first, second = Count(), Count()
+    first.depends_on(second)
+    second.depends_on(first)
     with pytest.raises(DependencyCycleError):
-        amanda.apply(one)
+        amanda.apply(first)
 
 
 def test_apply_is_found_where_the_paper_has_it() -> None:
@@ -136,13 +136,13 @@ def test_a_context_copied_in_a_scope_sees_nothing_after_it_closed() -> None:
 
 
 def test_scopes_are_closed_in_any_order() -> None:
-    one, two = Count(), Count()
-    outer, inner = amanda.apply(one).start(), amanda.apply(two).start()
+    first, second = Count(), Count()
+    outer, inner = amanda.apply(first).start(), amanda.apply(second).start()
     outer.stop()
     relu()
     inner.stop()
     relu()
-    assert one.relus == 0
+    assert first.relus == 0
 
 
 def test_an_exception_closes_the_scope_and_passes() -> None:
@@ -232,15 +232,15 @@ def test_a_decorated_generator_is_a_whole_one() -> None:
 
     @amanda.apply(Count())
     def echo() -> Any:
-        given = []
+        sent = []
         try:
             while True:
                 try:
-                    given.append((yield len(given)))
+                    sent.append((yield len(sent)))
                 except ZeroDivisionError:
-                    given.append("caught")
-                if given[-1] == "stop":
-                    return given
+                    sent.append("caught")
+                if sent[-1] == "stop":
+                    return sent
         finally:
             closed.append("closed")
 
@@ -344,8 +344,8 @@ def test_a_report_lists_each_thing_once_and_is_printed() -> None:
     with amanda.apply(Count()) as scope:
         for _ in range(3):
             fake.opaque(fake.tensor([1.0]))
-    ((what, reason, where),) = scope.report
-    assert (what, reason, where) == ("opaque", "it has no operators inside", "")
+    ((subject, reason, where),) = scope.report
+    assert (subject, reason, where) == ("opaque", "it has no operators inside", "")
     assert str(scope.report) == "opaque  it has no operators inside"
 
 
@@ -382,9 +382,9 @@ def test_a_driver_is_attached_while_any_scope_is_open() -> None:
             assert Own.events == ["attach"]
             with amanda.apply(Count()):
                 pass
-            other = threading.Thread(target=amanda.apply(Count())(relu))
-            other.start()
-            other.join()
+            thread = threading.Thread(target=amanda.apply(Count())(relu))
+            thread.start()
+            thread.join()
             assert Own.events == ["attach"]
         assert Own.events == ["attach", "detach"]
         with pytest.raises(ZeroDivisionError), amanda.apply(Count()):
@@ -399,12 +399,12 @@ def test_the_last_of_two_overlapping_scopes_detaches() -> None:
         events: list[str] = []  # noqa: RUF012
 
     with attached(Own):
-        one, two = amanda.apply(Count()), amanda.apply(Count())
-        one.start()
-        two.start()
-        one.stop()
+        first, second = amanda.apply(Count()), amanda.apply(Count())
+        first.start()
+        second.start()
+        first.stop()
         assert Own.events == ["attach"]
-        two.stop()
+        second.stop()
         assert Own.events == ["attach", "detach"]
 
 
@@ -481,7 +481,7 @@ def test_a_closed_scope_and_its_tools_can_be_freed() -> None:
     dead = weakref.ref(count), weakref.ref(scope)
     del count, scope, bound
     gc.collect()
-    assert [one() for one in dead] == [None, None]
+    assert [reference() for reference in dead] == [None, None]
 
 
 @pytest.mark.slow
@@ -548,13 +548,13 @@ class InterruptAt:
 class Told(Tool):
     """Counts the scopes that it is told of."""
 
-    entered = left = 0
+    entered = left_count = 0
 
     def scope_entered(self) -> None:
         self.entered += 1
 
     def scope_left(self) -> None:
-        self.left += 1
+        self.left_count += 1
 
 
 @pytest.mark.slow
@@ -587,8 +587,8 @@ def test_an_interrupt_before_any_instruction_leaves_no_scope_open() -> None:
             interrupted(number)
             assert attachment._scopes == [], f"before instruction {number} of {total}"
             assert interceptor.active() is None
-            assert tool.left >= tool.entered - 1
-            tool.left = tool.entered
+            assert tool.left_count >= tool.entered - 1
+            tool.left_count = tool.entered
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -19,12 +19,12 @@ class Other(Operation):
 
 
 def test_an_operation_equals_another_of_its_class_name_and_key() -> None:
-    one = Operation("conv", 1)
-    assert one == Operation("conv", 1)
-    assert hash(one) == hash(Operation("conv", 1))
-    assert one not in (Operation("conv", 2), Operation("conv"), Other("conv", 1), "conv")
-    assert (str(one), repr(one), one.__name__) == ("conv", "<conv>", "conv")
-    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+    operation = Operation("conv", 1)
+    assert operation == Operation("conv", 1)
+    assert hash(operation) == hash(Operation("conv", 1))
+    assert operation not in (Operation("conv", 2), Operation("conv"), Other("conv", 1), "conv")
+    assert (str(operation), repr(operation), operation.__name__) == ("conv", "<conv>", "conv")
+    assert pickle.loads(pickle.dumps(operation)) == copy.deepcopy(operation) == operation
 
 
 def test_names_that_are_not_there_are_lacking() -> None:
@@ -34,12 +34,12 @@ def test_names_that_are_not_there_are_lacking() -> None:
 
 def test_a_map_of_tensors_keeps_none_of_them() -> None:
     tensor_map: TensorMap[str] = TensorMap()
-    one, other = (fake.tensor([1.0]) for _ in range(2))
-    tensor_map[one] = "first"
-    assert (tensor_map.get(one), tensor_map.get(other)) == ("first", None)
-    tensor_map[one] = "second"
-    assert tensor_map.get(one) == "second"
-    del one
+    first, second = (fake.tensor([1.0]) for _ in range(2))
+    tensor_map[first] = "first"
+    assert (tensor_map.get(first), tensor_map.get(second)) == ("first", None)
+    tensor_map[first] = "second"
+    assert tensor_map.get(first) == "second"
+    del first
     gc.collect()
     assert not tensor_map._entries
 

@@ -41,12 +41,12 @@ def shapes(chance: random.Random) -> Any:
 def test_it_counts_as_a_counter_does(kind: Any) -> None:
     chance, tally, counter = random.Random(0), kind(), Counter[Any]()
     for _ in range(20_000):
-        one = shapes(chance)
-        tally.add(one)
-        counter[one] += 1
+        key = shapes(chance)
+        tally.add(key)
+        counter[key] += 1
         if chance.randrange(9) == 0:
-            tally.add(one)
-            counter[one] += 1
+            tally.add(key)
+            counter[key] += 1
     assert len(tally) == len(counter) > 2000
     assert tally.items() == list(counter.items())
 
@@ -62,8 +62,8 @@ def test_it_counts_as_a_counter_does(kind: Any) -> None:
 )  # fmt: skip
 def test_shapes_of_no_usual_form_are_counted_too(kind: Any, odd: Any) -> None:
     tally = kind()
-    for one in (odd, (((1,),),), odd):
-        tally.add(one)
+    for key in (odd, (((1,),),), odd):
+        tally.add(key)
     assert Counter(dict(tally.items())) == {(((1,),),): 1, odd: 2}
     assert len(tally) == 2
 

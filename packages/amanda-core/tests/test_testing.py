@@ -66,9 +66,9 @@ def test_a_capability_that_no_test_knows_is_an_error() -> None:
 
 
 def test_an_attached_driver_is_used_within_its_context_alone() -> None:
-    seen: list[str] = []
+    names: list[str] = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+    tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))
     x = fake.tensor([1.0])
     with amanda.apply(tool):
         fake.relu(x)
@@ -76,7 +76,7 @@ def test_an_attached_driver_is_used_within_its_context_alone() -> None:
         fake.relu(x)
     with amanda.apply(tool):
         fake.relu(x)
-    assert seen == ["relu"]
+    assert names == ["relu"]
 
 
 def test_without_pytest_the_import_says_what_to_install() -> None:

@@ -96,14 +96,14 @@ def test_a_thread_keeps_a_run_that_its_instance_has() -> None:
 
 
 def test_a_thread_that_started_has_nothing_of_ours() -> None:
-    found: list[set[str]] = []
-    thread = threading.Thread(target=lambda: found.append(set(vars(thread))))
+    attributes_of_thread: list[set[str]] = []
+    thread = threading.Thread(target=lambda: attributes_of_thread.append(set(vars(thread))))
     attributes = set(vars(thread))
     with amanda.apply(Count()):
         started(thread)
         with pytest.raises(RuntimeError, match="once"):
             thread.start()
-    assert found[0] - attributes == set(vars(thread)) - attributes == set()
+    assert attributes_of_thread[0] - attributes == set(vars(thread)) - attributes == set()
 
 
 def test_a_thread_whose_run_cannot_be_set_is_reported() -> None:
@@ -132,10 +132,10 @@ def test_an_exception_of_a_thread_is_the_threads() -> None:
 
 
 def test_a_thread_has_the_switches_that_it_started_in() -> None:
-    count, found = Count(), []
+    count, switches = Count(), []
 
     def work() -> None:
-        found.append((amanda.is_enabled(), amanda.is_cache_enabled()))
+        switches.append((amanda.is_enabled(), amanda.is_cache_enabled()))
         relu()
         with amanda.enabled():
             relu()
@@ -146,7 +146,7 @@ def test_a_thread_has_the_switches_that_it_started_in() -> None:
             thread.start()
         thread.join()
         relu()
-    assert found == [(False, False)]
+    assert switches == [(False, False)]
     assert count.relus == 2
 
 
@@ -177,16 +177,16 @@ def outliving(inner: Tool, outer: Tool, meanwhile: Callable[[Callable[[], None]]
 
     thread = threading.Thread(target=work)
 
-    def one() -> None:
+    def run() -> None:
         ask.release()
         assert answer.acquire(timeout=60)
 
     with amanda.apply(outer):
         with amanda.apply(inner):
             thread.start()
-            one()
-        meanwhile(one)
-    one()
+            run()
+        meanwhile(run)
+    run()
     done.append(True)
     ask.release()
     thread.join()
@@ -194,7 +194,7 @@ def outliving(inner: Tool, outer: Tool, meanwhile: Callable[[Callable[[], None]]
 
 def test_a_thread_that_outlives_the_inner_scope_is_in_the_outer_one() -> None:
     inner, outer = Count(), Count()
-    outliving(inner, outer, lambda one: one())
+    outliving(inner, outer, lambda run: run())
     assert (inner.relus, outer.relus) == (1, 2)
 
 
@@ -220,16 +220,16 @@ def test_a_task_that_outlives_the_inner_scope_is_in_the_outer_one() -> None:
 
 def test_a_task_that_outlives_a_switch_keeps_it_until_its_scope_closes() -> None:
     count = Count()
-    found: list[bool] = []
+    cached: list[bool] = []
 
     async def main() -> None:
         async def work() -> None:
             await asyncio.sleep(0)
-            found.append(amanda.is_cache_enabled())
+            cached.append(amanda.is_cache_enabled())
             relu()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            found.append(amanda.is_cache_enabled())
+            cached.append(amanda.is_cache_enabled())
             relu()
 
         with amanda.apply(count):
@@ -241,7 +241,7 @@ def test_a_task_that_outlives_a_switch_keeps_it_until_its_scope_closes() -> None
 
     asyncio.run(main())
     assert count.relus == 1
-    assert found == [False, True]
+    assert cached == [False, True]
 
 
 def test_a_thread_that_outlives_its_scope_lets_go_of_the_tools() -> None:
@@ -265,15 +265,15 @@ def test_a_scope_that_a_thread_opens_adds_to_that_in_which_it_started() -> None:
 
 
 def test_an_executor_made_before_serves_each_task_in_its_scope() -> None:
-    one, two = Count(), Count()
+    first, second = Count(), Count()
     with ThreadPoolExecutor(2) as pool:
-        with amanda.apply(one):
+        with amanda.apply(first):
             assert list(pool.map(abs, [-1, -2])) == [1, 2]
             list(pool.map(relu, range(3)))
-            with amanda.apply(two):
+            with amanda.apply(second):
                 pool.submit(relu).result()
         pool.submit(relu).result()
-    assert (one.relus, two.relus) == (4, 1)
+    assert (first.relus, second.relus) == (4, 1)
 
 
 def test_a_task_that_waits_for_its_turn_until_the_scope_has_closed_is_outside() -> None:
@@ -290,13 +290,13 @@ def test_a_task_that_waits_for_its_turn_until_the_scope_has_closed_is_outside() 
 def test_a_task_submitted_by_a_thread_without_a_scope_is_outside() -> None:
     count, opened, closing = Count(), threading.Event(), threading.Event()
 
-    def other(pool: ThreadPoolExecutor) -> None:
+    def submit_outside(pool: ThreadPoolExecutor) -> None:
         assert opened.wait(60)
         pool.submit(relu).result()
         closing.set()
 
     with ThreadPoolExecutor(1) as pool:
-        bystander = threading.Thread(target=other, args=(pool,))
+        bystander = threading.Thread(target=submit_outside, args=(pool,))
         bystander.start()
         with amanda.apply(count):
             pool.submit(relu).result()  # starts the worker
@@ -389,12 +389,12 @@ def test_what_goes_to_another_process_is_the_programs_own() -> None:
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
             return super().submit(fn, *args, **kwargs)
 
-    kept: list[Any] = []
+    unpickled: list[Any] = []
     with amanda.apply(Count()):
         from amanda.scope.threads import _bound_to_scopes, _inherited_state
 
-        kept.append(pickle.loads(pickle.dumps(_bound_to_scopes(relu, _inherited_state()))))
-    assert kept == [relu]
+        unpickled.append(pickle.loads(pickle.dumps(_bound_to_scopes(relu, _inherited_state()))))
+    assert unpickled == [relu]
 
 
 PATCHING = """
@@ -476,17 +476,17 @@ def test_threads_start_outside_where_a_scope_is_open_elsewhere() -> None:
 @pytest.fixture
 def server() -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Run a function on a thread that started before any scope, through a queue of the test's own."""
-    asked: queue.Queue[Callable[[], Any] | None] = queue.Queue()
-    given: queue.Queue[Any] = queue.Queue()
+    requests: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
 
     def serve() -> None:
-        while (function := asked.get()) is not None:
-            given.put(function())
+        while (function := requests.get()) is not None:
+            answers.put(function())
 
     thread = threading.Thread(target=serve, name="server")
     thread.start()
-    yield lambda function: (asked.put(function), given.get(timeout=60))[1]
-    asked.put(None)
+    yield lambda function: (requests.put(function), answers.get(timeout=60))[1]
+    requests.put(None)
     thread.join()
 
 
@@ -562,7 +562,7 @@ def test_an_op_that_several_threads_meet_at_once_is_analysed_once() -> None:
         return list(x.grad.numbers)
 
     with amanda.apply(tool), ThreadPoolExecutor(8) as pool:
-        results = [one.result() for one in [pool.submit(work) for _ in range(8)]]
+        results = [future.result() for future in [pool.submit(work) for _ in range(8)]]
     assert results == [[1.0, 0.0]] * 8
     assert len(tool.ran) == len(set(tool.ran))
 
@@ -571,12 +571,12 @@ class Factor(float):
     """A number whose first product fails once another thread has had its own."""
 
     def __init__(self, _: float) -> None:
-        self.begun, self.other = threading.Event(), threading.Event()
+        self.begun, self.second_thread = threading.Event(), threading.Event()
 
     def __rmul__(self, number: float) -> float:
         if not self.begun.is_set():
             self.begun.set()
-            self.other.wait(10)
+            self.second_thread.wait(10)
             raise ArithmeticError
         return number * float(self)
 
@@ -591,7 +591,7 @@ def test_an_analysis_is_finished_by_another_thread_if_the_op_of_the_first_fails(
         failing = pool.submit(work)
         factor.begun.wait(10)
         assert pool.submit(work).result() == [2.0]
-        factor.other.set()
+        factor.second_thread.set()
         with pytest.raises(ArithmeticError):
             failing.result()
     assert [after for _, after in tool.ran] == [False, True]

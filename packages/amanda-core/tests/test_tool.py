@@ -38,14 +38,14 @@ class Scaling(Tool):
 
     def __init__(self, start: float = 2.0) -> None:
         self.start = start
-        self.made: list[str] = []
+        self.scopes: list[str] = []
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: amanda.OpContext) -> None:
         if context.get_op().__name__ != "matmul":
             return
         scale = self.keep(context, "scale", self._make)
-        self.made.append(context.get_scope())
+        self.scopes.append(context.get_scope())
         context.insert_before_op(self.scaled, [0], scale=scale)
 
     def _make(self) -> fake.Parameter:
@@ -62,25 +62,25 @@ def x() -> fake.Tensor:
 
 
 def test_a_tool_need_not_call_its_base_init() -> None:
-    seen: list[str] = []
+    names: list[str] = []
 
     class Own(Tool):
         def __init__(self, level: int, *, name: str = "own") -> None:
             self.level, self.name = level, name
-            self.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+            self.add_inst_for_op(lambda context: names.append(context.get_op().__name__))
 
     with amanda.apply(Own(3, name="other")):
         fake.relu(x())
-    assert seen == ["relu"]
+    assert names == ["relu"]
 
 
 def test_a_plain_tool_is_registered_on() -> None:
-    seen: list[str] = []
+    names: list[str] = []
     tool = Tool()
-    tool.add_inst_for_op(lambda context: seen.append("forward"))
+    tool.add_inst_for_op(lambda context: names.append("forward"))
     with amanda.apply(tool):
         fake.relu(x())
-    assert seen == ["forward"]
+    assert names == ["forward"]
 
 
 @pytest.mark.parametrize("callback", [None, 3, "analyse"])
@@ -170,17 +170,17 @@ def test_kept_values_that_are_not_trained_are_no_parameters() -> None:
 
 
 def test_state_is_made_once() -> None:
-    tool, model, made = Tool(), Network(), []
+    tool, model, calls = Tool(), Network(), []
 
     def make() -> int:
-        made.append(1)
-        return len(made)
+        calls.append(1)
+        return len(calls)
 
     tool.add_inst_for_op(lambda context: tool.keep(context, "count", make))
     with amanda.apply(tool), amanda.cache_disabled():
         for _ in range(3):
             model(x())
-    assert len(made) == 3
+    assert len(calls) == 3
     assert sorted(tool.state_dict().values()) == [1, 2, 3]
 
 
@@ -215,7 +215,7 @@ def test_state_survives_a_restart() -> None:
     }
     with amanda.apply(again):
         assert model(x()).numbers == [400.0, 600.0]
-    assert [one.numbers for one in again.parameters()] == [[10.0], [10.0]]
+    assert [parameter.numbers for parameter in again.parameters()] == [[10.0], [10.0]]
 
 
 def test_loading_into_a_tool_in_use_lets_its_ops_be_analysed_anew() -> None:
@@ -225,7 +225,7 @@ def test_loading_into_a_tool_in_use_lets_its_ops_be_analysed_anew() -> None:
     tool.load_state_dict({key: fake.Parameter([10.0], ()) for key in tool.state_dict()})
     with amanda.apply(tool):
         assert model(x()).numbers == [400.0, 600.0]
-    assert tool.made == ["first", "second"] * 2
+    assert tool.scopes == ["first", "second"] * 2
 
 
 class Renewing(Scaling):
@@ -247,16 +247,16 @@ class Renewing(Scaling):
 def test_a_parameter_that_was_made_before_loading_may_be_kept() -> None:
     tool, model = Renewing(), Network()
     tool.prepare(model, x())
-    held = list(tool.parameters())
+    parameters = list(tool.parameters())
     for number in (10.0, 20.0):
         tool.load_state_dict(dict.fromkeys(tool.state_dict(), number))
         tool.prepare(model, x())
-        assert list(map(id, tool.parameters())) == list(map(id, held))
-        assert [one.numbers for one in held] == [[number], [number]]
+        assert list(map(id, tool.parameters())) == list(map(id, parameters))
+        assert [parameter.numbers for parameter in parameters] == [[number], [number]]
     tool.load_state_dict({})
     tool.prepare(model, x())
-    assert [one.numbers for one in tool.parameters()] == [[2.0], [2.0]]
-    assert held[0].numbers == [20.0]
+    assert [parameter.numbers for parameter in tool.parameters()] == [[2.0], [2.0]]
+    assert parameters[0].numbers == [20.0]
 
 
 def test_loading_in_an_open_scope_takes_effect() -> None:
@@ -270,8 +270,8 @@ def test_loading_in_an_open_scope_takes_effect() -> None:
 def test_state_of_another_model_is_an_error_that_names_what_is_missing() -> None:
     tool = Scaling()
     tool.load_state_dict({"module.first/matmul/scale": 3.0})
-    told = r"no first/matmul/scale among the 1 values.* module\.first.*strict=False"
-    with pytest.raises(ToolError, match=told):
+    message = r"no first/matmul/scale among the 1 values.* module\.first.*strict=False"
+    with pytest.raises(ToolError, match=message):
         tool.prepare(Network(), x())
     tool.load_state_dict({})
     tool.prepare(Network(), x())
@@ -304,27 +304,27 @@ def halved(context: amanda.OpContext, type: amanda.ActionType, routine: Any) -> 
 
 
 def test_a_restricted_tool_analyses_what_is_admitted() -> None:
-    seen: list[str] = []
+    names: list[str] = []
     tool = Tool()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+    tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))
     tool.restrict(matmuls)
     tool.restrict(lambda context: context.get_scope() == "second")
     with amanda.apply(tool):
         Network()(x())
-    assert seen == ["matmul"]
+    assert names == ["matmul"]
 
 
 def test_a_restriction_in_an_open_scope_holds_from_the_next_on() -> None:
-    seen: list[str] = []
+    names: list[str] = []
     tool, network = Tool(), Network()
-    tool.add_inst_for_op(lambda context: seen.append(context.get_op().__name__))
+    tool.add_inst_for_op(lambda context: names.append(context.get_op().__name__))
     with amanda.apply(tool):
         network(x())
-    first, seen[:] = list(seen), []
+    first, names[:] = list(names), []
     tool.restrict(matmuls)
     with amanda.apply(tool):
         network(x())
-    assert seen == [name for name in first if name == "matmul"]
+    assert names == [name for name in first if name == "matmul"]
 
 
 def test_an_exception_of_a_restriction_names_the_tool() -> None:
@@ -362,24 +362,24 @@ def test_a_replacement_may_leave_the_op_to_itself() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_tool_hears_that_its_scope_was_left(fails: bool) -> None:
-    left: list[str] = []
+    left_tools: list[str] = []
 
     class Hearing(Tool):
         def __init__(self, name: str) -> None:
             self.name = name
 
         def scope_left(self) -> None:
-            left.append(self.name)
+            left_tools.append(self.name)
 
     dependency, tool = Hearing("dependency"), Hearing("tool")
     tool.depends_on(dependency)
     with contextlib.suppress(ZeroDivisionError), amanda.apply(tool):
         with amanda.apply(tool, Hearing("inner")):
             pass
-        assert left == ["inner"]  # the others have joined in the scope around
+        assert left_tools == ["inner"]  # the others have joined in the scope around
         if fails:
             raise ZeroDivisionError
-    assert left == ["inner", "dependency", "tool"]
+    assert left_tools == ["inner", "dependency", "tool"]
 
 
 def test_each_tool_hears_that_its_scope_opened_and_closed_also_if_one_fails() -> None:

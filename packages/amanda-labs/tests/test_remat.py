@@ -102,7 +102,7 @@ def test_a_budget_that_cannot_be_held_is_said_or_an_error(
         assert equal(step(*chain, tool), step(*chain))
         step(*chain, tool)
     assert tool.result.short == tool.result.peak - peak // 20 > 0
-    assert [record.message[:32] for record in caplog.records] == ["the budget of memory is exceeded"]
+    assert [record.message[:32] for record in caplog.records] == ["the memory budget is exceeded by"]
     assert "was exceeded by up to" in str(tool.result)
     with pytest.raises(
         BudgetError, match=r"(linear|tanh) at .*test_remat.py:\d+ needs 0 bytes more than the 8,192 that"

@@ -75,8 +75,8 @@ def test_training_is_the_same_to_the_bit(options: dict[str, Any]) -> None:
     sentinel = SentinelTool(**options)
     watched = train(12, sentinel)
     assert torch.equal(torch.rand(1), drawn)
-    for one, other in zip(bare.state_dict().values(), watched.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
+    for value, watched_value in zip(bare.state_dict().values(), watched.state_dict().values(), strict=True):
+        assert torch.equal(value, watched_value)
     result = sentinel.result
     assert not result
     assert result.counts.steps == 12
@@ -110,8 +110,8 @@ def test_a_fault_in_a_step_is_found_at_its_op(fault: dict[str, Any], target: Any
     sentinel = watching()
     train(7, faults, sentinel)
     assert faults.result.total
-    (first, *rest) = [one for one in sentinel.result.alarms if one.kind == "corruption"]
-    assert (first.step, first.module, rest) == (4, "outer", [])
+    (first, *later_alarms) = [alarm for alarm in sentinel.result.alarms if alarm.kind == "corruption"]
+    assert (first.step, first.module, later_alarms) == (4, "outer", [])
     assert first.type == ("linear" if target == "outputs" else "linear_backward")
     if fault["fault"] not in ("nan", "stuck_at_1"):  # bits that are stuck may be as they were
         assert f"{faults.result.total:,} of" in first.detail
@@ -134,14 +134,14 @@ def test_a_step_is_watched_whole_after_the_first_nan() -> None:
 
     sentinel = watching(share=0.1)
     train(48, sentinel, each=spoil)
-    alarms = [one for one in sentinel.result.alarms if one.kind == "nan"]
-    assert all(one.step >= 40 for one in alarms)
-    first = next(one for one in alarms if one.module == "inner" and one.phase == "forward")
+    alarms = [alarm for alarm in sentinel.result.alarms if alarm.kind == "nan"]
+    assert all(alarm.step >= 40 for alarm in alarms)
+    first = next(alarm for alarm in alarms if alarm.module == "inner" and alarm.phase == "forward")
     assert first.detail.startswith("parameter inner.")
     assert first.step <= alarms[0].step + 1
     assert sentinel.result.left["random"] == 48
-    seen = sum(len(op.norms) > 0 for op in sentinel.result.ops)
-    assert seen > 0.8 * len(sentinel.result.ops)
+    with_norms = sum(len(op.norms) > 0 for op in sentinel.result.ops)
+    assert with_norms > 0.8 * len(sentinel.result.ops)
 
 
 def test_recall_is_the_share_of_the_ops_that_run_again() -> None:
@@ -156,7 +156,7 @@ def test_recall_is_the_share_of_the_ops_that_run_again() -> None:
         for _ in range(steps):
             layer(X[:, :4])
             sentinel.step()
-    (op,) = [one for one in sentinel.result.ops if one.type == "linear"]
+    (op,) = [op_record for op_record in sentinel.result.ops if op_record.type == "linear"]
     assert op.executions == steps
     assert op.corrupt == op.recomputed  # each execution had a fault
     assert binomtest(op.corrupt, steps, 0.3).pvalue > 1e-3
@@ -169,7 +169,7 @@ def test_nan_is_told_with_the_op_at_which_it_begins(target: Any, phase: str) -> 
     faults = InjectTool("nan", target=target, type="batch_norm", start=5, end=6)
     sentinel = watching()
     train(6, faults, sentinel)
-    (alarm,) = [one for one in sentinel.result.alarms if one.kind == "nan"]
+    (alarm,) = [candidate for candidate in sentinel.result.alarms if candidate.kind == "nan"]
     assert (alarm.kind, alarm.step, alarm.phase, alarm.module) == ("nan", 5, phase, "norm")
     assert sentinel.result.counts.followed > 0 or phase == "backward"  # nothing reads a weight's gradient
 
@@ -217,9 +217,9 @@ def test_a_spike_is_told_with_the_op_at_which_it_begins() -> None:
     faults = InjectTool("value", value=1e6, type="batch_norm", start=20, end=21)
     sentinel = watching()
     train(24, faults, sentinel)
-    alarm = next(one for one in sentinel.result.alarms if one.kind == "spike")
+    alarm = next(candidate for candidate in sentinel.result.alarms if candidate.kind == "spike")
     assert (alarm.step, alarm.type) == (20, "batch_norm")
-    assert all(one.step >= 20 for one in sentinel.result.alarms)
+    assert all(candidate.step >= 20 for candidate in sentinel.result.alarms)
 
 
 def test_distances_are_robust_deviations_of_logarithms() -> None:
@@ -256,15 +256,15 @@ def test_nothing_is_installed_between_watched_steps() -> None:
     from amanda import interceptor
     from amanda.scope.attachment import attachment
 
-    seen = []
+    attached_tools = []
 
     def each(step: int, net: Net) -> None:
-        seen.append(interceptor.active() is not None)
-        assert seen[-1] == bool(attachment._attached)
+        attached_tools.append(interceptor.active() is not None)
+        assert attached_tools[-1] == bool(attachment._attached)
 
     sentinel = SentinelTool(budget=0.2)
     train(100, sentinel, each=each)
-    assert 0 < sum(seen) == sentinel.result.counts.watched < 100
+    assert 0 < sum(attached_tools) == sentinel.result.counts.watched < 100
 
 
 def test_forward_ops_are_analysed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +321,9 @@ def test_an_op_that_varies_is_no_corruption() -> None:
 def test_ops_that_vary_are_named_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     rerun_op = _reruns.rerun_op
 
-    def varying(compute: Any, kind: str, *given: Any) -> list[Tensor]:
-        made = rerun_op(compute, kind, *given)
-        return [torch.rand(one.shape) for one in made] if kind == "batch_norm" else made
+    def varying(compute: Any, kind: str, *inputs: Any) -> list[Tensor]:
+        outputs = rerun_op(compute, kind, *inputs)
+        return [torch.rand(output.shape) for output in outputs] if kind == "batch_norm" else outputs
 
     monkeypatch.setattr(_reruns, "rerun_op", varying)
     sentinel = watching()
@@ -382,8 +382,8 @@ def test_a_result_is_saved_and_loaded(tmp_path: Path) -> None:
     sentinel = watching()
     train(3, faults, sentinel)
     result = sentinel.result
-    told = json.loads(result.save(tmp_path / "sentinel.json").read_text())
-    assert told["alarms"][0]["step"] == 1
+    content = json.loads(result.save(tmp_path / "sentinel.json").read_text())
+    assert content["alarms"][0]["step"] == 1
     assert load(tmp_path / "sentinel.json").rows() == [tuple(row) for row in result.rows()]
     assert list(result.to_pandas()["watched"]) == [3] * len(result.ops)
     assert str(result).splitlines()[1].startswith("Alarm: corruption in step 1: linear (forward) of outer")
@@ -405,7 +405,7 @@ def test_a_scope_without_steps_says_so() -> None:
     sentinel = watching()
     with amanda.apply(sentinel):
         nn.Linear(8, 2)(X)
-    assert any("No step ended" in one for one in sentinel.result.remarks)
+    assert any("No step ended" in remark for remark in sentinel.result.remarks)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,9 @@ def test_a_scope_without_steps_says_so() -> None:
 )  # fmt: skip
 def test_a_rank_that_differs_from_most_is_named(hashes: list[list[int]], detail: str | None) -> None:
     alarms = compare_hashes(7, hashes, ["gradient a.weight", "parameter a.weight"])
-    assert [one.detail.partition(" gradients")[0] for one in alarms] == ([] if detail is None else [detail])
+    assert [alarm.detail.partition(" gradients")[0] for alarm in alarms] == (
+        [] if detail is None else [detail]
+    )
 
 
 RANK = """

@@ -38,9 +38,9 @@ from amanda.tools.steps import Steps
     ],
 )  # fmt: skip
 def test_values_are_read_as_annotated(text: Any, kind: Any, value: Any) -> None:
-    found = read(text, kind)
-    assert found == value
-    assert type(found) is type(value)
+    read_value = read(text, kind)
+    assert read_value == value
+    assert type(read_value) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,17 @@ def test_a_tool_is_said_in_a_word(text: str, name: str, given: dict[str, Any]) -
 
 
 def test_a_result_with_forms_of_its_own_says_itself_what_it_can_be() -> None:
-    made = ToolSpec.parse("profile:out=step.trace.json.gz").make(Steps())
-    assert made.out == Path("step.trace.json.gz")
+    tooling = ToolSpec.parse("profile:out=step.trace.json.gz").make(Steps())
+    assert tooling.out == Path("step.trace.json.gz")
 
 
 def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
-    made = ToolSpec.parse(
+    tooling = ToolSpec.parse(
         "nan:stop,limit=3,type=conv2d+linear,module=a,module=b,exclude=a.c,out=x.json,end=5"
     ).make(Steps())
-    assert isinstance(made.tool, NanTool)
-    assert (made.tool._stop, made.tool._limit, made.out) == (True, 3, Path("x.json"))
-    assert str(made.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b, exclude=a.c"
+    assert isinstance(tooling.tool, NanTool)
+    assert (tooling.tool._stop, tooling.tool._limit, tooling.out) == (True, 3, Path("x.json"))
+    assert str(tooling.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b, exclude=a.c"
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_what_is_wrong_with_a_configuration_is_said(
     if text is not None:
         (tmp_path / name).write_text(text)
     assert run(["--config", str(tmp_path / name), "script.py"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("amanda run: ")
-    assert name in told
-    assert part in told
+    message = capsys.readouterr().err
+    assert message.startswith("amanda run: ")
+    assert name in message
+    assert part in message
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,11 @@ def test_flops_of_ranks_add_up() -> None:
 
 def test_coverage_of_ranks_adds_up() -> None:
     place = OpCoverage("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
-    one = CoverageResult([place])
-    merged = one.merged(CoverageResult.from_dict(one.to_dict()))
+    single = CoverageResult([place])
+    merged = single.merged(CoverageResult.from_dict(single.to_dict()))
     assert isinstance(merged, Mergeable)
     assert merged.rows() == [("forward", "linear", "a", "a.py:1", "Net", 6, 4, 4, 6, 4 / 6)]
-    assert one.total() == 3
+    assert single.total() == 3
 
 
 def test_findings_of_ranks_are_listed_together() -> None:

@@ -122,10 +122,10 @@ def test_results_are_saved_when_a_signal_ends_the_program(script: Path, number: 
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.send_signal(number)
-        _, told = program.communicate(timeout=120)
+        _, stderr = program.communicate(timeout=120)
     assert program.returncode == -number
-    assert ("KeyboardInterrupt" in told) == (number == signal.SIGINT)
-    assert "amanda/" not in told
+    assert ("KeyboardInterrupt" in stderr) == (number == signal.SIGINT)
+    assert "amanda/" not in stderr
     assert calls(script.parent / "out" / "flops.json", "linear") >= 2
 
 
@@ -204,8 +204,8 @@ for _ in range(2):
 def test_a_program_trains_within_a_budget_of_memory(script: Path) -> None:
     script.write_text(MODEL + BUDGET)
     amanda_run(script.parent, "-t", "remat:budget=4kB", "-o", "out", "train.py")
-    told = json.loads((script.parent / "out" / "remat.json").read_text())
-    assert any(row["evictions"] for row in told["rows"])
+    content = json.loads((script.parent / "out" / "remat.json").read_text())
+    assert any(row["evictions"] for row in content["rows"])
 
 
 RANKS = """
@@ -315,13 +315,13 @@ def test_a_transformers_trainer_runs_under_tools(script: Path) -> None:
         cwd=script.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
-    told = ["-t", "flops:module=transformer.h", "-t", "nan:frequency=2", "-o", "out"]
-    run = amanda_run(script.parent, *told, "--", "train.py", "--output_dir", "b", **environment)
+    options = ["-t", "flops:module=transformer.h", "-t", "nan:frequency=2", "-o", "out"]
+    run = amanda_run(script.parent, *options, "--", "train.py", "--output_dir", "b", **environment)
     assert losses(run.stdout) == losses(plain.stdout) != []
-    found = json.loads((script.parent / "out" / "flops.json").read_text())
+    content = json.loads((script.parent / "out" / "flops.json").read_text())
     # 3 steps of 4 sequences of 16 tokens: attention's two products beside the four of each of two layers.
     products = 4 * 16 * (16 * 48 + 16 * 16 + 16 * 64 + 64 * 16)
-    assert found["totals"]["forward"]["macs"] == 3 * 2 * (products + 2 * 4 * 16 * 16 * 16)
+    assert content["totals"]["forward"]["macs"] == 3 * 2 * (products + 2 * 4 * 16 * 16 * 16)
     assert calls(script.parent / "out" / "flops.json", "addmm") == 3 * 2 * 4
     assert json.loads((script.parent / "out" / "nan.json").read_text())["executions"] > 100
 

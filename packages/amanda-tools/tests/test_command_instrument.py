@@ -31,19 +31,21 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def weight(path: str) -> Any:
-    (found,) = onnx.load(path).graph.initializer
-    return numpy_helper.to_array(found)
+    (initializer,) = onnx.load(path).graph.initializer
+    return numpy_helper.to_array(initializer)
 
 
 def test_a_copy_is_written_and_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["model.onnx", "-t", "prune:sparsity=0.75,out=weights.csv", "-o", "out.onnx"]
-    given += ["--report", "done.json"]
-    assert instrument(given) == 0
+    arguments = ["model.onnx", "-t", "prune:sparsity=0.75,out=weights.csv", "-o", "out.onnx"]
+    arguments += ["--report", "done.json"]
+    assert instrument(arguments) == 0
     assert (weight("out.onnx") == 0).mean() == 0.75
-    told = capsys.readouterr()
-    assert told.out == "out.onnx\n"
-    assert "1 ops of model.onnx were analysed; the copy has 1 routines." in told.err
-    assert "Not instrumented: backward ops for PruneTool: a file holds the forward pass alone." in told.err
+    captured = capsys.readouterr()
+    assert captured.out == "out.onnx\n"
+    assert "1 ops of model.onnx were analysed; the copy has 1 routines." in captured.err
+    assert (
+        "Not instrumented: backward ops for PruneTool: a file holds the forward pass alone." in captured.err
+    )
     report = json.loads(Path("done.json").read_text())
     assert report["schema"] == "amanda.instrument"
     assert report["rows"] == [
@@ -51,11 +53,11 @@ def test_a_copy_is_written_and_told(model: Path, capsys: pytest.CaptureFixture[s
     ]
     assert report["routines"][0]["op"] == "/head/MatMul"
     assert Path("weights.csv").read_text().count("matmul") == 1
-    notes = {one.key: one.value for one in onnx.load("out.onnx").metadata_props}
+    notes = {entry.key: entry.value for entry in onnx.load("out.onnx").metadata_props}
     assert json.loads(notes["amanda"])[0]["tools"] == ["prune:sparsity=0.75,out=weights.csv"]
-    assert instrument([*given, "-q"]) == 1
+    assert instrument([*arguments, "-q"]) == 1
     assert "out.onnx is there already" in capsys.readouterr().err
-    assert instrument([*given, "-q", "--force"]) == 0
+    assert instrument([*arguments, "-q", "--force"]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -63,16 +65,16 @@ def test_a_tool_that_inserts_nothing_beside_another_is_told(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert instrument(["model.onnx", "-t", "trace", "-t", "prune", "-o", "out.onnx"]) == 0
-    told = capsys.readouterr().err
-    assert "Not instrumented: TraceTool: it inserts nothing at any op: its options leave nothing" in told
-    assert "PruneTool: it inserts nothing" not in told
+    stderr = capsys.readouterr().err
+    assert "Not instrumented: TraceTool: it inserts nothing at any op: its options leave nothing" in stderr
+    assert "PruneTool: it inserts nothing" not in stderr
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_masks_that_were_learnt_come_from_a_file(model: Path, suffix: str) -> None:
-    kept = np.zeros(WEIGHT.shape, bool)
-    kept[2] = True
-    state = {"head/MatMul/mask": kept, "head/MatMul/updated": np.array([3]), "step": np.array(4)}
+    mask = np.zeros(WEIGHT.shape, bool)
+    mask[2] = True
+    state = {"head/MatMul/mask": mask, "head/MatMul/updated": np.array([3]), "step": np.array(4)}
     path = f"masks{suffix}"
     if suffix == ".npz":
         np.savez(path, **state)
@@ -81,7 +83,7 @@ def test_masks_that_were_learnt_come_from_a_file(model: Path, suffix: str) -> No
 
         save_file(state, path)
     assert instrument(["model.onnx", "-t", "prune", "--state", path, "-o", "out.onnx"]) == 0
-    np.testing.assert_array_equal(weight("out.onnx"), WEIGHT * kept)
+    np.testing.assert_array_equal(weight("out.onnx"), WEIGHT * mask)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,9 @@ def test_faults_are_told_and_nothing_is_written(
     Path("bad.npz").write_bytes(b"no arrays")
     np.savez("other.npz", **{"encoder/linear/mask": np.ones(3, bool)})
     assert instrument(["model.onnx", *arguments, "-o", "out.onnx"]) == status
-    told = capsys.readouterr()
-    assert message in told.err
-    assert not told.out
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
     assert not Path("out.onnx").exists()
 
 
@@ -142,4 +144,4 @@ def test_an_interrupt_leaves_no_half_file(
     monkeypatch.setattr(OnnxFile, "write", interrupted)
     assert instrument(["model.onnx", "-t", "prune", "-o", "out.onnx"]) == 130
     assert "amanda instrument: interrupted" in capsys.readouterr().err
-    assert [one.name for one in model.parent.iterdir()] == ["model.onnx"]
+    assert [path.name for path in model.parent.iterdir()] == ["model.onnx"]

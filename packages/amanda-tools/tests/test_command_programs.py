@@ -224,6 +224,6 @@ def test_a_signal_reaches_a_command_that_is_not_pythons(tmp_path: Path) -> None:
 def test_a_command_that_cannot_be_run_is_told(tmp_path: Path) -> None:
     (tmp_path / "tool").write_text("\x7fELF")
     (tmp_path / "tool").chmod(0o755)
-    status, _, told = outcome([*RUN, "./tool"], tmp_path)
+    status, _, stderr = outcome([*RUN, "./tool"], tmp_path)
     assert status == 2
-    assert told.startswith("amanda run: ./tool cannot be run: ")
+    assert stderr.startswith("amanda run: ./tool cannot be run: ")

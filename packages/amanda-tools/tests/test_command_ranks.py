@@ -110,8 +110,8 @@ def test_ranks_are_missed_of_each_start() -> None:
 @pytest.mark.slow
 def test_ranks_that_each_begin_with_the_command_are_merged_by_the_last(script: Path) -> None:
     tools = ["-t", "flops", "-t", "stats:type=linear", "-o", "out"]
-    told = run(script.parent, *TORCHRUN, *RUN, *tools, "--", "train.py", "whole")
-    assert told.count("amanda: flops of 2 processes (rank0, rank1)") == 1
+    stderr = run(script.parent, *TORCHRUN, *RUN, *tools, "--", "train.py", "whole")
+    assert stderr.count("amanda: flops of 2 processes (rank0, rank1)") == 1
     out = script.parent / "out"
     each = [flops(out / f"rank{rank}.flops.json").total("macs", "forward") for rank in (0, 1)]
     assert each == [3 * 3 * MACS, 3 * 4 * MACS]
@@ -120,13 +120,13 @@ def test_ranks_that_each_begin_with_the_command_are_merged_by_the_last(script: P
     assert merged.remarks == ["Of rank0 and rank1 together."]
     stats = load(out / "stats.json")
     assert isinstance(stats, StatsResult)
-    (output,) = (one for one in stats if one.tensor == "output 0")
+    (output,) = (entry for entry in stats if entry.tensor == "output 0")
     assert output.statistics.elements == 3 * (3 + 4) * 2
 
 
 @pytest.mark.slow
 def test_a_killed_rank_leaves_the_results_of_the_others(script: Path) -> None:
-    told = run(
+    stderr = run(
         script.parent,
         *TORCHRUN,
         *RUN,
@@ -140,13 +140,13 @@ def test_a_killed_rank_leaves_the_results_of_the_others(script: Path) -> None:
         "0",
         fails=True,
     )
-    assert "amanda: rank1 left no results" in told
+    assert "amanda: rank1 left no results" in stderr
     out = script.parent / "out"
     assert not (out / "rank1.flops.json").exists()
-    kept = flops(out / "rank0.flops.json")
-    assert kept.total("macs", "forward") >= 3 * 3 * MACS
+    saved = flops(out / "rank0.flops.json")
+    assert saved.total("macs", "forward") >= 3 * 3 * MACS
     merged = flops(out / "flops.json")
-    assert merged.rows() == kept.rows()
+    assert merged.rows() == saved.rows()
     assert merged.remarks == ["Of rank0.", "There is no result of rank1."]
     assert merge([str(out), "-q", "--ranks", "2"]) == 0
     assert flops(out / "flops.json").remarks == merged.remarks
@@ -155,8 +155,8 @@ def test_a_killed_rank_leaves_the_results_of_the_others(script: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_leaves_what_was_saved_before(script: Path) -> None:
     tools = ["-t", "flops", "-t", "trace", "--every", "0.3", "-o", "out"]
-    told = run(script.parent, *RUN, *tools, "--", *TORCHRUN, "train.py", "killed", "1.5", fails=True)
-    assert "left no results" not in told
+    stderr = run(script.parent, *RUN, *tools, "--", *TORCHRUN, "train.py", "killed", "1.5", fails=True)
+    assert "left no results" not in stderr
     out = script.parent / "out"
     killed = flops(out / "rank1.flops.json")
     assert killed.total("macs", "forward") == 3 * 4 * MACS

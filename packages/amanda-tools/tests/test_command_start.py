@@ -32,8 +32,8 @@ def test_a_program_without_a_framework_imports_nothing_of_amanda(tmp_path: Path)
     done = children.run([*RUN, "-t", "flops", "-t", "flops", "script.py"], cwd=tmp_path, check=True)
     assert "'threading'" in done.stdout
     assert "amanda" not in done.stdout
-    told = [line.partition(": no op of ")[0] for line in done.stderr.splitlines()]
-    assert told == ["amanda: flops", "amanda: flops-2"]
+    tools_without_ops = [line.partition(": no op of ")[0] for line in done.stderr.splitlines()]
+    assert tools_without_ops == ["amanda: flops", "amanda: flops-2"]
 
 
 def test_no_tool_imports_a_library_before_it_is_used() -> None:
@@ -42,8 +42,8 @@ def test_no_tool_imports_a_library_before_it_is_used() -> None:
     names = [tool.name for tool in amanda.list_tools() if tool.distribution in ours]
     code = "import sys; from amanda.plugins import tool_class; list(map(tool_class, sys.argv[1:]))"
     libraries = ("autoray", "ml_dtypes", "networkx", "numpy", "rich", "safetensors", "yaml")
-    told = f"print([name for name in {libraries} if name in sys.modules])"
-    done = children.run([sys.executable, "-c", f"{code}; {told}", *names], check=True)
+    question = f"print([name for name in {libraries} if name in sys.modules])"
+    done = children.run([sys.executable, "-c", f"{code}; {question}", *names], check=True)
     assert "flops" in names
     assert done.stdout == "[]\n"
 

@@ -50,9 +50,9 @@ def test_constructors_and_initializers_are_of_the_phase_construction() -> None:
         model.linear.reset_parameters()
         nn.init.zeros_(model.scale)
     assert tool.types["forward"] == ["rand", "linear", "add", "batch_norm", "mul", "zeros", "add"]
-    made = tool.types["construction"]
-    assert {"uniform", "randn", "mul", "normal", "fill", "zero"} <= set(made)
-    assert made[-1] == "zero"
+    types = tool.types["construction"]
+    assert {"uniform", "randn", "mul", "normal", "fill", "zero"} <= set(types)
+    assert types[-1] == "zero"
     assert set(tool.types) == {"forward", "construction"}
 
 
@@ -101,11 +101,11 @@ def phases(folder: Path, *options: str) -> list[list[Any]]:
     program.write_text(PROGRAM)
     line = [sys.executable, "-m", "amanda", "run", *options, "-o", str(folder), "--", str(program)]
     children.run(line, check=True)
-    found = []
+    contents = []
     for name in ("flops", "trace"):
-        told = json.loads((folder / f"{name}.json").read_text())
-        found.append(sorted({row["phase"] for row in told.get("rows", told.get("ops", ()))}))
-    return found
+        content = json.loads((folder / f"{name}.json").read_text())
+        contents.append(sorted({row["phase"] for row in content.get("rows", content.get("ops", ()))}))
+    return contents
 
 
 @pytest.mark.slow

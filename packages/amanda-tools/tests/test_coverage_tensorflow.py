@@ -32,10 +32,10 @@ def make() -> keras.Model:
 def test_layers_of_one_op_are_seen_whole_and_of_several_the_ends() -> None:
     model, x = make(), tf.ones((2, 4))
     result = covered(lambda: [tf.exp(model(x)) for _ in range(2)])
-    found = counts(result, "forward")
-    assert found["relu"] == (4, 2, 2, 4)
-    assert found["exp"] == (2, 0, 0, 0)
-    assert found["BiasAdd"] == (2, 0, 0, 0)
+    counted = counts(result, "forward")
+    assert counted["relu"] == (4, 2, 2, 4)
+    assert counted["exp"] == (2, 0, 0, 0)
+    assert counted["BiasAdd"] == (2, 0, 0, 0)
     assert {place.model for place in result.places} == {"Sequential", ""}
 
 
@@ -47,9 +47,9 @@ def test_their_backward_ops_are_told_too() -> None:
             loss = tf.reduce_sum(model(x))
         tape.gradient(loss, [x, *model.trainable_variables])
 
-    found = counts(covered(program), "backward")
-    assert found["relu_backward"][:2] == (2, 1)
-    assert sum(row[0] for row in found.values()) > 4
+    counted = counts(covered(program), "backward")
+    assert counted["relu_backward"][:2] == (2, 1)
+    assert sum(row[0] for row in counted.values()) > 4
 
 
 def test_in_a_graph_name_scopes_stand_for_layers() -> None:
@@ -67,9 +67,9 @@ def test_in_a_graph_name_scopes_stand_for_layers() -> None:
             for _ in range(2):
                 session.run(y, {data: np.ones((2, 4), np.float32)})
 
-    found = counts(covered(program), "forward")
-    assert found["relu"] == (2, 2, 2, 2)
-    assert found["cos"] == (2, 0, 2, 0)
-    assert found["sin"] == (2, 0, 0, 0)
-    assert found["exp"] == (2, 0, 0, 2)
-    assert found["tanh"] == (2, 0, 0, 0)
+    counted = counts(covered(program), "forward")
+    assert counted["relu"] == (2, 2, 2, 2)
+    assert counted["cos"] == (2, 0, 2, 0)
+    assert counted["sin"] == (2, 0, 0, 0)
+    assert counted["exp"] == (2, 0, 0, 2)
+    assert counted["tanh"] == (2, 0, 0, 0)

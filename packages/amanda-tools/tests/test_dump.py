@@ -45,10 +45,10 @@ def dumped(folder: Path, program: Callable[[], Any], **options: Any) -> Dump:
 
 
 def entries(dump: Dump, **wanted: Any) -> list[Entry]:
-    def value(one: Entry, key: str) -> Any:
-        return getattr(one if hasattr(one, key) else dump.ops[one.op], key)
+    def value(entry: Entry, key: str) -> Any:
+        return getattr(entry if hasattr(entry, key) else dump.ops[entry.op], key)
 
-    return [one for one in dump if all(value(one, key) == wanted[key] for key in wanted)]
+    return [entry for entry in dump if all(value(entry, key) == wanted[key] for key in wanted)]
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npz"])
@@ -74,8 +74,8 @@ def test_full_tensors_are_those_that_hooks_see(model: nn.Module, folder: Path, f
 def test_a_gradient_is_told_of_the_weight_in_the_passes_that_make_it_in_its_shape(folder: Path) -> None:
     weight = nn.Parameter(torch.randn(2, 4, 5))
     dump = dumped(folder, lambda: [(torch.randn(n, 2, 6, 4) @ weight).sum().backward() for n in (1, 3, 3)])
-    found = [(one.role, one.shape) for one in entries(dump, type="matmul_backward")]
-    assert found == [("weight gradient", (2, 4, 5)), ("gradient", (6, 4, 5))]
+    gradients = [(entry.role, entry.shape) for entry in entries(dump, type="matmul_backward")]
+    assert gradients == [("weight gradient", (2, 4, 5)), ("gradient", (6, 4, 5))]
 
 
 def test_summaries_are_the_default_and_take_no_tensors(model: nn.Module, folder: Path) -> None:
@@ -83,18 +83,18 @@ def test_summaries_are_the_default_and_take_no_tensors(model: nn.Module, folder:
     dump = dumped(folder, lambda: model(x).sum().backward())
     assert [path.name for path in folder.iterdir()] == ["index.json"]
     (output,) = entries(dump, module="0", role="output")
-    made = model[0](x).detach().double().numpy()
+    activations = model[0](x).detach().double().numpy()
     assert dump.array(output) is None
     assert (output.shape, output.dtype) == ((4, 5), "float32")
-    assert output.summary.statistics.mean == pytest.approx(made.mean(), rel=1e-12)
-    np.testing.assert_array_equal(output.summary.sample, made.reshape(-1))
+    assert output.summary.statistics.mean == pytest.approx(activations.mean(), rel=1e-12)
+    np.testing.assert_array_equal(output.summary.sample, activations.reshape(-1))
 
 
 def test_a_sample_is_spread_over_the_tensor(folder: Path) -> None:
     dump = dumped(folder, lambda: torch.arange(3100.0).reshape(50, 62).t().mul(1.0))
-    wanted = np.arange(3100.0).reshape(50, 62).T.reshape(-1)
+    expected = np.arange(3100.0).reshape(50, 62).T.reshape(-1)
     (product,) = entries(dump, type="mul", role="output")
-    np.testing.assert_array_equal(product.summary.sample, wanted[[i * 3099 // 31 for i in range(32)]])
+    np.testing.assert_array_equal(product.summary.sample, expected[[i * 3099 // 31 for i in range(32)]])
 
 
 NAMES = [
@@ -108,20 +108,20 @@ def test_every_element_type_survives(folder: Path, form: Any) -> None:
     values = {name: (torch.randn(3, 4).abs() * 3).to(getattr(torch, name)) for name in NAMES}
     options: dict[str, Any] = {"outputs": "full", "executions": None, "format": form}
     dump = dumped(folder, lambda: [one.clone() for one in values.values()], **options)
-    found = entries(dump, type="clone", role="output")
-    for (name, wanted), one in zip(values.items(), found, strict=True):
+    outputs = entries(dump, type="clone", role="output")
+    for (name, value), one in zip(values.items(), outputs, strict=True):
         array = dump.array(one)
         assert array is not None
         assert array.dtype == np.dtype(getattr(ml_dtypes, name, name))
-        assert array.tobytes() == bytes(wanted.view(torch.uint8).flatten().tolist())
+        assert array.tobytes() == bytes(value.view(torch.uint8).flatten().tolist())
 
 
 def test_other_readers_of_safetensors_see_the_same_types(folder: Path) -> None:
-    wanted = torch.randn(5)
-    dumped(folder, lambda: (wanted.to(torch.bfloat16), wanted.to(torch.float8_e5m2)), outputs="full")
-    found = load_file(folder / "tensors-00000.safetensors")
-    assert [one.dtype for one in found.values()] == [torch.bfloat16, torch.float8_e5m2]
-    assert torch.equal(next(iter(found.values())), wanted.bfloat16())
+    values = torch.randn(5)
+    dumped(folder, lambda: (values.to(torch.bfloat16), values.to(torch.float8_e5m2)), outputs="full")
+    tensors = load_file(folder / "tensors-00000.safetensors")
+    assert [tensor.dtype for tensor in tensors.values()] == [torch.bfloat16, torch.float8_e5m2]
+    assert torch.equal(next(iter(tensors.values())), values.bfloat16())
 
 
 def test_empty_scalar_sparse_and_strided_tensors_are_dumped(folder: Path) -> None:
@@ -134,7 +134,9 @@ def test_empty_scalar_sparse_and_strided_tensors_are_dumped(folder: Path) -> Non
         sparse.neg()
 
     dump = dumped(folder, program, outputs="full")
-    arrays = [dump.array(one) for one in entries(dump, role="output") if dump.ops[one.op].type != "ones"]
+    arrays = [
+        dump.array(entry) for entry in entries(dump, role="output") if dump.ops[entry.op].type != "ones"
+    ]
     shapes = [() if array is None else array.shape for array in arrays]
     assert (0, 3) in shapes
     assert (3, 2) in shapes
@@ -145,16 +147,19 @@ def test_caps_leave_summaries(model: nn.Module, folder: Path) -> None:
     tool = DumpTool(folder, outputs="full", weights="full", gradients="no", max_tensor_bytes=100)
     with amanda.apply(tool):
         model(torch.rand(4, 6))
-    kept = {(one.role, one.shape): one.left_out for one in Dump(folder)} if tool.result else {}
-    assert kept[("output", (4, 5))] is None
-    assert kept[("weight", (5, 6))] == "max_tensor_bytes"
+    omissions = {(entry.role, entry.shape): entry.left_out for entry in Dump(folder)} if tool.result else {}
+    assert omissions[("output", (4, 5))] is None
+    assert omissions[("weight", (5, 6))] == "max_tensor_bytes"
     assert "summaries only because of max_tensor_bytes" in str(tool.result)
 
     total = DumpTool(folder.with_name("total"), outputs="full", gradients="no", max_bytes=170)
     with amanda.apply(total):
         model(torch.rand(4, 6))
-    outputs = [one for one in total.result.entries if one.role == "output"][-3:]
-    assert [one.left_out for one in outputs] in (["max_bytes", "max_bytes", None], [None, "max_bytes", None])
+    outputs = [entry for entry in total.result.entries if entry.role == "output"][-3:]
+    assert [entry.left_out for entry in outputs] in (
+        ["max_bytes", "max_bytes", None],
+        [None, "max_bytes", None],
+    )
     assert total.result.facts()["bytes"] <= 170
 
 
@@ -164,16 +169,16 @@ class Times(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [({}, [0]), ({"executions": 2}, [0, 1]), ({"executions": None}, list(range(7))),
      ({"executions": 2, "every": 3}, [0, 3]), ({"executions": None, "every": 3}, [0, 3, 6])],
 )  # fmt: skip
-def test_executions_are_chosen(folder: Path, options: dict[str, Any], wanted: list[int]) -> None:
+def test_executions_are_chosen(folder: Path, options: dict[str, Any], expected: list[int]) -> None:
     times = Times()
     dump = dumped(folder, lambda: [times(torch.ones(2), i) for i in range(7)], **options)
-    found = entries(dump, type="mul", role="output")
-    assert [one.execution for one in found] == wanted
-    assert [one.summary.statistics.mean for one in found] == wanted
+    outputs = entries(dump, type="mul", role="output")
+    assert [entry.execution for entry in outputs] == expected
+    assert [entry.summary.statistics.mean for entry in outputs] == expected
 
 
 def test_nothing_is_written_outside_the_folder(folder: Path) -> None:
@@ -240,10 +245,10 @@ def test_the_dump_of_a_killed_program_is_readable(folder: Path) -> None:
         run.stdout.readline()
         run.send_signal(signal.SIGKILL)
     dump = Dump(folder)
-    found = entries(dump, type="linear", role="output")
-    assert len(found) >= 15
-    for one in found:
-        array = dump.array(one)
+    outputs = entries(dump, type="linear", role="output")
+    assert len(outputs) >= 15
+    for entry in outputs:
+        array = dump.array(entry)
         assert array is not None
         assert np.isfinite(array).all()
 
@@ -319,12 +324,12 @@ def test_processes_that_were_given_one_folder_do_not_write_over_each_other(
     for tool, op in zip(tools, (torch.neg, torch.abs, torch.sin), strict=True):
         with amanda.apply(tool):
             op(torch.ones(2))
-    found = [tool.result.folder for tool in tools]
-    assert found[0] == folder
-    assert {one.parent for one in found[1:]} == {folder}
-    for one, name in zip(found, ("neg", "abs", "sin"), strict=True):
-        assert entries(Dump(one), type=name, role="output")
-        assert {path.suffix for path in one.iterdir() if path.is_file()} == {".json", ".safetensors"}
+    folders = [tool.result.folder for tool in tools]
+    assert folders[0] == folder
+    assert {place.parent for place in folders[1:]} == {folder}
+    for place, name in zip(folders, ("neg", "abs", "sin"), strict=True):
+        assert entries(Dump(place), type=name, role="output")
+        assert {path.suffix for path in place.iterdir() if path.is_file()} == {".json", ".safetensors"}
 
 
 def test_an_index_is_there_while_it_is_written_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +350,8 @@ def test_clearing_starts_anew(folder: Path) -> None:
         assert tool.result
         tool.clear()
         times(torch.ones(2), 4)
-    assert [one.summary.statistics.mean for one in tool.result.entries if one.role == "output"][-1] == 4.0
+    outputs = [entry for entry in tool.result.entries if entry.role == "output"]
+    assert outputs[-1].summary.statistics.mean == 4.0
     assert len(Dump(folder).files) == 1
 
 
@@ -363,9 +369,9 @@ def test_a_result_goes_to_every_form(folder: Path, model: nn.Module, tmp_path: P
 def test_dumping_changes_nothing(folder: Path, model: nn.Module) -> None:
     x = torch.rand(2, 6)
     plain = model(x)
-    found: list[Tensor] = []
-    dumped(folder, lambda: found.append(model(x)), inputs="full", outputs="full")
-    assert torch.equal(found[0], plain)
+    outputs: list[Tensor] = []
+    dumped(folder, lambda: outputs.append(model(x)), inputs="full", outputs="full")
+    assert torch.equal(outputs[0], plain)
 
 
 def test_a_program_that_goes_elsewhere_leaves_the_dump_where_it_began(

@@ -24,7 +24,7 @@ def dumped(folder: Path, program: Any, **options: Any) -> Dump:
 
 
 def arrays(dump: Dump, kind: str, role: str) -> list[Any]:
-    return [dump.array(one) for one in dump if (dump.ops[one.op].type, one.role) == (kind, role)]
+    return [dump.array(entry) for entry in dump if (dump.ops[entry.op].type, entry.role) == (kind, role)]
 
 
 @pytest.mark.parametrize("eagerly", [True, False])
@@ -41,13 +41,13 @@ def test_training_is_dumped_eagerly_and_in_a_function(tmp_path: Path, eagerly: b
     images = np.random.default_rng(0).normal(size=(2, 6, 6, 3)).astype(np.float32)
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model(images)))
-    wanted = tape.gradient(loss, model.layers[0].kernel).numpy()
+    expected = tape.gradient(loss, model.layers[0].kernel).numpy()
     kernel = model.layers[0].kernel.numpy()
     model.compile("sgd", "mse", run_eagerly=eagerly)
     dump = dumped(tmp_path / "dump", lambda: model.fit(images, np.zeros((2, 2), np.float32), verbose=0))
     np.testing.assert_array_equal(arrays(dump, "conv2d", "weight")[0], kernel)
     (gradient,) = arrays(dump, "conv2d_backward", "weight gradient")
-    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
     (op,) = {op for op in dump.ops if op.type == "conv2d"}
     assert (op.layout, op.weight_layout) == ("NHWC", "HWIO")
 

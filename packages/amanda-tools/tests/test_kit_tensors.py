@@ -36,32 +36,33 @@ MADE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
-def test_bytes_of_elements_are_read_and_replaced_in_a_copy(made: Any) -> None:
-    x, at = made(), np.array([1, 7, 23])
+@pytest.mark.parametrize("make_tensor", MADE.values(), ids=MADE)
+def test_bytes_of_elements_are_read_and_replaced_in_a_copy(make_tensor: Any) -> None:
+    x, at = make_tensor(), np.array([1, 7, 23])
     xp = tensors_of(x)
     rows = xp.bytes_at(x, at)
     assert rows.shape == (3, 4)
     assert from_bytes(rows, "float32").tolist() == VALUES.reshape(-1)[at].tolist()
     changed = xp.with_bytes(x, at, to_bytes(np.array([1.5, np.inf, -0.0]), "float32", x))
-    wanted = VALUES.copy()
-    wanted.reshape(-1)[at] = [1.5, np.inf, -0.0]
+    expected = VALUES.copy()
+    expected.reshape(-1)[at] = [1.5, np.inf, -0.0]
     assert type(changed) is type(x)
-    assert xp.to_numpy(changed).tobytes() == wanted.tobytes()
+    assert xp.to_numpy(changed).tobytes() == expected.tobytes()
     assert xp.to_numpy(x).tobytes() == VALUES.tobytes()
     if isinstance(x, torch.Tensor):
         assert changed.stride() == torch.empty_like(x).stride()
 
 
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
-def test_numbers_are_read_where_a_tensor_lies(made: Any) -> None:
-    x = made()
+@pytest.mark.parametrize("make_tensor", MADE.values(), ids=MADE)
+def test_numbers_are_read_where_a_tensor_lies(make_tensor: Any) -> None:
+    x = make_tensor()
     xp = tensors_of(x)
     numbers = xp.stored_values(x)
     assert xp.extents(x) == (2, 3, 4)
     assert np.array_equal(xp.exact(xp.dense(x)), VALUES)
     assert xp.exact(xp.at(x, [1, 7, 23])).tolist() == VALUES.reshape(-1)[[1, 7, 23]].tolist()
-    assert np.concatenate([np.asarray(one) for one in xp.blocks(numbers)]).tolist() == VALUES.ravel().tolist()
+    blocks = [np.asarray(block) for block in xp.blocks(numbers)]
+    assert np.concatenate(blocks).tolist() == VALUES.ravel().tolist()
     assert xp.unstored(x, numbers) == 0
     assert float(xp.total(numbers)) == pytest.approx(float(VALUES.sum()))
 
@@ -109,11 +110,11 @@ def test_a_tool_looks_at_tensors_by_their_roles() -> None:
     tool = Met("input", "output", "gradient")
     with amanda.apply(tool):
         model(x).sum().backward()
-    linear = [one[1:] for one in tool.met if one[0].startswith(("linear", "addmm"))]
+    linear = [observed[1:] for observed in tool.met if observed[0].startswith(("linear", "addmm"))]
     assert linear[:4] == [
         ("input", 0, 0, 0), ("weight", 1, 1, 0), ("input", 2, 2, 0), ("output", 0, 0, 0),
     ]  # fmt: skip
-    assert [one[1] for one in tool.met].count("weight gradient") == 1
+    assert [observed[1] for observed in tool.met].count("weight gradient") == 1
 
 
 def test_a_tool_of_gradients_analyses_backward_ops_alone() -> None:
@@ -128,7 +129,7 @@ def test_a_tool_of_gradients_analyses_backward_ops_alone() -> None:
     tool = Recording("gradient")
     with amanda.apply(tool):
         model(x).sum().backward()
-    assert {one[1] for one in tool.met} == {"gradient", "weight gradient"}
+    assert {observed[1] for observed in tool.met} == {"gradient", "weight gradient"}
     assert set(recorded) == {"backward"}
 
 
@@ -138,8 +139,8 @@ def test_a_tool_looks_at_some_executions() -> None:
         for _ in range(7):
             relu(x)
         x.split(1)
-    assert [one[-1] for one in some.met if one[0] == "relu"] == [0, 2]
-    assert [one[3] for one in some.met if one[0] == "split"] == [0, 1]
+    assert [observed[-1] for observed in some.met if observed[0] == "relu"] == [0, 2]
+    assert [observed[3] for observed in some.met if observed[0] == "split"] == [0, 1]
     with pytest.raises(AmandaError, match="every is 0; give an integer >= 1"):
         Met("output", every=0)
 
@@ -163,14 +164,14 @@ def test_a_complex_number_has_the_bits_of_its_real_part_first() -> None:
 
 
 def test_numbers_are_rounded_as_their_library_rounds() -> None:
-    given = np.array([0.1, 1000.0, -3.3])
+    numbers = np.array([0.1, 1000.0, -3.3])
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         like = torch.zeros(1, dtype=getattr(torch, name))
-        wanted = torch.from_numpy(given).to(like.dtype).double().tolist()
-        assert from_bytes(to_bytes(given, name, like), name).tolist() == wanted
+        expected = torch.from_numpy(numbers).to(like.dtype).double().tolist()
+        assert from_bytes(to_bytes(numbers, name, like), name).tolist() == expected
         array = np.zeros(1, getattr(ml_dtypes, name))
-        found = from_bytes(to_bytes(given, name, array), name)
-        np.testing.assert_array_equal(found, given.astype(array.dtype).astype(np.float64))
+        rounded = from_bytes(to_bytes(numbers, name, array), name)
+        np.testing.assert_array_equal(rounded, numbers.astype(array.dtype).astype(np.float64))
     clipped = to_bytes(np.array([2.5, -1e30, np.inf]), "int64", None)
     assert from_bytes(clipped, "int64").tolist() == [2, -(1 << 63), (1 << 63) - 1]
 
@@ -183,8 +184,8 @@ def test_a_sparse_tensor_and_a_conjugate_one_become_arrays() -> None:
 
 def test_what_has_no_elements_of_its_own_is_not_dense() -> None:
     xp = tensors_of(torch.zeros(1))
-    others = [torch.eye(2).to_sparse(), torch.ones(3, device="meta"), torch.ones(0)]
-    assert [xp.is_dense(one) for one in (torch.ones(2), *others)] == [True, False, False, False]
+    not_dense = [torch.eye(2).to_sparse(), torch.ones(3, device="meta"), torch.ones(0)]
+    assert [xp.is_dense(tensor) for tensor in (torch.ones(2), *not_dense)] == [True, False, False, False]
 
 
 def positions(program: Any) -> dict[str, tuple[int, ...]]:
@@ -206,12 +207,12 @@ def positions(program: Any) -> dict[str, tuple[int, ...]]:
 
 
 def test_parameters_and_their_views_are_told_from_leaves() -> None:
-    held, leaf = nn.Parameter(torch.ones(3, 3)), torch.ones(3, 3, requires_grad=True)
+    parameter, leaf = nn.Parameter(torch.ones(3, 3)), torch.ones(3, 3, requires_grad=True)
 
     def program() -> None:
         leaf.neg()
-        torch.matmul(leaf, held.t())
-        torch.cat([held, leaf])
+        torch.matmul(leaf, parameter.t())
+        torch.cat([parameter, leaf])
 
     assert positions(program) == {"neg": (), "transpose": (0,), "matmul": (1,), "cat": ()}
 

@@ -47,49 +47,49 @@ def add_under(*tools: amanda.Tool) -> None:
     ],
 )
 def test_a_rule_runs_where_its_namespace_matches(namespace: str, runs: bool) -> None:
-    seen: list[str] = []
-    mapping = MappingTool([[namespace, log(seen, "rule")]])
-    add_under(dependent(mapping, log(seen, "tool")))
-    assert seen == (["rule", "tool"] if runs else ["tool"])
+    calls: list[str] = []
+    mapping = MappingTool([[namespace, log(calls, "rule")]])
+    add_under(dependent(mapping, log(calls, "tool")))
+    assert calls == (["rule", "tool"] if runs else ["tool"])
 
 
 def test_after_runs_once_behind_the_last_dependent() -> None:
-    seen: list[str] = []
-    mapping = MappingTool([["pytorch", log(seen, "before"), log(seen, "after")]])
-    first, second = (dependent(mapping, log(seen, name)) for name in ("first", "second"))
+    calls: list[str] = []
+    mapping = MappingTool([["pytorch", log(calls, "before"), log(calls, "after")]])
+    first, second = (dependent(mapping, log(calls, name)) for name in ("first", "second"))
     third = amanda.Tool()
-    third.add_inst_for_op(log(seen, "third"))
+    third.add_inst_for_op(log(calls, "third"))
     add_under(first, second, third)
-    assert seen == ["before", "first", "second", "after", "third"]
+    assert calls == ["before", "first", "second", "after", "third"]
 
 
 def test_rules_wrap_the_tools_in_order() -> None:
-    seen: list[str] = []
+    calls: list[str] = []
     mapping = MappingTool(
         [
-            ["pytorch", log(seen, "a before"), log(seen, "a after")],
-            ["pytorch", None, log(seen, "b after")],
-            ["pytorch", log(seen, "c before")],
+            ["pytorch", log(calls, "a before"), log(calls, "a after")],
+            ["pytorch", None, log(calls, "b after")],
+            ["pytorch", log(calls, "c before")],
         ]
     )
-    add_under(dependent(mapping, log(seen, "tool")))
-    assert seen == ["a before", "c before", "tool", "b after", "a after"]
+    add_under(dependent(mapping, log(calls, "tool")))
+    assert calls == ["a before", "c before", "tool", "b after", "a after"]
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("require_outputs", [False, True])
 def test_rules_run_at_the_points_of_their_dependents_alone(backward: bool, require_outputs: bool) -> None:
-    seen: list[str] = []
+    names: list[str] = []
 
     def rule(context: amanda.OpContext) -> None:
         name = context.get_backward_op().__name__ if context.is_backward() else context.get_op().__name__
-        seen.append(name)
+        names.append(name)
         values = context.get_grad_inputs() if context.is_backward() else context.get_outputs()
         assert (values is not None) is require_outputs
 
     mapping = MappingTool([["pytorch", rule]])
     add_under(dependent(mapping, log([], ""), backward=backward, require_outputs=require_outputs))
-    assert seen == (["AddBackward0", "AccumulateGrad"] if backward else ["add"])
+    assert names == (["AddBackward0", "AccumulateGrad"] if backward else ["add"])
 
 
 def test_a_mapping_translates_what_a_tool_put_into_the_context() -> None:

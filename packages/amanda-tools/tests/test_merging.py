@@ -60,16 +60,18 @@ def test_rows_by_rank_keep_each_rank_apart() -> None:
 
 
 def test_a_mean_is_the_same_merged_in_one_step_or_in_several(tmp_path: Path) -> None:
-    one, two, three = (Seen([("relu", 1, 0, 0, mean), ("mm", 1, 0, 0, None)]) for mean in (2.0, 4.0, 9.0))
-    pair = merge({"a": one, "b": two})
-    kept = load(pair.save(tmp_path / "pair.json"))
-    for both in (pair, kept):
-        assert merge({"ab": both, "c": three}).rows() == [["relu", 3, 0, 0, 5.0], ["mm", 3, 0, 0, None]]
-        assert merge({"c": three, "ab": both}).rows() == merge({"a": one, "b": two, "c": three}).rows()
+    first, second, third = (
+        Seen([("relu", 1, 0, 0, mean), ("mm", 1, 0, 0, None)]) for mean in (2.0, 4.0, 9.0)
+    )
+    pair = merge({"a": first, "b": second})
+    loaded = load(pair.save(tmp_path / "pair.json"))
+    for both in (pair, loaded):
+        assert merge({"ab": both, "c": third}).rows() == [["relu", 3, 0, 0, 5.0], ["mm", 3, 0, 0, None]]
+        assert merge({"c": third, "ab": both}).rows() == merge({"a": first, "b": second, "c": third}).rows()
         alone = merge({"ab": both})
-        assert merge({"ab": alone, "c": three}).rows()[0][4] == 5.0
-    ranks = by_rank({"rank0": pair, "rank1": three})
-    assert [list(row) for row in merge({"x": ranks, "y": by_rank({"rank0": three})}).rows()] == [
+        assert merge({"ab": alone, "c": third}).rows()[0][4] == 5.0
+    ranks = by_rank({"rank0": pair, "rank1": third})
+    assert [list(row) for row in merge({"x": ranks, "y": by_rank({"rank0": third})}).rows()] == [
         [0, "relu", 3, 0, 0, 5.0], [0, "mm", 3, 0, 0, None],
         [1, "relu", 1, 0, 0, 9.0], [1, "mm", 1, 0, 0, None],
     ]  # fmt: skip
@@ -109,7 +111,7 @@ def test_results_that_are_told_by_other_keys_are_not_merged() -> None:
         with pytest.raises(AmandaError, match="of one tool are merged: a has flops 1, b has flops by rank"):
             together({"a": flops, "b": by_rank({"rank0": flops})})
         with pytest.raises(AmandaError, match=r"same columns.*: a has x, y; b has y, x"):
-            together({name: Table("ours", 1, [Column(one) for one in order], [])
+            together({name: Table("ours", 1, [Column(key) for key in order], [])
                       for name, order in (("a", "xy"), ("b", "yx"))})  # fmt: skip
         with pytest.raises(AmandaError, match=r"a has x, y \(sum\); b has x, y \(max\)"):
             together({"a": Table("ours", 1, [Column("x"), Column("y", merge="sum")], []),
@@ -119,8 +121,8 @@ def test_results_that_are_told_by_other_keys_are_not_merged() -> None:
 
 
 def test_ranks_of_several_programs_stay_apart() -> None:
-    one = by_rank({"rank0": measured(3)[0].result.by("phase"), "main": measured(4)[0].result.by("phase")})
-    for both in (merge({"host0": one, "rank1": one}), by_rank({"host0": one, "rank1": one})):
+    ranked = by_rank({"rank0": measured(3)[0].result.by("phase"), "main": measured(4)[0].result.by("phase")})
+    for both in (merge({"host0": ranked, "rank1": ranked}), by_rank({"host0": ranked, "rank1": ranked})):
         names = [column.name for column in both.columns]
         assert len(set(names)) == len(names)
         assert list(dict.fromkeys(row[0] for row in both.rows())) == [
@@ -163,9 +165,9 @@ def test_files_are_merged_by_the_command(tmp_path: Path, capsys: pytest.CaptureF
             tool.result.save(tmp_path / f"rank{rank}.{tool.result.name}.json")
     files = [str(tmp_path / f"rank{rank}.flops.json") for rank in (0, 2)]
     assert command([*files, "-o", str(tmp_path / "both.json"), "--ranks", "4"]) == 0
-    told = capsys.readouterr().out
-    assert "Of rank0 and rank2 together." in told
-    assert "There is no result of rank1 and rank3." in told
+    output = capsys.readouterr().out
+    assert "Of rank0 and rank2 together." in output
+    assert "There is no result of rank1 and rank3." in output
     merged = load(tmp_path / "both.json")
     assert isinstance(merged, FlopsResult)
     assert merged.total("macs", "forward") == (3 + 5) * 4 * 2
@@ -199,9 +201,9 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     ):
         path.write_text(text)
         assert command([str(path)]) == 1
-        told = capsys.readouterr().err
-        assert told.startswith(f"amanda merge: {path} is no file of a result that can be read: ")
-        assert why in told
+        stderr = capsys.readouterr().err
+        assert stderr.startswith(f"amanda merge: {path} is no file of a result that can be read: ")
+        assert why in stderr
     assert command([str(path), "--ranks", "0"]) == 2
     assert "'--ranks': 0 is not in the range" in capsys.readouterr().err
 

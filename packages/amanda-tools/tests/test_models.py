@@ -104,15 +104,15 @@ def test_a_file_of_a_configuration_names_the_class(transformers: Any, folder: Pa
 )
 def test_a_model_on_meta_counts_as_one_with_values(transformers: Any, word: str, backward: bool) -> None:
     """The kernels of the device are Python, and call ops that are none of the model's."""
-    found = []
+    totals = []
     for device in ("cpu", "meta"):
         flops = FlopsTool()
         subject = made(word, ["2,16"], backward=backward, device=device)
         with amanda.apply(flops):
             subject.run()
-        found.append({row[:3]: row[4:7] for row in flops.result.rows() if row[5]})
-    assert found[0] == found[1]
-    assert len(found[0]) > 10
+        totals.append({row[:3]: row[4:7] for row in flops.result.rows() if row[5]})
+    assert totals[0] == totals[1]
+    assert len(totals[0]) > 10
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_model_too_large_for_the_memory_is_told_before_it_is_made(
 
 
 def test_a_function_may_bring_inputs(folder: Path) -> None:
-    assert [str(one) for one in made("torch:made_nets.py:given").inputs] == ["input 0 (3, 4)"]
+    assert [str(entry) for entry in made("torch:made_nets.py:given").inputs] == ["input 0 (3, 4)"]
     assert macs(made("torch:made_nets.py:given")) == 3 * (4 * 8 + 8 * 2)
     assert macs(made("torch:made_nets.py:net:width=16", ["2,4"])) == 2 * (4 * 16 + 16 * 2)
 
@@ -231,4 +231,4 @@ def test_some_models_cannot_do_all(folder: Path) -> None:
 
 def test_words_of_models_are_told_from_programs(folder: Path) -> None:
     words = ("hf:llama", "model.onnx", "none.onnx", "hf", "train.py", "C:x")
-    assert [one for one in words if is_model(one)] == ["hf:llama", "model.onnx"]
+    assert [word for word in words if is_model(word)] == ["hf:llama", "model.onnx"]

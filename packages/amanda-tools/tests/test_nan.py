@@ -53,17 +53,17 @@ def test_a_planted_nan_is_found_at_its_op_module_and_line() -> None:
     assert first is not None
     assert (first.phase, first.type, first.module) == ("forward", "log", "middle")
     assert first.source.startswith(f"{__file__}:")
-    (given,), (gave,) = first.inputs.values(), first.outputs.values()
-    assert (given.nan, given.inf, given.shape, given.dtype) == (0, 0, (2, 4), "float32")
-    assert given.most is not None
-    assert given.most < -90
-    assert gave.nan == 8
+    (read,), (written,) = first.inputs.values(), first.outputs.values()
+    assert (read.nan, read.inf, read.shape, read.dtype) == (0, 0, (2, 4), "float32")
+    assert read.most is not None
+    assert read.most < -90
+    assert written.nan == 8
 
 
 def test_ops_that_pass_it_on_are_counted_and_not_blamed() -> None:
     model, x = Planted(lambda x: torch.log(x.abs() - 100)), torch.rand(2, 4)
     result = look(lambda: model(x).sum()).result
-    assert [one.type for one in result.findings] == ["log"]
+    assert [finding.type for finding in result.findings] == ["log"]
     assert result.passed_on == 2
 
 
@@ -125,8 +125,8 @@ def test_the_line_of_a_planted_nan_is_told_in_the_forward_and_backward_pass_and_
     assert (result.first.phase, result.first.type) == ("backward", "pow_backward")
     assert "Some inputs were Inf. Use `nan:inf` to find where Inf starts." in str(result)
     result = look(lambda: model(torch.rand(3, 4)).sum().backward(), inf=True).result
-    assert [one.type for one in result.findings] == ["sqrt_backward", "pow_backward"]
-    assert {(one.phase, one.module, one.source) for one in result.findings} == {
+    assert [finding.type for finding in result.findings] == ["sqrt_backward", "pow_backward"]
+    assert {(finding.phase, finding.module, finding.source) for finding in result.findings} == {
         ("backward", "1", line_of("backward"))
     }
 
@@ -151,11 +151,11 @@ WRITES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", WRITES)
 def test_what_an_op_writes_counts_as_it_was_before(kind: str, mode: Callable[[], Any]) -> None:
-    write, found = WRITES[kind]
+    write, expected_type = WRITES[kind]
     with mode(), amanda.apply(tool := NanTool()):
         for x in (torch.ones(3), torch.ones(3), torch.tensor([-1.0, 1.0, 1.0])):
             write(x, torch.zeros(3))
-    assert [one.type for one in tool.result.findings] == [found]
+    assert [finding.type for finding in tool.result.findings] == [expected_type]
 
 
 def test_an_op_that_begins_to_write_later_is_told_as_well() -> None:
@@ -165,7 +165,7 @@ def test_an_op_that_begins_to_write_later_is_told_as_well() -> None:
         for training in (False, False, True):
             x = torch.full((2, 3), float("inf") if training else 1.0)
             F.batch_norm(x, mean, variance, training=training)
-    assert [one.type for one in tool.result.findings] == ["batch_norm"]
+    assert [finding.type for finding in tool.result.findings] == ["batch_norm"]
 
 
 def test_the_inputs_of_an_op_that_raises_are_let_go_of() -> None:
@@ -185,10 +185,10 @@ def test_an_inf_is_found_and_a_nan_comes_before_it() -> None:
         torch.log(torch.full((4,), -1.0) + 0 * masked.isinf())
 
     result = look(program, inf=True).result
-    assert [one.type for one in result.findings] == ["masked_fill", "log"]
+    assert [finding.type for finding in result.findings] == ["masked_fill", "log"]
     assert result.first is not None
     assert result.first.type == "log"
-    assert [one.type for one in look(program).result.findings] == ["log"]
+    assert [finding.type for finding in look(program).result.findings] == ["log"]
 
 
 def test_stop_raises_at_the_op_and_names_it() -> None:
@@ -218,24 +218,24 @@ def test_finite_programs_have_an_empty_result() -> None:
 
 def test_a_result_goes_to_files_and_data_frames(tmp_path) -> None:
     result = look(lambda: torch.log(torch.full((2,), -1.0))).result
-    found = json.loads(result.save(tmp_path / "nan.json").read_text())
-    assert found["findings"][0]["outputs"]["0"]["nan"] == 2
+    content = json.loads(result.save(tmp_path / "nan.json").read_text())
+    assert content["findings"][0]["outputs"]["0"]["nan"] == 2
     assert list(result.to_pandas()["type"]) == ["log"]
 
 
 def test_memory_that_nobody_wrote_yet_is_no_beginning() -> None:
-    held = torch.full((64,), float("nan"))
+    stale = torch.full((64,), float("nan"))
     tool = NanTool()
     with amanda.apply(tool):
         fresh = [
             torch.empty(64),
-            torch.empty_like(held),
-            held.new_empty(64),
+            torch.empty_like(stale),
+            stale.new_empty(64),
             torch.empty_strided((8, 8), (8, 1)),
         ]
         for tensor in fresh:
             nn.init.uniform_(tensor)
-        held.resize_(128)
+        stale.resize_(128)
     assert not tool.result
 
 
@@ -253,10 +253,12 @@ def test_looking_changes_nothing() -> None:
     plain.sum().backward()
     grads = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    found: list[Tensor] = []
-    look(lambda: found.append(model(x)) or found[0].sum().backward())
-    assert torch.equal(found[0], plain)
-    assert all(torch.equal(one, other.grad) for one, other in zip(grads, model.parameters(), strict=True))
+    outputs: list[Tensor] = []
+    look(lambda: outputs.append(model(x)) or outputs[0].sum().backward())
+    assert torch.equal(outputs[0], plain)
+    assert all(
+        torch.equal(grad, parameter.grad) for grad, parameter in zip(grads, model.parameters(), strict=True)
+    )
 
 
 def test_it_is_loaded_by_name() -> None:
@@ -269,7 +271,7 @@ def test_a_tensor_that_is_not_plain_is_looked_into(kind: str) -> None:
     class Marked(torch.Tensor):
         pass
 
-    made: dict[str, Callable[[Tensor], Tensor]] = {
+    conversions: dict[str, Callable[[Tensor], Tensor]] = {
         "sparse": lambda x: x.to_sparse(),
         "rows": lambda x: x.to_sparse_csr(),
         "nested": lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged),
@@ -278,10 +280,10 @@ def test_a_tensor_that_is_not_plain_is_looked_into(kind: str) -> None:
     }
     tool = NanTool()
     with amanda.apply(tool):
-        made[kind](torch.ones(2, 2))
+        conversions[kind](torch.ones(2, 2))
         torch.ones(2, 2).log().sub(1)
-        made[kind](torch.full((2, 2), -1.0).log())
-    assert [one.type for one in tool.result.findings] == ["log"]
+        conversions[kind](torch.full((2, 2), -1.0).log())
+    assert [finding.type for finding in tool.result.findings] == ["log"]
 
 
 class CausalAttention(nn.Module):
@@ -311,23 +313,23 @@ def test_the_nan_of_a_row_that_is_masked_whole_is_born_in_softmax() -> None:
     first = look(lambda: model(x)).result.first
     assert first is not None
     assert (first.type, first.source) == ("softmax", line_of("softmax"))
-    (given,), (gave,) = first.inputs.values(), first.outputs.values()
-    assert (given.nan, gave.nan) == (0, 2 * 4)
+    (read,), (written,) = first.inputs.values(), first.outputs.values()
+    assert (read.nan, written.nan) == (0, 2 * 4)
     added = look(lambda: torch.softmax(torch.rand(4) + torch.full((4,), float("-inf")), 0)).result
-    assert [one.type for one in added.findings] == ["softmax"]
+    assert [finding.type for finding in added.findings] == ["softmax"]
 
 
 def test_nan_that_comes_in_is_told_before_all_others() -> None:
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.rand(2, 4)
     x[0, :3] = float("nan")
     tool = look(lambda: torch.log(-model(x.view(2, 4)).nan_to_num().abs() - 1))
-    assert [one.what for one in tool.result.entered] == ["input 0 of linear"]
-    assert [one.type for one in tool.result.findings] == ["log"]
+    assert [entry.what for entry in tool.result.entered] == ["input 0 of linear"]
+    assert [entry.type for entry in tool.result.findings] == ["log"]
     assert tool.result.notes()[0] == "input 0 of linear holds 3 NaN."
     assert tool.result.rows()[0][2] == "input 0 of linear"
     with torch.no_grad():
         model[1].weight[0, 0] = float("nan")
-    assert [one.what for one in look(lambda: model(torch.rand(2, 4))).result.entered] == [
+    assert [entry.what for entry in look(lambda: model(torch.rand(2, 4))).result.entered] == [
         "parameter 1.weight"
     ]
     with pytest.raises(NotFiniteError, match=r"comes from parameter 1\.weight, .*, which holds 1 NaN"):
@@ -385,7 +387,9 @@ def test_compiled_attention_is_looked_at_as_well() -> None:
     call, tool = torch.compile(model, backend="aot_eager"), NanTool()
     with amanda.apply(tool, compiled="instrument"):
         call(x)
-    assert [(one.type, one.source) for one in tool.result.findings] == [("softmax", line_of("softmax"))]
+    assert [(finding.type, finding.source) for finding in tool.result.findings] == [
+        ("softmax", line_of("softmax"))
+    ]
     broken, tool = nn.Linear(4, 2), NanTool()
     broken.weight.data.fill_(float("nan"))
     call = torch.compile(broken, backend="aot_eager")
@@ -423,7 +427,7 @@ def test_an_assignment_by_index_that_brings_nan_passes_it_on() -> None:
     with amanda.apply(tool := NanTool()):
         x = torch.zeros(2, 2)
         x[:, 0] = torch.zeros(2) / torch.zeros(2)
-    assert [one.type for one in tool.result.findings] == ["div"]
+    assert [finding.type for finding in tool.result.findings] == ["div"]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

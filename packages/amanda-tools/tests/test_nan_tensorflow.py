@@ -42,10 +42,10 @@ def test_a_nan_in_the_body_of_a_loop_of_a_function_is_found_at_its_op_and_line()
     function = tf.function(loop)
     first = first_of(lambda: function(tf.fill((3,), 100.0)))
     assert (first.phase, first.type, first.source) == ("forward", "log", line_of("loop"))
-    (given,) = first.inputs.values()
-    assert given.nan == given.inf == 0
-    assert given.most is not None
-    assert given.most < 0
+    (read,) = first.inputs.values()
+    assert read.nan == read.inf == 0
+    assert read.most is not None
+    assert read.most < 0
 
 
 def test_so_is_one_in_the_condition_of_a_loop() -> None:
@@ -143,7 +143,7 @@ def attention(x: Any, kept: Any) -> Any:
 def in_each_mode(function: Callable[..., Any], *inputs: Any) -> dict[str, Callable[[], Any]]:
     """A call in eager mode, as a function, and in a session."""
     with tf.Graph().as_default() as graph:
-        fed = [tf.compat.v1.placeholder(one.dtype, one.shape) for one in inputs]
+        fed = [tf.compat.v1.placeholder(value.dtype, value.shape) for value in inputs]
         result = function(*fed)
     session = tf.compat.v1.Session(graph=graph)
     return {
@@ -155,11 +155,13 @@ def in_each_mode(function: Callable[..., Any], *inputs: Any) -> dict[str, Callab
 
 @pytest.mark.parametrize("mode", ["eager", "function", "session"])
 def test_a_mask_of_inf_is_left_alone_and_a_row_that_is_masked_whole_is_not(mode: str) -> None:
-    x, kept = np.ones((3, 4), np.float32), np.tril(np.ones((3, 3), bool))
-    assert not looked(in_each_mode(attention, x, kept)[mode])
-    kept[0] = False
-    result = looked(in_each_mode(attention, x, kept)[mode])
-    assert [(one.type, one.source) for one in result.findings] == [("softmax", line_of("softmax"))]
+    x, mask = np.ones((3, 4), np.float32), np.tril(np.ones((3, 3), bool))
+    assert not looked(in_each_mode(attention, x, mask)[mode])
+    mask[0] = False
+    result = looked(in_each_mode(attention, x, mask)[mode])
+    assert [(finding.type, finding.source) for finding in result.findings] == [
+        ("softmax", line_of("softmax"))
+    ]
 
 
 @pytest.mark.parametrize("mode", ["eager", "function", "session"])
@@ -186,7 +188,7 @@ def findings(program: Callable[[], Any]) -> tuple[list[str], list[str]]:
     tool = NanTool()
     with amanda.apply(tool):
         program()
-    return [one.type for one in tool.result.findings], [one.what for one in tool.result.entered]
+    return [entry.type for entry in tool.result.findings], [entry.what for entry in tool.result.entered]
 
 
 def test_calls_of_functions_loops_and_branches_are_no_findings_beside_the_op_within() -> None:
@@ -210,8 +212,8 @@ def test_what_iterators_and_lists_hold_begins_nowhere() -> None:
         rows = tf.TensorArray(tf.float32, 2).unstack(x)
         return tf.while_loop(lambda i, s: i < 2, lambda i, s: (i + 1, s + rows.read(i)), (0, 0.0))[1]
 
-    found, entered = findings(lambda: tf.function(listed)(tf.constant([np.nan, 1.0])))
-    assert found == []
+    types, entered = findings(lambda: tf.function(listed)(tf.constant([np.nan, 1.0])))
+    assert types == []
     assert len(entered) == 1
 
 
@@ -220,6 +222,6 @@ def test_training_on_nan_names_what_holds_it_alone() -> None:
     model.compile("sgd", "mse")
     data = np.random.default_rng(0).random((4, 3, 2)).astype("float32")
     data[1] = np.nan
-    found, entered = findings(lambda: model.fit(data, np.zeros((4, 1)), verbose=0))
-    assert found == []
+    types, entered = findings(lambda: model.fit(data, np.zeros((4, 1)), verbose=0))
+    assert types == []
     assert entered

@@ -31,8 +31,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_cell_runs_under_tools(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shell.run_cell("%%amanda flops,stats:type=linear\ny = model(x)\ny.shape")
-    shown = capsys.readouterr().out
-    assert shown.index("torch.Size([3, 2])") < shown.index("FLOPs") < shown.index("Statistics of tensors")
+    output = capsys.readouterr().out
+    assert output.index("torch.Size([3, 2])") < output.index("FLOPs") < output.index("Statistics of tensors")
     results = shell.user_ns["amanda_results"]
     assert list(results) == ["flops", "stats"]
     assert isinstance(results["flops"], FlopsResult)
@@ -73,9 +73,9 @@ def test_what_is_wrong_is_said_in_one_line(
     shell: Any, line: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.run_cell(line)
-    told = capsys.readouterr()
-    assert part in told.err
-    assert "Traceback" not in told.out + told.err
+    captured = capsys.readouterr()
+    assert part in captured.err
+    assert "Traceback" not in captured.out + captured.err
 
 
 def test_without_the_tools_the_extension_names_them(monkeypatch: pytest.MonkeyPatch) -> None:

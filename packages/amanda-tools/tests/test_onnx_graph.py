@@ -64,10 +64,10 @@ def test_unread_constants_leave_graphs_and_bodies_with_the_nodes_that_move_them(
     graph = branching().graph
     remove_unread(graph, kept=["kept"])
     assert [node.op_type for node in graph.node] == ["Identity", "If"]
-    assert [one.name for one in graph.initializer] == ["moved", "kept"]
+    assert [tensor.name for tensor in graph.initializer] == ["moved", "kept"]
     assert not graph.sparse_initializer
     inner = graph.node[1].attribute[0].g.node[0].attribute[0].g
-    assert [one.name for one in inner.initializer] == ["own"]
+    assert [tensor.name for tensor in inner.initializer] == ["own"]
 
 
 def test_unread_nodes_of_other_domains_stay() -> None:
@@ -85,13 +85,13 @@ def test_unread_nodes_of_other_domains_stay() -> None:
 def test_constants_are_tensors_under_the_name_of_the_node_s_output(
     attribute: str, value: Any, dtype: str
 ) -> None:
-    found = constant_of(helper.make_node("Constant", [], ["c"], **{attribute: value}))
-    assert found is not None
-    assert found.name == "c"
-    array = numpy_helper.to_array(found)
+    constant = constant_of(helper.make_node("Constant", [], ["c"], **{attribute: value}))
+    assert constant is not None
+    assert constant.name == "c"
+    array = numpy_helper.to_array(constant)
     assert array.dtype == dtype
-    wanted = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.array(value)
-    np.testing.assert_array_equal(array, wanted)
+    expected = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.array(value)
+    np.testing.assert_array_equal(array, expected)
 
 
 def test_texts_and_other_nodes_are_no_constants() -> None:
@@ -109,8 +109,8 @@ def test_data_lie_beside_a_model_where_they_did(tmp_path: Path) -> None:
     light = read_onnx(tmp_path / "a.onnx", data=False)
     assert not light.graph.initializer[0].raw_data
     save_onnx(light, tmp_path / "b.onnx", folder=tmp_path)
-    found = numpy_helper.to_array(read_onnx(tmp_path / "b.onnx").graph.initializer[0])
-    np.testing.assert_array_equal(found, np.arange(1000))
+    array = numpy_helper.to_array(read_onnx(tmp_path / "b.onnx").graph.initializer[0])
+    np.testing.assert_array_equal(array, np.arange(1000))
 
 
 def test_notes_and_opsets_and_attributes() -> None:
@@ -122,7 +122,7 @@ def test_notes_and_opsets_and_attributes() -> None:
     assert json.loads(metadata.value) == [{"part": 0}, {"part": 1}]
     node = helper.make_node("Split", ["x"], ["y"], axis=1)
     set_attribute(node, "axis", 2)
-    assert [(one.name, one.i) for one in node.attribute] == [("axis", 2)]
+    assert [(attribute.name, attribute.i) for attribute in node.attribute] == [("axis", 2)]
 
 
 def test_error_without_onnx_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_graph(amanda_trace, model, size):
 
 
 def test_a_graph_is_stored_beside_the_test_and_a_change_of_it_is_shown(pytester: pytest.Pytester) -> None:
-    same, other = SNAPSHOT.format(expression="model(x)"), SNAPSHOT.format(expression="model(x).exp()")
+    same, changed_test = SNAPSHOT.format(expression="model(x)"), SNAPSHOT.format(expression="model(x).exp()")
     missing = run(pytester, same)
     missing.assert_outcomes(failed=1)
     missing.stdout.fnmatch_lines(["*there is no graph to compare with*--amanda-update writes it*"])
@@ -141,10 +141,10 @@ def test_a_graph_is_stored_beside_the_test_and_a_change_of_it_is_shown(pytester:
         "ones_like(sum@-1) -> float32[]",
     ]
     run(pytester, "\n\n\n" + same).assert_outcomes(passed=1)  # lines may move
-    changed = run(pytester, other)
+    changed = run(pytester, changed_test)
     changed.assert_outcomes(failed=1)
     changed.stdout.fnmatch_lines(["*+exp(linear@-1) -> float32?1,2?*", "*writes it anew*"])
-    run(pytester, other, "--amanda-update").assert_outcomes(passed=1)
+    run(pytester, changed_test, "--amanda-update").assert_outcomes(passed=1)
     assert "exp(" in stored.read_text()
 
 

@@ -95,11 +95,11 @@ def test_it_goes_to_pandas(calls: Calls) -> None:
 
 
 def test_files_hold_the_values(calls: Calls, tmp_path: Path) -> None:
-    found = json.loads(calls.save(tmp_path / "calls.json").read_text())
-    assert (found["schema"], found["version"]) == ("amanda.calls", 1)
-    assert found["rows"][0] == {"op": "conv2d [x]", "calls": 53, "FLOPs": 8_000_000_000}
-    assert found["columns"][2] == {"name": "FLOPs", "total": True, "unit": ""}
-    assert (found["title"], found["notes"]) == ("Calls", ["Two <notes>."])
+    content = json.loads(calls.save(tmp_path / "calls.json").read_text())
+    assert (content["schema"], content["version"]) == ("amanda.calls", 1)
+    assert content["rows"][0] == {"op": "conv2d [x]", "calls": 53, "FLOPs": 8_000_000_000}
+    assert content["columns"][2] == {"name": "FLOPs", "total": True, "unit": ""}
+    assert (content["title"], content["notes"]) == ("Calls", ["Two <notes>."])
     rows = list(csv.reader(calls.save(tmp_path / "calls.csv").read_text().splitlines()))
     assert rows == [["op", "calls", "FLOPs"], ["conv2d [x]", "53", "8000000000"], ["<relu>", "49", ""]]
     assert calls.save(tmp_path / "calls.html").read_text().startswith("<!doctype html>")
@@ -201,17 +201,17 @@ def words(text: str) -> list[list[str]]:
 
 
 def test_repeated_layers_are_one_row_where_a_table_is_long() -> None:
-    told = words(str(Layers(32)))
-    assert told[0] == ["Layers"]
-    assert told[1] == ["The", "answer."]
-    assert told[4:7] == [  # in the order of the sums
+    lines = words(str(Layers(32)))
+    assert lines[0] == ["Layers"]
+    assert lines[1] == ["The", "answer."]
+    assert lines[4:7] == [  # in the order of the sums
         ["up", "model.layers.0-31.up", "32", "496", "15.5", "32", "0", "to", "2"],
         ["down", "model.layers.0-31.down", "32", "496", "15.5", "32", "0", "to", "2"],
         ["linear", "lm_head", "1", "100", "100", "10"],
     ]
-    assert told[7] == ["total", "65", "1092"]
-    assert " ".join(told[8]).startswith("Repeated layers are one row. All of it: --full, or whole()")
-    assert told[-1] == ["A", "convention."]
+    assert lines[7] == ["total", "65", "1092"]
+    assert " ".join(lines[8]).startswith("Repeated layers are one row. All of it: --full, or whole()")
+    assert lines[-1] == ["A", "convention."]
 
 
 def test_equal_rows_of_one_module_are_not_repeated_layers() -> None:
@@ -219,8 +219,8 @@ def test_equal_rows_of_one_module_are_not_repeated_layers() -> None:
         def rows(self) -> Sequence[Sequence[Any]]:
             return [row for row in super().rows() for _ in range(2)]
 
-    told = words(str(Twice(32)))
-    assert [row[1] for row in told[4:10]] == [
+    lines = words(str(Twice(32)))
+    assert [row[1] for row in lines[4:10]] == [
         "model.layers.0-31.up", "model.layers.0-31.up", "model.layers.0-31.down", "model.layers.0-31.down",
         "lm_head", "lm_head",
     ]  # fmt: skip
@@ -291,7 +291,7 @@ def test_older_versions_are_read_and_newer_ones_name_the_distribution() -> None:
     def content(version: object) -> dict[str, object]:
         return {"schema": "amanda.calls", "version": version}
 
-    assert [check_schema(content(one), "calls", 3) for one in (1, 2, 3)] == [1, 2, 3]
+    assert [check_schema(content(version), "calls", 3) for version in (1, 2, 3)] == [1, 2, 3]
     with pytest.raises(
         ValueError, match=r"versions 1 to 3 are read here; it is newer: update .*amanda-tools"
     ):

@@ -30,8 +30,8 @@ def fit(model: keras.Model, steps: int) -> None:
 def calls(tool: FlopsTool, type: str, phase: str = "forward") -> dict[str, int]:
     """Executions of a type of op by module."""
     rows = tool.result.by("phase", "type", "module").rows()
-    chosen = [row for row in rows if (row[0], row[1]) == (phase, type)]
-    return {row[2].rpartition("/")[2].partition("_")[0]: row[3] for row in chosen}
+    matching = [row for row in rows if (row[0], row[1]) == (phase, type)]
+    return {row[2].rpartition("/")[2].partition("_")[0]: row[3] for row in matching}
 
 
 def test_steps_of_fit_are_batches(model: keras.Model) -> None:

@@ -164,17 +164,17 @@ def test_a_frozen_weight_has_no_gradient() -> None:
 
 def test_the_gradient_is_found_without_a_forward_routine() -> None:
     module = nn.Linear(4, 5)
-    found: list[tuple[Any, ...]] = []
+    facts: list[tuple[Any, ...]] = []
 
     def look(context: amanda.OpContext) -> None:
-        found.append((context["type"], context["backward_type"], context["weight_grad_index"]))
+        facts.append((context["type"], context["backward_type"], context["weight_grad_index"]))
 
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
     tool.add_inst_for_op(look, backward=True, require_outputs=True)
     with amanda.apply(tool):
         module(ROWS).backward(torch.ones(4, 5))
-    assert sorted(found) == [
+    assert sorted(facts) == [
         ("linear", "accumulate_grad", None),
         ("linear", "accumulate_grad", None),
         ("linear", "linear_backward", None),
@@ -216,36 +216,36 @@ def test_the_own_gradient_has_the_ops_word(
     call: Callable[[torch.Tensor], torch.Tensor], backward_type: str
 ) -> None:
     x = torch.rand(4, 4, requires_grad=True)
-    seen: list[str] = []
+    words: list[str] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append(context["backward_type"]), backward=True)
+    tool.add_inst_for_op(lambda context: words.append(context["backward_type"]), backward=True)
     with amanda.apply(tool):
         call(x).sum().backward()
-    assert backward_type in seen
+    assert backward_type in words
 
 
 def test_double_backward_has_a_word() -> None:
     x = torch.rand(1, 2, 8, 8, requires_grad=True)
-    seen: list[str] = []
+    words: list[str] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append(context["backward_type"]), backward=True)
+    tool.add_inst_for_op(lambda context: words.append(context["backward_type"]), backward=True)
     with amanda.apply(tool):
         y = F.conv2d(x, torch.rand(2, 2, 3, 3, requires_grad=True)).pow(2).sum()
         (grad,) = torch.autograd.grad(y, x, create_graph=True)
         grad.sum().backward()
-    assert "conv2d_backward_backward" in seen
+    assert "conv2d_backward_backward" in words
 
 
 def test_what_differentiates_gradients_gives_no_gradient_of_a_weight() -> None:
     """The weight is square, so that shapes do not tell its gradient from that of its transpose."""
     x, weight = torch.rand(2, 3, requires_grad=True), nn.Parameter(torch.rand(3, 3))
-    seen: list[tuple[int, int | None]] = []
+    indices: list[tuple[int, int | None]] = []
 
     def look(context: amanda.OpContext) -> None:
         if context["type"] == "linear":
-            seen.append((context.get_backward_order(), context["weight_grad_index"]))
+            indices.append((context.get_backward_order(), context["weight_grad_index"]))
 
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
@@ -253,8 +253,8 @@ def test_what_differentiates_gradients_gives_no_gradient_of_a_weight() -> None:
     with amanda.apply(tool):
         (grad,) = torch.autograd.grad(F.linear(x, weight).pow(2).sum(), x, create_graph=True)
         grad.sum().backward()
-    assert 0 in [index for order, index in seen if order == 1]
-    assert {index for order, index in seen if order == 2} == {None}
+    assert 0 in [index for order, index in indices if order == 1]
+    assert {index for order, index in indices if order == 2} == {None}
 
 
 @pytest.mark.parametrize(
@@ -277,51 +277,51 @@ def test_what_differentiates_gradients_gives_no_gradient_of_a_weight() -> None:
     ],
 )  # fmt: skip
 def test_layouts(call: Callable[[], Any], layout: str | None, weight_layout: str | None) -> None:
-    seen: list[tuple[str | None, str | None]] = []
+    layouts: list[tuple[str | None, str | None]] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append((context["layout"], context["weight_layout"])))
+    tool.add_inst_for_op(lambda context: layouts.append((context["layout"], context["weight_layout"])))
     with amanda.apply(tool):
         call()
-    assert seen[-1] == (layout, weight_layout)
+    assert layouts[-1] == (layout, weight_layout)
 
 
 def test_accessors() -> None:
-    seen: list[Any] = []
+    facts: list[Any] = []
 
     def look(context: amanda.OpContext) -> None:
         values = context.get_inputs()
-        seen.extend([context["shape"](values[0]), context["dtype"](values[0]), context["shape"](values[1])])
+        facts.extend([context["shape"](values[0]), context["dtype"](values[0]), context["shape"](values[1])])
 
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
     tool.add_inst_for_op(look)
     with amanda.apply(tool):
         torch.mul(IMAGE, 2)
-    assert seen == [(2, 4, 8, 8), "float32", None]
+    assert facts == [(2, 4, 8, 8), "float32", None]
 
 
 @pytest.mark.parametrize(("call", "in_place"), [(lambda x: x.add_(1), True), (lambda x: x.add(1), False)])
 def test_in_place(call: Callable[[torch.Tensor], Any], in_place: bool) -> None:
-    seen: list[tuple[str, bool]] = []
+    facts: list[tuple[str, bool]] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append((context["type"], context["in_place"])))
+    tool.add_inst_for_op(lambda context: facts.append((context["type"], context["in_place"])))
     x = torch.zeros(2)
     with amanda.apply(tool):
         call(x)
-    assert seen == [("add", in_place)]
+    assert facts == [("add", in_place)]
 
 
 def test_own_rules_come_after_the_standard_ones() -> None:
-    seen: list[str] = []
+    words: list[str] = []
     mapping = StandardMapping(rules=[["pytorch", lambda context: context.update(family=context["type"][:4])]])
     tool = amanda.Tool()
     tool.depends_on(mapping)
-    tool.add_inst_for_op(lambda context: seen.append(context["family"]))
+    tool.add_inst_for_op(lambda context: words.append(context["family"]))
     with amanda.apply(tool):
         F.conv2d(IMAGE, torch.rand(3, 4, 3, 3))
-    assert seen[-1] == "conv"
+    assert words[-1] == "conv"
 
 
 def test_phases() -> None:
@@ -390,21 +390,21 @@ def _phases_of(program: Callable[[], Any]) -> dict[str, set[str]]:
 
 
 def test_a_parameter_that_is_not_initialised_yet_has_no_shape() -> None:
-    seen: list[Any] = []
+    shapes: list[Any] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.extend(map(context["shape"], context.get_inputs()[:1])))
+    tool.add_inst_for_op(lambda context: shapes.extend(map(context["shape"], context.get_inputs()[:1])))
     lazy = nn.LazyLinear(2)
     with amanda.apply(tool):
         lazy(torch.ones(1, 3))
-    assert None in seen
-    assert (1, 3) in seen
+    assert None in shapes
+    assert (1, 3) in shapes
 
 
 def test_sizes_of_elements_are_those_of_torch() -> None:
-    dtypes = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-    assert {one: itemsize(str(one).removeprefix("torch.")) for one in dtypes} == {
-        one: one.itemsize for one in dtypes
+    dtypes = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    assert {dtype: itemsize(str(dtype).removeprefix("torch.")) for dtype in dtypes} == {
+        dtype: dtype.itemsize for dtype in dtypes
     }
     assert itemsize("resource") is itemsize(None) is None
 

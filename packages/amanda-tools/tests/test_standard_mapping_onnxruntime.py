@@ -65,14 +65,14 @@ def test_weights_and_layouts_of_an_image_network() -> None:
         helper.make_node("Gemm", ["f", "w", "u"], ["g"], "head", transB=1),
     ]
     weights = {"k": zeros(4, 3, 3, 3), "s": zeros(4), "t": zeros(4, 2, 3, 3), "w": zeros(5, 2), "u": zeros(5)}
-    told = seen(nodes, weights, x=zeros(1, 3, 8, 8))
-    assert told["conv"] == ("conv2d", 1, "NCHW", "OIHW", "float32")
-    assert told["norm"] == ("batch_norm", 1, "NCHW", None, "float32")
-    assert told["up"] == ("conv_transpose2d", 1, "NCHW", "IOHW", "float32")
-    assert told["pool"] == ("max_pool2d", None, "NCHW", None, "float32")
-    assert told["mean"] == ("adaptive_avg_pool2d", None, "NCHW", None, "float32")
-    assert told["flat"] == ("reshape", None, None, None, "float32")
-    assert told["head"] == ("linear", 1, None, "OI", "float32")
+    facts = seen(nodes, weights, x=zeros(1, 3, 8, 8))
+    assert facts["conv"] == ("conv2d", 1, "NCHW", "OIHW", "float32")
+    assert facts["norm"] == ("batch_norm", 1, "NCHW", None, "float32")
+    assert facts["up"] == ("conv_transpose2d", 1, "NCHW", "IOHW", "float32")
+    assert facts["pool"] == ("max_pool2d", None, "NCHW", None, "float32")
+    assert facts["mean"] == ("adaptive_avg_pool2d", None, "NCHW", None, "float32")
+    assert facts["flat"] == ("reshape", None, None, None, "float32")
+    assert facts["head"] == ("linear", 1, None, "OI", "float32")
 
 
 def test_weights_of_products_are_what_initializers_hold() -> None:
@@ -85,13 +85,13 @@ def test_weights_of_products_are_what_initializers_hold() -> None:
         helper.make_node("Sum", ["a", "b", "c"], ["d"], "sum"),
     ]
     weights = {"e": zeros(9, 4), "i": np.array([1, 2, 3, 4]), "w": zeros(4, 4)}
-    told = seen(nodes, weights, x=zeros(4, 4))
-    assert told["look up"][:2] == ("embedding", 0)
-    assert told["turn"][:2] == ("permute", None)
-    assert told["by weight"][:4] == ("matmul", 1, None, "IO")
-    assert told["of values"][:2] == ("matmul", None)
-    assert told["weight first"][:4] == ("matmul", 0, None, "OI")
-    assert told["sum"][0] == "add_n"
+    facts = seen(nodes, weights, x=zeros(4, 4))
+    assert facts["look up"][:2] == ("embedding", 0)
+    assert facts["turn"][:2] == ("permute", None)
+    assert facts["by weight"][:4] == ("matmul", 1, None, "IO")
+    assert facts["of values"][:2] == ("matmul", None)
+    assert facts["weight first"][:4] == ("matmul", 0, None, "OI")
+    assert facts["sum"][0] == "add_n"
 
 
 def test_a_weight_is_followed_through_its_quantised_form() -> None:
@@ -112,9 +112,9 @@ def test_a_recurrent_op_multiplies_by_several_weights_and_has_none_of_its_own() 
 
 
 def test_conv1d_is_told_from_conv3d() -> None:
-    one = [helper.make_node("Conv", ["x", "k"], ["y"], "conv")]
-    assert seen(one, {"k": zeros(2, 3, 3)}, x=zeros(1, 3, 8))["conv"][:4] == ("conv1d", 1, "NCW", "OIW")
-    assert seen(one, {"k": zeros(2, 3, 1, 1, 1)}, x=zeros(1, 3, 2, 2, 2))["conv"][0] == "conv3d"
+    nodes = [helper.make_node("Conv", ["x", "k"], ["y"], "conv")]
+    assert seen(nodes, {"k": zeros(2, 3, 3)}, x=zeros(1, 3, 8))["conv"][:4] == ("conv1d", 1, "NCW", "OIW")
+    assert seen(nodes, {"k": zeros(2, 3, 1, 1, 1)}, x=zeros(1, 3, 2, 2, 2))["conv"][0] == "conv3d"
 
 
 def test_the_documented_words_are_these() -> None:
@@ -125,7 +125,7 @@ def test_the_documented_words_are_these() -> None:
 
 @pytest.mark.parametrize("name", sorted({*_onnxruntime.WORDS, *_onnxruntime.SPATIAL}))
 def test_every_type_of_the_table_is_one_of_onnx_or_of_onnxruntime(name: str) -> None:
-    ours = {one.name for one in onnx.defs.get_all_schemas()}
+    ours = {schema.name for schema in onnx.defs.get_all_schemas()}
     contributed = {
         "BiasGelu", "FastGelu", "FusedConv", "FusedMatMul", "GroupNorm", "MultiHeadAttention", "QuickGelu",
         "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",

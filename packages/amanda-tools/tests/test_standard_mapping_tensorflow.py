@@ -129,19 +129,19 @@ def test_indices_point_at_weights_and_their_gradients(
     backward: str,
     in_function: bool,
 ) -> None:
-    made, x, tool = layer(), tf.random.normal(extents), Weights()
-    made(x)
+    built, x, tool = layer(), tf.random.normal(extents), Weights()
+    built(x)
 
     def step() -> Any:
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = tf.reduce_sum(made(x, training=True) ** 2)
-        return tape.gradient(y, [x, *made.trainable_variables])
+            y = tf.reduce_sum(built(x, training=True) ** 2)
+        return tape.gradient(y, [x, *built.trainable_variables])
 
     with amanda.apply(tool):
         (tf.function(step) if in_function else step)()
     assert tool.layouts[kind] == layouts
-    assert tool.shapes[kind] in [tuple(one.shape) for one in made.trainable_variables]
+    assert tool.shapes[kind] in [tuple(variable.shape) for variable in built.trainable_variables]
     assert tool.gradients[kind] == [tool.shapes[kind]]
     assert backward in tool.backward_types
 
@@ -157,7 +157,7 @@ def test_a_product_of_two_values_has_no_weight() -> None:
 def test_weights_of_another_shape_than_their_variables_are_found(in_function: bool) -> None:
     layer, x = keras.layers.MultiHeadAttention(2, 4), tf.random.normal([2, 5, 6])
     layer(x, x)
-    found: list[tuple[str, tuple[int, ...], str]] = []
+    facts: list[tuple[str, tuple[int, ...], str]] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
 
@@ -166,12 +166,12 @@ def test_weights_of_another_shape_than_their_variables_are_found(in_function: bo
         if index is not None:
             value = context.get_value(index)
             assert isinstance(value.numpy(), np.ndarray)
-            found.append((context["type"], context["shape"](value), context["weight_layout"]))
+            facts.append((context["type"], context["shape"](value), context["weight_layout"]))
 
     tool.add_inst_for_op(look)
     with amanda.apply(tool):
         (tf.function(layer) if in_function else layer)(x, x)
-    assert found == [("matmul", (6, 8), "IO")] * 3 + [("matmul", (8, 6), "IO")]
+    assert facts == [("matmul", (6, 8), "IO")] * 3 + [("matmul", (8, 6), "IO")]
 
 
 def test_weights_of_another_shape_than_their_variables_are_found_in_a_session() -> None:
@@ -195,42 +195,42 @@ def test_weights_of_another_shape_than_their_variables_are_found_in_a_session() 
 
 
 def test_an_assignment_is_in_place() -> None:
-    seen: list[tuple[str, bool]] = []
+    facts: list[tuple[str, bool]] = []
     tool, v = amanda.Tool(), tf.Variable([1.0])
     tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append((context["type"], context["in_place"])))
+    tool.add_inst_for_op(lambda context: facts.append((context["type"], context["in_place"])))
     with amanda.apply(tool):
         v.assign_add([2.0])
-    assert seen == [("add", True)]
+    assert facts == [("add", True)]
 
 
 def test_dtype_and_shape_are_pythons_own() -> None:
-    seen: list[Any] = []
+    facts: list[Any] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
 
     def look(context: amanda.OpContext) -> None:
         (x,) = context.get_inputs()
-        seen.extend([context["dtype"](x), context["shape"](x), context["shape"](3)])
+        facts.extend([context["dtype"](x), context["shape"](x), context["shape"](3)])
 
     tool.add_inst_for_op(look)
     with amanda.apply(tool):
         tf.nn.relu(A)
-    assert seen == ["float32", (2, 2), None]
+    assert facts == ["float32", (2, 2), None]
 
 
 def test_a_layout_that_a_call_leaves_out_is_the_default() -> None:
-    seen: list[Any] = []
+    layouts: list[Any] = []
     tool = amanda.Tool()
     tool.depends_on(StandardMapping())
-    tool.add_inst_for_op(lambda context: seen.append((context["type"], context["layout"])))
+    tool.add_inst_for_op(lambda context: layouts.append((context["type"], context["layout"])))
     kernel = tf.ones([2, 2, 1, 1])
     with amanda.apply(tool):
         tf.raw_ops.DepthwiseConv2dNative(
             input=X[..., :1], filter=kernel, strides=[1, 1, 1, 1], padding="VALID"
         )
         tf.raw_ops.Conv3D(input=X[None, ..., :1], filter=kernel[None], strides=[1] * 5, padding="VALID")
-    assert [one for one in seen if one[1]] == [("depthwise_conv2d", "NHWC"), ("conv3d", "NDHWC")]
+    assert [pair for pair in layouts if pair[1]] == [("depthwise_conv2d", "NHWC"), ("conv3d", "NDHWC")]
 
 
 @pytest.mark.parametrize("resource", [True, False])

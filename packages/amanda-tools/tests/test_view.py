@@ -44,7 +44,7 @@ def embedded(page: str) -> dict[str, Any]:
 
 
 def shown(folder: Path, *contents: Any) -> dict[str, Any]:
-    return embedded(to_page(*(saved(folder, f"{i}.json", one) for i, one in enumerate(contents))))
+    return embedded(to_page(*(saved(folder, f"{i}.json", content) for i, content in enumerate(contents))))
 
 
 @pytest.fixture
@@ -76,15 +76,15 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(color: str, background: str) -> float:
     """Return the contrast of two colours.  Source: WCAG 2.2, "contrast ratio"."""
-    dark, light = sorted(map(luminance, (one, other)))
+    dark, light = sorted(map(luminance, (color, background)))
     return (light + 0.05) / (dark + 0.05)
 
 
 def test_colours_have_the_contrast_that_wcag_aa_wants(tmp_path: Path) -> None:
-    light, dark, chosen = palettes(to_page(saved(tmp_path, "a.json", table([row("relu", 1)]))))
-    assert dark == chosen
+    light, dark, selected = palettes(to_page(saved(tmp_path, "a.json", table([row("relu", 1)]))))
+    assert dark == selected
     assert set(dark) == set(light)
     rows = ("panel", "raised", "select", "hover")
     for colours in (light, dark):
@@ -111,9 +111,9 @@ def test_names_are_data_in_the_page(tmp_path: Path) -> None:
 
 def test_numbers_that_json_has_not_become_words(tmp_path: Path) -> None:
     rows = [row("a", 1, x=float("nan")), row("b", 2, x=float("inf")), row("c", 3, x=-float("inf"))]
-    (found,) = shown(tmp_path, table(rows))["tables"]
-    assert [one[-1] for one in found["rows"]] == ["NaN", "Infinity", "-Infinity"]
-    assert found["columns"][-1]["number"]
+    (table_content,) = shown(tmp_path, table(rows))["tables"]
+    assert [cells[-1] for cells in table_content["rows"]] == ["NaN", "Infinity", "-Infinity"]
+    assert table_content["columns"][-1]["number"]
 
 
 def test_a_result_needs_no_file() -> None:
@@ -127,83 +127,85 @@ def test_a_result_needs_no_file() -> None:
         def notes(self) -> Sequence[str]:
             return ["A note."]
 
-    found = embedded(to_page(Calls()))
-    assert found["title"] == "calls"
-    assert found["tables"][0]["title"] == "Calls"
-    assert found["notes"] == ["A note."]
-    assert found["tables"][0]["columns"][-2:] == [
+    content = embedded(to_page(Calls()))
+    assert content["title"] == "calls"
+    assert content["tables"][0]["title"] == "Calls"
+    assert content["notes"] == ["A note."]
+    assert content["tables"][0]["columns"][-2:] == [
         {"name": "calls", "number": True, "total": True, "unit": ""},
         {"name": "time", "number": True, "total": False, "unit": "s"},
     ]
 
 
 def test_a_trace_has_its_ops_tensors_and_edges(tmp_path: Path, trace: dict[str, Any]) -> None:
-    found = shown(tmp_path, trace)
-    assert found["ops"]["type"] == [op["type"] for op in trace["ops"]]
-    assert found["graph"]["tensors"]["shape"] == [tensor["shape"] for tensor in trace["tensors"]]
-    edges = list(zip(*(found["graph"]["edges"][i::3] for i in range(3)), strict=True))
+    content = shown(tmp_path, trace)
+    assert content["ops"]["type"] == [op["type"] for op in trace["ops"]]
+    assert content["graph"]["tensors"]["shape"] == [tensor["shape"] for tensor in trace["tensors"]]
+    edges = list(zip(*(content["graph"]["edges"][i::3] for i in range(3)), strict=True))
     assert edges
     for producer, consumer, tensor in edges:
-        given = trace["tensors"][tensor]
-        assert consumer in given["consumers"]
-        assert producer == (-1 if given["producer"] is None else given["producer"])
+        tensor_of_trace = trace["tensors"][tensor]
+        assert consumer in tensor_of_trace["consumers"]
+        assert producer == (-1 if tensor_of_trace["producer"] is None else tensor_of_trace["producer"])
     parameters = {tensor["index"] for tensor in trace["tensors"] if tensor["kind"] == "parameter"}
     assert not parameters & {edge[2] for edge in edges}
 
 
 def test_tables_find_the_ops_of_a_trace(tmp_path: Path, trace: dict[str, Any]) -> None:
-    found = shown(tmp_path, trace, flops_of(trace))
-    (rows,) = (one["ops"] for one in found["tables"])
+    content = shown(tmp_path, trace, flops_of(trace))
+    (rows,) = (page_table["ops"] for page_table in content["tables"])
     assert rows == [[op] for op in range(len(trace["ops"]))]
 
 
 def test_an_id_goes_before_the_place(tmp_path: Path, trace: dict[str, Any]) -> None:
     last = {**trace["ops"][-1], "source": "elsewhere.py:1"}
-    (found,) = shown(tmp_path, trace, table([last]))["tables"]
-    assert found["ops"] == [[len(trace["ops"]) - 1]]
+    (page_table,) = shown(tmp_path, trace, table([last]))["tables"]
+    assert page_table["ops"] == [[len(trace["ops"]) - 1]]
 
 
 def test_one_row_stands_for_all_ops_of_its_place_and_as_many_rows_are_theirs_in_turn(tmp_path: Path) -> None:
     ops = [row("add", 1), row("add", 1), row("mul", 1)]
     trace = {"schema": "amanda.trace", "version": 1, "ops": ops, "tensors": []}
-    one, two = shown(tmp_path, trace, table(ops[1:]), table(ops))["tables"]
-    assert one["ops"] == [[0, 1], [2]]
-    assert two["ops"] == [[0], [1], [2]]
+    first, second = shown(tmp_path, trace, table(ops[1:]), table(ops))["tables"]
+    assert first["ops"] == [[0, 1], [2]]
+    assert second["ops"] == [[0], [1], [2]]
 
 
 def test_rows_that_words_tell_apart_are_each_about_all_ops_of_their_place(tmp_path: Path) -> None:
     ops = [row("add", 1), row("add", 1)]
     trace = {"schema": "amanda.trace", "version": 1, "ops": ops, "tensors": []}
-    (found,) = shown(tmp_path, trace, table([row("add", 1, tensor="a"), row("add", 1, tensor="b")]))["tables"]
-    assert found["ops"] == [[0, 1], [0, 1]]
+    (page_table,) = shown(tmp_path, trace, table([row("add", 1, tensor="a"), row("add", 1, tensor="b")]))[
+        "tables"
+    ]
+    assert page_table["ops"] == [[0, 1], [0, 1]]
 
 
 def test_without_a_trace_tables_name_the_ops(tmp_path: Path) -> None:
     costs = table([row("add", 1), row("add", 1), row("mul", 2)])
     times = table([row("mul", 2), row("relu", 3), row("add", 1)], schema="amanda.times")
-    found = shown(tmp_path, costs, times)
-    assert found["ops"]["type"] == ["add", "mul", "relu"]
-    assert [one["ops"] for one in found["tables"]] == [[[0], [0], [1]], [[1], [2], [0]]]
-    assert found["graph"] is None
+    content = shown(tmp_path, costs, times)
+    assert content["ops"]["type"] == ["add", "mul", "relu"]
+    assert [page_table["ops"] for page_table in content["tables"]] == [[[0], [0], [1]], [[1], [2], [0]]]
+    assert content["graph"] is None
 
 
 def test_a_table_that_is_not_about_ops_stays_a_table(tmp_path: Path) -> None:
-    found = shown(tmp_path, table([{"module": "layer1", "calls": 3}]))
-    assert found["tables"][0]["ops"] is None
-    assert found["ops"]["type"] == []
+    content = shown(tmp_path, table([{"module": "layer1", "calls": 3}]))
+    assert content["tables"][0]["ops"] is None
+    assert content["ops"]["type"] == []
 
 
 def test_columns_that_only_some_rows_have_numbers_in_are_words(tmp_path: Path) -> None:
-    (found,) = shown(tmp_path, table([row("a", 1, x=1, y=None), row("b", 2, x="?", y=2.5)]))["tables"]
-    assert {one["name"]: one["number"] for one in found["columns"]} == {
+    (page_table,) = shown(tmp_path, table([row("a", 1, x=1, y=None), row("b", 2, x="?", y=2.5)]))["tables"]
+    assert {column["name"]: column["number"] for column in page_table["columns"]} == {
         **dict.fromkeys(KEYS, False), "x": False, "y": True,
     }  # fmt: skip
 
 
 def test_words_for_numbers_are_numbers(tmp_path: Path) -> None:
-    (found,) = shown(tmp_path, table([row("a", 1, x="inf"), row("b", 2, x=0.5)]))["tables"]
-    assert found["columns"][-1]["number"]
-    assert [one[-1] for one in found["rows"]] == ["Infinity", 0.5]
+    (page_table,) = shown(tmp_path, table([row("a", 1, x="inf"), row("b", 2, x=0.5)]))["tables"]
+    assert page_table["columns"][-1]["number"]
+    assert [cells[-1] for cells in page_table["rows"]] == ["Infinity", 0.5]
 
 
 def test_tools_of_one_scope_tell_of_the_same_ops() -> None:
@@ -221,8 +223,8 @@ def test_tools_of_one_scope_tell_of_the_same_ops() -> None:
     content = embedded(to_page(trace.result, flops.result, profile.result))
     ops = content["ops"]
     assert len(content["tables"]) == 2
-    for one in content["tables"]:
-        for cells, about in zip(one["rows"], one["ops"], strict=True):
+    for page_table in content["tables"]:
+        for cells, about in zip(page_table["rows"], page_table["ops"], strict=True):
             assert {(ops["type"][op], ops["module"][op], ops["source"][op]) for op in about} == {
                 tuple(cells[1:4])
             }
@@ -236,13 +238,13 @@ def test_a_diff_has_what_its_view_draws(tmp_path: Path) -> None:
 
     model, x = nn.Linear(4, 2), torch.rand(3, 4)
     result = diff(lambda: model(x).relu(), lambda: model(x * 2).relu())
-    (found,) = embedded(to_page(result.save(tmp_path / "diff.json")))["tables"]
-    assert found["schema"] == "amanda.diff"
-    names = [column["name"] for column in found["columns"]]
-    numbers = {column["name"] for column in found["columns"] if column["number"]}
+    (page_table,) = embedded(to_page(result.save(tmp_path / "diff.json")))["tables"]
+    assert page_table["schema"] == "amanda.diff"
+    names = [column["name"] for column in page_table["columns"]]
+    numbers = {column["name"] for column in page_table["columns"] if column["number"]}
     assert {"phase", "type", "module", "verdict"} <= set(names)
     assert {"relative error", "tolerance"} <= numbers
-    assert found["rows"][found["first"]["forward"]][names.index("verdict")] == "different"
+    assert page_table["rows"][page_table["first"]["forward"]][names.index("verdict")] == "different"
 
 
 TOOLS = [tool.name for tool in amanda.list_tools() if tool.distribution == "amanda-tools"]
@@ -317,11 +319,11 @@ def test_the_page_is_written_where_wanted_and_opened(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    given, page = saved(tmp_path, "a.json", table([row("relu", 1)])), tmp_path / "b.html"
-    assert main([str(given), "--output", str(page), "--title", "Mine", "--open"]) == 0
+    file, page = saved(tmp_path, "a.json", table([row("relu", 1)])), tmp_path / "b.html"
+    assert main([str(file), "--output", str(page), "--title", "Mine", "--open"]) == 0
     assert opened == [page.as_uri()]
     assert "<title>Mine</title>" in page.read_text()
     assert capsys.readouterr().out == f"{page}\n"
     for name, why in (("absent/b.html", "there is no folder"), ("b.pdf", "ends in none of .html, .htm")):
-        assert main([str(given), "-o", str(tmp_path / name)]) == 2
+        assert main([str(file), "-o", str(tmp_path / name)]) == 2
         assert why in capsys.readouterr().err

@@ -124,7 +124,7 @@ class Saved:
         return call.invoke(inputs)
 
     def keep(self) -> None:
-        """Replace the saved tensors by copies, before a write changes them."""
+        """Replace the saved tensors by copies, before a write changes them; the base saves none."""
 
 
 class EagerOps(TensorOps):

@@ -88,7 +88,7 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     if isinstance(plain, type) and issubclass(plain, Mapping):
         return _mapping(members)
     if plain is Callable or plain is typing.Callable:
-        return _noun("function", _callable)
+        return _noun("function", callable)
     if plain is type:
         return _noun("class", lambda value: isinstance(value, type))
     if not isinstance(plain, type):
@@ -145,10 +145,6 @@ def _where(kind: Kind, where: Where) -> Kind:
         return value
 
     return Kind(where.words, where.words, where.words, accept)
-
-
-def _callable(value: Any) -> bool:
-    return callable(value)
 
 
 def _bool(marks: tuple[Any, ...]) -> Kind:

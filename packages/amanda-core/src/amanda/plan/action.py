@@ -363,7 +363,7 @@ def signature_error(
                           enumerate(_with_names(inputs, names)))  # fmt: skip
         keyword = "outputs" if action.type.is_after else "inputs"
         keyword = f"grad_{keyword}" if action.type.is_backward else keyword
-        message = f"{action} cannot be called with {_count_of_values(len(args))}: {error}. "
+        message = f"{action} cannot be called with {len(args)} value{'s' * (len(args) != 1)}: {error}. "
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is not None:
             return RoutineError(
@@ -376,10 +376,6 @@ def signature_error(
     except ValueError:  # `inspect` knows no signature: the routine is written in C
         return None
     return None
-
-
-def _count_of_values(count: int) -> str:
-    return f"{count} value{'s' * (count != 1)}"
 
 
 def _with_names(inputs: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, str]]:

@@ -66,7 +66,7 @@ class OpContext(dict[str, Any]):
         return f"<OpContext of {self._facts.name} {self._facts.op_id:#018x}: {dict.__repr__(self)}>"
 
     def __missing__(self, key: str) -> Any:
-        # The paper's tools read `context["op"]`, so these keys work unless a tool has written them.
+        # Contexts of the first Amanda had these keys, so they work unless a tool has written them.
         if key in FACTS:
             return getattr(self, f"get_{key}")()
         tool_name = "a tool" if self._tool is None else type(self._tool).__name__

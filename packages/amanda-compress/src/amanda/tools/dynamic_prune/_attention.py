@@ -64,6 +64,8 @@ def scaled_dot_product_attention(
     import torch
     from torch.nn import functional
 
+    # NotImplemented runs the original: generation with a cache has one query, whose tokens cannot be matched
+    # with keys.
     if query.shape[-2] != key.shape[-2] or query.dim() not in (3, 4):
         return NotImplemented
     if enable_gqa:
@@ -76,7 +78,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         is_boolean = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if is_boolean else scores + attn_mask
+    # Rows that a mask hides completely: PyTorch's function returns 0 there, and a softmax NaN.
     blind = scores.isneginf().all(-1, keepdim=True)
+    # Taken apart because no fused kernel returns probabilities.
     probabilities = scores.softmax(-1).masked_fill(blind, 0.0)
     return functional.dropout(prune(probabilities, run=run, recomputed=recomputed), dropout_p) @ value
 
@@ -185,6 +189,7 @@ class AttentionPruneTool(DynamicPruneTool):
         return self._strength * (share - self._share) ** 2
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Insert the pruning of an attention, of a residual connection behind, or of its normalisation."""
         kind = context["type"]
         if kind in _FUSED:
             self._fused.add(kind)
@@ -214,6 +219,7 @@ class AttentionPruneTool(DynamicPruneTool):
                 )
 
     def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> _Attention:
+        """Return the record of an attention, and note it at the node of its softmax."""
         scores, query_shape = node.shapes[0] or (), product.shapes[0] or ()
         heads = head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
         count = heads or (scores[1] if len(scores) == 4 else 1) or 1
@@ -244,10 +250,13 @@ class AttentionPruneTool(DynamicPruneTool):
         return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
 
     def _analyse_residual(self, context: amanda.OpContext, node: DataflowNode, connection: Residual) -> None:
+        """Keep the state of dropped tokens at a residual connection whose branch follows an attention."""
         attention = self._flow.nearest([node.inputs[connection.branch]], "attention")
         products = [op for op in connection.ops if op.type in LAYERS]
         if attention is None or not products:
             return
+        # Post-norm models (BERT) add to a normalised state, pre-norm models to a plain one; what a dropped
+        # token keeps differs.
         types = (op.type for _, op in self._flow.back(connection.identity) if op is not None)
         is_normed = next((type for type in types if type not in _PASSING), None) == "layer_norm"
         residual = node.notes["sum"] = _ResidualSum(attention, is_normed)
@@ -258,6 +267,7 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _prune_softmax(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
         pruned = self._attend(probabilities, attention, run, recomputed)
+        # The dataflow knows tensors by identity, and later ops read this one.
         self._flow.made(attention.node, [pruned])
         return pruned
 
@@ -273,6 +283,7 @@ class AttentionPruneTool(DynamicPruneTool):
         batch, heads, queries, keys = probabilities.shape
         decision = self._states.of(attention)
         decision.alive = decision.later = None
+        # Attention to another sequence, or to a cache: its keys are no tokens of later layers.
         if queries != keys:
             return probabilities
         previous = None if attention.previous is None else self._states.of(attention.previous)
@@ -283,6 +294,7 @@ class AttentionPruneTool(DynamicPruneTool):
             alive = as_type_of(detached(before), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * attention.width
+        # Counted in the first execution already.
         if recomputed:
             pass
         elif decision.alive is None:
@@ -299,6 +311,7 @@ class AttentionPruneTool(DynamicPruneTool):
         noise: Callable[[Any], Any],
     ) -> Any:  # fmt: skip
         """Return 0/1 of the tokens that later layers keep: (N, T)."""
+        # In float32: sums over thousands of queries exceed the precision of half types.
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
@@ -314,6 +327,8 @@ class AttentionPruneTool(DynamicPruneTool):
         else:
             score = detached(per_unit(do("sum", received, axis=1), self._size)) * units
             decision.count = max(density_count(self._share, count), int(guarded.sum()))
+            # Protected tokens rank first, dropped ones last: scores are at most heads times tokens, far below
+            # a million.
             keep_mask = top_mask(score + 1e6 * first + units - 1, decision.count) * units
         return per_token(keep_mask, self._size, length)
 
@@ -337,6 +352,8 @@ class AttentionPruneTool(DynamicPruneTool):
         stays = self._tokens_alive(residual.attention, branch)
         if stays is None:
             return None
+        # The normalisation behind would change a dropped token even if nothing was added, so that its state
+        # is restored there.
         if residual.is_normed:
             decision.state = state
             return None
@@ -346,6 +363,7 @@ class AttentionPruneTool(DynamicPruneTool):
     def _restore_dropped_tokens(self, normed: Any, node: DataflowNode, residual: _ResidualSum) -> Any:
         """Restore the state that dropped tokens had before a residual connection and its normalisation."""
         decision = self._states.of(residual)
+        # Released at once: the tensor is as large as the activations.
         state, decision.state = decision.state, None
         stays = None if state is None else self._tokens_alive(residual.attention, normed)
         if stays is None:

@@ -103,7 +103,9 @@ class PerThreadState(Generic[T]):
     """
 
     def __init__(self, tool: amanda.Tool, make: Callable[[], T]) -> None:
+        # Weak: the tool holds this object, and a cycle would keep states until a garbage collection.
         self._tool, self._make = ref(tool), make
+        # Threads of servers come and go; their states, which hold tensors, go with them.
         self._states: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = WeakKeyDictionary()
         self._last: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
 
@@ -131,6 +133,7 @@ class PerThreadState(Generic[T]):
 
         Where this thread has executed nothing, the last execution of any thread counts.
         """
+        # None on a thread of a framework's own pool, as where autograd recomputes a checkpoint.
         caller = amanda.Tool.caller()
         states = None if caller is None else self._states.get(caller)
         return (self._last if states is None else states).get(key)
@@ -143,6 +146,8 @@ class PerThreadState(Generic[T]):
             if states is None:
                 states = self._states[caller] = WeakKeyDictionary()
             return states
+        # With one program thread there is no doubt for whom the framework computes; with more, a guess would
+        # mix examples.
         if len(self._states) > 1:
             raise ToolError(
                 f"{type(self._tool()).__name__}: a thread of the framework recomputes ops for one of "
@@ -180,6 +185,7 @@ class DynamicPruneTool(amanda.Tool):
     @checked
     def __init__(self, seed: Seed = 0, state: Callable[[], Any] = dict) -> None:
         super().__init__()
+        # Two streams: predictors are the same whether noise was drawn between their creations or not.
         self._initial_random, self._noise_random = (
             np.random.default_rng(seed),
             np.random.default_rng([seed, 1]),
@@ -189,6 +195,8 @@ class DynamicPruneTool(amanda.Tool):
         self._rows: dict[str, PrunedOp] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._enter)
+        # Two routines for each op: a node of the dataflow is needed before the op, its outputs are there
+        # after it.
         self.add_inst_for_op(self._leave, require_outputs=True)
 
     @checked
@@ -239,7 +247,7 @@ class DynamicPruneTool(amanda.Tool):
             self._flow.made(context["node"], context.get_outputs() or [])
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
-        """Instrument a forward op."""
+        """Instrument a forward op; does nothing unless a tool overrides it."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load predictors that `state_dict` returned; existing parameters take the loaded values.
@@ -247,6 +255,8 @@ class DynamicPruneTool(amanda.Tool):
         Ops are analysed anew unless the state has exactly the parameters that exist.
         """
         parameters = self.state_dict()
+        # Parameters that an optimizer holds have to stay the same objects, so that equal shapes are filled in
+        # place.
         has_same_parameters = not self.waiting_state() and _shapes(parameters) == _shapes(state)
         if not (
             has_same_parameters
@@ -288,16 +298,20 @@ class DynamicPruneTool(amanda.Tool):
             return None
         noises = self._noise_random
         if recomputed and run is not None and _NOISE in run:
+            # A recomputation draws with the generator's state of the first execution, and leaves the tool's
+            # generator where it is.
             noises = np.random.default_rng()
             noises.bit_generator.state = run[_NOISE]
         elif run is not None:
             run[_NOISE] = noises.bit_generator.state
+        # Away from 0 and 1, whose logit is infinite.
         uniform = noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
         return tensors_of(like).cast(np.log(uniform) - np.log1p(-uniform), like)
 
 
 def without_run(context: amanda.OpContext) -> dict[str, Any]:
     """Return keyword arguments that keep `run` from a routine where nothing runs again."""
+    # Graphs call each routine once for each execution, so that nothing tells executions apart or runs again.
     return {} if context.is_eager() else {"run": None}
 
 
@@ -341,13 +355,16 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
     """Return the residual connection that an op ends, or None; the branch is the input with more ops."""
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
+    # A sum with a vector is a bias, and of matrices seldom a branch.
     if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
         return None
+    # Both inputs are followed back until they meet, which is where the branch began.
     ways = [list(flow.back(number)) for number in node.inputs[:2]]
     first = {number: i for i, (number, _) in enumerate(ways[0])}
     meeting = next(((first[number], i) for i, (number, _) in enumerate(ways[1]) if number in first), None)
     if meeting is None or meeting[0] == meeting[1] == 0:
         return None
+    # The longer way computes; the other is the identity or a projection.
     branch = 0 if meeting[0] > meeting[1] else 1
     ops = [op for _, op in ways[branch][: meeting[branch]] if op is not None]
     return Residual(branch, tuple(ops), ways[1 - branch][0][0])
@@ -356,6 +373,7 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
     """Return True unless the layers show that queries and keys come from different tensors."""
     queries, *keys = (_inputs_of_layers(flow, number) for number in product.reads[:2])
+    # In doubt True: a missing layer, as of compiled code, must not stop the pruning.
     return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
 
 
@@ -381,6 +399,7 @@ def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
     if size is None or len(size) not in (3, 4):
         return None
     number = node.inputs[0]
+    # Between scores and softmax lie scaling, masks and casts: a longer chain is another program.
     for _ in range(12):
         maker = flow.maker(number)
         if maker is None or maker.type in SCORES:

@@ -88,6 +88,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         )
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Insert the predictor of a convolution, and its gate at the ops that read the output."""
         for position, number in enumerate(node.inputs):
             maker = self._flow.maker(number)
             if maker is not None and "layer" in maker.notes:
@@ -103,18 +104,23 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         """Insert the pruning of a convolution's channels at an op that reads them."""
         kind, layer = context["type"], notes["layer"]
         with_vector = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
+        # The normalisation would undo a factor before it, so that the saliency takes the place of the scale
+        # behind it.
         if kind in _NORMS and position == 0:
             if context["weight_index"] is not None:
                 context.insert_before_op(self._replace_scale_by_ones, inputs=[context["weight_index"]])
             context.insert_after_op(self._prune, outputs=[0], layer=layer)
         elif with_vector and kind == "add" and notes.get("scaled"):
             context.insert_after_op(self._prune, layer=layer)
+        # TensorFlow splits a normalisation into mul and add by vectors: the gate waits for the last of them.
         elif with_vector and kind != "add":
             node.notes.update(layer=layer, scaled=kind == "mul")
+        # Ops of the mean and variance of a normalisation read the ungated output.
         elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
             context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
 
     def _layer(self, context: amanda.OpContext) -> _GatedConvolution:
+        """Return the record of a convolution, with the parameters of its predictor."""
         x, kernel = context.get_inputs()[0], context.get_inputs()[context["weight_index"]]
         extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
         in_channels = context["shape"](x)[context["layout"].index("C")]
@@ -133,7 +139,9 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _predict(self, x: Any, layer: _GatedConvolution) -> None:
+        """Compute saliencies and gate of a convolution from its input."""
         squeezed = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
+        # Predictors are in float32 under mixed precision.
         squeezed = as_type_of(squeezed, layer.weight)
         prediction = self._states.of(layer)
         prediction.saliency = saliency(squeezed, layer.weight, layer.bias)
@@ -141,6 +149,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         keep_mask = top_mask(prediction.saliency, count)
         prediction.gate = prediction.saliency * keep_mask
         share_kept = do("mean", as_type_of(detached(prediction.gate) > 0, keep_mask), axis=-1)
+        # Input channels that are 0, as pruned ones of the layer before, need no products either.
         share_nonzero = do("mean", as_type_of(detached(squeezed) > 0, keep_mask), axis=-1)
         prediction.share_kept, prediction.share_computed = (
             do("mean", share_kept),
@@ -154,9 +163,12 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _prune(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
+        """Return a value times the gate of its channels; the value itself before the convolution has run."""
         gate = self._states.of(layer).gate
+        # The convolution has not run in this execution, as in a branch of the program that was skipped.
         if gate is None:
             return value
+        # Without a normalisation behind, activations would shrink or grow with the gate from layer to layer.
         gate = as_type_of(normalised_gate(gate) if evenly else gate, value)
         extents = [gate.shape[0]] + [1] * (len(value.shape) - 1)
         extents[layer.layout.index("C")] = gate.shape[1]
@@ -270,6 +282,7 @@ class ActivationPruneTool(DynamicPruneTool):
         return self._strength * budget_loss(macs_used, total, self._budget, self.progress)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
+        """Insert the masks of a convolution's input, and that of a branch where the op ends one."""
         if context["type"] in CONVOLUTIONS and context["layout"] in ("NCHW", "NHWC"):
             convolution = self._convolution(context)
             if convolution is not None:
@@ -283,10 +296,13 @@ class ActivationPruneTool(DynamicPruneTool):
             context.insert_before_op(self._mask_branch, inputs=[connection.branch], block=block)
 
     def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
+        """Return the record of a convolution; None for a transposed one."""
         shape, layout = context["shape"](context.get_inputs()[context["weight_index"]]), context["layout"]
+        # By letters of the layout, as frameworks order the axes of kernels differently.
         extents = dict(zip(context["weight_layout"], shape, strict=True))
         try:
             windows = windows_of(context.get_attrs(), layout, (extents["H"], extents["W"]))
+        # A transposed convolution writes windows instead of reading them.
         except NotImplementedError:
             return None
         return self._op_record(context, lambda: _Convolution(
@@ -294,6 +310,8 @@ class ActivationPruneTool(DynamicPruneTool):
         ))  # fmt: skip
 
     def _block(self, context: amanda.OpContext, convolutions: Sequence[tuple[_Convolution, int]]) -> _Block:
+        """Return the record of a branch, with the parameters of its mask unit."""
+
         def make() -> _Block:
             channels, unit = convolutions[0][1], partial(self._trainable, context, context.get_inputs()[0])
             block = _Block(
@@ -313,9 +331,11 @@ class ActivationPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _mask_input(self, x: Any, convolution: _Convolution, run: Run, recomputed: bool) -> Any:
+        """Predict masks at the first convolution of a branch; return the input that each one needs."""
         block = convolution.block
         if block is None:
             return None
+        # The mask unit runs at the first convolution, and later ones of the branch use what it decided.
         if block.convolutions[0] is convolution:
             self._predict_masks(x, block, run, recomputed)
         decision = self._states.of(block)
@@ -350,10 +370,12 @@ class ActivationPruneTool(DynamicPruneTool):
             sizes.append([at.places(size) for at, size in zip(convolution.windows, sizes[-1], strict=True)])
         macs_used: Any = 0.0
         decision.macs_dense = 0
+        # Backwards from the output: each convolution has to compute what the next one reads.
         for convolution, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
             macs = convolution.size * prod(mask.shape)
             macs_used, decision.macs_dense = macs_used + macs * do("mean", mask), decision.macs_dense + macs
             decision.output_masks[convolution], mask = mask, needed_inputs(mask, convolution.windows, size)
+            # Its input is the state of the residual connection too, which stays whole.
             if convolution is not block.convolutions[0]:
                 decision.input_masks[convolution] = mask
         decision.macs_used = macs_used
@@ -362,13 +384,16 @@ class ActivationPruneTool(DynamicPruneTool):
 def _trailing_convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:
     """Return the convolutions at the end of a branch, in order, each with the number of its input channels.
 
-    All ops between them are pointwise.
+    All ops between them are pointwise.  ops: of the branch, the last first.
     """
     convolutions: list[tuple[_Convolution, int]] = []
     for node in ops:
         convolution = node.notes.get("convolution")
         if convolution is not None:
-            channels = (node.shapes[0] or ())[convolution.layout.index("C")]
+            # Of an input of unknown shape no channels are counted.
+            shape = node.shapes[0]
+            channels = shape[convolution.layout.index("C")] if shape else 0
+            # The ops of a branch come last first.
             convolutions.insert(0, (convolution, channels or 0))
         elif node.type not in _POINTWISE or not _reads_vectors(node):
             break

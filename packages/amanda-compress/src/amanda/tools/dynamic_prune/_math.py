@@ -25,6 +25,7 @@ def top_mask(values: Any, count: int) -> Any:
 
     values: (..., C).  Source: k-winners-take-all, Gao et al. 2019.
     """
+    # Ranks instead of a threshold, so that ties keep exactly `count`.
     return as_type_of(tensors_of(values).ranks(-detached(values)) < count, values)
 
 
@@ -36,6 +37,7 @@ def normalised_gate(gate: Any) -> Any:
 
 def density_count(density: float, size: int) -> int:
     """Return the number of kept units of `size`: the share `density`, rounded up, at least one."""
+    # Less a billionth: 0.07 * 100 is 7.000000000000001 in floating point, of which the ceiling is 8.
     return min(size, max(1, math.ceil(density * size - 1e-9)))
 
 
@@ -51,8 +53,11 @@ def binary_gumbel(logits: Any, noise: Any = None, temperature: float = 1.0) -> A
     Source: Jang et al. 2017 for two classes; Verelst & Tuytelaars 2020.
     """
     shifted = logits if noise is None else logits + noise
+    # The sigmoid by tanh, which every library has under this name and which does not overflow.
     soft = (do("tanh", shifted / (2 * temperature)) + 1) / 2
     hard = as_type_of(shifted > 0, logits)
+    # The value is hard, the gradient that of soft: straight through without a function for autograd of each
+    # framework.
     return soft + detached(hard - soft)
 
 
@@ -68,6 +73,8 @@ def convolve_3x3(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any
     """
     if layout.index("C") == 1:
         x = do("transpose", x, (0, 2, 3, 1))
+    # One product and nine shifted sums: libraries name their convolutions differently, and a mask has one
+    # channel.
     taps = x @ do("transpose", do("reshape", kernel, (9, kernel.shape[-1])), (1, 0))
     taps = do("pad", taps, ((0, 0), (1, 1), (1, 1), (0, 0)))
     rows, columns = (int(taps.shape[i]) - 2 for i in (1, 2))
@@ -82,6 +89,7 @@ def needed_inputs(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> 
 
     mask: 0/1, (N, height, width), of the output.  size: of the input.  Returns (N, *size).
     """
+    # A convolution of 1x1 reads what it writes, which most convolutions of a bottleneck are.
     if all(
         window.reach == window.stride == 1 and not any(window.pads(extent))
         for window, extent in zip(windows, size, strict=True)
@@ -91,6 +99,8 @@ def needed_inputs(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> 
         tensors_of(mask).cast(_reaches(window, extent, int(count)), mask)
         for window, extent, count in zip(windows, size, mask.shape[1:], strict=True)
     )
+    # A dilation of the mask, axis by axis, as two products with 0/1 matrices; sums count how many outputs
+    # read an input.
     return as_type_of(do("transpose", rows, (1, 0)) @ detached(mask) @ columns > 0.5, mask)
 
 
@@ -132,6 +142,7 @@ def renormalised(probabilities: Any, keys: Any) -> Any:
 def _total(values: Any) -> Any:
     """Return the sum along the last axis as a divisor, 1 for a sum of 0."""
     total = do("sum", values, axis=-1, keepdims=True)
+    # Rows whose tokens are all dropped stay 0 instead of NaN.
     return total + as_type_of(total == 0, total)
 
 
@@ -144,6 +155,7 @@ def budget_loss(
     bounds of each block are the target, to 1, where there are no bounds.
     Source: Verelst & Tuytelaars 2020, with the annealing of their code.
     """
+    # Bounds of each block fade out, since the budget of all blocks together is the aim in the end.
     strict = math.cos(min(max(progress, 0.0), 1.0) * math.pi / 2) ** 2
     lower, upper = strict * target, 1 - strict * (1 - target)
     shares = [block_macs / block_total for block_macs, block_total in zip(macs_used, macs_dense, strict=True)]

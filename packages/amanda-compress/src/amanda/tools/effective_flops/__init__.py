@@ -106,6 +106,7 @@ def effective(
         if op.phase == "forward" and op.macs:
             op_totals = totals.setdefault((op.type, op.module, op.source), [0, 0])
             op_totals[0] += op.calls
+            # Shapes may differ between calls of one op, each of which has a row of its own.
             op_totals[1] += op.calls * op.macs
     return EffectiveResult(
         Effective(*key, calls, macs, density.get(key, 1.0), bits.get(key, (FULL, FULL)))
@@ -127,6 +128,7 @@ def _bits_of_ops(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
     """Return the bits of the two factors of each op, the weight last."""
     tensors: dict[_Key, dict[str, int]] = {}
     for key, row in _rows_by_op(quantize):
+        # Results are read as tables, so that those that were loaded from a file work as well.
         tensors.setdefault(key, {})[row["tensor"]] = row["bits"]
     factor_bits = {}
     for key, bits_by_tensor in tensors.items():

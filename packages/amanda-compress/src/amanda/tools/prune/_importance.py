@@ -41,6 +41,7 @@ def sum_of_squares(rows: Array) -> Array:
 
 def sum_of_products(rows: Array) -> Array:
     """Return the sum of products of each pair of inputs: (groups, inputs * window, inputs * window)."""
+    # One product over all positions; calibrations of many batches add these up instead of keeping inputs.
     return do("matmul", do("moveaxis", rows, 1, 2), rows)
 
 
@@ -57,6 +58,8 @@ def sparsegpt_matrix(
     """
     tensors = tensors_of(weight)
     new_weight, hessian = astype(weight, "float64") * 1, astype(products, "float64")
+    # Float64 throughout: the inverse of a nearly singular Hessian in float32 loses the differences that
+    # choose elements.
     columns = shape(new_weight)[1]
     unread = do("diagonal", hessian) == 0
     new_weight = do("where", unread, do("zeros_like", new_weight), new_weight)
@@ -72,10 +75,15 @@ def sparsegpt_matrix(
         end = min(start + block, columns)
         if n_m is None:
             losses = do("reshape", (new_weight[:, start:end] / diagonal[start:end]) ** 2, (-1,))
+            # Of a block at once: which rows lose more is left to their losses.
             block_mask = tensors.keep_mask_of_highest(losses, round(sparsity * len(losses)))
             keep_mask[:, start:end] = do("reshape", block_mask, (-1, end - start))
+        # Errors of a block are passed on to later columns by one product, as in the authors' code: column by
+        # column the update would be bound by memory.
         errors = do("zeros_like", new_weight[:, start:end])
         for j in range(start, end):
+            # n:m chooses m columns when the first of them is reached, so that corrections of earlier columns
+            # count.
             if n_m is not None and j % n_m[1] == 0:
                 n, m = n_m
                 losses = (new_weight[:, j : j + m] / diagonal[j : j + m]) ** 2
@@ -95,6 +103,7 @@ def sparsegpt(
     products: sums of products of inputs, (groups, inputs * window, inputs * window).
     """
     outputs, *extents = shape(weight)
+    # A convolution in groups has a matrix, and products of inputs, for each group.
     groups, columns = shape(products)[0], prod(extents)
     order = np.arange(columns)
     if n_m is not None:  # n:m counts consecutive input channels at one position of the window

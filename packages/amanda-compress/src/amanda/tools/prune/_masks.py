@@ -42,6 +42,8 @@ def _for_any_framework(keep_mask: Callable[..., Array]) -> Callable[..., Any]:
     @wraps(keep_mask)
     def mask(weight: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_of(weight)
+        # Masks are chosen in float32 or wider, and returned in the weight's type, which is what a product
+        # with it needs.
         return tensors.cast(keep_mask(tensors.plain(weight), *args, **kwargs), weight)
 
     return mask
@@ -111,6 +113,7 @@ def block_mask(
 def element_keep_masks(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return keep masks of weights of any shapes: the smallest elements of all weights are dropped."""
     tensors = tensors_of(magnitudes[0])
+    # One row of all weights makes "global" and "local" the same function of one or several weights.
     row = tensors.flat(magnitudes)
     return _split_in_shapes(tensors.keep_mask_of_highest(row, round(sparsity * len(row))), magnitudes)
 
@@ -121,6 +124,7 @@ def n_m_keep_mask(magnitudes: Array, n: int, m: int) -> Array:
     if not 0 < n <= m or k % m:
         raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
     groups = do("reshape", magnitudes, (*outer, k // m, m))
+    # Ranks and not a threshold: of equal magnitudes exactly n have to stay, which hardware demands.
     return do("reshape", tensors_of(groups).ranks(groups) >= m - n, (*outer, k))
 
 
@@ -131,14 +135,18 @@ def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: i
     for matrix in magnitudes:
         if len(shape(matrix)) != 2:
             raise ShapeError(f"tiles are of a matrix (k, n), not of a weight of shape {shape(matrix)}")
+    # Two rounds that each keep sqrt(1 - sparsity) keep 1 - sparsity together.
     share = 1 - sqrt(1 - sparsity)
     tensors = tensors_of(magnitudes[0])
+    # On the host in NumPy: tiles are ragged, and a loop over them on a GPU would launch a kernel for each.
+    # -inf of dropped elements becomes 0.
     squares = [np.square(np.maximum(tensors.to_numpy(matrix), 0)) for matrix in magnitudes]
     column_masks = unit_keep_masks([(np.sqrt(matrix.mean(0)), len(matrix)) for matrix in squares], share)
     tiles = [
         [columns[i : i + granularity] for i in range(0, len(columns), granularity)]
         for columns in map(np.flatnonzero, column_masks)
     ]
+    # Rows are ranked within their tile: a row may stay in one tile and go in another.
     segments = [
         (np.sqrt(matrix[:, tile].mean(1)), len(tile))
         for matrix, matrix_tiles in zip(squares, tiles, strict=True)
@@ -168,10 +176,12 @@ def channel_keep_masks(magnitudes: Sequence[Array], sparsity: float, norm: int =
     units = []
     for weight in magnitudes:
         rows = do("reshape", weight, (shape(weight)[0], -1))
+        # Dropped channels have -inf throughout; -1 ranks them below a channel that is 0 and kept.
         alive = tensors.to_numpy((rows >= 0).sum(1)) > 0
         powers = tensors.to_numpy((_zero_where_dropped(rows) ** norm).sum(1))
         length = shape(rows)[1]
         units.append((np.where(alive, (powers / length) ** (1 / norm), -1), length))
+    # A global budget could empty a whole layer otherwise, and cut the network.
     if len(units) > 1 and sparsity < 1:
         for scores, _ in units:
             scores[scores.argmax()] = np.inf
@@ -197,6 +207,7 @@ def block_keep_masks(
     units = []
     for grid in grids:
         dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
+        # Powers rank as their roots do, and no root rounds near ties apart.
         powers = tensors.to_numpy((_zero_where_dropped(grid) ** norm).sum((1, 3)))
         units.append((np.where(dropped, -1, powers).reshape(-1), height * width))
     keep_masks = []
@@ -214,6 +225,7 @@ def row_keep_masks(scores: Sequence[Array], sparsity: float) -> list[Array]:
     keep_masks = []
     for weight_scores in scores:
         rows = do("reshape", weight_scores, (shape(weight_scores)[0], -1))
+        # By output, as Wanda compares weights of one output alone (Sun et al. 2023, sec. 3).
         keep_mask = tensors_of(weight_scores).ranks(rows) >= round(sparsity * shape(rows)[1])
         keep_masks.append(do("reshape", keep_mask, shape(weight_scores)))
     return keep_masks
@@ -236,6 +248,7 @@ def unit_keep_masks(units: Sequence[tuple[Any, int]], sparsity: float) -> list[A
         count = round(sparsity * len(scores))
     else:
         dropped = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
+        # Units of several sizes meet a share only nearly: the nearest number of units is taken.
         count = int(np.argmin(abs(dropped - sparsity * dropped[-1])))
     keep_mask = tensors_of(scores).keep_mask_of_highest(scores, count)
     return np.split(keep_mask, np.cumsum([len(unit_scores) for unit_scores, _ in units])[:-1])
@@ -254,8 +267,10 @@ def regrown_keep_masks(
     row, scores = tensors.flat(magnitudes), tensors.flat(growth)
     total = len(row)
     keep_count = total - round(sparsity * total)
+    # Where the sparsity falls, fewer elements are kept so far than are to stay.
     stay = min(keep_count - round(fraction * keep_count), int((row > -inf).sum()))
     staying = tensors.keep_mask_of_highest(row, total - stay)
+    # Growth is not negative, so that -1 keeps elements that stay from being chosen a second time.
     candidates = do("where", staying, -do("ones_like", scores), scores)
     grown = tensors.keep_mask_of_highest(candidates, total - (keep_count - stay))
     return _split_in_shapes(staying | grown, magnitudes)
@@ -294,6 +309,7 @@ def input_permutation(
     if n == m:
         return order
     group = order // m
+    # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
     without = np.empty(k)  # magnitude that the group of channel i keeps without channel i
     joining = np.empty((k, k))  # magnitude that this group gains by channel j
     changed = np.arange(k // m)
@@ -306,6 +322,7 @@ def input_permutation(
                 joining[i] = np.maximum(channels - largest[0], 0).sum(1)
         replacement = without[:, None] + joining - (without + np.diag(joining))[:, None]
         gains = replacement + replacement.T
+        # Each pair once, and no pair within a group, whose order changes nothing.
         gains[group[:, None] >= group[None, :]] = 0
         changed = _swap_best(gains, order, group, 1e-9 * channels.sum())
         if not len(changed):
@@ -320,8 +337,10 @@ def _swap_best(
     positions = np.argsort(order)
     first_channels, second_channels = np.nonzero(gains > least)
     changed_groups: set[int] = set()
+    # Stable, so that equal gains give the same order on each machine.
     for best in np.argsort(-gains[first_channels, second_channels], kind="stable"):
         i, j = first_channels[best], second_channels[best]
+        # Gains were computed for the groups before any swap of the round.
         if not {group[i], group[j]} & changed_groups:
             changed_groups |= {group[i], group[j]}
             order[[positions[i], positions[j]]] = j, i

@@ -32,12 +32,14 @@ class PruneResult(WeightResult):
 
     def __init__(self, tool: PruneTool) -> None:
         self._pattern, self.importance = tool.pattern, tool.importance
+        # After the pattern: the base class asks for rows, which have it.
         super().__init__(tool)
         self.dense: dict[str, str] = {}
         self.zeros: int = sum(weight.zeros for weight in tool.weights)
 
     def row(self, weight: Any) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
+        # Counted when asked for, and not at each update: a sum over a mask waits for a GPU.
         zeros = weight.zeros
         return *super().row(weight), zeros, zeros / max(weight.size, 1), self._pattern
 
@@ -96,6 +98,7 @@ class SemiStructured:
         self._layers = list(
             self._suitable_layers(model, {weight.holder: weight for weight in weights if weight.is_ready})
         )
+        # Before any weight is written: a model that cannot be compressed stays unpruned as well.
         self._check_any_layer()
 
     def _suitable_layers(self, model: Any, weights: dict[Any, PrunedWeight]) -> Iterator[tuple[str, Any]]:
@@ -115,6 +118,7 @@ class SemiStructured:
     def _check_any_layer(self) -> None:
         """Raise PruneError, with the reasons, if no layer is left."""
         if not self._layers:
+            # One path for each reason: models have hundreds of layers that stay dense for the same one.
             first = {why: path for path, why in reversed(self.dense.items())}
             counts = Counter(self.dense.values())
             reasons = "; ".join(f"{first[why]} ({count} so): {why}" for why, count in counts.items())
@@ -134,6 +138,8 @@ class SemiStructured:
         for path, module in self._layers:
             try:
                 sparse = torch.sparse.to_sparse_semi_structured(module.weight.detach())
+            # Which extents a GPU's kernels support changes from version to version of PyTorch, so that
+            # PyTorch is asked and not a table.
             except (RuntimeError, ValueError, NotImplementedError) as error:  # extents, or a missing library
                 self.dense[path] = str(error)
             else:

@@ -43,6 +43,7 @@ def cubic_sparsity(
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
     """
+    # The cube drops most while the network has most redundancy, and little at the end.
     share_left = 1 - _share_passed(step, begin, end)
     return final + (initial - final) * share_left**3
 
@@ -89,10 +90,14 @@ class PruneSchedule:
         """Return the last step up to `step` at which masks are updated; None before the first update."""
         if step < self.begin:
             return None
+        # One update at `begin`, whichever step is asked for: a model that is first called at step 10 gets the
+        # mask too.
         if not self.repeats:
             return self.begin
         if self.end is not None and step >= self.end:
             return self.end
+        # The last update that was due, also if the program missed that step: weights of conditional branches
+        # are not read at each.
         return step - (step - self.begin) % (self.frequency or 1)
 
     @property
@@ -118,6 +123,7 @@ class PruneSchedule:
 
         Source: Evci et al. 2020, "Rigging the lottery" (RigL), eq. 1.
         """
+        # Clamped: after `end` the cosine would rise again.
         return fraction if self.end is None else fraction / 2 * (1 + cos(pi * min(step / self.end, 1.0)))
 
 
@@ -143,6 +149,8 @@ class PruneOptions:
     seed: int
 
     def __post_init__(self) -> None:
+        # Contradictions raise when the tool is made, since a training of days would otherwise find them at
+        # its first update.
         is_n_m, name = self.pattern.n_m is not None, self.pattern.name
         if is_n_m and (self.is_global or self.schedule.kind != "constant"):
             raise PruneError(
@@ -161,6 +169,7 @@ class PruneOptions:
             raise PruneError("regrow exchanges what masks keep when they are made again: give a frequency")
 
     def _check_sparsegpt(self, is_n_m: bool) -> None:
+        """Raise PruneError for options that do not go with SparseGPT."""
         if not (self.pattern.is_elementwise or is_n_m):
             raise PruneError(f"importance sparsegpt drops elements or n:m, not {self.pattern.name}")
         if self.is_global or self.schedule.repeats or self.permute:
@@ -171,6 +180,8 @@ class PruneOptions:
 
     def keep_masks(self, scores: Sequence[Array], sparsity: float) -> list[Array]:
         """Return keep masks of weights that share a budget; with Wanda each output has its own budget."""
+        # Scores of different outputs have different scales under Wanda, so that a rank over a whole weight
+        # means little.
         if self.importance == "wanda" and self.pattern.is_elementwise and not self.is_global:
             return row_keep_masks(scores, sparsity)
         return self.pattern.keep_masks(scores, sparsity)
@@ -271,15 +282,18 @@ class PruneTool(WeightTool[PrunedWeight]):
             permute, mask_gradients, seed,
         )  # fmt: skip
         self.pattern, self.importance = pattern, importance
+        # Before `super().__init__`, which inserts routines into the backward pass if this is true.
         self.wants_gradients = regrow == "gradient" or self._options.uses_gradients
         if self.wants_gradients or self._options.uses_inputs:
             self.leaves_rows = "gradients and inputs are not followed to rows that an index selects"
         super().__init__(type, module, exclude)
         if self._options.uses_inputs:
+            # After the base class's routine: inputs are read for weights that it has just met.
             self.add_inst_for_op(self._insert_gather_inputs)
         self._mask_updater = MaskUpdater(self._options, self)
         self._steps = Steps()
         self._steps.on_step(self._mask_updater.end_step)
+        # A mask of the weight alone needs no steps, and no tool has to count them.
         if self._options.needs_steps:
             self.depends_on(self._steps)
 
@@ -307,6 +321,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             with self._mask_updater.calibrating():
                 yield
         finally:
+            # Steps has counted the calls of the calibration, which are no steps of a training.
             self._steps.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -315,6 +330,7 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load what `state_dict` returned, also in another process; steps continue from there."""
+        # A copy: `pop` must not change the caller's dict, which may be saved again.
         weight_state = dict(state)
         self._mask_updater.set_next_step(int(weight_state.pop("step", 0)))
         super().load_state_dict(weight_state, strict)
@@ -329,6 +345,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     def is_settled(self) -> bool:
         """True if no mask changes any more once it is set."""
         options = self._options
+        # Otherwise a compiler would make a constant of a mask that the next update replaces.
         return not (self._mask_updater.is_calibrating or options.schedule.repeats or options.exchanges)
 
     def on_weight(self, weight: PrunedWeight) -> str | None:
@@ -339,6 +356,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             reason = why_inputs_unread(weight.type, weight.layout)
         if reason is None:
             weight.keep_elements("mask", True, "bool")
+            # Offsets and sums in half precision would lose small steps.
             dtype = "float64" if weight.dtype == "float64" else "float32"
             if options.exchanges or options.importance == "sparsegpt":
                 weight.keep_elements("offset", 0, dtype)
@@ -350,9 +368,11 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     def on_read(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Update the mask if that is due, or gather data for the update."""
+        # Once after a load: whether `finalize` was called before saving is seen from the values.
         if weight.is_loaded:
             weight.reset_offset_if_finalized(present)
         self._mask_updater.update_if_due(weight, present)
+        # At each read, as elements come back at the end of the step before, without the value at hand.
         weight.zero_regrown(present)
 
     def on_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
@@ -384,8 +404,11 @@ class PruneTool(WeightTool[PrunedWeight]):
     def _gather_inputs(
         self, value: Any, form: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
     ) -> None:
+        """Add the inputs of an execution to the sums of the weight, if the step gathers."""
+        # An op in a loop may read another weight at each execution, which the forward routine has noted.
         weight = run.get(self._key, form)
         if isinstance(weight, PrunedWeight) and self._mask_updater.is_gathering(weight):
+            # In an observer, which gets no gradient: importance does not train.
             rows = rows_of(value, weight.canonical_shape)
             weight.gather_inputs(
                 sum_of_squares(rows) if self._options.importance == "wanda" else sum_of_products(rows)
@@ -414,6 +437,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         if self.pattern != "2:4" or self._options.permute:
             with_order = " with permute=True" if self._options.permute else ""
             raise PruneError(f"semi_structured=True is for pattern 2:4, not {self.pattern}{with_order}")
+        # Made first: it raises where nothing can be compressed, before a weight has changed.
         semi_structured_layers = SemiStructured(model, self.weights)
         result = super().finalize(model)
         semi_structured_layers.compress()

@@ -68,6 +68,8 @@ class PrunedWeight(Weight):
             return
         value = self.plain(present())
         dropped = ~self.like(self.mask, value)
+        # Zeros at all dropped places are the trace of `finalize`; a weight of a training has values there,
+        # which the mask hides.
         if bool(dropped.any()) and not bool(((value != 0) & dropped).any()):
             self["offset"] = 0
 
@@ -78,6 +80,8 @@ class PrunedWeight(Weight):
         start = self.plain(present())
         regrown, offset = self.like(self._regrown, start), self.like(self.offset, start)
         self["offset"] = do("where", regrown, start, offset)
+        # A regrown element starts at 0 once: from then on the offset holds, and the optimizer moves the
+        # element.
         self._regrown = None
 
     def ordered(self, value: Any) -> Array:
@@ -100,16 +104,21 @@ class PrunedWeight(Weight):
         """Return scores with -inf for dropped elements."""
         if not self.is_ready:
             return scores
+        # Below every score: dropped elements are dropped again first, so that masks of rising sparsity are
+        # nested.
         return do("where", self.keep_mask_like(scores), scores, do("full_like", scores, -inf))
 
     def choose_permutation(self, scores: Array, n: int, m: int) -> Array:
         """Choose the order of inputs in which n:m keeps the highest scores; return them in that order."""
+        # The search runs on the host, once for each weight: it is a loop over pairs of channels.
         inputs_last = np.moveaxis(self.to_numpy(scores), 1, -1)
         self["permutation"] = input_permutation(inputs_last, n, m)
         return scores[:, self.permutation]
 
     def gather_gradient(self, gradient: Any) -> None:
         """Add a finite gradient to the data of the step, if the step gathers."""
+        # A gradient scaler of mixed precision skips steps with Inf; their gradients would rank elements at
+        # random.
         if self.magnitudes is not None and is_finite(self.plain(gradient)):
             self.gradient = _add_to(self.gradient, self.ordered(gradient))
 
@@ -142,10 +151,13 @@ class PrunedWeight(Weight):
     def set_mask(self, keep_mask: Array, update: int) -> None:
         """Store a mask, in the order of `ordered`, of the update at a step."""
         if self.permutation is not None:
+            # Back into the order of the weight, in which ops read it.
             keep_mask = keep_mask[:, self.permutation.argsort()]
         mask = self.restored(keep_mask)
         if self.offset is not None and self.is_ready:
+            # Their present values are subtracted at the next read, when the optimizer's step has been taken.
             self._regrown = mask & ~self.like(self.mask, mask)
+        # `updated` comes last, because it marks the weight as ready.
         self["mask"], self.updated = mask, update
         self.release_gathered()
 
@@ -157,6 +169,7 @@ def is_finite(array: Array) -> bool:
 
 def _add_to(total: Array | None, array: Array) -> Array:
     """Return the sum; without a total a copy of the array, which a framework may overwrite."""
+    # Frameworks reuse the memory of gradients for the next step.
     return array * 1 if total is None else total + array
 
 
@@ -172,6 +185,7 @@ def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Arr
     if importance == "gradient":
         return abs(weight.product)
     if importance == "movement":
+        # Negative: a weight that gradient descent moves away from 0 has a gradient of the other sign.
         return weight.like(-weight.ordered(weight["movement"]), magnitudes)
     if importance == "wanda":
         return magnitudes * weight.permuted(_norms(weight))
@@ -182,6 +196,7 @@ def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Arr
 
 def random_scores(weight: PrunedWeight, key: list[int]) -> Array:
     """Return random numbers between 0 and 1 in the shape of a weight's magnitudes."""
+    # Counter-based, so that the numbers of a weight do not depend on which weights were drawn before.
     random = np.random.Generator(np.random.Philox(key))
     uniform = random.random(tuple(weight.magnitudes.shape), np.float32)
     return weight.like(uniform, weight.magnitudes)
@@ -191,6 +206,7 @@ def _norms(weight: PrunedWeight) -> Array:
     """Return the norm of the inputs that each element (outputs, inputs, window) multiplies."""
     squares = weight.inputs  # (groups, inputs * window)
     groups, outputs = shape(squares)[0], weight.canonical_shape[0]
+    # Sums of squares are gathered, and the root is taken once: norms of batches do not add up.
     norms = do("reshape", squares**0.5, (groups, 1, -1))
     per_output = do("broadcast_to", norms, (groups, outputs // groups, shape(norms)[-1]))
     return do("reshape", per_output, weight.canonical_shape)
@@ -224,8 +240,10 @@ class MaskUpdater:
         self.is_calibrating = True
         try:
             yield
+            # A file has no steps: its masks are those with which the schedule ends.
             self._update_gathered_masks(self._schedule.final_update if self._in_file else self._next_update)
         except BaseException:
+            # Data of half a calibration would count in the next one.
             for weight in self._tool.weights:
                 weight.release_gathered()
             raise
@@ -237,6 +255,7 @@ class MaskUpdater:
 
         Within `calibrating` nothing ends.
         """
+        # Calls of a calibration are no steps of the training.
         if self.is_calibrating:
             return
         self._update_gathered_masks(self._next_update)
@@ -244,14 +263,20 @@ class MaskUpdater:
 
     def update_if_due(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Update the mask of a weight that an op reads, or gather data for the update, if either is due."""
+        # A step counts once a weight is read in it: steps of a model that runs nothing are no steps of the
+        # schedule.
         self._step_ran = self._step_ran or not self.is_calibrating
         if self._options.uses_gradients:
+            # `on_gradient` receives the gradient alone, which is multiplied by this value.
             weight.value = weight.plain(present())
+        # At the op and not at the end of the step, so that step 0 computes with masks already and no weight's
+        # magnitudes are kept.
         if self._can_update_now(weight):
             update = self._schedule.last_update(self.step)
             if update is not None and weight.is_older_than(update):
                 self._gather(weight, present)
                 self._update_masks([weight], update)
+        # Once in a step: a weight that several ops read has one value.
         elif weight.magnitudes is None and self.is_gathering(weight):
             self._check_prepared()
             self._gather(weight, present)
@@ -280,9 +305,11 @@ class MaskUpdater:
         value = present()
         if weight.is_ready and not self._options.ranks_dropped:
             weight.zero_regrown(present)
+            # As ops read the weight, so that offsets of regrown elements count.
             value = weight.transformed(self._tool, value)
         weight.gather_magnitudes(value)
         if self._options.importance == "sparsegpt":
+            # A copy: SparseGPT runs after the step, in which an optimizer may write.
             weight.value = weight.plain(value) * 1
 
     def _check_prepared(self) -> None:
@@ -313,6 +340,7 @@ class MaskUpdater:
 
         A calibration serves the update of the current step, a step that of the step after it.
         """
+        # The data of a step are complete when it ends, which is when the next one begins.
         return self._schedule.last_update(self.step + (not self.is_calibrating))
 
     def _update_gathered_masks(self, update: int | None) -> None:
@@ -320,6 +348,8 @@ class MaskUpdater:
         gathered = [weight for weight in self._tool.weights if weight.magnitudes is not None]
         lacking = [weight for weight in gathered if self._lacks_data(weight)]
         importance = self._options.importance
+        # In a training a step without finite gradients is normal, and masks wait for the next; a calibration
+        # has no next step.
         if self.is_calibrating and gathered and len(lacking) == len(gathered):
             raise PruneError(
                 f"importance={importance!r} is computed of {DATA_AND_REMEDY[importance]}; none was finite"
@@ -333,6 +363,7 @@ class MaskUpdater:
                 self._tool.weights.reasons.pop(place, None)
         gathered = [weight for weight in gathered if weight not in lacking]
         if update is not None and gathered:
+            # A weight without data stays out of a global budget instead of blocking it.
             for group in [gathered] if self._options.is_global else [[weight] for weight in gathered]:
                 self._update_masks(group, update)
         for weight in self._tool.weights:
@@ -340,6 +371,7 @@ class MaskUpdater:
 
     def _lacks_data(self, weight: PrunedWeight) -> bool:
         """Return True if the step has gathered no finite gradient, or no input, that the mask needs."""
+        # Before its first mask a weight has nothing dropped that could grow again.
         regrows = self._options.regrow == "gradient" and weight.is_ready
         return (
             (regrows and weight.gradient is None)
@@ -350,6 +382,7 @@ class MaskUpdater:
     def _update_masks(self, weights: Sequence[PrunedWeight], update: int) -> None:
         """Update the masks of weights that share a budget."""
         options, sparsity = self._options, self._schedule.sparsity_at(update)
+        # All are checked before any mask is set, so that an error leaves all masks of one step.
         for weight in weights:
             weight.check_inputs()
         if options.importance == "sparsegpt":
@@ -357,6 +390,7 @@ class MaskUpdater:
                 self._compensate(weight, sparsity, update)
             return
         importances = [self._importances(weight, update) for weight in weights]
+        # The first masks have nothing to exchange.
         if options.exchanges and all(weight.is_ready for weight in weights):
             growth = [self._growth(weight, update) for weight in weights]
             fraction = self._schedule.exchanged_share(update, options.fraction)
@@ -383,6 +417,7 @@ class MaskUpdater:
         if not is_finite(value):
             raise PruneError(f"NaN or Inf in {weight.name}: importance='sparsegpt' is of finite numbers")
         keep_mask, new_value = sparsegpt(value, weight.inputs, sparsity, self._options.pattern.n_m)
+        # The change is an offset, so that the parameter itself stays as it is until `finalize`.
         weight["offset"] = weight.restored((value - weight.like(new_value, value)) * keep_mask)
         weight.set_mask(keep_mask, update)
 

@@ -62,8 +62,10 @@ class Grid:
         >>> Grid.of(4, symmetric=True)
         Grid(low=-8, high=7, symmetric=True)
         """
+        # "e4m3" before numbers, as the check of numbers would refuse it.
         if isinstance(bits, str) and bits in get_args(Float8):
             return _FLOAT_GRIDS[bits]
+        # True is an int in Python, and 1 bit no grid.
         if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
             raise QuantizeError(f"{bits!r} bits; give a number from 2 to 16, or {' or '.join(_FLOAT_GRIDS)}")
         low = -(1 << (bits - 1)) if symmetric else 0
@@ -90,9 +92,13 @@ class FloatGrid(Grid):
     def nearest(self, x: Any) -> Any:
         """Return the nearest numbers of the grid, half to even; NaN stays."""
         xp = tensors_of(x)
+        # Saturated, as torchao casts do: e4m3 has no infinity.
         x = xp.minimum(xp.maximum(x, self.low), self.high)
         magnitude = xp.absolute(x)
+        # Subnormal numbers share the step of the least normal exponent. Times 0 instead of zeros_like keeps
+        # NaN.
         step = magnitude * 0 + 2.0 ** (self.exponent - self.mantissa)
+        # Comparisons instead of a logarithm, which rounds next to powers of two; e5m2 has 30 exponents.
         for exponent in range(self.exponent + 1, self.high.bit_length()):
             step = xp.where(magnitude >= 2.0**exponent, step * 0 + 2.0 ** (exponent - self.mantissa), step)
         return xp.round(x / step) * step
@@ -149,12 +155,15 @@ def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half
     fake_quant_ops_functor.h of TensorFlow 2.21; Jacob et al. 2018, sec. 2.1.
     """
     xp = tensors_of(least)
+    # A difference gives a zero of the type and on the device of the range, in each framework.
     zero, levels = least - least, xp.cast(grid.high - grid.low, least)
+    # Zero has to be exact: padding and ReLU make it more often than any other number.
     least, most = xp.minimum(least, zero), xp.maximum(most, zero)
     if grid.symmetric:
         return xp.maximum(xp.maximum(-least, most) / (levels / 2), xp.cast(EPSILON, zero)), zero
     scale = xp.maximum((most - least) / levels, xp.cast(EPSILON, zero))
     if rounding == "half_even":
+        # Rounded before the difference, as torch.ao does; the order shows at ties.
         zero_point = grid.low - xp.round(least / scale)
     else:
         zero_point = xp.floor(grid.low - least / scale + xp.cast(0.5, zero))
@@ -198,6 +207,7 @@ def flattened(x: Any, axes: Sequence[int]) -> Any:
     return tensors_of(x).reshape(x, (-1,)) if axes else x
 
 
+# By autoray's name of a library; others compute by the operations of `Tensors`.
 _KERNELS = {"torch": torch_kernel, "tensorflow": tensorflow_kernel}
 
 
@@ -247,6 +257,7 @@ def fake_quantize(
 
 def straight_through(x: Any, *qparams: Any) -> Any:
     """Return `fake_quantize(x, *given)`, with `fake_quantize_gradient` as its gradient."""
+    # Kernels bring their own gradient.
     kernel_result = _run_kernel(x, *qparams)
     if kernel_result is not None:
         return kernel_result
@@ -297,7 +308,9 @@ def fake_quantize_gradient(
         passes = (wide >= (grid.low - z) * s) & (wide <= (grid.high - z) * s)
     else:
         integers = _round(wide * (1 / s), rounding) + z
+        # After rounding, as in PyTorch: a value half a step outside of the grid still rounds to its end.
         passes = (integers >= grid.low) & (integers <= grid.high)
+    # Times 0 instead of a plain 0: a gradient of NaN stays visible.
     return tensors_of(gradient).where(passes, gradient, gradient * 0)
 
 
@@ -314,6 +327,7 @@ def _round(x: Any, rounding: Rounding) -> Any:
     xp = tensors_of(x)
     if rounding == "half_even":
         return xp.round(x)
+    # Away from 0 on both sides, which floor alone does for positive numbers only.
     magnitude = xp.floor(xp.absolute(x) + 0.5)
     return xp.where(x < 0, -magnitude, magnitude)
 
@@ -336,6 +350,7 @@ def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
     xp, count = tensors_of(x), group_size(x, axes)
     wide = xp.wide(x)
     mean = summed(wide, axes) / count
+    # Two passes: the mean of squares less the square of the mean cancels in float32.
     std = (summed((wide - broadcast_channels(mean, x, axes)) ** 2, axes) / count) ** 0.5
     return xp.maximum((xp.absolute(mean) + 3 * std) / (1 << (grid.bits - 1)), EPSILON)
 
@@ -368,7 +383,10 @@ def lsq_gradients(
     wide = xp.wide(gradient)
     _, _, v = _divide_by_scale(x, scale, offset, axes)
     integers = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high))
+    # Strictly inside: at an end of the grid the scale moves as if the value were clipped (Esser et al. 2020,
+    # eq. 3).
     inside = xp.within(wide, v, grid.low, grid.high)
+    # Outside the second term is 0, so that the end of the grid remains.
     by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
     gradients = [xp.cast(inside, gradient), xp.cast(summed(by_scale, axes) * factor, scale)]
     if offset is not None:

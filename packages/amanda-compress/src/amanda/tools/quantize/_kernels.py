@@ -34,11 +34,14 @@ def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Seque
     """
     import torch
 
+    # PyTorch's kernels take one axis; half types are computed in float32 by the general formula.
     if x.dtype != torch.float32 or len(axes) > 1:
         return None
+    # The cast to float8 has no straight-through gradient.
     if grid.dtype and torch.is_grad_enabled() and x.requires_grad:
         return None
     shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
+    # Fixed scales: without it autograd would record what nothing asks for.
     scale, zero_point = scale.detach(), zero_point.detach()
     if x.is_cuda and not grid.dtype:
         return _run_fused_kernel(x, scale, zero_point, grid, axes, shape)
@@ -48,10 +51,12 @@ def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Seque
         return codes.to(x.dtype).mul_(s)
     if torch.is_grad_enabled() and x.requires_grad:
         _TORCH_NAMES.check()
+        # A large tensor pays for its passes, a small one for calls of Python: each has its own way.
         if x.numel() > SMALL or torch._C._are_functorch_transforms_active():
             result: Tensor = _straight_through().apply(x, s, z, grid.low, grid.high)[0]
             return result
         return _with_native_gradient(x, s, z, grid)
+    # In place on the new tensor: one allocation instead of four.
     return _integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
 
 
@@ -66,6 +71,7 @@ def _run_fused_kernel(
 
     integers = zero_point.to(torch.int32)
     if axes:
+        # The kernel converts to int64, where larger numbers wrap round.
         most = (scale * 2.0**62).reshape(shape)
         clamped = x.clamp(-most, most)
         quantised = torch.fake_quantize_per_channel_affine(
@@ -74,6 +80,7 @@ def _run_fused_kernel(
     else:
         quantised = torch.fake_quantize_per_tensor_affine(x, scale, integers, grid.low, grid.high)
     with torch.no_grad():
+        # Between equal bounds everything becomes the bound, and NaN stays NaN.
         return torch.clamp(x, min=quantised, max=quantised, out=quantised)
 
 
@@ -88,12 +95,15 @@ def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Gr
         integers = _integers(x, scale, zero_point)
         clipped = integers.clamp(grid.low, grid.high)
         passes = clipped == integers
+    # The gradient of this product is the gradient where values pass: autograd needs no function of Python.
     result = x * passes
     with torch.no_grad():
+        # Only the values are replaced, outside autograd, which keeps the node of the product.
         return torch.mul(clipped.sub_(zero_point), scale, out=result)
 
 
 def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    # The reciprocal as in torch.ao, see `fake_quantize`.
     return (x * (1 / scale)).round_().add_(zero_point)
 
 
@@ -123,6 +133,7 @@ def _straight_through() -> Any:
         @staticmethod
         def backward(ctx: Any, gradient: Any, _: Any) -> Any:
             (passes,) = ctx.saved_tensors
+            # The op of a gradient is no op of the program.
             with amanda.disabled():
                 return gradient * passes, None, None, None, None
 
@@ -149,6 +160,7 @@ def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Seq
     Returns None for a tensor that is not float32 in host memory, for axes that are not adjacent, and
     for a floating grid.
     """
+    # Adjacent axes reshape to one without a copy.
     follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
     if grid.dtype or not (follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
         return None
@@ -171,6 +183,7 @@ def _write_on_grid(
     shape = inner if from_first else (1, *inner)
     s, z = (np.asarray(qparam, np.float32).reshape(shape) for qparam in (scale, zero_point))
     inverse, length = np.float32(1) / s, prod(rows.shape[1:])
+    # All passes over a piece find it in the cache, where passes over the whole array would go to memory.
     each = max(1, _PIECE // length)
     clipped = []
     for start in range(0, len(rows), each):
@@ -181,6 +194,7 @@ def _write_on_grid(
         np.add(out, z[channels], out=out)
         inside = np.clip(out, np.float32(grid.low), np.float32(grid.high))
         outside = inside != out
+        # Most pieces clip nothing, and positions are fewer bytes than a mask.
         if outside.any():
             clipped.append(np.flatnonzero(outside) + start * length)
         np.subtract(inside, z[channels], out=inside)
@@ -206,6 +220,7 @@ def _pass_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
     gradient = _tf().convert_to_tensor(gradient)
     tensor, array = _empty(gradient.shape)
     np.copyto(array, np.asarray(gradient))
+    # Times 0 keeps NaN.
     array.reshape(-1)[clipped] *= 0
     return _record_on_tape(tensor, gradient, clipped)
 
@@ -218,12 +233,14 @@ def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
     with _tf().device("CPU:0"):
         tensor = _tf().raw_ops.Empty(shape=_constant_shape(tuple(shape)), dtype="float32")
     array = np.asarray(tensor)
+    # NumPy's view of an eager tensor is read-only; the tensor is new, and nothing else reads it yet.
     memory = (ctypes.c_float * array.size).from_address(array.ctypes.data)
     return tensor, np.frombuffer(memoryview(memory), np.float32).reshape(array.shape)
 
 
 @functools.lru_cache(4096)
 def _constant_shape(shape: tuple[int, ...]) -> Any:
+    # Cached: each constant is an op of TensorFlow to run.
     return _tf().constant(shape, "int32", (len(shape),))
 
 
@@ -240,6 +257,7 @@ def _raw_op(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
     kind, values_by_name = context.get_op_type(), context.get_attrs()
     definition = op_def_registry.get(kind)
     raw = getattr(_tf().raw_ops, kind, None)
+    # A stateful op, such as dropout's random numbers, computes something else a second time.
     if definition is None or raw is None or definition.is_stateful:
         return None
     inputs = definition.input_arg

@@ -94,6 +94,7 @@ class KVCacheTool(amanda.Tool):
         """Replace torch.cat by a routine that quantises growing caches; record writes into fixed caches."""
         if context.namespace[0] != "pytorch" or context["phase"] != "forward":
             return
+        # transformers' DynamicCache grows by torch.cat alone; a static cache writes by index_copy_.
         is_cat = context["type"] == "cat" and context.get_input_names() == ("tensors", "dim")
         is_write = context.get_op_type() == "index_copy_" and context.get_inputs()[0].dim() == 4
         if not (is_cat or is_write) or not self._selection.fits(context):
@@ -109,15 +110,18 @@ class KVCacheTool(amanda.Tool):
     ) -> Tensor:
         """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows."""
         states: Tensor = original(tensors, dim)
+        # The form of a cache: other concatenations of the model look otherwise.
         if len(tensors) != 2 or states.dim() != 4 or dim not in (-2, 2) or not states.is_floating_point():
             return states
         tokens = states.shape[-2] - tensors[1].shape[-2]
+        # The older tokens were never quantised, so that figures would be wrong.
         if tokens > (self._caches[place].longest if place in self._caches else 0):
             self._skip_reasons[place] = (
                 f"it continues {tokens} tokens that the tool has not seen; begin a cache in the scope"
             )
             return states
         if place not in self._caches:
+            # A layer concatenates its keys first, then its values.
             number = sum(cache.module == module for cache in self._caches.values())
             if number > 1 and len(set(self.axes)) > 1:
                 raise QuantizeError(
@@ -160,6 +164,8 @@ class CachedStates:
                 f"{self.tensor} of {self.module} have {states.shape[-1]} channels, which are no multiple of "
                 f"group_size {tool.group_size}"
             )
+        # A cache that was cut, as where generation takes tokens back: its last group may hold tokens that are
+        # gone.
         if self.axis == "channel" and 0 < before < self.shape[-2]:
             raise QuantizeError(
                 f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have {before} of them now: "
@@ -174,6 +180,7 @@ class CachedStates:
         with torch.no_grad():
             leaving = states[..., first:last, :]
             rounded = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
+            # Before `copy_`, which overwrites it.
             exact = leaving.double()
             self._signal += exact.square().sum()
             self._noise += (rounded - exact).square().sum()
@@ -227,7 +234,9 @@ def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis
     groups = states.to(wide).reshape(*states.shape[:-1], -1, group_size)
     levels = 2**bits - 1
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    # Rounded as they would be stored, beside the integers.
     scale, least = (tensor.to(states.dtype).to(wide) for tensor in ((most - least) / levels, least))
+    # Equal numbers have the scale 0, and each is the least. The clamp is for scales that were rounded down.
     steps = ((groups - least) / scale.where(scale > 0, 1)).round().clamp(0, levels)
     rounded: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)
     return rounded

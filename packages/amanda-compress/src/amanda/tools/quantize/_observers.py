@@ -44,8 +44,10 @@ class Histogram:
     def add(self, values: NDArray[Any]) -> None:
         """Add finite numbers."""
         values = values.reshape(-1).astype(np.float32, copy=False)
+        # float32 and the order of these operations follow torch.ao, whose ranges are compared bit for bit.
         least, most = min(self.least, values.min()), max(self.most, values.max())
         added = _bin_counts(values, self.bins, least, most)
+        # Before the first batch.
         if self.least > self.most:
             self.counts = added
         elif (least, most) == (self.least, self.most):
@@ -90,6 +92,7 @@ class Histogram:
             least, most = unit.best_range(levels)
             return np.float32(float(least) * widest), np.float32(float(most) * widest)
         total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=np.float32)
+        # A greedy search from both ends, which drops the side with the larger step in bins.
         begin, end, lower, upper = 0, self.bins - 1, 0.0, 1.0
         error = np.inf
         while lower < upper:
@@ -105,6 +108,7 @@ class Histogram:
             if proposed == (begin, end):
                 continue
             proposed_error = self._squared_error(*proposed, levels)
+            # The first rise ends the search, as in torch.ao, though a lower error may lie behind it.
             if proposed_error > error:
                 break
             error, (begin, end) = proposed_error, proposed
@@ -120,6 +124,7 @@ class Histogram:
         starts = (np.arange(self.bins) - begin).astype(np.float32) * np.float32(width)
         ends = starts + np.float32(width)
         first, last = (np.clip(np.floor(edges / np.float32(step)), 0, levels - 1) for edges in (starts, ends))
+        # Numbers are taken as spread evenly over a bin.
         density = self.counts / np.float32(width)
         half = np.float32(step / 2)
         error = _integral(starts - (first + np.float32(0.5)) * np.float32(step), half, density)
@@ -139,6 +144,7 @@ def _bin_counts(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArr
         least, most = least - np.float32(1), most + np.float32(1)
     if float(most) - float(least) > np.finfo(np.float32).max / bins:  # the end of float32 is near
         values, least, most = (np.asarray(array, np.float64) for array in (values, least, most))
+    # A product before the quotient, as torch.histc rounds.
     place = ((values - least) * bins / (most - least)).astype(np.int64)
     return np.bincount(np.minimum(place, bins - 1), minlength=bins).astype(np.float32)
 
@@ -149,6 +155,7 @@ def _linspace(begin: Any, end: Any, count: int) -> NDArray[Any]:
     places = np.arange(count)
     upwards = begin + step * places.astype(np.float32)
     downwards = end - step * (count - 1 - places).astype(np.float32)
+    # torch.linspace counts from both ends, so that both are exact.
     return np.asarray(np.where(places < count // 2, upwards, downwards), np.float32)
 
 
@@ -177,8 +184,10 @@ class Observer(ABC):
         Raises QuantizeError for NaN or Inf in the batch.
         """
         array = as_array(x)
+        # A batch without elements, as where data choose no expert, says nothing about the range.
         if not array.size:
             return
+        # One Inf would make the range infinite for good.
         if not np.isfinite(array).all():
             raise QuantizeError(f"NaN or Inf among the values to be quantised, of shape {array.shape}")
         self.seen += 1
@@ -244,6 +253,7 @@ class PercentileObserver(HistogramObserver):
         histogram, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
         bounds = np.linspace(histogram.least, histogram.most, histogram.bins + 1)
         low = int(np.searchsorted(sums, (1 - self._share) * sums[-1], side="right"))
+        # The sides keep both percentiles within the bins that hold them.
         high = int(np.searchsorted(sums, self._share * sums[-1], side="left"))
         return np.float32(bounds[min(low, histogram.bins - 1)]), np.float32(
             bounds[min(high, histogram.bins - 1) + 1]
@@ -264,6 +274,7 @@ class MseObserver(HistogramObserver):
     def range(self) -> tuple[Any, Any]:
         """Return the range with the least error."""
         histogram, best = self.histogram, np.inf
+        # Middles of bins instead of values: a calibration keeps 2048 numbers, however many batches it has.
         x, range_ = histogram.middles.astype(np.float32), (histogram.least, histogram.most)
         for share in np.linspace(1.0, 0.2, 81).astype(np.float32):
             least, most = (
@@ -289,6 +300,7 @@ class PerChannelObserver(Observer):
         self._channels: list[Observer] = []
 
     def _add(self, array: NDArray[Any]) -> None:
+        """Add the numbers of each channel to the channel's observer."""
         rows = np.moveaxis(array, self._axes, range(len(self._axes)))
         rows = rows.reshape(int(np.prod(rows.shape[: len(self._axes)])), -1)
         if not self._channels:
@@ -309,6 +321,7 @@ def make_observer(
     percentile: Annotated[float, Range(above=50, most=100)] = 99.99,
 ) -> Observer:  # fmt: skip
     """Return a new observer by name; with axes, an observer of each channel."""
+    # Extremes of all channels come from one reduction; other observers need one object for each channel.
     if name == "minmax":
         return MinMaxObserver(axes)
     makers: dict[str, Callable[[], Observer]] = {

@@ -42,6 +42,7 @@ class InputsTool(amanda.Tool):
         super().__init__()
         self._quantize = quantize
         self.nodes: dict[Key, dict[int, QuantizedInput]] = {}
+        # The quantizers of an op are there when this tool's routine looks at it.
         self.depends_on(quantize)
         self.add_inst_for_op(self._record_inputs)
 
@@ -68,6 +69,7 @@ class InputsTool(amanda.Tool):
             dtype = str(context["dtype"](context.get_inputs()[position]))
             inputs[position] = QuantizedInput(quantizer.name, scale, dtype, value)
         key = key_of(context.get_op().node)
+        # Nodes are found again by their names, inputs and outputs, which need not be unique in a file.
         if inputs and _scale_values(self.nodes.setdefault(key, inputs)) != _scale_values(inputs):
             raise QuantizeError(
                 f"two nodes have the name of {op.name}, its inputs and its outputs, and other scales; "
@@ -124,6 +126,7 @@ def _check_paths(source: Path, tool: Any, out: Any, force: bool) -> Path:
         )
     if out is None or Path(out).suffix != ".onnx" or Path(out).resolve() == source.resolve():
         raise QuantizeError(f"out is {out!r}; give the path of another ONNX file (.onnx) to write")
+    # All that can be refused is refused before the model is read, which takes minutes for a large one.
     target = Path(out)
     try:
         check_file_to_write(target)
@@ -139,11 +142,13 @@ def _upgrade_opset(model: ModelProto, options: QuantizeOptions) -> ModelProto:
     from onnx import version_converter
 
     required, opset = _required_opset(options), opset_of(model)
+    # A node in a function stands for all calls of the function, which may have different scales.
     model = inlined(model)
     if opset >= required:
         return model
     try:
         return version_converter.convert_version(model, required)
+    # Of any kind: the converter is C++ and raises RuntimeError for what it does not know.
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise QuantizeError(
@@ -163,6 +168,7 @@ def _required_opset(options: QuantizeOptions) -> int:
         for value in (option.values() if isinstance(option, Mapping) else [option])
     ]
     numbers = [value for value in bits if isinstance(value, int)]
+    # INT4 and INT16 of QuantizeLinear came with opset 21, float8 with 19.
     if any(value <= 4 or value > 8 for value in numbers):
         return 21
     return 13 if len(numbers) == len([value for value in bits if value is not None]) else 19

@@ -48,9 +48,12 @@ class QuantizedOp:
         self.created: list[Quantizer] = []
         self._executions = 0
         self._output = Noise()
+        # Only for measurements: the computation of an op keeps its attributes alive.
         self._recompute: Any = _computation_of(context) if tool.measures else None
         self._part_quantizers: dict[tuple[int, int | None], _PartQuantizer] = {}
         self.quantizers = dict(self._make_quantizers(context))
+        # One routine reads all positions: a routine for each would cost a call of Python more at each
+        # execution.
         self._positions = sorted({position for position, _ in self.quantizers})
 
     def _make_quantizers(
@@ -58,6 +61,7 @@ class QuantizedOp:
     ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
         """Yield quantizers, each with the position of its input and the index in a list of tensors there."""
         read = weight_input(context)
+        # In a file it is an activation as any other.
         if read is not None and read.is_lost and context.is_static():
             read = None
         for position in context["operands"]:
@@ -95,9 +99,11 @@ class QuantizedOp:
             return of_slices
         if read is None or not (read.is_part and read.is_followed):
             return self._make_quantizer(name, None, (), value, context)
+        # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
         def make(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
+            # The name under which older versions saved one scale for all rounds.
             earlier = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
             try:
                 return self._make_quantizer(name, None, (), value, reader, suffix)
@@ -116,6 +122,7 @@ class QuantizedOp:
             return quantizer
 
         self._part_quantizers[key] = of_part
+        # The first execution is at hand in the analysis; later ones are found in the routine.
         first = of_part(value, ParameterSlice.of_input(context, read.index))
         return self._make_quantizer(name, None, (), value, context) if first is None else first
 
@@ -135,6 +142,8 @@ class QuantizedOp:
 
     def _weight_quantizer(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
         """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped."""
+        # An optimizer takes its parameters before the training, when it is not known which rows data will
+        # select.
         if read.varies and self._options.method.startswith("lsq"):
             self.skip_reason = "its scale is learned, and an index selects what it reads of a parameter"
             return None
@@ -143,6 +152,8 @@ class QuantizedOp:
             groups = self._groups(context, read, value)
             if groups is None:
                 return None
+        # A transposed convolution in groups counts outputs along two axes, of which no product of axes gives
+        # one scale each.
         if groups is None and self._options.per_channel:
             groups = _output_groups(context["shape"](value), _weight_layout(context, read))
         make = partial(self._make_quantizer, "weight", read, self._axes(context, read, value), groups=groups)
@@ -183,6 +194,7 @@ class QuantizedOp:
         Outputs have the axis O, and the axes I and M in a depthwise convolution.
         """
         layout = _weight_layout(context, read) or ""
+        # Selected experts come as a batch of weights, each with scales of its own.
         batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
         letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
         return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
@@ -201,6 +213,7 @@ class QuantizedOp:
                 f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
             )
         default = QUANTIZERS[self._options.method, read is not None]
+        # What data select has no scale that could be kept from one execution to the next.
         quantizer_class, state = (DynamicQuantizer, {}) if read is not None and read.varies else default
         keep = partial(self._tool.keep, reader)
         self.created.append(quantizer_class(
@@ -224,6 +237,7 @@ class QuantizedOp:
             self._insert_fixed(context)
         elif self._positions:
             called = context["is_called_back"]
+            # Inputs are recorded before they are quantised, in the order of insertion.
             if self._recompute is not None:
                 context.insert_before_op(self._record_inputs)
             routine: Any = self._read_in_eager_mode if context.is_eager() else self._read_in_graph
@@ -246,6 +260,7 @@ class QuantizedOp:
         scales: dict[int, dict[int | None, Scale]] = {}
         for (position, item), quantizer in self.quantizers.items():
             if quantizer.is_weight and not quantizer.has_scale:
+                # A weight's value is in the file, so that no calibration is needed for it.
                 quantizer.observe(quantizer.xp.detach(context.get_value(position)))
                 quantizer.finish_calibration()
             scale = quantizer.scale()
@@ -278,6 +293,7 @@ class QuantizedOp:
             return None
         # Checkpointing runs an op twice: other scales would give other values in the backward pass.
         quantised = self._quantise_values(values, read, first.qparams, recomputed)
+        # Kept by execution, as the moving averages of "qat" have moved on when the op is recomputed.
         first.qparams = [quantizer.qparams for *_, quantizer in read]
         return quantised
 
@@ -285,6 +301,7 @@ class QuantizedOp:
         """Return index, item, value and quantizer of each value to quantise; skip unreadable values."""
         read: list[_ReadValue] = []
         for (position, item), quantizer in self.quantizers.items():
+            # Values come in the order of positions, quantizers in that of operands.
             index = self._positions.index(position)
             value = values[index] if item is None else values[index][item]
             of_part = self._part_quantizers.get((position, item))
@@ -303,6 +320,7 @@ class QuantizedOp:
     def _must_calibrate(self, read: Sequence[_ReadValue]) -> bool:
         """Return True within `calibrating`, and for the first `calibration` executions of the op."""
         execution_count = self._options.calibration
+        # A quantizer without state, of "dynamic", never waits; loaded scales are not calibrated over.
         waiting = (quantizer for *_, quantizer in read if quantizer.state and not quantizer.has_scale)
         return self._tool.is_calibrating or any(
             quantizer.calibrated < execution_count for quantizer in waiting
@@ -331,6 +349,7 @@ class QuantizedOp:
                 quantised = [*results[index][:item], quantised, *results[index][item + 1 :]]
             results[index] = quantised
         self._executions += not recomputed
+        # A routine of one position returns its value alone, as routines do.
         return results if len(results) > 1 else results[0]
 
     def insert_backward(self, context: amanda.OpContext) -> None:
@@ -346,6 +365,7 @@ class QuantizedOp:
         }
         run[_CLIPPING] = [] if quantised is None else [
             partial(quantizers[position].clipped_gradient, value, *quantizers[position].qparams)
+            # Tensors of a list have no gradient of their own position.
             if position in quantizers else None
             for position, value in zip(self._positions, values, strict=True)
         ]  # fmt: skip
@@ -354,6 +374,7 @@ class QuantizedOp:
     def _clip_gradients(self, *gradients: Any, run: dict[str, Any]) -> Any:
         """Set gradients to 0 where the forward values were clipped."""
         clipped = list(gradients)
+        # Popped: the functions hold the values of the forward pass.
         for i, stop in enumerate(run.pop(_CLIPPING, ())):
             if stop is not None and clipped[i] is not None:
                 clipped[i] = stop(gradient=clipped[i])
@@ -369,6 +390,7 @@ class QuantizedOp:
             return
         inputs = run.pop(_INPUTS)
         if self._executions and not self._tool.is_calibrating:
+            # With all inputs unquantised, so that the noise is that of the op as a whole.
             exact = self._recompute(inputs)
             exact_outputs = exact if isinstance(exact, (list, tuple)) else [exact]
             for exact_output, output in zip(exact_outputs, outputs, strict=True):
@@ -407,6 +429,7 @@ def _computation_of(context: amanda.OpContext) -> Any:
     """Return the op as a function of its inputs; None for an op that is random or in place."""
     if "recompute" in context:
         return context["recompute"]
+    # A second run would write twice, or draw other numbers.
     if context["in_place"] or context.get_attrs().get("dropout_p"):
         return None
     try:

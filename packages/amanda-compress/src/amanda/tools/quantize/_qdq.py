@@ -52,8 +52,10 @@ def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWei
     Raises QuantizeError where scales differ along several axes.
     """
     s, z, grid, axes, groups = scale
+    # By the simulation itself, so that the file holds exactly the numbers that were simulated.
     fake = np.asarray(fake_quantize_fixed(value, {None: scale}, rounding))
     if groups is None:
+        # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
         scale_axes = [axis for axis in axes if value.shape[axis] > 1] or list(axes[:1])
         if len(scale_axes) > 1:
             raise QuantizeError(
@@ -85,6 +87,7 @@ def initializer(name: str, array: NDArray[Any], kind: str) -> TensorProto:
 
     if kind in ("INT4", "UINT4"):
         flat = np.append(array.astype(np.int8).reshape(-1), np.zeros(array.size % 2, np.int8)).view(np.uint8)
+        # Two numbers in a byte, the first one low.
         raw = (flat[::2] & 15) | (flat[1::2] << 4)
     else:
         names = {"FLOAT": "float32", "FLOAT8E4M3FN": "float8_e4m3fn", "FLOAT8E5M2": "float8_e5m2"}
@@ -133,6 +136,7 @@ class QdqWriter:
     def write(self) -> None:
         """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
         rewritten = self._rewrite(self._model.graph)
+        # A scale that finds no node would be lost silently.
         if missed := self._nodes.keys() - rewritten:
             raise QuantizeError(f"{next(iter(missed))[:2]} is no node of the model that is written")
         remove_unread(self._model.graph)
@@ -144,6 +148,7 @@ class QdqWriter:
         written_values: dict[Any, str] = {}
         nodes, rewritten = [], set()
         for node in graph.node:
+            # Bodies of If and Loop read values of the graph around them.
             for body in bodies_of(node):
                 rewritten |= self._rewrite(body)
             key = key_of(node)
@@ -164,6 +169,7 @@ class QdqWriter:
                 element_type(operand.scale.grid)[1] == 4 for operand in inputs.values()
             )
             self.has_narrow_products |= node.op_type == "MatMul" and narrow
+            # A node of a repeated field dies with the field, which is cleared below.
             copy = NodeProto()
             copy.CopyFrom(node)
             nodes.append(copy)
@@ -226,6 +232,7 @@ class QdqWriter:
             else prod(shape) // max(operand.scale.scale.size, 1)
         )
         arrays = stored.codes, stored.scale, stored.zero_point
+        # By content: exporters write one initializer under several names, and a file should hold it once.
         key = sha256(b"".join(array.tobytes() for array in arrays)).digest(), kind, shape, stored.axis
         row_start = f"{operand.tensor}, {kind.lower()}", grid.bits, size
         if key in written_values:

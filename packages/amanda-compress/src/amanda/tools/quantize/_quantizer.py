@@ -42,6 +42,7 @@ class Noise:
 
     def add(self, x: Any, quantised: Any) -> None:
         """Add a tensor and the quantised tensor."""
+        # Noise of 16 bits is 96 dB below the signal: sums in float32 would not hold both.
         exact, rounded = (as_array(tensor).astype(np.float64) for tensor in (x, quantised))
         self.signal += float(np.square(exact).sum())
         self.noise += float(np.square(rounded - exact).sum())
@@ -70,6 +71,7 @@ class Quantizer:
     ) -> None:  # fmt: skip
         self.name, self.is_weight, self.options, self.groups = name, is_weight, options, groups
         self.axes = tuple(axes) if groups is None else (0,)
+        # The operations are looked up once, and not by the type of each value.
         self.xp, self.grid, self.noise = tensors_of(value), options.grid(is_weight), Noise()
         self.observer: Observer | None = None
         self.state: dict[str, Any] = {}
@@ -80,16 +82,21 @@ class Quantizer:
         channels = prod(value.shape[axis] for axis in axes)
         if groups is not None:
             channels = prod(value.shape) // groups.size
+        # NaN marks a scale that is not set: it saves and loads as any number, and spoils a result that uses
+        # it too early.
         empty = np.full((channels,) if self.axes else (), np.nan, np.float32)
         for part, is_trained in parts.items():
+            # On the device of the first value; a trained part is a parameter of the framework.
             load = partial(self.xp.state, like=value, trained=is_trained)
             key = f"{name}.{part}".replace(" ", "")
             array = self.state[part] = keep(key, partial(load, empty), load=load, renew=self.xp.update)
+            # A scalar serves all channels, as in files of per_channel=False.
             if tuple(array.shape) not in (empty.shape, ()):
                 raise QuantizeError(
                     f"{part} that was loaded for {name} is of shape {tuple(array.shape)}, not {empty.shape}: "
                     "it belongs to another model"
                 )
+        # Read once, since a look at the array waits for the device.
         self.has_scale = bool(parts) and bool(np.isfinite(self.array("scale")).all())
 
     @property
@@ -110,6 +117,7 @@ class Quantizer:
         x_split = self._split(full)
         quantised = self._fake_quantise(x_split, *qparams[:2]) if qparams else self._quantise(x_split, frozen)
         quantised = quantised if self.groups is None else self.groups.joined(quantised, x.shape)
+        # The program goes on with shards, as it had them.
         return quantised if full is x else distributed(quantised, x, placed=True)
 
     def clipped_gradient(self, x: Any, *qparams: Any, gradient: Any) -> Any:
@@ -138,6 +146,7 @@ class Quantizer:
         scale, zero_point = self._qparams(least, most)
         self._assign(scale=scale, least=least, most=most)
         if "offset" in self.state:
+            # LSQ+ learns an offset in the units of the value, not an integer, which has no gradient.
             self._assign(offset=-zero_point * scale)
         if not (self.has_scale and self.grid.symmetric):  # whose zero point is zero
             self._assign(zero_point=zero_point)
@@ -145,6 +154,7 @@ class Quantizer:
         return scale, zero_point
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
+        """Return the quantised value; a weight without a scale is calibrated by this value."""
         if not self.has_scale:
             if not self.is_weight:
                 extents = "x".join(map(str, x.shape)) or "scalar"
@@ -153,6 +163,7 @@ class Quantizer:
                     "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`; it is a "
                     f"tensor of {backend_of(x)}, {extents}"
                 )
+            # A weight is there before any batch: its first value calibrates it.
             self._observe(x)
             self.finish_calibration()
         return self._fake_quantise(x, self._read("scale"), self._read("zero_point"))
@@ -163,6 +174,7 @@ class Quantizer:
             return None
         scale = self.array("scale")
         if "offset" in self.state:
+            # Results and files have zero points; that of a learned offset is a fraction.
             zero_point = -self.array("offset") / scale
         else:
             zero_point = self.array("zero_point") if "zero_point" in self.state else scale * 0
@@ -185,6 +197,7 @@ class Quantizer:
         return choose_qparams(least, most, self.grid, self.options.rounding)
 
     def _fake_quantise(self, x: Any, scale: Any, zero_point: Any) -> Any:
+        # Only training needs a gradient, for which some kernels write a mask.
         compute = straight_through if self.options.trains else fake_quantize
         self.qparams = scale, zero_point, self.grid, self.axes, self.options.rounding
         return compute(x, *self.qparams)
@@ -197,10 +210,12 @@ class DynamicQuantizer(Quantizer):
         """Do nothing: each value has its own scale."""
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
+        """Return the value, quantised by a scale of its own."""
         if not self.is_weight or self.options.weight_observer == "minmax":
             return self._fake_quantise(x, *self._qparams(*extremes(x, self.axes)))
         observer = self.options.make_observer(self.is_weight, self.axes)
         observer.observe(x)
+        # Observers return arrays of NumPy, and the values may be on a GPU.
         wide = self.xp.wide(x)
         return self._fake_quantise(
             x, *(self.xp.cast(parameter, wide) for parameter in self._qparams(*observer.range()))
@@ -217,6 +232,7 @@ class QatQuantizer(Quantizer):
         """Return the quantised value; the gradient passes where the value was not clipped."""
         if frozen and self.has_scale:
             return super()._quantise(x, frozen)
+        # Of each value: the weight changes with each step of the optimizer.
         least, most = extremes(x, self.axes)
         if self.has_scale and not self.is_weight:
             least, most = self._averaged("least", least), self._averaged("most", most)
@@ -224,6 +240,7 @@ class QatQuantizer(Quantizer):
 
     def _averaged(self, part: str, new: Any) -> Any:
         old = tensors_of(new).cast(self._read(part), new)
+        # In this form as in torch.ao's MovingAverageMinMaxObserver, so that ranges are bit-equal.
         return old + (new - old) * np.float32(self.options.averaging)
 
 
@@ -252,6 +269,7 @@ class LsqQuantizer(Quantizer):
         x = self.xp.detach(x)
         if "low" in self.state:
             signed = bool(as_array(x).min(initial=0) < 0)
+            # ReLU's outputs would waste half of a signed grid.
             self._shift_to(-((self.grid.high - self.grid.low + 1) // 2) if signed else 0)
         start = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
         self._assign(low=self.grid.low, scale=start(x, self.grid, self.axes))
@@ -263,6 +281,7 @@ class LsqQuantizer(Quantizer):
             self._observe(x)
             self.finish_calibration()
         grid, axes = self.grid, self.axes
+        # The source counts the features of one example, so that the step does not depend on the batch size.
         examples = 1 if self.is_weight or not len(x.shape) else max(x.shape[0], 1)
         factor = gradient_scale(max(group_size(x, axes) // examples, 1), grid)
 
@@ -274,6 +293,7 @@ class LsqQuantizer(Quantizer):
 
         def collect(*gradients: Any) -> None:
             for part, gradient in zip(self.trained, gradients, strict=True):
+                # An op that runs twice in a forward pass has two gradients for one scale.
                 earlier = self.collected.get(part)
                 self.collected[part] = gradient if earlier is None else earlier + gradient
 

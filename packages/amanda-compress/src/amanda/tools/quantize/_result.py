@@ -40,6 +40,7 @@ def sqnr(signal: float, noise: float) -> float:
     20.0
     """
     if noise == 0:
+        # No noise: also for a signal of 0, which is exact.
         return inf
     return 10 * log10(signal / noise) if signal else -inf
 
@@ -174,6 +175,7 @@ def _extent(tensor: Quantized) -> tuple[float | None, ...]:
     """Return the largest scale, its zero point, and the ends of its range."""
     if tensor.scale is None or tensor.zero_point is None:
         return None, None, None, None
+    # The channel with the largest scale has the coarsest steps.
     scale, zero_point = max(zip(tensor.scale, tensor.zero_point, strict=True))
     return scale, zero_point, (tensor.low - zero_point) * scale, (tensor.high - zero_point) * scale
 
@@ -198,6 +200,8 @@ def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> 
     if path.suffix == ".safetensors":
         from safetensors.numpy import save
 
+        # safetensors writes memory as it lies; ascontiguousarray makes a scalar an array of one, which the
+        # reshape undoes.
         plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         return write_file(path, save(plain, {"amanda": to_json(description)}))
     raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
@@ -221,6 +225,7 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
             about = json.loads(read_text(path))
             arrays = {name: np.array(array["values"], _dtype(array["dtype"]))
                       for name, array in about.pop("arrays").items()}  # fmt: skip
+        # Before anything in the file is used.
         check_schema(about, _NAME, _VERSION)
         for name in ("options", "grids"):
             if not isinstance(about.get(name, {}), Mapping):
@@ -229,6 +234,7 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
 
 
 def _dtype(name: str) -> str:
+    # Files come from elsewhere: NumPy would take a type such as "object".
     if name not in ("float32", "int32"):
         raise ValueError(f"arrays of {name}")
     return name

@@ -53,6 +53,8 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         if self.weight_bits is None and self.activation_bits is None:
             raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
+        # Each value of a mapping is checked when the tool is made, also those whose glob matches no op of the
+        # model.
         for bits_option in (self.weight_bits, self.activation_bits):
             for bits in bits_option.values() if isinstance(bits_option, Mapping) else [bits_option]:
                 if isinstance(bits, Mapping) or bits is not None:
@@ -63,6 +65,7 @@ class QuantizeOptions:
             )
         if self.method.startswith("lsq") and self.rounding != "half_even":
             raise QuantizeError(f"{self.method} rounds half to even; rounding is {self.rounding!r}")
+        # These look at one batch, on the device of the tensor; the other observers need several, on the host.
         if self.method in ("dynamic", "qat") and self.observer != "minmax":
             raise QuantizeError(
                 f"observer is {self.observer!r}, but {self.method} takes the extremes at each execution; "
@@ -96,6 +99,7 @@ class QuantizeOptions:
     def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
         """Return the options for an op in modules with these paths; None for no quantisation."""
         weight, activation = (
+            # The first glob that matches counts, so that "*" at the end is a default.
             next((bits for layers, bits in bits_option if layers(*paths)), None)
             if isinstance(bits_option, list)
             else bits_option
@@ -107,6 +111,7 @@ class QuantizeOptions:
 
     @cached_property
     def _by_layer(self) -> list[Any]:
+        """Return each of the two options of bits, a mapping as pairs of globs and bits."""
         both = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
         return [
             [(Paths(name, glob), bits) for glob, bits in bits_option.items()]
@@ -135,6 +140,7 @@ class QuantizeOptions:
 
     def make_observer(self, weight: bool, axes: Sequence[int]) -> Observer:
         """Return an observer that calibrates a tensor."""
+        # LSQ+ starts the scale and offset of activations from the least squared error (Bhalgat et al. 2020).
         name = self.weight_observer if weight else "mse" if self.method == "lsq+" else self.observer
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
 
@@ -147,6 +153,7 @@ def operand_rules() -> MappingTool:
     so that a routine after the backward op changes the gradients.
     """
     return MappingTool([
+        # Rules in their order: the later one of a framework overwrites the general one.
         ["*", partial(_write_is_called_back, False)], ["jax", partial(_write_is_called_back, True)],
         ["*", _write_operands],
         ["tensorflow", write_recompute],
@@ -159,6 +166,7 @@ def _write_is_called_back(is_called_back: bool, context: amanda.OpContext) -> No
 
 def _write_operands(context: amanda.OpContext) -> None:
     product, count = product_of(context), len(context.get_inputs())
+    # A bias is added in the precision of the sum and stays as it is.
     factors = sorted(product.factors) if product else [0] if context["type"] in _DATA_ALONE else ()
     context["operands"] = [position for position in factors or range(count) if position < count]
 
@@ -222,12 +230,15 @@ class QuantizeTool(amanda.Tool):
             method, weight_bits, activation_bits, types, observer, weight_observer, percentile, per_channel,
             group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
         )  # fmt: skip
+        # `measures` is the option `sqnr`, whose name is that of a function here.
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False
         self._ops: dict[str, QuantizedOp] = {}
         self._skipped_ops: dict[str, str] = {}
         self.parts = SharedState()
         self.depends_on(StandardMapping(), operand_rules(), WeightReads())
         self.add_inst_for_op(self._quantise_op)
+        # Autodiff of PyTorch and TensorFlow differentiates the routines; the backward routine is for programs
+        # that call them back (JAX).
         if self.options.trains:
             self.add_inst_for_op(self._clip_gradients_of_op, backward=True)
 
@@ -242,11 +253,13 @@ class QuantizeTool(amanda.Tool):
         try:
             yield
         except BaseException:
+            # Half a calibration would give scales that look like whole ones.
             for op in self._ops.values():
                 op.forget()
             raise
         finally:
             self.is_calibrating = False
+        # Computing scales runs ops, which tools of the scope, this one among them, would quantise.
         with amanda.disabled():
             for op in self._ops.values():
                 op.finish_calibration()
@@ -264,6 +277,7 @@ class QuantizeTool(amanda.Tool):
         """Scale, zero point and noise of each quantised tensor."""
         ops = self._ops.values()
         rows = [row for op in ops for row in op.rows()]
+        # Before the first execution all loaded state is waiting, which is no fault.
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
         skipped = {op.name: op.skip_reason for op in ops if op.skip_reason}
         result = QuantizeResult(rows, self.options.method, waiting, skipped | self._skipped_ops)
@@ -285,6 +299,7 @@ class QuantizeTool(amanda.Tool):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load scales that `state_dict` returned, as tensors or arrays."""
+        # Quantizers take their state when they are created: after a load they are created anew.
         self._ops, self.parts, self._skipped_ops = {}, SharedState(), {}
         super().load_state_dict(state, strict)
 
@@ -293,6 +308,7 @@ class QuantizeTool(amanda.Tool):
 
         Zero points are integers; the file has the grid of each tensor and the axes of its channels.
         """
+        # Only the core knows under which names state is saved.
         names = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
         for quantizer in self._quantizers():
@@ -328,6 +344,7 @@ class QuantizeTool(amanda.Tool):
         pairs = []
         for quantizer in self._quantizers():
             pairs += [(gradient, quantizer.state[part]) for part, gradient in quantizer.collected.items()]
+            # Each call hands gradients over once, as an optimizer's step uses them.
             quantizer.collected = {}
         return pairs
 
@@ -344,6 +361,7 @@ class QuantizeTool(amanda.Tool):
         kind = context["type"]
         if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
+        # A recurrent layer is named in the result, since users expect it among the default types.
         is_several = not self._selection.has_types and kind in SEVERAL_WEIGHTS
         if not (self._selection.has_types or is_several or self._types(kind, context.get_op_type())):
             return
@@ -355,6 +373,8 @@ class QuantizeTool(amanda.Tool):
             )
             return
         name = self.place(context)
+        # By place and not by op: a graph that is traced again has new ops in the same places, and keeps its
+        # scales.
         if name not in self._ops:
             options = self.options.for_modules(context.get_scopes())
             if options is None:

@@ -36,6 +36,7 @@ class OpCosts(amanda.Tool):
         self._weights: dict[int, Hashable] = {}
         self._numbers: dict[Hashable, int] = {}
         self.depends_on(FlopsTool())
+        # Costs depend on shapes: an op is analysed again when these change.
         self.add_inst_for_op(self._record_costs, require_outputs=True, guard="shape")
 
     def _record_costs(self, context: amanda.OpContext) -> None:
@@ -46,6 +47,7 @@ class OpCosts(amanda.Tool):
         self._flops[op_id] = cost if isinstance(cost, Cost) else Cost()
         for position in parameter_inputs(context):
             numbers = prod(context["shape"](inputs[position]))
+            # Unknown types count as float32.
             size = numbers * (itemsize(context["dtype"](inputs[position])) or 4)
             variable = context.get_variable(position)
             parameter = parameter_store(variable).identity(variable)
@@ -79,6 +81,7 @@ class OpCosts(amanda.Tool):
         total = 0.0
         for op_id, cost in self._flops.items():
             share = 0.0 if op_id in skipped else (shares or {}).get(op_id, (1.0, 1.0))[0]
+            # A bias or an activation runs in full as long as the op runs.
             total += 2 * cost.macs * share + (cost.flops - 2 * cost.macs) * (share > 0)
         return total
 
@@ -92,6 +95,7 @@ class OpCosts(amanda.Tool):
             for parameter, size in sizes.items():
                 share = weight if parameter == self._weights.get(op_id) or not products else 1.0
                 bytes_left = 0.0 if op_id in skipped else share * size
+                # A parameter is stored once, for the reader that needs most of it.
                 remaining[parameter] = max(remaining.get(parameter, 0.0), bytes_left)
         return sum(remaining.values())
 
@@ -136,6 +140,7 @@ class SweepCost:
         A point that failed has no measured cost, and counts as nothing saved.
         """
         if self.measured is not None:
+            # Measured savings of single ops are added up; the total of a choice is measured after it.
             return sum(self.measured - point.cost for point in points if point.cost is not None)
         remaining_share = self._remaining_share
         assert remaining_share is not None
@@ -182,6 +187,8 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
     saved, drop = np.zeros(1), np.zeros(1)
     steps = []
     for outcomes in groups:
+        # Every partial assignment with every outcome of the next group, of which the dominated ones go at
+        # once: the front stays small.
         saved = np.add.outer(saved, [outcome.saved for outcome in outcomes]).ravel()
         drop = np.add.outer(drop, [outcome.drop for outcome in outcomes]).ravel()
         survivors = _pareto_indices(saved, drop)
@@ -207,6 +214,7 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
 
 def _pareto_indices(saved: NDArray[Any], drop: NDArray[Any]) -> NDArray[Any]:
     """Return the indices of the Pareto front, in rising order of saved cost."""
+    # From the largest saving down, an assignment is on the front if it drops less than all before it.
     order = np.lexsort((drop, -saved))
     least_drop_before = np.minimum.accumulate(np.concatenate(([np.inf], drop[order])))[:-1]
     indices: NDArray[Any] = order[drop[order] < least_drop_before][::-1]
@@ -217,6 +225,7 @@ def group_by_weights(weights_by_op: Mapping[str, frozenset[object]]) -> list[lis
     """Return the names of ops in groups; ops that read a weight in common are in one group."""
     groups: list[tuple[set[object], list[str]]] = []
     for name, weights in weights_by_op.items():
+        # An op may join groups that were apart so far.
         overlapping = [group for group in groups if group[0] & weights]
         merged = (
             set(weights).union(*(group[0] for group in overlapping)),
@@ -251,6 +260,7 @@ class Allocation:
                 saved = cost_model.saved([sites[name] for name in names], level, group_points)
                 all_saved[f"{level:g}"] = saved
                 if not any(point.error for point in group_points):
+                    # A metric that rises by chance must not pay for the loss of another op.
                     drop = sum(max(dense - (point.metric or 0.0), 0.0) for point in group_points)
                     outcomes.append(LevelOutcome(f"{level:g}", saved, drop))
 

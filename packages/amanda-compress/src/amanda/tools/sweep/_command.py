@@ -86,6 +86,7 @@ def _sweep_command(
                 results.append(sweep.search(budgets, retries))
             else:
                 sweep.run(retries)
+        # Points take minutes: those that are measured are printed and saved.
         except KeyboardInterrupt:
             status = 130
         except SweepError as error:
@@ -98,6 +99,7 @@ def _sweep_command(
         return _report_failure(evaluate, error)
     results.insert(0, sweep.result)
     for path in files:
+        # The search is what was asked for; the measurements are printed before it.
         results[-1].save(path)
     sys.stdout.write("\n".join(f"{result}\n" for result in results))
     if failed is not None:
@@ -133,6 +135,7 @@ def _make_sweep(
 def _report_failure(evaluate: str, error: Exception) -> int:
     """Write what the program raised to stderr, from where the frames of the program begin."""
     trace = error.__traceback__
+    # Frames of the loader say nothing about the user's program.
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADER_FILES):
         trace = trace.tb_next
     if trace is None and not isinstance(error, SyntaxError):

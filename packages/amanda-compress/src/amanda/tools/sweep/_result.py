@@ -69,6 +69,7 @@ class SweepResult(PlottedResult):
         self.title = f"{metric} against {level}, one op at a time: {baseline}"
         number_column = partial(Column, number=True, show="{:.4g}".format)
         text_column = partial(Column, show=partial(shortened, width=36))
+        # By instance: the names of level and metric are the user's.
         self.columns = (  # type: ignore[misc]
             Column("phase", shown=False), Column("type"), text_column("module"), text_column("source"),
             Column("op", shown=False), number_column(level), number_column(metric), number_column("drop"),
@@ -113,6 +114,8 @@ class SweepResult(PlottedResult):
         for point in self.points:
             point_drop, name = self._drop(point), point.site.name
             if point_drop is None or point_drop > drop or name in lost:
+                # From the first level with a larger drop on: a harsher one that does better does so by
+                # chance.
                 lost.add(name)
             elif point.site is not ALL:
                 mildest_levels[name] = point.level

@@ -71,6 +71,7 @@ class Sweep(Generic[Level]):
         self._make: Callable[[Level], amanda.Tool] = make
         self._levels: tuple[Level, ...] = tuple(levels)
         self._names = (level, metric)
+        # Names of places are the same for each new tool of a level, so that points are found again.
         self._place_namer = amanda.Tool()
         self._sites: dict[str, Site] = {}
         self._points: dict[tuple[str, Level], Point] = {}
@@ -103,6 +104,7 @@ class Sweep(Generic[Level]):
                 with self._scope(*recorders):
                     dense = check_number(self._evaluate(), self._evaluate, SweepError)
                     self._cost_model.measured = self._measured_cost()
+                # All drops would be NaN.
                 if not isfinite(dense):
                     raise SweepError(f"{self._names[1]} is {dense} without a tool: nothing compares with it")
                 self._dense = dense
@@ -168,11 +170,13 @@ class Sweep(Generic[Level]):
     def _scope(self, *tools: amanda.Tool) -> amanda.Scope:
         """Return a scope that shares the report of the sweep, so that each warning is logged once."""
         scope = amanda.apply(*tools, compiled=self._compiled)
+        # A warning about an op would come once for each point otherwise.
         scope.report = self._report
         return scope
 
     def _evaluate_architecture(self, architecture: Mapping[str, str], cost: float, retries: int) -> Trial:
         """Return the trial of an architecture, evaluated unless an earlier one succeeded."""
+        # Several budgets may choose the same levels, which are evaluated once.
         labels = tuple(architecture.values())
         for _ in _attempts(self._trials.get(labels), retries):
             metric, error, seconds, measured = self._evaluate_with(
@@ -187,6 +191,7 @@ class Sweep(Generic[Level]):
     def _check_levels(self) -> None:
         """Make a tool for each level, so that a wrong option raises before the first evaluation."""
         for level in self._levels:
+            # A tool is cheap, and an evaluation may take hours.
             self._make(level)
 
     def _is_complete(self) -> bool:
@@ -211,6 +216,7 @@ class Sweep(Generic[Level]):
         self, description: str, *tools: amanda.Tool
     ) -> tuple[float | None, str, float, float | None]:
         """Evaluate with tools; return the metric, the error text, the seconds, and a measured cost."""
+        # With the scope and the preparation, as a user of the tool pays for both.
         begun = perf_counter()
 
         def evaluate_with_tools() -> tuple[float, float | None]:
@@ -236,6 +242,7 @@ class Sweep(Generic[Level]):
         tool = self._make(level)
         tool.depends_on(StandardMapping())
         if names is None:
+            # Only the tool knows where it acts: ops at which it inserts no routine are no sites.
             tool.wrap_routines(self._record_site)
         else:
             tool.restrict(lambda context: self._place_namer.place(context) in names)

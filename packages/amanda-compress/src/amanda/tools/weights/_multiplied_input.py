@@ -38,15 +38,20 @@ class MultipliedInput(NamedTuple):
         position, with zeros for padding.
         extents: of the canonical weight, (outputs, inputs, window).
         """
+        # `plain` widens half precision: sums of squares and products over thousands of rows overflow float16.
         plain = tensors_of(x).plain(x)
         if self.layout is None:
             plain = do("moveaxis", plain, self.axis, -1)
             return do("reshape", plain, (1, -1, shape(plain)[-1]))
+        # Convolutions also take a single example without an axis for the batch, whose rows are those of a
+        # batch of one.
         layout = self.layout if "N" in self.layout else f"N{self.layout}"
         plain = plain if len(shape(plain)) == len(layout) else plain[None]
         plain = do("transpose", plain, (layout.index("N"), *spatial_axes(layout), layout.index("C")))
         _, *sizes, channels = shape(plain)
         windows = list(zip(windows_of(self.attributes, layout, extents[2:]), sizes, strict=True))
+        # Padded here and not by an index outside of the input: a product with a mask would turn Inf beside
+        # the padding into NaN.
         plain = do("pad", plain, ((0, 0), *(window.pads(size) for window, size in windows), (0, 0)))
         # Axis by axis, a window of 7x7 is 7 + 7 copies of slices.  As 49 slices each copy would touch every
         # cache line of the rows for one element of it, and an index of all positions is slower still.
@@ -65,6 +70,8 @@ def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput 
     roles, attributes = product_of(context), context.get_attrs()
     if roles is None or weight not in roles.factors or len(roles.factors) != 2:
         return None
+    # Ops of three factors, such as bilinear ones, are excluded above, so that exactly one other factor is
+    # left.
     (position,) = (factor for factor in roles.factors if factor != weight)
     rank = len(context["shape"](context.get_inputs()[position]) or ())
     if context["type"] not in MATRIX_PRODUCTS:
@@ -77,5 +84,7 @@ def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput 
         return MultipliedInput(position, axis, None, attributes)
     if any(are_transposed(attributes)):
         return None
+    # With the weight in front (weight @ x) the channels of the input are its rows; a vector has one axis
+    # alone.
     is_matrix_behind = weight < position and rank > 1
     return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)

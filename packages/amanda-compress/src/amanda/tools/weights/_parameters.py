@@ -20,6 +20,8 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import InstalledEntries, backend_of
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from amanda.tools.weights._weight_input import ParameterSlice
 
 
@@ -72,6 +74,7 @@ class StoredParameter:
         undo: receives a function that writes the present values back, before new ones are written.
         Raises ParameterError for a parameter that cannot be written.
         """
+        # `undo` needs the old values until all parameters are written.
         old = self.read()
         new = changed(old.copy())
         if undo is not None:
@@ -91,6 +94,7 @@ class ParameterStore:
 
         parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
         """
+        # An ordinal is never given twice, unlike `id`, which a later parameter may get.
         return interceptor.ordinal(parameter)
 
     def name(self, parameter: Any) -> str:
@@ -103,6 +107,7 @@ class ParameterStore:
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
         """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
+        # Without views nothing but identity shows that a value is a parameter: a copy counts as computed.
         return (self.identity(parameter), None) if parameter is weight else None
 
     def whole(self, parameter: Any) -> Any:
@@ -145,6 +150,7 @@ class ParameterStore:
 
         Raises ParameterError where there are none.
         """
+        # Cells of MindSpore list parameters by `get_parameters`; other models by `parameters`.
         names = ("get_parameters", "parameters")
         listed = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
         try:
@@ -178,8 +184,10 @@ class ParameterStore:
         undo: Undo = []
         try:
             yield undo
+        # KeyboardInterrupt too: a model that is half pruned is worse than none.
         except BaseException:
             for write_back in reversed(undo):
+                # The rest has to be restored even if one parameter refuses, as it refused before.
                 with suppress(ParameterError):  # of the one that cannot be written
                     write_back()
             raise
@@ -196,6 +204,70 @@ class StridedStore(ParameterStore):
     def whole(self, parameter: Any) -> StridedLayout:
         """Return the parameter's own layout."""
         return StridedLayout.of(parameter)
+
+
+Part = StridedLayout | None
+"""A layout within a parameter; None for the parameter as it is."""
+
+
+class MindSporeParameters(StridedStore):
+    """Parameters, and views of all or a part of one."""
+
+    def read(self, parameter: Any, part: Part) -> NDArray[Any]:
+        """Return a part as an array."""
+        array = parameter.asnumpy()
+        return array if part is None else _strided(array.reshape(-1), part)
+
+    def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
+        """Return True if two parts have elements in common."""
+        return bool(self._shared_elements(part, other_part, whole).any())
+
+    def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
+        """Return True if a part has every element of another."""
+        return bool(self._shared_elements(part, other_part, whole).all())
+
+    def _shared_elements(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
+        mask = np.ones((part or whole).extents, bool)
+        return self.transfer([(mask, part)], other_part, whole, False)
+
+    def transfer(
+        self, pieces: Sequence[tuple[Any, Any]], part: Part, whole: StridedLayout, fill: Any
+    ) -> NDArray[Any]:
+        """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
+        # Pieces are tensors where an op has read them, and arrays where they are state.
+        arrays = [value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value) for value, _ in pieces]
+        row = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
+        for array, (_, layout) in zip(arrays, pieces, strict=True):
+            _strided(row, layout or whole)[...] = array
+        values: NDArray[Any] = _strided(row, part or whole).copy()
+        return values
+
+    def parameters(self, model: Any) -> Iterator[MindSporeParameter]:
+        """Yield each parameter of a cell or a list."""
+        for parameter in model.get_parameters() if hasattr(model, "get_parameters") else model:
+            yield MindSporeParameter(self.identity(parameter), parameter)
+
+
+class MindSporeParameter(StoredParameter):
+    """A parameter of MindSpore."""
+
+    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `changed` returns for the present values of a part."""
+        # A parameter of MindSpore cannot be written in part: the whole one is assigned again.
+        old = self.read()
+        row = old.reshape(-1).copy()
+        view = row.reshape(old.shape) if part is None else _strided(row, part)
+        view[...] = changed(view.copy())
+        if undo is not None:
+            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
+        do("assign", self._parameter, row.reshape(old.shape), like=self._parameter)
+
+
+def _strided(row: NDArray[Any], layout: StridedLayout) -> NDArray[Any]:
+    """Return a view of a row of numbers in a layout."""
+    # MindSpore counts strides in elements, NumPy in bytes.
+    steps = [stride * row.itemsize for stride in layout.strides]
+    return np.lib.stride_tricks.as_strided(row[layout.offset :], layout.extents, steps)
 
 
 class Initializers(ParameterStore):
@@ -240,6 +312,7 @@ def _store(library: str) -> ParameterStore:
 def in_memory_order(form: StridedLayout) -> tuple[int, ...]:
     """Return the axes of a part in memory order, which is the same for all of its forms."""
     extents, strides, _ = form
+    # Axes of extent 1 have arbitrary strides, so that they go last.
     return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
 
 
@@ -295,11 +368,16 @@ class SharedState:
         identity: of the parameter; is_named: whether names of state have its path.
         part: the form that is read, None for all of it.  whole: its own form.
         """
+        # A transposed view of all elements is no part: its state lies under the path of the parameter itself.
         is_part = part is not None and prod(part.extents) < prod(whole.extents)
+        # Ops of a loop may read the parts in any order, so that the first reader of any part stands for all
+        # of them.
         reader = self._readers.setdefault(identity, context) if is_part else context
         holders = self._holders.setdefault(reader, [])
         if identity not in holders:
             holders.append(identity)
+        # A line that reads several unnamed parameters needs a number for each; the order of first reads is
+        # the same in another process.
         number = 0 if is_named else holders.index(identity)
         offset = f"@{part.offset}" if is_part and part is not None else ""
         return reader, offset + (f"#{number}" if number else "")

@@ -43,13 +43,19 @@ class Slots(ParameterStore):
         import jax
         import numpy as np
 
+        # The slices of a stack become one change of the stack: each path of the model takes one change, and
+        # arrays of JAX are written as a whole.
         changes = _merge_stack_changes(changes)
+        # Models of Keras and NNX hold their arrays in variables, and users go on with the same object; other
+        # models are pytrees, of which a new one is returned.
         setters = dict(_setters(model))
         if setters:
             change_by_path = _changes_by_path(list(setters), changes)
             with self.undone_on_error() as undo:
                 for path, changed in change_by_path.items():
                     value, setter = setters[path]
+                    # The functions of tools compute in float32 or wider; a model keeps the element type that
+                    # it had.
                     new = jax.numpy.asarray(changed(np.array(value)), value.dtype)
                     undo.append(partial(setter, value))
                     setter(new)
@@ -92,9 +98,11 @@ def _change_slices(changes: Sequence[tuple[Any, Changed]], value: Any) -> Any:
 
 def _setters(model: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield path, value and setter of each variable of a mutable model; nothing for another model."""
+    # Keras' own attribute instead of an import, which would choose a backend of Keras.
     if hasattr(model, "trainable_variables"):  # Keras
         for variable in model.weights:
             yield variable.path.replace("/", "."), (variable.value, variable.assign)
+    # By name of the module, so that flax is imported for models of flax alone.
     elif any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__[:-1]):
         from flax import nnx
 
@@ -118,6 +126,7 @@ def _changes_by_path(paths: Sequence[str], changes: Sequence[tuple[Any, Any, Cha
     change_by_path: dict[str, Changed] = {}
     owners: dict[str, Any] = {}
     for holder, _, changed in changes:
+        # An equal path decides even if longer paths end alike.
         matching_paths = [path for path in paths if path == holder.path] or [
             path
             for path in paths

@@ -42,6 +42,8 @@ class Variables(ParameterStore):
 
     def identity(self, parameter: Any) -> Any:
         """Return what tells the variable from others; in a session's graph its name."""
+        # In a session's graph the name of the op identifies a variable, whichever Python object stands for
+        # it.
         op = getattr(parameter, "op", None)
         return interceptor.ordinal(parameter) if op is None else (interceptor.ordinal(op.graph), op.name)
 
@@ -50,17 +52,21 @@ class Variables(ParameterStore):
         op = getattr(parameter, "op", None)
         if op is not None:
             return str(op.name)
+        # An eager handle has no attribute with the name of its variable; its text has it.
         match = _NAME.search(str(parameter))
         return match[1] if match is not None else ""
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Part] | None:
         """Return the variable that a weight was read of, and its form; None where the form is not found."""
+        # The ops between a variable and a symbol of a graph can be followed backwards; an eager tensor has no
+        # record of them.
         is_symbol = getattr(weight, "op", None) is not None
         form = _form_in_graph(weight) if is_symbol else _form_of_value(parameter, weight)
         return None if form is NotImplemented else (self.identity(parameter), form)
 
     def read(self, parameter: Any, part: Part) -> Any:
         """Return the present value in a form, in eager mode."""
+        # By the op that reads a handle: programs pass handles to ops, and not the objects of variables.
         return _to_form(_read_variable(parameter).numpy(), part)
 
     def transfer(self, pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
@@ -70,6 +76,7 @@ class Variables(ParameterStore):
 
     def parameters(self, model: Any) -> Iterator[TFVariable]:
         """Yield each variable of a model, a layer or a list."""
+        # `weights` first: the `variables` of Keras also have the states of metrics and of random seeds.
         listed = next(
             (getattr(model, name) for name in ("weights", "variables") if hasattr(model, name)), model
         )
@@ -89,7 +96,7 @@ class TFVariable(StoredParameter):
     def read(self) -> Array:
         """Return the value of the whole variable."""
         if not self._is_in_graph():
-            return np.array(self._parameter.numpy())
+            return np.array(self._parameter.numpy())  # a copy: `numpy` may share the variable's memory
         value: Array = self._session().run(self._parameter)
         return value
 
@@ -99,6 +106,7 @@ class TFVariable(StoredParameter):
         Raises ParameterError for a variable of a graph outside its session.
         """
         old = self.read()
+        # Each form has every element of the variable, so that its inverse gives the whole value back.
         new = _from_form(np.asarray(changed(_to_form(old.copy(), part))), part)
         if not self._is_in_graph():
             assign = self._parameter.assign
@@ -134,6 +142,7 @@ def _form_in_graph(weight: Any) -> Any:
     """Return the form that the operations between a variable and its symbol come to."""
     import tensorflow as tf
 
+    # Backwards from what the op reads to the variable, through ops that move elements without a change.
     steps, tensor = [], weight
     while tensor.op.type in _PASSED:
         if tensor.op.type in _RESHAPING:
@@ -143,6 +152,7 @@ def _form_in_graph(weight: Any) -> Any:
         tensor = tensor.op.inputs[0]
     if not steps:
         return None
+    # Arrays instead of algebra on shapes: a reshape between two transposes has no closed form.
     numbered = np.arange(start.num_elements()).reshape(start)
     # Numbered elements pass through the same steps as the variable, in their order of execution.
     reshaped = numbered
@@ -155,6 +165,7 @@ def _form_of_value(holder: Any, weight: Any) -> Any:
     """Return the form that turns the present value of a variable into that of a weight."""
     import tensorflow as tf
 
+    # Mixed precision casts variables at each read, so that values are compared in the type of the read.
     return _find_form(tf.cast(_read_variable(holder), weight.dtype).numpy(), weight.numpy())
 
 
@@ -172,6 +183,7 @@ def _find_form(value: Array, target: Array) -> Any:
     for axes in permutations(range(value.ndim)):
         if _are_equal(value.transpose(axes).reshape(target.shape), target):
             return axes, target.shape, value.shape
+    # None stands for the whole variable as it is; another value says that no form was found.
     return NotImplemented
 
 
@@ -248,10 +260,12 @@ class VariableSlices:
 
     def _selection_of(self, value: Any) -> tuple[Any, bool] | None:
         selection = self._selections.get(id(value))
+        # A new tensor may have the id of a freed one before its callback ran.
         return selection if selection is not None and selection[0]() is value else None
 
     def _record_selection(self, *outputs: Any, by_data: bool) -> None:
         for tensor in leaves(outputs):
+            # Eager tensors of TensorFlow are not hashable, so that no WeakKeyDictionary holds them.
             self._selections[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), by_data
 
     def _forget(self, key: int, _: Any) -> None:
@@ -270,6 +284,8 @@ def _is_selected(symbol: Any, by_data: bool) -> bool:
             return selects or op.type in _SELECTIONS
         if op.type not in _SELECTIONS | _FOLLOWED or not op.inputs:
             return False
+        # The other inputs are indices and sizes: constants always select the same elements, which is a part
+        # and no choice by data.
         position = _VALUE_POSITIONS.get(op.type, 0)
         if op.type in _SELECTIONS and not selects:
             selects = not (

@@ -40,6 +40,8 @@ class TorchParameters(StridedStore):
         import torch
 
         base = tensor if tensor._base is None else tensor._base
+        # `_base` is private, but the only way from a view to its tensor. A frozen parameter is one too; a
+        # plain tensor counts as a parameter if it is trained.
         is_leaf = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
         return base if is_leaf else None
 
@@ -74,8 +76,10 @@ class TorchParameters(StridedStore):
 
         parts = (part, *(piece_part for _, piece_part in pieces))
         layouts = [whole if layout is None else layout for layout in parts]
+        # The row spans the parts alone: a slice of an embedding of gigabytes costs what the slice has.
         start = min(layout.offset for layout in layouts)
         first, *piece_layouts = [layout._replace(offset=layout.offset - start) for layout in layouts]
+        # State that is created in inference mode could not be used in training afterwards.
         with torch.inference_mode(False):
             like = pieces[0][0]
             end = max(layout.end for layout in layouts)
@@ -98,6 +102,8 @@ class TorchParameters(StridedStore):
         import torch
 
         if isinstance(model, torch.nn.Module):
+            # Modules are walked instead of `named_parameters`, as an offloaded parameter is found by its
+            # module; tied parameters come once.
             yielded: set[int] = set()
             for module in model.modules():
                 for name, parameter in module._parameters.items():
@@ -125,11 +131,15 @@ class TorchParameter(StoredParameter):
         Writing into them may not change the parameter.  Of a distributed one every rank has to call this.
         Raises ParameterError for one that has no values.
         """
+        # accelerate leaves parameters on the meta device between calls, and their numbers in a mapping of its
+        # hook.
         if self._parameter.is_meta:
             values, key = _offloaded(self._module, self._name)
             offloaded: Tensor = values[key]
             return offloaded
         detached: Any = self._parameter.detach()
+        # By attribute and not by class, which would import torch.distributed.tensor for models without
+        # shards.
         whole: Tensor = detached.full_tensor() if hasattr(detached, "full_tensor") else detached
         return whole
 
@@ -140,6 +150,7 @@ class TorchParameter(StoredParameter):
         """
         import torch
 
+        # The way back is registered before the write, so that an interrupt in between is undone too.
         undo = [] if undo is None else undo
         with torch.no_grad():
             plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
@@ -190,10 +201,12 @@ def _copy_into(tensor: Tensor, values: Tensor) -> None:
 
 def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
     """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
+    # Private to accelerate, which has no function that returns the values of an offloaded parameter.
     hook: Any = getattr(module, "_hf_hook", None)
     for candidate in getattr(hook, "hooks", [hook]):
         values, key = getattr(candidate, "weights_map", None), name
         if values is not None:
+            # Hooks of inner modules wrap the mapping of the model, one prefix each.
             while hasattr(values, "prefix"):
                 values, key = values.dataset, values.prefix + key
             return values, key
@@ -204,6 +217,7 @@ def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
 
 def _write_offloaded(values: Any, key: str, new: Tensor) -> None:
     """Write values where accelerate keeps them: in memory, or in a file on disk."""
+    # accelerate's loader has a dict of what stays in memory, beside the index of its files on disk.
     in_memory = values if isinstance(values, dict) else values.state_dict
     if key in in_memory:
         in_memory[key].copy_(new)

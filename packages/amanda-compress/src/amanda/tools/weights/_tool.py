@@ -69,12 +69,16 @@ class WeightTool(amanda.Tool, Generic[W]):
         super().__init__()
         self.selection = WeightSelection(type, module, exclude, self.error)
         self.weights: Weights[W] = Weights(self)
+        # Two tools of one class may be in one scope; a key of the class alone would mix their weights in a
+        # context.
         number = next(_instance_numbers)
         self._key, self._state_key = f"weight of {number}", f"state of {number}"
+        # WeightReads runs first: behind a tool that has changed a weight its parameter cannot be told.
         self.depends_on(StandardMapping(), WeightReads())
         if not callable(getattr(self, "transform", None)):
             raise ToolError(f"{self.__class__.__name__} has no method transform(self, value, ...)")
         self.add_inst_for_op(self._analyse_forward)
+        # Other tools leave the backward pass without routines, which costs nothing then.
         if self.transforms_gradients or self.wants_gradients:
             self.add_inst_for_op(self._analyse_backward, backward=True)
 
@@ -100,6 +104,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
         present: returns the value that the op reads.
         """
+        # Loaded state is ready, and is not computed anew.
         if not weight.is_ready:
             value = weight.plain(present())
             self.update(weight, value if self.elementwise else weight.canonical(value))
@@ -108,7 +113,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     def update(self, weight: W, value: Any) -> None:
         """Compute the state of a weight from its value, by `weight[name] = ...`.
 
-        Called at the first read of a weight, and again after `clear`.
+        Called at the first read of a weight, and again after `clear`; does nothing unless overridden.
         value: an array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order of
         outputs, inputs, window; of an elementwise tool as ops read it.
         """
@@ -141,7 +146,10 @@ class WeightTool(amanda.Tool, Generic[W]):
         self.on_read(weight, present)
 
     def on_gradient(self, weight: W, gradient: Any) -> None:
-        """Read a gradient of a weight; called in each backward pass if `wants_gradients`."""
+        """Read a gradient of a weight; called in each backward pass if `wants_gradients`.
+
+        Does nothing unless a tool overrides it.
+        """
 
     wants_gradients: bool = False
 
@@ -213,7 +221,10 @@ class WeightTool(amanda.Tool, Generic[W]):
         return result
 
     def on_finalized(self, weight: W) -> None:
-        """React to `finalize`; called for each written weight, after all are written."""
+        """React to `finalize`; called for each written weight, after all are written.
+
+        Does nothing unless a tool overrides it.
+        """
 
     def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
         """Write finalized weights into a model; return the model and the written weights."""
@@ -224,6 +235,8 @@ class WeightTool(amanda.Tool, Generic[W]):
             return self.finalized(weight, value)
 
         for store in {weight.store for weight in weights}:
+            # One call for each store, which walks the parameters of the model once however many weights there
+            # are.
             changes = [
                 (weight.holder, weight.part, partial(changed, weight))
                 for weight in weights
@@ -239,6 +252,8 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by "path of the parameter/name"."""
+        # State of retracted weights stays registered with the core; saved, it would be loaded for weights
+        # that nothing changes.
         retracted = {id(array) for weight in self.weights.retracted for array in weight.state}
         return {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
 
@@ -250,6 +265,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     @property
     def state_names(self) -> Sequence[str]:
         """Names of the state that `transform` receives."""
+        # Cached, since this is read at each execution and `signature` builds objects for each parameter.
         names = self.__dict__.get("_state_names")
         if names is None:
             names = self._state_names = tuple(inspect.signature(self.transform).parameters)[1:]
@@ -258,6 +274,8 @@ class WeightTool(amanda.Tool, Generic[W]):
     def _analyse_forward(self, context: amanda.OpContext) -> None:
         """Insert the routine that reads and changes the weight of a forward op."""
         outdated_ops = self.weights.record_readers(context)
+        # Ops that have routines for a weight that turned out to be looked up are analysed anew, and have none
+        # then.
         if outdated_ops:
             self.analyse_again(outdated_ops)
         read = weight_input(context) if context["phase"] == "forward" else None
@@ -267,6 +285,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         view, find = self.weights.view_of_read(context, read)
         if view is None and find is None:
             return
+        # Only here, where a weight is selected: ops of NumPy or ONNX Runtime beside the model are no mistake.
         if self.framework and not context.namespace.matches(self.framework.lower()):
             raise self.error(
                 f"{type(self).__name__} is for {self.framework}; {context.get_op_type()} is of "
@@ -280,6 +299,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         state = context[self._state_key] = self._final_state(context, read, view)
         # Eager PyTorch differentiates `transform` by autograd; elsewhere `_analyse_backward` does so.
         in_autograd = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
+        # Settled state is a constant of the compiled graph: the compiler fuses the product with it into the
+        # op.
         if state is not None:
             apply = self._on_read_value(self.transform, view)
             context.insert_before_op(_apply_transform, inputs=[read.index], apply=apply, **state)
@@ -299,6 +320,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         if not self.elementwise and not isinstance(view, Weight):
             self.weights.skip(context, "it reads another form of a weight than other ops of the file")
             return
+        # NumPy arrays become initializers of the file.
         arrays = view.numbers(self.state_names)
         apply = self._on_read_value(self.transform, view)
         context.insert_before_op(_apply_transform_in_file, inputs=[read.index], apply=apply, **arrays)
@@ -321,6 +343,7 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     def _on_read_value(self, function: Callable[..., Any], view: WeightView | None) -> Callable[..., Any]:
         """Return `transform` or `transform_gradient` as a function of the value that an op reads."""
+        # A view of other forms brings its pieces into canonical order itself.
         if self.elementwise or not isinstance(view, Weight):
             return function
         return partial(_apply_to_canonical, function, view.layout, view.shape)
@@ -331,6 +354,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         if self._key not in context or index is None:
             return
         view, state = context[self._key], context[self._state_key]
+        # There autograd has differentiated `transform`, and a second change of the gradient would apply masks
+        # twice.
         within = context.namespace.matches("pytorch/*/eager")
         if state is not None and self.transform_gradient is not None and self.transforms_gradients:
             apply = self._on_read_value(self.transform_gradient, view)
@@ -362,7 +387,10 @@ class WeightTool(amanda.Tool, Generic[W]):
         run: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Pass the gradient of each weight to `on_gradient`; return the transformed gradient."""
+        # The forward routine has left the view of this execution there, where executions differ.
         view = run.get(self._key, view)
+        # The analysis of one backward pass serves all: another pass may have no gradient of the weight there,
+        # or one of another shape.
         if view is None or not is_weights(gradient):
             return None
         if self.wants_gradients:

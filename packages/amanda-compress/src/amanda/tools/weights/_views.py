@@ -45,6 +45,8 @@ class AliasedWeightView(WeightView):
 
     def _covered(self) -> Iterator[tuple[Weight, bool]]:
         """Yield each weight of the parameter, and True if the view has every element of it."""
+        # The list of weights grows as ops read further parts; what was compared once is not compared again,
+        # since each comparison takes a pass over elements.
         new_weights = self._weights[len(self._covers) :]
         self._covers += [self._store.covers(self._part, weight.part, self._whole) for weight in new_weights]
         return zip(self._weights, self._covers, strict=False)
@@ -57,6 +59,7 @@ class AliasedWeightView(WeightView):
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
         """Yield the weights, each with its part of the gradient."""
+        # An expanded view has several gradients for one element, which autograd would sum.
         gradient = self._store.sum_repeats(gradient, self._part)
         for weight in self._weights:
             yield weight, self.value_of(weight, gradient)
@@ -94,6 +97,8 @@ class AliasedWeightView(WeightView):
         for weight, covered in self._covered():
             if not weight.is_ready:
                 continue
+            # A view with a part of the weight alone cannot give its whole value to a transform that is not
+            # elementwise, so that the present value of the parameter stands in.
             value_of_weight = self._transfer(pieces[:1], weight.part, 0) if covered else weight.read()
             result = weight.transformed(tool, value_of_weight)
             pieces += [] if result is None else [(result, weight.part)]
@@ -105,6 +110,7 @@ class AliasedWeightView(WeightView):
             return super().transformed_gradient(tool, gradient)
         pieces = [(gradient, self._part)]
         for weight, covered in self._covered():
+            # The gradient of a partly visible weight is incomplete, and its transform may mix elements.
             if covered and weight.is_ready:
                 result = weight.transformed_gradient(tool, self._transfer(pieces[:1], weight.part, 0))
                 pieces += [] if result is None else [(result, weight.part)]
@@ -131,6 +137,8 @@ class IndexedRows(WeightView):
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield every row, also rows that the op does not read."""
+        # All rows, as state of rows that are not read now would otherwise be missing when a later execution
+        # selects them.
         whole = self._holder.detach()
         for weight, _ in self._rows.within(value):
             yield weight, partial(_row_of, whole, weight.part)
@@ -158,12 +166,15 @@ def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None
 
     holder = origin.holder
     extents = holder.shape[1:]
+    # Numbered elements show where an op's indexing has put each axis; indices of programs cannot be analysed
+    # otherwise.
     places = origin.of(torch.arange(holder.numel(), device=holder.device).reshape(holder.shape))
     if places.dim() < len(extents):
         return None
     inner = places.reshape(-1, *places.shape[places.dim() - len(extents) :])
     size = extents.numel()
     row = torch.arange(size, device=holder.device).reshape(extents)
+    # Rows may be selected in any order, and repeatedly: only the order within each row counts.
     starts = (inner.reshape(len(inner), -1)[:, 0] // size * size).reshape(-1, *[1] * len(extents))
     for axes in permutations(range(len(extents))):
         turned = row.permute(axes)

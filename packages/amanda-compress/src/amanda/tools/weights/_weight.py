@@ -78,6 +78,7 @@ class WeightView:
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
         """Return state by name in the element type of a tensor, on its device."""
         tensors = tensors_of(value)
+        # Element type and device: mixed precision and several devices read one weight in several forms.
         key = tensors, *tensors.kind(value)
         cached = self._tensors.get(key)
         if cached is None:
@@ -113,6 +114,7 @@ class Weight(WeightView):
         keep: Callable[[str, Callable[[], Any]], Any],
         error: type[AmandaError],
         path: str = "",
+        # A weak reference, since tools outlive models.
         holder: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__()
@@ -127,6 +129,8 @@ class Weight(WeightView):
         self.changes = 0
         self.state: list[Array] = []
         self._xp, self.store, self._holder = tensors_of(value), store, holder
+        # A transposed view lies in memory as the parameter does: state in that order fits every reader,
+        # whichever comes first.
         self._order = None if self.part is None or whole is None else in_memory_order(self.part)
         self._keep, self._error, self._whole = keep, error, whole
         self._arrays: dict[str, Array] = {}
@@ -176,6 +180,7 @@ class Weight(WeightView):
         holder = self._holder()
         if holder is None:
             raise self._error(f"nothing that runs holds the weight of {self.name}")
+        # Reading may run ops, as for a tensor in shards; tools are not to see these.
         with amanda.disabled():
             return self.store.read(holder, self.part)
 
@@ -186,6 +191,7 @@ class Weight(WeightView):
         was loaded.
         """
         array = self._keep(name, lambda: self._xp.copy(start))
+        # Lists of numbers are a start too, as in the example of WeightTool.
         extents = tuple(start.shape) if hasattr(start, "shape") else np.shape(start)
         if tuple(array.shape) != extents:
             raise self._error(
@@ -203,6 +209,7 @@ class Weight(WeightView):
         """
         array = self.keep(name, np.full(self._saved_extents(), fill, dtype))
         if self._order is not None:
+            # A view, so that writing into the turned state writes into the array that `state_dict` returns.
             inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
             array = do("transpose", array.reshape([self.shape[axis] for axis in self._order]), inverse)
         self._arrays[name], self.fills[name] = array, fill
@@ -210,9 +217,13 @@ class Weight(WeightView):
 
     def close(self) -> None:
         """Keep for which step the state was made, and let go of the op at which the weight was met."""
+        # An array and not a number, because the state of a tool consists of arrays in every framework.
         self._updated_state = self.keep("updated", np.full(1, NEVER))
+        # A plain number beside the array: reads of each execution compare it, and an array on a GPU would
+        # have to be waited for.
         self._updated = int(self._updated_state[0])
         self.is_loaded = self._updated != NEVER
+        # The closure holds the context of an op, and with it the tensors of the op's first execution.
         del self._keep
 
     def _saved_extents(self) -> tuple[int, ...]:
@@ -220,6 +231,8 @@ class Weight(WeightView):
         if self._order is None:
             return self.shape
         whole: Sequence[int] = self._whole[0]
+        # A reshaped view of all elements has the parameter's own shape in files, so that a mask fits the
+        # parameter.
         if self.size == prod(whole) and in_memory_order(self._whole) == tuple(range(len(whole))):
             return tuple(whole)
         return tuple(self.shape[axis] for axis in self._order)
@@ -232,7 +245,9 @@ class Weight(WeightView):
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        # Written in place: `state_dict` and views of other forms hold this array.
         self._arrays[name][...] = self._xp.beside(value, self._arrays[name])
+        # Casts of the former state are outdated.
         self._tensors.clear()
         self.changes += 1
 

@@ -84,6 +84,7 @@ class WeightReads(amanda.Tool):
         self.slices = FollowedSlices()
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._follow)
+        # Apart from `_follow`, which runs before an op: this one reads outputs, and so runs after it.
         self.add_inst_for_op(self.slices.follow_symbols, require_outputs=True)
 
     @staticmethod
@@ -111,8 +112,12 @@ class WeightReads(amanda.Tool):
 
     def _follow(self, context: amanda.OpContext) -> None:
         """Follow the op's copies of parameters, and record the slice that each execution reads as weight."""
+        # Two followers would record each copy twice, and the inner one sees values that outer tools have
+        # changed.
         if READS in context:  # a scope around this one follows already
             return
+        # Later analysis routines of the same op reach this instance by the context, without a reference from
+        # tool to tool.
         context[READS] = self
         if context["phase"] != "forward":
             return
@@ -137,8 +142,11 @@ class WeightReads(amanda.Tool):
         if context["weight_index"] is None and context["type"] in MATRIX_PRODUCTS:
             layout = ("OI", "IO")[MATRIX_PRODUCTS[context["type"]].factors.index(index)]
         holder = context.get_variable(index)
+        # A view of a parameter has the parameter as its variable; a copy or a selection has none, and needs
+        # the record.
         is_moved = holder is None and self._is_moved(context, index)
         is_followed = self._is_followed(context, index)
+        # The file of a model has one execution as it were, in which nothing varies.
         varies = is_moved and not context.is_static() and self._varies(context, index)
         return WeightInput(
             index, layout, holder, is_followed,
@@ -149,6 +157,7 @@ class WeightReads(amanda.Tool):
     def source(self, context: amanda.OpContext, index: int) -> ParameterSlice | None:
         """Return the slice of a parameter that an input is; None for a computed value."""
         value = context.get_inputs()[index]
+        # Symbols of a graph have no memory to compare: the layout that the graph states is taken.
         if not _is_part_in_graph(context, index):
             return self.slices.source(value)
         return ParameterSlice(context.get_variable(index), _raise_unknown_part, StridedLayout.of(value))
@@ -159,6 +168,8 @@ class WeightReads(amanda.Tool):
         if index is not None:
             return index
         product = MATRIX_PRODUCTS.get(context["type"])
+        # Two copied factors, such as queries and keys out of one parameter, are both activations: no position
+        # is a weight then.
         positions = [i for i in product.factors if self._is_moved(context, i)] if product else []
         return positions[0] if len(positions) == 1 else None
 
@@ -175,6 +186,8 @@ class WeightReads(amanda.Tool):
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
             return self.slices.of(value) is not None or self.slices.is_selected(value)
+        # A factor without a known position counts as a weight if anything selected it; at the known position
+        # only a choice by data makes it a moved one.
         by_data = context["weight_index"] is not None
         return context.namespace.matches("tensorflow") and self._variables.reads(context, index, by_data)
 
@@ -276,12 +289,15 @@ class FollowedSlices:
     def of(self, value: Tensor) -> ParameterSlice | None:
         """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
         tensors, _ = _torch_tensors_and_store()
+        # Keyed by storage and not by tensor: each view of a copy is another tensor, and Python may drop and
+        # make tensor objects anew. `_cdata` is private; `data_ptr` is 0 for all empty storages.
         copied = self._copies.get(value.untyped_storage()._cdata) if tensors.is_strided(value) else None
         # A new tensor may have the address of a freed storage: the weak reference tells them apart.
         holder = None if copied is None or copied.storage.expired() else copied.holder()
         if copied is None or holder is None:
             return None
         form = StridedLayout.of(value)
+        # The frequent case, in which the copy is read as it was made, needs no composition of layouts.
         if form == copied.layout:
             return ParameterSlice(holder, copied.of, copied.form)
         part = None if copied.form is None else _composed(copied.form, copied.layout, form)
@@ -293,7 +309,10 @@ class FollowedSlices:
             return
         if self.source(next(iter(context.get_inputs()), None)) is None:
             return
+        # A selection is repeated later by the op itself, on other tensors of the parameter's shape: state and
+        # masks.
         compute = None if context["type"] in COPIES else context.get_computation()
+        # Inputs are recorded before the op: afterwards an op in place may have overwritten them.
         context.insert_before_op(_record_inputs, name=self._inputs_key)
         context.insert_after_op(self._record_copy, compute=compute)
 
@@ -317,11 +336,16 @@ class FollowedSlices:
     @amanda.differentiable  # to be given what is a view of a parameter as that
     def _record_copy(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
         """Record the slice of a parameter that an output is a copy of."""
+        # Popped: the dict of an execution lives until its backward pass, and would keep the inputs.
         inputs = run.pop(self._inputs_key)
         source = self.source(inputs[0])
         tensors, store = _torch_tensors_and_store()
+        # `contiguous` and `to` return their input where nothing is to do, which is a view of the parameter
+        # and no copy.
         if source is None or not tensors.is_strided(output) or store.owner(output) is not None:
             return
+        # PyTorch's only weak reference to a storage; it is used by its multiprocessing, and imported late for
+        # its cost.
         from torch.multiprocessing.reductions import StorageWeakRef
 
         # Freed entries go once the table has doubled, so that a copy costs constant time.
@@ -332,9 +356,9 @@ class FollowedSlices:
         if compute is not None:
             of, form = partial(_selected, compute, of, inputs[1:]), None
         lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._copies[storage._cdata] = _CopiedSlice(
-            lives, StridedLayout.of(output), weakref.ref(source.holder), of, form
-        )
+        # Weak: a record must not keep a model alive that the program has dropped.
+        holder = weakref.ref(source.holder)
+        self._copies[storage._cdata] = _CopiedSlice(lives, StridedLayout.of(output), holder, of, form)
 
     def sweep(self) -> None:
         """Forget what is freed, and with it the indices that selected it."""
@@ -398,8 +422,11 @@ def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -
     steps = [int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
              for axis, size in enumerate(positions.shape)]  # fmt: skip
     composed = StridedLayout(tuple(positions.shape), tuple(steps), int(first))
+    # as_strided takes no negative strides, as after a flip.
     if min(steps, default=0) < 0:
         return None
+    # First elements along each axis determine the strides if any describe the view: the comparison says
+    # whether they do.
     whole = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
     return composed if torch.equal(whole, positions) else None
 
@@ -410,4 +437,6 @@ def may_vary(context: amanda.OpContext, index: int) -> bool:
         return False
     import torch
 
+    # A parameter itself is the same at each execution of its op; a view may be another one, as in a loop over
+    # `weight[i]`.
     return not isinstance(context.get_inputs()[index], torch.nn.Parameter)

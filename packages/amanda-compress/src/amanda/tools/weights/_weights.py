@@ -53,6 +53,8 @@ class WeightSelection(Selection):
 
     def __call__(self, context: amanda.OpContext) -> bool:
         """Return True if the weight of an op is selected."""
+        # A parametrization multiplies parameters to compute a weight: to prune its factors would not prune
+        # the weight.
         if not self.has_modules and (WeightReads.computes_weight(context) or is_adapter(context)):
             return False
         return self.fits(context)
@@ -105,6 +107,7 @@ class Weights(Generic[W]):
         self._unselected_count, self._has_unweighted_product = 0, False
         self._views: dict[Hashable, AliasedWeightView] = {}
         self._by_parameter: dict[Hashable, list[W]] = {}
+        # Anew with the weights: numbers of readers count from the first read after `clear`.
         self._shared = SharedState()
 
     def __iter__(self) -> Iterator[W]:
@@ -150,6 +153,8 @@ class Weights(Generic[W]):
         for parameter in holders:
             identity = parameter_store(parameter).identity(parameter)
             self._skip_reasons[identity] = reason
+            # A lookup may come after the product, as where the output layer of a language model is tied and
+            # runs in another call.
             outdated_ops |= self._retract(context, self._by_parameter.pop(identity, []), reason)
         return outdated_ops
 
@@ -197,10 +202,13 @@ class Weights(Generic[W]):
             return None
         store = parameter_store(value)
         location = None if holder is None else store.locate(holder, value)
+        # A computed weight has no identity that lasts: the place of its op stands for it.
         key: Hashable = self._tool.place(context) if location is None else location
         if location is not None and location[0] in self._skip_reasons:
             if self._tool.selection(context):
                 self.skip(context, self._skip_reasons[location[0]])
+        # Skipped keys are remembered, so that each execution in a loop pays one look-up and no second
+        # analysis.
         elif key not in self._by_key and key not in self._views and key not in self._skipped:
             self._add_view(context, store, key, _WeightRead(value, holder, location, layout))
         view = self._by_key.get(key) or self._views.get(key)
@@ -217,6 +225,7 @@ class Weights(Generic[W]):
         if read.location is not None and any(
             store.overlaps(read.location[1], weight.part, whole) for weight in siblings
         ):
+            # `siblings` is shared and grows: weights that are met later are in the view too.
             self._views[key] = AliasedWeightView(store, read.location[1], whole, siblings)
         elif not self._tool.selection(context):
             self._skipped.add(key)
@@ -237,6 +246,7 @@ class Weights(Generic[W]):
             if self._tool.selection(context):
                 self.skip(context, self._skip_reasons[identity])
         elif key not in self._views and key not in self._skipped:
+            # Until all rows are added: a failure half way leaves the parameter as a whole.
             self._skipped.add(key)
             if self._tool.selection(context):
                 self._add_rows(context, store, key, origin, value, layout)
@@ -418,6 +428,7 @@ def _element_count(context: amanda.OpContext, holder: Any, value: Any) -> int | 
 
 
 def _weak_reference(holder: Any) -> Callable[[], Any]:
+    """Return a weak reference; a function that returns None for an object without weak references."""
     try:
         return weakref.ref(holder)
     except TypeError:

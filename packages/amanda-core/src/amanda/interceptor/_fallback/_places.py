@@ -270,7 +270,7 @@ def mix_leaf(way: int, value: Any) -> int:
 
 
 def mix_identities(hash: int, value: Any) -> int:
-    """A hash that also tells apart what an op is given, by the ordinals of such types."""
+    """The hash mixed with the ordinal of each argument, also in a list, whose type distinguishes ops."""
     # One level deep, as `torch.cat` takes its tensors; a deeper search would cost every call.
     for item in value if type(value) in (tuple, list) else (value,):
         if issubclass(type(item), place_state.identity_types):
@@ -311,10 +311,10 @@ def reset_root() -> None:
 def subjects() -> list[Any]:
     """Objects of the enclosing calls, outermost first."""
 
-    def outwards(region: Region | None) -> Iterator[Any]:
+    def subjects_outwards(region: Region | None) -> Iterator[Any]:
         while region is not None:
             if region.subject is not None:
                 yield region.subject
             region = region.parent
 
-    return list(outwards(thread.top))[::-1]
+    return list(subjects_outwards(thread.top))[::-1]

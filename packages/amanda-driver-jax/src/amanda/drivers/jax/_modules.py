@@ -74,7 +74,7 @@ class ModulePlaces:
         # A module that hashes by value, or that JAX made, is no lasting key: its class and number are.
         if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_by_jax(module):
             number, numbers = self._count_before(kind, module), _model_numbers()
-            of_program = (other for other in numbers if other.root == root and numbers[other] == number)
+            of_program = (place for place in numbers if place.root == root and numbers[place] == number)
             return next(of_program, None) or self._numbered_models.setdefault(
                 (kind, number), ModulePlace("", root, number)
             )

@@ -106,8 +106,9 @@ class Autograd(EagerDriver):
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             # A pass within a pass may run on a thread of the engine, to which no context variable comes.
-            if (around := activation_of_pass()) is not None:
-                with in_force(around):
+            if (caller_activation := activation_of_pass()) is not None:
+                # Within it, `activation_of_pass` returns None: the call comes here once.
+                with in_force(caller_activation):
                     return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))

@@ -1,4 +1,4 @@
-"""Cuts of work into stages: by dynamic programming over the order, and by minimum cut into two sides."""
+"""Cuts of work into stages, by order or by minimum cut, their schedule, and the plan that files keep."""
 
 from __future__ import annotations
 

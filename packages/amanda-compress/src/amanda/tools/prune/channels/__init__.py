@@ -16,20 +16,7 @@ from amanda.tools.prune.channels._rules import Rule, concatenated, convolution, 
 from amanda.tools.prune.channels._tool import ChannelPruneResult, ChannelPruneTool
 
 __all__ = [
-    "ChannelPruneResult",
-    "ChannelPruneTool",
-    "Families",
-    "Family",
-    "FollowedOp",
-    "ModuleTracing",
-    "Rule",
-    "TorchModel",
-    "Work",
-    "concatenated",
-    "convolution",
-    "fresh",
-    "linear",
-    "same_channels",
-    "shaped",
+    "ChannelPruneResult", "ChannelPruneTool", "Families", "Family", "FollowedOp", "ModuleTracing", "Rule",
+    "TorchModel", "Work", "concatenated", "convolution", "fresh", "linear", "same_channels", "shaped",
     "varying",
 ]  # fmt: skip

@@ -46,6 +46,7 @@ class KerasModel(PrunableModel):
                 f"ChannelPruneTool.prepare was given a Keras model on {keras.backend.backend()}; it removes "
                 "channels on TensorFlow: set KERAS_BACKEND=tensorflow"
             )
+        # A subclass with a `call` of its own has sizes in its code, which no config changes.
         if type(model).call not in (keras.Sequential.call, type(_functional(keras)).call):
             raise PruneError(
                 f"ChannelPruneTool.prepare was given {model.name}, a {type(model).__name__} with code of its "
@@ -103,6 +104,7 @@ class KerasModel(PrunableModel):
 
         def mask(value: Any) -> Any:
             weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _KerasWeight) else None
+            # TensorFlow multiplies tensors of one type alone.
             return None if weight_mask is None else weight_mask.astype(value.dtype)
 
         return mask
@@ -168,6 +170,7 @@ class _KerasWeight:
 def _functional(keras: Any) -> Any:
     """Return a functional model, whose class Keras does not name."""
     tensor = keras.Input((1,))
+    # Keras has no public name for the class of functional models.
     return keras.Model(tensor, tensor)
 
 
@@ -204,6 +207,7 @@ def size_is_unknown(layer: Any) -> str:
     """Return why no config can say how many channels a layer has; "" where one can."""
     import keras
 
+    # By name, so that this module can be imported without Keras.
     kinds = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
     kind = type(layer)
     if isinstance(layer, kinds) and (size := _size(layer)) is not None and size[0] not in layer.get_config():
@@ -240,6 +244,7 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
             keep_mask = keep_masks.get(name, {}).get(axis)
             if keep_mask is not None:
                 before, config[key] = config[key], int(keep_mask.sum())
+                # Whole groups went, so that their number shrinks in the same share.
                 if name in plan.tracing.notes.whole_groups:
                     config["groups"] = config["groups"] * config[key] // before
         elif isinstance(layer, keras.layers.GroupNormalization):
@@ -249,12 +254,14 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
                     config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
         elif isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
+                # -1 follows the elements by itself.
                 new if old != -1 else old
                 for old, new in zip(config["target_shape"], shapes[path][1:], strict=True)
             ]
         return type(layer).from_config(config)
 
     smaller = keras.models.clone_model(model.now, clone_function=rebuilt)
+    # A clone of a sequential model without an Input layer has no weights yet.
     if not smaller.built:
         smaller.build(model.now.input_shape)
     for old, new in zip(model.now.weights, smaller.weights, strict=True):

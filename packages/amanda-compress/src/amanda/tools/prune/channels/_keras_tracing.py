@@ -65,6 +65,7 @@ def channels_first(rule: Rule) -> Rule:
     def turned(call: FollowedOp) -> Sequence[Families]:
         if call.value("data_format") not in ("NHWC", "NDHWC"):
             return unknown(call)
+        # Rules are written once, for PyTorch's order of axes: the tensors turn, and the families turn back.
         rank = call.inputs[0].ndim
         front, outwards = (0, rank - 1, *range(1, rank - 1)), (rank - 1, rank - 2, *range(rank - 2))
         value, weight, *other_inputs = call.inputs
@@ -86,6 +87,7 @@ def depthwise(call: FollowedOp) -> Sequence[Families]:
     call.labels.leave(multiplier_families, "")
     channels = call.along(tuple(family for family in call.of(weight) if family.shape[2] > 1), 2)
     call.match(call.along(call.of(value), -1), channels)
+    # Channel i makes the outputs i * m to i * m + m - 1.
     outputs = None if channels is None else np.repeat(channels, weight.shape[3])
     call.labels.produce(outputs)
     call.notes.work.append(Work(prod(output.shape) * prod(weight.shape[:2]), outputs, None))
@@ -151,6 +153,8 @@ def rule_of(
     """
     rule, named, renamed = _TABLE.get(type, (unknown, "", {}))
     inputs = list(values)
+    # Rules expect the tensor whose channels pass on first; TensorFlow has sizes or an axis before it in some
+    # ops.
     inputs.insert(0, inputs.pop(first_of(type)))
     if type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):
         inputs = [inputs[0], inputs[2]]
@@ -162,6 +166,7 @@ def rule_of(
     names += ["" for _ in inputs[len(names) :]]
     for i, name in enumerate(names):
         if name == "dim":
+            # Axes are tensors in TensorFlow.
             inputs[i] = inputs[i].tensor.numpy().tolist()
     for theirs, ours in renamed.items():
         names.append(ours)
@@ -204,6 +209,7 @@ class KerasTracing(Tracing):
         return name.rpartition("/")[0]
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a forward op."""
         if context["phase"] != "forward":
             return
         context.insert_before_op(self._before)
@@ -226,8 +232,10 @@ class KerasTracing(Tracing):
         attributes: Mapping[str, Any],
         module: str,
     ) -> None:
+        """Follow an op by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
+        # Weights enter the program there: its output is the weight for all ops that follow.
         if type == "ReadVariableOp":
             name = self._handles.get(values[0].tensor)
             if name is not None:
@@ -251,6 +259,7 @@ class KerasTracing(Tracing):
         for output, families in zip(output_tensors, output_families, strict=True):
             if families:
                 self._families_of[output] = families
+            # Mixed precision casts each weight before it is used.
             if type in ("Cast", "Identity") and read[0].name is not None:
                 self._names[output] = read[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
@@ -282,6 +291,7 @@ def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], fami
     """Return what an op makes of labels in the place of its tensor: an array for each output."""
     import tensorflow as tf
 
+    # Raw ops are named as ops are, so that any op that moves elements is run on labels without a table.
     compute, first = getattr(tf.raw_ops, type), first_of(type)
     labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[first].shape)))
     inputs = [labels if i == first else value.tensor for i, value in enumerate(values)]

@@ -25,6 +25,8 @@ class ChannelSets:
     """Disjoint sets of labels; a set that is left whole has a reason."""
 
     def __init__(self) -> None:
+        # A union-find over all channels of the model: one array instead of an object for each of a million
+        # labels.
         self._parents = np.zeros(0, np.int64)
         self._whole: list[tuple[Any, str]] = []
         self._produced: list[Any] = []
@@ -44,6 +46,7 @@ class ChannelSets:
     def roots(self, labels: Family) -> Family:
         """Return the root of each label, which stands for its set."""
         roots = self._parents[labels]
+        # Arrays of labels climb together, one gather for each level of the trees.
         while True:
             above = self._parents[roots]
             if (above == roots).all():
@@ -54,9 +57,12 @@ class ChannelSets:
         """Make one set of the labels at the same places, after broadcasting."""
         labels, other_labels = np.broadcast_arrays(self.roots(labels), self.roots(other_labels))
         different = labels != other_labels
+        # Broadcasting repeats pairs: a batch of images unites the same channels for each position.
         pairs = np.unique(np.stack([labels[different], other_labels[different]]), axis=1)
         for first, second in pairs.T.tolist():
             first, second = self._root(first), self._root(second)
+            # The lower label becomes the root, so that groups are in the order in which their layers were
+            # met.
             self._parents[max(first, second)] = min(first, second)
 
     def _root(self, label: int) -> int:
@@ -68,6 +74,7 @@ class ChannelSets:
     def leave(self, labels: Iterable[Family] | Family, reason: str) -> None:
         """Keep the channels of labels whole; reason: "" for axes that are no channels."""
         for family in labels if isinstance(labels, (tuple, list)) else (labels,):
+            # Labels and not roots: later unions extend what is left whole.
             self._whole.append((np.unique(family), reason))
 
     def produce(self, labels: Family | None) -> None:
@@ -93,6 +100,7 @@ class ChannelSets:
 
     def pin(self, family: Family, axis: int, reason: str) -> Family | None:
         """Keep an axis whole: return the family without it; None if it varies along no other axis."""
+        # An axis stays whole if all its places are one channel.
         first = family.take([0], axis)
         self.unite(family, first)
         if first.size > 1:
@@ -119,6 +127,8 @@ class ChannelSets:
         if not family.size:
             return None
         roots = self.roots(family)
+        # A reshape may split an axis into places of the same channel, as spatial ones; such axes carry
+        # nothing.
         for axis in range(roots.ndim):
             first = roots.take([0], axis)
             if (roots == first).all():
@@ -135,6 +145,7 @@ class ChannelSets:
         An axis that one tensor has and another has without channels stays whole.
         """
         rank = max(len(shape) for _, shape in parts)
+        # Broadcasting aligns axes from the last one on.
         padded = [
             (tuple(family.reshape((1,) * (rank - len(shape)) + family.shape) for family in families),
              (1,) * (rank - len(shape)) + tuple(shape))
@@ -143,6 +154,7 @@ class ChannelSets:
         merged: list[Family] = []
         for families, _ in padded:
             for axis in range(rank):
+                # The other tensor would keep its extent, and the op would fail.
                 if any(_lacks(part, axis) for part in padded):
                     families = self.pinned(families, [axis], reason)
             for family in families:
@@ -177,11 +189,13 @@ class ChannelSets:
 
         That is the longest one, if what ops do has not decided.
         """
+        # Until nothing changes: what one block decides may decide others that share its labels.
         before = -1
         while before != (before := len(np.unique(self.roots(np.arange(len(self._parents)))))):
             for block in self.blocks:
                 axes = [axis for axis in varying(block) if self._is_carrier(block, axis)]
                 if not axes:
+                    # Of heads and features the longer axis gives the finer choice of what to remove.
                     carrier = max(varying(block), key=lambda axis: block.shape[axis])
                     for axis in varying(block) - {carrier}:
                         self.unite(block, block.take([0], axis))

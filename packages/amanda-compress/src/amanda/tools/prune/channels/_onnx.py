@@ -68,6 +68,7 @@ class OnnxModel(PrunableModel):
         self._run(True, example, named)
 
     def _run(self, optimized: bool, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Run a session of the model as it is now; raise PruneError for inputs of other names or number."""
         feed = dict(zip(self.inputs, example, strict=False)) | dict(named)
         if len(example) > len(self.inputs) or feed.keys() != set(self.inputs):
             raise PruneError(
@@ -77,9 +78,12 @@ class OnnxModel(PrunableModel):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
+        # Trials of a removal fail on purpose, and ONNX Runtime would print each failure.
         options.log_severity_level = _FATAL
         if not optimized:
+            # Fused nodes have no rules, and round otherwise than the nodes that they replace.
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        # A session takes seconds to build, and a latency budget calls one many times.
         if self._session is None or self._session[:2] != (id(self.proto), optimized):
             session = onnxruntime.InferenceSession(
                 self.proto.SerializeToString(), options, ["CPUExecutionProvider"]
@@ -205,6 +209,7 @@ class _Named:
 
 def _plain(original: ModelProto) -> ModelProto:
     """Return a copy of a model without functions, in which Constant nodes are initializers."""
+    # Users keep the model that they have passed.
     plain = ModelProto()
     plain.CopyFrom(onnx_graph.inlined(original))
     nodes = list(plain.graph.node)
@@ -228,6 +233,7 @@ def _part_vectors(graph: GraphProto) -> None:
     for node in graph.node:
         for i, name in enumerate(node.input):
             if name in read_names and name in vectors and vectors[name].data_type in _FLOATS:
+                # A shared bias would tie the channels of layers that have nothing else in common.
                 graph.initializer.append(vectors[name])
                 node.input[i] = graph.initializer[-1].name = f"{name}/{onnx_graph.first_output_of(node)}"
             read_names.add(name)
@@ -280,11 +286,13 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
     sizes = _SizeCorrection(smaller, plan)
     nodes = [item for node in graph.node for item in (*sizes.correct(node), node)]
     if len(nodes) > len(graph.node):
+        # Nodes of a graph are in topological order: new ones go in front of their readers.
         copied = onnx.GraphProto(node=nodes)
         del graph.node[:]
         graph.node.extend(copied.node)
     has_types = bool(graph.value_info)
     onnx_graph.remove_unread(graph, kept=unread)
+    # Types of intermediate values are of the old extents, and a checker would compare them.
     return onnx.shape_inference.infer_shapes(smaller) if has_types else smaller
 
 
@@ -364,14 +372,14 @@ class _SizeCorrection:
         if starts is None or ends is None:
             return
         axes = np.arange(len(starts)) if axes is None else axes
-        steps = self._numbers(node, step, "steps", 4)
+        strides = self._numbers(node, step, "steps", 4)
         starts, ends = starts.copy(), ends.copy()
         families, shape = step.inputs[0]
         is_changed = False
         for i, axis in enumerate(axes.tolist()):
             axis %= len(shape)
             places = self._tracing.places(families, axis, self._alive)
-            if places is not None and not places.all() and (steps is None or steps[i] == 1):
+            if places is not None and not places.all() and (strides is None or strides[i] == 1):
                 first, last, _ = slice(int(starts[i]), int(ends[i])).indices(len(places))
                 starts[i], ends[i] = places[:first].sum(), places[:last].sum()
                 is_changed = True

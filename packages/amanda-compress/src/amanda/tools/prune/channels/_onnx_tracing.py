@@ -162,6 +162,7 @@ def rule_of(
     shape = values[0].shape if values and values[0] is not None else ()
     if type == "Concat":
         inputs = [inputs]
+    # Older versions flatten all axes behind the given one before they normalise.
     elif type in _COERCED and opset < 13:
         rule = from_axis_on
     elif type == "Gather" and _is_embedding(attributes, values):
@@ -169,6 +170,7 @@ def rule_of(
     elif type == "LayerNormalization":
         axis = attributes.get("axis", -1)
         attributes = {"normalized_shape": shape[axis:]}
+        # Mean and variance as further outputs would be over fewer channels.
         rule = rule if outputs == 1 else unknown
     elif (type == "GroupNormalization" and opset < 21) or attributes.get("training_mode"):
         rule = unknown
@@ -228,6 +230,8 @@ class OnnxTracing(Tracing):
             with amanda.apply(self):
                 self.result = self._model(*example, **named)
         except Exception:
+            # A session that fails shows no op at all: the prefix that runs shows which node comes next, and
+            # so which one failed.
             with self._model.as_far_as_it_runs(*example, **named), amanda.apply(self):
                 self._model(*example, **named)
             raise
@@ -248,6 +252,7 @@ class OnnxTracing(Tracing):
         return self._layers.get(name, name)
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a node of the main graph."""
         key = self._model.key(context)
         if key not in self._model.nodes:  # of a body, where nothing can listen
             return
@@ -265,7 +270,9 @@ class OnnxTracing(Tracing):
 
     @amanda.observer
     def _before(self, *inputs: Any, key: str, names: Sequence[Any]) -> None:
+        """Store the arrays of a node's inputs, with the names that they have in the graph."""
         arrays = list(_of_each(inputs, lambda array: array if isinstance(array, np.ndarray) else None))
+        # By key and not on a stack: a session may run independent nodes in another order than the file's.
         self._open_inputs[key] = [
             None if name is None or array is None else OnnxValue(name[0], array, name[1])
             for name, array in zip(names, arrays, strict=True)
@@ -284,6 +291,7 @@ class OnnxTracing(Tracing):
         node: str,
         compute: Callable[[Sequence[Any]], Any] | None,
     ) -> None:
+        """Follow a node by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop(key)
         arrays = (array for array in _of_each(outputs, lambda array: array) if isinstance(array, np.ndarray))
         results = [OnnxValue(name, array) for name, array in zip(output_names, arrays, strict=False)]
@@ -291,6 +299,7 @@ class OnnxTracing(Tracing):
         for i, value in enumerate(values):
             if value is not None and value.root is not None and value.root in self._weights:
                 self._layers.setdefault(value.root, module)
+            # Shapes and indices computed at run time are needed when sizes are corrected.
             if value is not None and value.array.dtype in (np.int32, np.int64):
                 self.numbers[key, i] = value.array
         why = unfollowed(type, values, channels)

@@ -79,6 +79,7 @@ def groups_of(tracing: Tracing) -> list[ChannelGroup]:
             for i, (label, root) in enumerate(
                 zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
             ):
+                # A channel that no layer makes, as of an input image, cannot be removed.
                 if root in produced and root not in whole_roots:
                     places[root].setdefault((name, axis, label in output_labels), []).append(i)
     roots_by_axes: dict[Any, list[int]] = defaultdict(list)
@@ -196,6 +197,7 @@ class ChannelBudget:
     def _keep_masks_at(
         self, sparsity: float, groups: Sequence[ChannelGroup], importances: Sequence[Any]
     ) -> list[Any]:
+        """Return the keep mask of each group at a share of the channels."""
         # The best channel of each group is never removed: a layer without channels cannot run.
         guarded = [
             np.where(np.arange(len(scores)) == scores.argmax(), np.inf, scores) for scores in importances

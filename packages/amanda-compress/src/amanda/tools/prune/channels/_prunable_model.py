@@ -171,6 +171,7 @@ class Tracing(amanda.Tool):
     def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
         """Return new labels for the places along each axis of a weight."""
         labels = self.notes.labels
+        # Labels for each axis apart: windows of convolutions get some too, which their rules leave.
         families = tuple(
             labels.fresh(extent).reshape([-1 if i == axis else 1 for i in range(len(shape))])
             for axis, extent in enumerate(shape) if extent > 1
@@ -193,14 +194,17 @@ class Tracing(amanda.Tool):
             (families, tuple(output.shape))
             for output, families in zip(call.outputs, output_families, strict=True)
         ]
+        # Only these are replayed in the trial: they may select channels by numbers, as code that counts heads
+        # does.
         moved = call.moved if rule in MOVES else None
         self.steps.append(TracedOp(call.type, module, source, call.key, read, parts, moved))
 
     def extents(self, part: Part, alive: Any) -> tuple[int, ...]:
-        """Return the extents of a tensor when those labels are kept alone.  alive: a truth for each label."""
+        """Return the extents of a tensor if only living labels are kept.  alive: a truth for each label."""
         extents = list(part[1])
         for axis in range(len(extents)):
             places = self.places(part[0], axis, alive)
+            # An axis without channels keeps its extent.
             if places is not None:
                 extents[axis] = int(places.sum())
         return tuple(extents)
@@ -208,6 +212,7 @@ class Tracing(amanda.Tool):
     def places(self, families: Families, axis: int, alive: Any) -> Any:
         """Return which places along an axis are kept; None of an axis without channels."""
         for family in families:
+            # One family at most varies along an axis; a place is kept for any living channel at it.
             if family.shape[axis] > 1:
                 other_axes = tuple(i for i in range(family.ndim) if i != axis)
                 return np.any(alive[family], axis=other_axes)
@@ -221,6 +226,7 @@ def tensors_in(value: Any) -> list[Any]:
 
 def first_difference(expected: Tracing, alive: Any, steps: Sequence[TracedOp]) -> TracedOp | None:
     """Return the first op whose results have other extents than the labels say, or that has not run."""
+    # Op by op: the first difference is the cause, and those after it follow from it.
     for i, step in enumerate(expected.steps):
         if i >= len(steps):
             return step
@@ -230,6 +236,7 @@ def first_difference(expected: Tracing, alive: Any, steps: Sequence[TracedOp]) -
         if len(step.outputs) != len(trial_step.outputs):
             return step
         for part, (_, shape) in zip(step.outputs, trial_step.outputs, strict=True):
+            # Extents alone miss an op that moves channels elsewhere, which is compared below.
             if prod(shape) + prod(part[1]) and expected.extents(part, alive) != shape:  # or has no elements
                 return step
         if step.moved is not None and not _move_alike(step, trial_step, expected, alive):
@@ -245,6 +252,7 @@ def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: 
             read = _shortened(family, ((family,), family.shape), expected, alive)
             triples = zip(step.moved(family), step.outputs, trial_step.moved(read), strict=True)
             for expected_labels, part, trial_labels in triples:
+                # Roots: united channels may come in another order and still be the same.
                 short = roots(_shortened(expected_labels, part, expected, alive))
                 if short.size and not np.array_equal(short, roots(trial_labels)):
                     return False
@@ -265,6 +273,7 @@ def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
 @amanda.differentiable
 def masked(value: Any, mask: Any) -> Any:
     """Return a parameter, or those among a list of tensors, with 0 where it is removed."""
+    # A list of tensors is one input, as for an LSTM's weights.
     if isinstance(value, (list, tuple)):
         return [
             tensor if tensor_mask is None else tensor * tensor_mask
@@ -321,5 +330,7 @@ def over_kept(
         if name in ("weight", "bias") and kept_inputs[i] is not None:
             kept_inputs[i] = kept_inputs[i].index_select(0, indices)
         elif name == "normalized_shape":
+            # layer_norm is told the extent that it normalises over.
             kept_inputs[i] = [len(indices)]
+    # Zeros in place of removed channels: later ops of the masked model have the old extents.
     return value.new_zeros(value.shape).index_copy(axis, indices, compute(kept_inputs))

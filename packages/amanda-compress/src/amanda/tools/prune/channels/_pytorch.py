@@ -57,6 +57,7 @@ class TorchModel(PrunableModel):
         """Return masks of parameters, found by the tensor."""
         import torch
 
+        # By tensor and not by name: tied parameters are one tensor under several names.
         masks: TensorMap[Any] = TensorMap()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, axis, keep_mask in axes:
@@ -109,6 +110,7 @@ class TorchModel(PrunableModel):
         """Context in which the module is in evaluation mode, without gradients."""
         import torch
 
+        # Each module by itself: frozen parts of a model are in evaluation mode while the rest trains.
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -140,6 +142,8 @@ class FastPath:
     """
 
     def __init__(self) -> None:
+        # The switch is global to the process: scopes of several threads overlap, and the last one restores
+        # it.
         self._lock, self._count, self._before = threading.Lock(), 0, True
 
     @contextmanager
@@ -177,6 +181,7 @@ class ModuleTracing(Tracing):
         self._model = model
         self._names: TensorMap[str] = TensorMap()
         self._families_of: TensorMap[Families] = TensorMap()
+        # Reversed, so that the first name of a tied parameter wins.
         for name, tensor in reversed(
             [*model.named_buffers(), *model.named_parameters(remove_duplicate=False)]
         ):
@@ -187,6 +192,7 @@ class ModuleTracing(Tracing):
         """Call the module, and keep whole what it returns; return that."""
         import torch
 
+        # Without fused ops, in which channels cannot be followed.
         with torch.enable_grad(), _fast_path.off(), amanda.apply(self):
             self.result = self._model(*example, **named)
         for value in tensors_in(self.result):
@@ -203,18 +209,22 @@ class ModuleTracing(Tracing):
         return RULES.get(type, unknown)
 
     def _analyse(self, context: amanda.OpContext) -> None:
+        """Insert the routines before and after a forward op."""
         if context["phase"] == "forward":
             facts = {
                 "type": context["type"], "op_id": context.get_op_id(), "names": context.get_input_names(),
                 "module": context.get_scope(), "source": context.get_source(),
                 "compute": context.get_computation(),
             }  # fmt: skip
+            # Families are read before the op: an op in place changes its input's.
             context.insert_before_op(self._before, within=facts["type"])
             context.insert_after_op(self._after, **facts)
 
     @amanda.observer
     def _before(self, *inputs: Any, within: str) -> None:
+        """Store the inputs of an op, and the families of its tensors."""
         if within in ("batch_norm", "instance_norm"):
+            # Running averages are buffers, which have channels though they are no parameters.
             for average in inputs[3:5]:
                 self._families(average, is_followed=True)
         tensors = (tensor for tensor in leaves(inputs) if _is_tensor(tensor))
@@ -233,8 +243,10 @@ class ModuleTracing(Tracing):
         source: str,
         compute: Callable[[Sequence[Any]], Any],
     ) -> None:
+        """Follow an op by its rule, and store the families of its outputs."""
         import torch
 
+        # A stack: ops of a composite run between the two routines of the outer one.
         inputs, read = self._open_inputs.pop()
         for tensor in leaves(inputs):
             if isinstance(tensor, torch.nn.Parameter) and self._name(tensor) is None:
@@ -247,9 +259,11 @@ class ModuleTracing(Tracing):
             type, place, op_id, inputs, names, output_tensors, self._families, moved, self.notes, self._name
         )
         op_rule = self.rule(type)
+        # Most ops of a model compute sizes and masks without channels.
         rule = op_rule if any(families for families, _ in read) else fresh
         output_families = rule(call) if output_tensors else self.rule("")(call)
         for output, families in zip(output_tensors, output_families, strict=True):
+            # An op in place without channels overwrites those that the tensor had.
             if families or self._families_of.get(output):
                 self._families_of[output] = families
         recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]

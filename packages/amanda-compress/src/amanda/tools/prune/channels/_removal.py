@@ -46,8 +46,10 @@ class ModuleRemoval:
 
         Raises PruneError for an optimizer with state of other shapes than its parameters.
         """
+        # Before anything changes.
         _check_state(self._optimizer)
         model = self._model
+        # All axes of a tensor at once: a change of the data costs a copy.
         by_name: dict[str, dict[int, Any]] = {}
         for (name, axis), keep_mask in self._keep_masks.items():
             by_name.setdefault(name, {})[axis] = np.flatnonzero(keep_mask)
@@ -81,6 +83,7 @@ class ModuleRemoval:
         self._before.clear()
 
     def _shorten(self, tensor: Any, axes: Mapping[int, Any]) -> None:
+        """Remove places along axes of a tensor, of its gradient, and of the optimizer's state."""
         import torch
 
         def shortened(whole: Any) -> Any:
@@ -89,13 +92,16 @@ class ModuleRemoval:
             return whole
 
         shape, gradient = tensor.shape, tensor.grad
+        # In the order of the changes; `undo` goes backwards.
         self._before += [(tensor, "grad", gradient), (tensor, "data", tensor.data)]
+        # A gradient has to have the shape of its tensor, so that it is taken off while the data change.
         tensor.grad = None
         _set_data(tensor, shortened(tensor.data))
         if gradient is not None:
             tensor.grad = shortened(gradient.detach())
         state = {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
         for name, value in state.items():
+            # Moments have the parameter's shape; counters of steps have none.
             if isinstance(value, torch.Tensor) and value.shape == shape:
                 self._before.append((state, name, value))
                 state[name] = shortened(value)
@@ -108,6 +114,7 @@ class ModuleRemoval:
         weight = getattr(module, "running_mean", None) if weight is None else weight
         if weight is None:
             return
+        # Read before they are set anew below.
         groups = getattr(module, "groups", getattr(module, "num_groups", 1))
         name = f"{path}.weight" if path else "weight"
         if name in self._whole_groups and (name, 0) in self._keep_masks:
@@ -115,6 +122,7 @@ class ModuleRemoval:
             groups = groups * int(keep_mask.sum()) // len(keep_mask)
             self._set_attribute(module, "groups" if hasattr(module, "groups") else "num_groups", groups)
         nn = torch.nn
+        # Their weight has inputs first.
         turned = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         for attribute, axis in _EXTENTS.items():
             if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
@@ -131,6 +139,7 @@ class ModuleRemoval:
 
 
 def _check_state(optimizer: Any) -> None:
+    """Raise PruneError for an optimizer whose state of a parameter has another shape."""
     import torch
 
     for parameter, state in () if optimizer is None else optimizer.state.items():
@@ -168,6 +177,7 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
     same: dict[str, set[int]] = {}
     for step in tracing.steps:
         path = step.module
+        # An op of a module that `forward` has made belongs to the module around it.
         while path not in modules:
             path = path.rpartition(".")[0]
         for part in (*step.inputs, *step.outputs):
@@ -177,6 +187,7 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
                     if extent > 1 and after[axis] != extent:
                         changed.setdefault(path, {}).setdefault(extent, set()).add(after[axis])
             if step.type in ("reshape", "expand"):
+                # An extent that also stays, such as a number of classes that equals a width, is left.
                 stays = {size for size, new_size in zip(part[1], after, strict=True) if size == new_size}
                 same.setdefault(path, set()).update(stays)
     sizes: dict[str, dict[str, Any]] = {}
@@ -185,7 +196,9 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
             if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
                 continue
             unchanged = set() if _OF_HEADS.search(name) else same.get(path, set())
+            # Where one extent becomes two different ones, no attribute says which it means.
             new = {old: min(size) for old, size in extents.items() if len(size) == 1 and old not in unchanged}
+            # `type` and not isinstance: True is an int, and an attribute such as `use_head` no size.
             if type(value) is int and value in new:
                 sizes.setdefault(path, {})[name] = new[value]
             elif type(value) is tuple and any(type(size) is int and size in new for size in value):

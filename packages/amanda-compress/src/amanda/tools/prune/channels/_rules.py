@@ -20,6 +20,7 @@ def convolution(call: FollowedOp) -> Sequence[Families]:
     input_channels = call.along(call.of(value), -(weight.ndim - 1))
     outputs = call.along(_axis_of(call, weight, 0), 0)
     inputs = call.along(_axis_of(call, weight, 1), 1)
+    # A weight of a grouped convolution has the inputs of one group alone.
     if groups == 1:
         call.match(input_channels, inputs)
     else:
@@ -42,9 +43,11 @@ def _match_groups(
         call.match(outputs, None)
         return None
     input_groups, output_groups = input_channels.reshape(groups, depth), outputs.reshape(groups, -1)
+    # Many small groups (depthwise among them) go as wholes; few large ones lose the same places in each.
     if groups >= depth:
         call.labels.unite(input_groups, input_groups[:, :1])
         call.labels.unite(output_groups, input_groups[:, :1])
+        # What remains of a group keeps all its inputs.
         call.labels.leave(inputs if inputs is not None else (), "")
         call.note_whole_groups(weight)
         return None
@@ -88,10 +91,13 @@ def _axis_of(call: FollowedOp, weight: Any, axis: int) -> Families:
 def _outputs_of_layer(
     call: FollowedOp, outputs: Family | None, inputs: Family | None, axis: int, other_families: Families
 ) -> Sequence[Families]:
+    """Note the work of a layer, match its bias, and return the families of its output."""
     call.labels.produce(outputs)
     call.match_vector(outputs, call.value("bias"))
     output, weight = call.outputs[0], call.inputs[1]
     transposed = call.type.startswith("conv_transpose")
+    # A transposed convolution multiplies each element of its input by the window, others each of their
+    # output.
     each = prod((call.inputs[0] if transposed else output).shape) * prod(weight.shape[1:])
     call.notes.work.append(Work(each, outputs, inputs))
     return [other_families + shaped(outputs, axis % output.ndim, output.ndim)]
@@ -118,6 +124,7 @@ def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = No
         return ()
     summed, rows = call.split(rows, -1)
     read, columns = call.split(columns, -2)
+    # The sum is over both: a channel goes from both factors or from none.
     call.match(summed, read)
     if weight is not None and call.name_of(weight) is not None:
         outputs, _ = call.split(columns, -1)
@@ -141,6 +148,8 @@ def layer_norm(call: FollowedOp) -> Sequence[Families]:
     """Match features with weights and biases; the mean is over the features that are kept."""
     value, extents = call.inputs[0], call.value("normalized_shape")
     families = call.of(value)
+    # A reduction is noted along one axis: over several ones the kept elements are no rectangle of channels
+    # alone.
     if len(extents) > 1:
         axes = range(value.ndim - len(extents), value.ndim)
         call.labels.leave([family for name in ("weight", "bias") for family in call.of(call.value(name))], "")
@@ -159,11 +168,13 @@ def group_norm(call: FollowedOp) -> Sequence[Families]:
     call.match_vector(channels, call.value("weight"), call.value("bias"))
     if channels is not None:
         grouped = channels.reshape(groups, -1)
+        # The same choice as in grouped convolutions, so that both fit where one follows the other.
         if groups >= grouped.shape[1]:
             call.labels.unite(grouped, grouped[:, :1])
             call.note_whole_groups(call.value("weight"))
         else:
             call.labels.unite(grouped, grouped[:1])
+            # Fewer channels in each group: mean and variance are over these alone, which masks do not give.
             call.note_reduction(1, channels)
     return [shaped(channels, 1, value.ndim)]
 
@@ -172,6 +183,7 @@ def embedding(call: FollowedOp) -> Sequence[Families]:
     """Pass on the features of rows that data select; all rows stay."""
     weight, rank = call.value("weight"), call.outputs[0].ndim
     rows = _axis_of(call, weight, 0)
+    # Numbers in the data select rows: without one row all later numbers would be wrong.
     call.labels.leave(rows, f"{call.place} reads them by index")
     outputs = call.along(_axis_of(call, weight, 1), 1)
     call.labels.produce(outputs)
@@ -185,6 +197,7 @@ def attention(call: FollowedOp) -> Sequence[Families]:
     """
     query, key, value = (call.part(item) for item in call.inputs[:3])
     reason = f"{call.place} is scaled by how many there are"
+    # The scale is 1 / sqrt(features), which the op computes of what it is given.
     query, key = ((call.labels.pinned(item, [-1], reason), shape) for item, shape in (query, key))
     if call.value("enable_gqa"):
         key, value = (_repeated(item, query[1][-3] // item[1][-3]) for item in (key, value))
@@ -212,6 +225,8 @@ Rule = Callable[[FollowedOp], Sequence[Families]]
 def elementwise(call: FollowedOp) -> Sequence[Families]:
     """Unite the channels of all tensors, broadcast as the op broadcasts them."""
     parts = [call.part(value) for value in call.inputs if hasattr(value, "shape")]
+    # The op does not broadcast its inputs, so that its elements are not those of the inputs at the same
+    # places.
     if np.broadcast_shapes(*(shape for _, shape in parts)) != tuple(call.outputs[0].shape):
         return unknown(call)
     return [call.labels.merged(parts, call.lacking)] * len(call.outputs)
@@ -247,6 +262,8 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
     axes = range(rank) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     axes, families = sorted(axis % rank for axis in axes), call.of(value)
     for axis in axes:
+        # Over kept channels a mean differs from the mean over masked ones: noted, so that the simulation
+        # selects them.
         if call.type in ("mean", "sum"):
             labels, families = call.split(families, axis)
             if labels is not None:
@@ -276,6 +293,7 @@ def concatenated(call: FollowedOp) -> Sequence[Families]:
         for i, (labels, extent) in enumerate(runs):
             if labels is None:
                 runs[i] = call.labels.fresh(extent), extent
+                # Places without channels have labels too, or those behind them would move.
                 call.labels.leave(runs[i][0], f"{call.place} has channels beside them that stay")
         merged += shaped(np.concatenate([labels for labels, _ in runs]), axis, rank)
     return [merged]
@@ -287,6 +305,7 @@ def glu(call: FollowedOp) -> Sequence[Families]:
     axis = call.value("dim", -1) % value.ndim
     labels, other_families = call.split(call.of(value), axis)
     if labels is not None:
+        # The op multiplies place i by place i + n / 2.
         labels, second_half = np.split(labels, 2)
         call.labels.unite(labels, second_half)
     return [other_families + shaped(labels, axis, value.ndim)]
@@ -319,6 +338,7 @@ def rearranged(call: FollowedOp) -> Sequence[Families]:
             moved = call.labels.compressed(item, call.lacking)
             if moved is not None:
                 output_families.append(moved)
+                # As heads and their features: `settle` decides later which axis carries the channels.
                 if len(varying(moved)) > 1:
                     call.labels.blocks.append(moved)
     return [tuple(item) for item in families]
@@ -356,6 +376,7 @@ _INDICES = ("index", "indices", "repeats")
 MOVES = (rearranged, shuffled)
 """The rules of ops that only move elements."""
 
+# A word without a rule leaves its channels whole, so that the table may grow op by op.
 RULES: dict[str, Rule] = _by_word({
     " ".join(CONVOLUTIONS): convolution, " ".join(TRANSPOSED_CONVOLUTIONS): transposed_convolution,
     "linear": linear, "matmul": product, "addmm baddbmm": matrix_product_plus,

@@ -64,6 +64,8 @@ class ChannelPruneResult(Result):
         shares: dict[str, float] = {}
         for name, _, keep_mask in plan.axes():
             shares[name] = shares.get(name, 1.0) * float(keep_mask.mean())
+        # Parameters that the example did not reach, such as those of a head for training: they stay whole and
+        # may no longer fit.
         self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.channels]
         for name, parameter in plan.subject.parameters().items():
             self.parameters += prod(parameter.shape)
@@ -126,6 +128,7 @@ class ChannelPruneTool(amanda.Tool):
     Raises PruneError for options that make no sense.
     """
 
+    # The plan refers to the tensors of one model, which a copy or a pickled tool would not share.
     is_copied_when_used = False
 
     @checked(error=PruneError)
@@ -149,6 +152,7 @@ class ChannelPruneTool(amanda.Tool):
         self._finalized: ChannelPruneResult | None = None
         self._masks: Masks = _no_mask
         self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}
+        # One for each open scope: scopes of one tool nest.
         self._simulations: list[ExitStack] = []
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._forward)
@@ -174,8 +178,10 @@ class ChannelPruneTool(amanda.Tool):
                 'importance="taylor" reads gradients, which parameters of PyTorch alone have: choose "l1", '
                 '"l2", "random" or a function'
             )
+        # A plan of an earlier model is of no use, also if the new one fails.
         self._reset()
         try:
+            # Batch statistics and dropout would make masked and smaller model differ.
             with subject.evaluating():
                 plan, smaller = make_plan(subject, example, kwargs, self._choice)
                 self._set_plan(plan)
@@ -213,6 +219,7 @@ class ChannelPruneTool(amanda.Tool):
         result = self.result
         if remove:
             finished = plan.subject.smaller(plan, optimizer)
+        # Zeros count in a mean over channels; the mask in the scope left them out.
         elif self._reductions:
             places = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
             raise PruneError(
@@ -243,6 +250,7 @@ class ChannelPruneTool(amanda.Tool):
     def _reset(self) -> None:
         self._plan, self._masks, self._reductions = None, _no_mask, {}
         self._finalized = None
+        # Masks are constants of the routines.
         self.analyse_again()
 
     def _set_plan(self, plan: RemovalPlan) -> None:
@@ -258,6 +266,7 @@ class ChannelPruneTool(amanda.Tool):
         self.analyse_again()
 
     def _forward(self, context: amanda.OpContext) -> None:
+        """Insert the masks of a forward op's weights, or replace an op that computes over channels."""
         if self._plan is None or context["phase"] != "forward":
             return
         subject = self._plan.subject
@@ -269,6 +278,8 @@ class ChannelPruneTool(amanda.Tool):
             if type in ("mean", "sum"):
                 context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=indices)
             else:
+                # Replaced and not masked: mean and variance of a normalisation over channels would include
+                # the zeros.
                 compute, names = context.get_computation(), context.get_input_names()
                 context.replace_op(
                     subject.over_kept, axis=axis, indices=indices, compute=compute, names=names
@@ -283,6 +294,7 @@ class ChannelPruneTool(amanda.Tool):
 
 def _prunable_model(model: Any) -> PrunableModel:
     """Return a model as pruning sees it, without importing a framework that the model is not of."""
+    # The classes of the model name its framework, so that no framework is imported to ask.
     libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     if "torch" in libraries:
         import torch
@@ -317,6 +329,8 @@ def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
     """Raise PruneError where two models do not compute the same, within rounding."""
     for (masked_output, epsilon), (smaller_output, _) in zip(masked, smaller, strict=True):
         if masked_output.size:
+            # Sums over fewer channels are added in another order: half of the digits may differ, which a
+            # wrong removal exceeds by far.
             bound = float(np.abs(masked_output).max()) * epsilon**0.5
             difference = float(np.abs(masked_output - smaller_output).max())
             if np.isnan(difference):

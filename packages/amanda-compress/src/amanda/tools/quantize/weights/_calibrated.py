@@ -39,6 +39,7 @@ class Samples:
 
         size = rows.shape[1]
         self.weight, self.count = weight.detach(), 0
+        # Tensors of inference mode could not be added to outside of it.
         with torch.inference_mode(False):
             self.magnitudes, self.most = rows.new_zeros(size), rows.new_zeros(size)
             self.gram = rows.new_zeros(size, size) if wants_gram else None
@@ -50,6 +51,7 @@ class Samples:
         self.magnitudes += magnitudes.sum(0)
         self.most = self.most.maximum(magnitudes.amax(0))
         if self.gram is not None:
+            # In place: a gram matrix of 4096 inputs has 64 MB.
             self.gram.addmm_(rows.T, rows)
 
 
@@ -73,6 +75,7 @@ class CalibratedWeight(Weight):
         """Raise QuantizeError for NaN and infinity in the inputs, or in their sums."""
         if not samples.most.isfinite().all():
             raise QuantizeError(f"NaN or Inf in what the {self.type} of {self.name} is given")
+        # Finite inputs may have products that overflow.
         sums = samples.magnitudes if samples.gram is None else samples.gram
         if not sums.isfinite().all():
             raise QuantizeError(
@@ -113,6 +116,8 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         Before a calibration ops read unchanged weights; afterwards those of the calibration or loaded state.
         """
         has_state = any(weight.is_ready or weight.is_skipped for weight in self.weights)
+        # Without state ops read unchanged weights in `prepare`, instead of an error about a missing
+        # calibration.
         self._is_finding_weights = not (has_state or self.waiting_state())
         try:
             return super().prepare(model, *example, **kwargs)
@@ -148,6 +153,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         finally:
             self.is_calibrating = False
             for weight in self.weights:
+                # Grams are as large as the model, and go also after an error.
                 weight.samples = None
 
     def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
@@ -156,6 +162,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
         """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
+        # Loaded integers would otherwise be read in the calibration that replaces them.
         if self.is_calibrating and weight.is_ready and weight not in self.finished:
             weight.updated = -1
         if not (weight.is_ready or weight.is_skipped or self.is_calibrating or self._is_finding_weights):
@@ -176,6 +183,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             self.weights.reasons[place] = weight.skip_reason
             return
         self.weights.reasons.pop(place, None)
+        # The algorithms run thousands of ops, which are none of the program.
         with amanda.disabled(), torch.no_grad():
             matrix = weight.matrix(samples.weight)
             weight.check(samples)
@@ -196,6 +204,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
             return
+        # One form for ops that read the same weight each time, and for those in loops.
         find = find or (lambda value, source: view)
         inputs = [data.position, read.index]
         rows_of, layout = data.rows, read.layout
@@ -203,7 +212,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
-        """React to an op whose weight may be changed; called at analysis.
+        """React to an op whose weight may be changed; called at analysis.  Does nothing unless overridden.
 
         inputs: positions of the input that is multiplied, whose channels are at `axis`, and of the weight.
         find: returns the weight at an execution, from its value and the slice of a parameter that it is.
@@ -214,8 +223,10 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     ) -> None:
         """Add the rows that an execution multiplies to the samples of the weight."""
         weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
+        # A batch may send no token to an expert.
         if not isinstance(weight, CalibratedWeight) or weight in self.finished or not x.numel():
             return
+        # Groups of convolutions were refused at analysis, so that there is one matrix.
         rows = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
         if not self.takes(weight, rows):
             return

@@ -39,6 +39,7 @@ def convert(
     Raises QuantizeError for another model or tool, a missing package, scales of another model, and a `path`
     that cannot be written; an error leaves existing files unchanged.
     """
+    # Files need onnx, which is imported for them alone.
     if isinstance(model, (str, os.PathLike)):
         from amanda.tools.quantize._onnx_file import convert_file
 
@@ -182,9 +183,11 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, (layer, weight) in layers.items():
+        # A layer under two names is converted once.
         if id(layer) in converted:
             continue
         size = weight_bytes(layer.weight)
+        # Layers that share a weight share the packed tensor, as tied embeddings do.
         if id(weight) not in parameters:
             tensor = _torchao_tensor(layer.weight, weight, tool, Int8Tensor)
             if isinstance(tensor, str):
@@ -195,6 +198,7 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         converted[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
         rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
+    # Last step that may raise; layers are replaced when nothing can fail any more.
     tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
     for layer, parameter in converted.values():
         layer.weight = parameter
@@ -216,6 +220,7 @@ def _torchao_tensor(
     codes, scale, zero_point = state["codes"], state["scale"], state["zero_point"]
     size, dtype = tool.size(weight), parameter.dtype
     pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
+    # torchao's packed tensors of 4 bits run on the host alone in this layout.
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
     if has_kernel and tool.grid.bits == 4 and size in _TINYGEMM_GROUPS and len(codes) % 16 == 0:
         return _int4_tensor(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
@@ -238,6 +243,7 @@ def _int4_tensor(
 
     _REQUIRED.check()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+    # The kernel centres codes at 8.
     zero = (8 - zero_point) * scale
     both = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)
     tensor: Tensor = Int4OpaqueTensor(
@@ -252,6 +258,7 @@ def weight_bytes(tensor: Any) -> int:
     tensor = getattr(tensor, "data", tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         return int(tensor.numel() * tensor.element_size())
+    # PyTorch's protocol for tensors that consist of others.
     names, _ = tensor.__tensor_flatten__()
     return sum(weight_bytes(getattr(tensor, name)) for name in names)
 
@@ -298,6 +305,7 @@ def convert_checkpoint(
         )
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")
+    # safetensors writes contiguous tensors alone.
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     rows = []
     for name, (layer, weight) in layers.items():
@@ -329,6 +337,7 @@ def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool
         "weight_shape": torch.tensor(layer.weight.shape),
     }
     if not tool.grid.symmetric:
+        # The layout packs zero points along the outputs.
         zeros = numbers["zero_point"].astype(np.int64).T - tool.grid.low
         tensors["weight_zero_point"] = torch.from_numpy(packed(zeros, tool.grid.bits).T.copy())
     return tensors
@@ -354,6 +363,7 @@ def packed(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
 
     An integer may begin in one int32 and end in the next; zeros fill the last.
     """
+    # By single bits, so that 3, 5, 6 and 7 bits need no case of their own.
     stream = ((codes[..., None] >> np.arange(bits)) & 1).astype(np.uint8).reshape(len(codes), -1)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
     return np.packbits(stream, axis=1, bitorder="little").view("<i4").astype(np.int32)

@@ -90,14 +90,17 @@ class GPTQTool(IntegerTool, CalibratedTool):
                     display.begin(done + len(batch_run.waiting), names, done - 1)
                     for weight in batch_run.weights:
                         self.finish_calibration(weight)
+                        # The gram of a finished weight is released before the next run gathers.
                         weight.samples = None
                     display.done(
                         "left" if all(weight.is_skipped for weight in batch_run.weights) else "quantised"
                     )
+                # Weights that no run has read are named with a reason.
                 for weight in self.weights:
                     if weight not in self.finished:
                         self.finish_calibration(weight)
         except BaseException:
+            # No weight keeps integers of a calibration that others have not finished.
             self._expire()
             raise
         finally:
@@ -117,6 +120,8 @@ class GPTQTool(IntegerTool, CalibratedTool):
         options = self.grid, self.size(weight), self._damping, self._block, self._act_order
         try:
             self.write(weight, matrix, gptq(matrix, hessian, *options))
+        # Fewer rows than inputs give a singular matrix, which the damping makes regular, unless it is too
+        # small.
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise QuantizeError(
                 f"the Hessian of {weight.name}'s inputs has no Cholesky factor with damping {self._damping}: "
@@ -179,6 +184,7 @@ def gptq(
     whole, dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else range(len(hessian))
     order = torch.as_tensor(order, device=matrix.device)
+    # In float64: errors of all earlier columns add up in the last ones.
     remaining = matrix.double().masked_fill(dead, 0)
     first = qparams(matrix if whole else remaining.to(matrix.dtype), grid, group_size)
     scale, zero_point = (qparam.double() for qparam in first)
@@ -189,6 +195,8 @@ def gptq(
         now, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
         for i, column in enumerate(range(start, end)):
             group = slice(inputs[column] // group_size, inputs[column] // group_size + 1)
+            # The columns as they are now, with the corrections of earlier ones. With act_order groups are not
+            # consecutive here, and have static scales.
             if column % group_size == 0 and not (whole or act_order):
                 columns = remaining[:, column : column + group_size].to(matrix.dtype)
                 scale[:, group], zero_point[:, group] = qparams(columns, grid, group_size)
@@ -196,6 +204,7 @@ def gptq(
             code = nearest(now[:, i : i + 1], *qparams_of_group, grid)
             codes[:, inputs[column]] = code[:, 0]
             error = (now[:, i : i + 1] - dequantized(code, *qparams_of_group)) / inverse[column, column]
+            # Only within the block.
             now[:, i:] -= error * inverse[column, column:end]
             errors[:, i : i + 1] = error
         # One product for a block instead of one for each column (lazy batch updates of the source).
@@ -212,4 +221,5 @@ def _inverse(hessian: Tensor, damping: float) -> Any:
     # Inputs that are always 0 would make the Hessian singular.
     diagonal[diagonal == 0] = 1
     diagonal += damping * diagonal.mean()
+    # Row j of this factor is what the source gets by eliminating column after column from the inverse.
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)

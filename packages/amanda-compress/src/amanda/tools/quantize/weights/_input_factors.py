@@ -61,6 +61,7 @@ class AWQTool(IntegerTool, FoldingTool):
         """Create the state for the integers of a weight and the scales of its inputs."""
         reason = super().on_weight(weight)
         if reason is None:
+            # By input and place in the window: AWQ scales columns of the matrix.
             weight.keep("smoothing", np.ones(int(np.prod(weight.canonical_shape[1:])), "float32"))
         return reason
 
@@ -71,10 +72,9 @@ class AWQTool(IntegerTool, FoldingTool):
         scaled = matrix * scales
         if self._clip:
             assert samples.gram is not None
-            gram = samples.gram / samples.count
-            scaled = awq_clipped(
-                scaled, gram / (scales * scales[:, None]), partial(self._round_to_integers, size=size), size
-            )
+            # The inputs are divided by the scales, and so are their products twice.
+            gram = samples.gram / samples.count / (scales * scales[:, None])
+            scaled = awq_clipped(scaled, gram, partial(self._round_to_integers, size=size), size)
         self.write(weight, matrix, quantized(scaled, self.grid, size))
 
     def factors(
@@ -97,6 +97,7 @@ class AWQTool(IntegerTool, FoldingTool):
         super().on_folded(weight, value, scales, is_read)
         for axis, scale in scales:
             if weight.layout is not None and weight.layout[axis] == "O":
+                # Integers stay: a factor of a whole output is one of its scales.
                 weight["scale"] = weight["scale"] * weight.like(scale, weight["scale"])[:, None]
         weight["sums"] = sums_of(weight.plain(value))
 
@@ -111,6 +112,7 @@ class AWQTool(IntegerTool, FoldingTool):
             return super().finalize(model)
         self.check_model(model)
         with amanda.disabled(), ParameterStore.undone_on_error() as undo:
+            # Before the weights are written: dequantised weights are then divided by factors that are 1.
             folded = self.write_factors(model, undo)
             result = super().finalize(model)
         texts = (f"{name} holds the scales of its inputs: {why}" for name, why in folded.left.items())
@@ -140,9 +142,11 @@ def awq_scales(
     """
     best, least = None, float("inf")
     for step in range(steps):
+        # The bound and the normalisation are those of the authors' code: dead inputs would have the scale 0.
         scales = magnitudes.pow(step / steps).clamp(min=1e-4)
         scales = scales / (scales.max() * scales.min()).sqrt()
         error = (rounded(matrix * scales) / scales - matrix).to(gram.dtype)
+        # The squared error of the outputs by the gram matrix, without the inputs themselves.
         loss = float(((error @ gram) * error).sum())
         if loss < least:
             best, least = scales, loss
@@ -227,6 +231,7 @@ class SmoothQuantTool(FoldingTool):
 
         channels = calibrated[0][0].canonical_shape[1]
         most = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in calibrated]
+        # Over all weights that read the input: they share its factor.
         largest = [
             matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
         ]
@@ -235,6 +240,7 @@ class SmoothQuantTool(FoldingTool):
 
     def transform(self, value: Any, smoothing: Any) -> Any:
         """Return a weight (outputs, channels, ...) times the factors."""
+        # Multiplied where a QuantizeTool behind reads the weight, so that it quantises the smoothed one.
         return value * smoothing.reshape(1, -1, *(1,) * (value.dim() - 2))
 
     transform_gradient = transform
@@ -247,11 +253,13 @@ class SmoothQuantTool(FoldingTool):
     def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
         """Return the input divided by the factors of its channels, and the unchanged weight."""
         weight = find(value, ParameterSlice.of_execution(run))
+        # Without a weight the input could not be divided, while another op's weight is multiplied.
         if not isinstance(weight, CalibratedWeight):
             raise QuantizeError("the op reads another form of a parameter than another op that is smoothed")
         if not weight.is_ready:
             return None
         factors = weight.tensors_like(x, ["smoothing"])["smoothing"]
+        # Both inputs are returned, as the routine reads both positions.
         return x / factors.reshape(-1, *(1,) * (-axis - 1)), value
 
     def finalize(self, model: Any) -> FoldResult:

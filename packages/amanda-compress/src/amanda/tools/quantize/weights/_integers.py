@@ -44,6 +44,7 @@ def qparams(matrix: Tensor, grid: Grid, size: int) -> tuple[Tensor, Tensor]:
 def nearest(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     """Return the integers nearest to a matrix, half to even: scale and zero point are those of its groups."""
     groups = matrix.reshape(*scale.shape, -1)
+    # A product with the reciprocal, as in `fake_quantize`.
     codes = (groups * (1 / scale).unsqueeze(-1)).round() + zero_point.unsqueeze(-1)
     return codes.clamp(grid.low, grid.high).reshape(matrix.shape)
 
@@ -139,6 +140,8 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
         kind, place = context["type"], context.get_scope() or context.get_source()
+        # `convert` replaces a weight by a tensor that only a linear layer can multiply: any other reader
+        # would fail.
         for position, value in enumerate(context.get_inputs()):
             for identity, part in self._parameters_in(context, position, value):
                 is_weight_of_linear = kind == "linear" and position == 1 and part is None
@@ -183,6 +186,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         weight.keep("codes", np.zeros((outputs, count), "int8" if self.grid.symmetric else "uint8"))
         weight.keep("scale", np.ones((outputs, count // size), "float32"))
         weight.keep("zero_point", np.zeros((outputs, count // size), "float32"))
+        # Saved with the integers, which mean nothing without it.
         low, high = map(int, weight.keep("grid", np.array([self.grid.low, self.grid.high])))
         if (low, high) != (self.grid.low, self.grid.high):
             raise QuantizeError(
@@ -250,6 +254,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
 
         Raises QuantizeError as `WeightTool.finalize` and `check_model` do; then nothing is written.
         """
+        # Before anything is written.
         self.check_model(model)
         return super().finalize(model)
 
@@ -268,6 +273,7 @@ def has_factors(weight: Weight) -> bool:
 
 def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
     """Return True if a weight has the value that was quantised, or the dequantised value."""
+    # Packed tensors have no floating values to sum; the sums are NaN where loaded state had none.
     if hasattr(whole, "__tensor_flatten__") or not weight["sums"].isfinite().all():
         return True
     value = whole if weight.part is None else whole.as_strided(*weight.part)

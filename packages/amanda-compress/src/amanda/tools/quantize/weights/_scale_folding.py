@@ -148,6 +148,7 @@ class FoldingTool(CalibratedTool):
                 f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module"
             )
         subject, tracing = TorchModel(model), FactorTracing(model)
+        # Outside of all tools, as the reference for the trial.
         with subject.evaluating(), amanda.disabled():
             result = model(*example, **named)
             expected = list(subject.floats(result))
@@ -163,6 +164,7 @@ class FoldingTool(CalibratedTool):
         with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
             actual = list(subject.floats(model(*example, **named)))
         for (before, epsilon), (after, _) in zip(expected, actual, strict=True):
+            # `not <=` instead of `>`: NaN compares False and has to raise.
             if before.size and not np.abs(before - after).max() <= max(
                 np.abs(before).max() * epsilon**0.5, epsilon
             ):
@@ -205,6 +207,7 @@ class FoldingTool(CalibratedTool):
         parameters = {
             parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
         }
+        # A part has factors for a part of the inputs, which no axis of the parameter takes.
         weights = {
             weight.holder: weight for weight in self.weights if weight.is_ready and weight.part is None
         }
@@ -229,6 +232,7 @@ class FoldingTool(CalibratedTool):
                     written.append(fold)
                 elif weight.is_ready:
                     skipped[weight.name] = why
+        # All factors of a parameter first: it is written once, and rounded once.
         scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for fold in written:
             factors = weights[fold.readers[0][0]]["smoothing"]
@@ -239,6 +243,7 @@ class FoldingTool(CalibratedTool):
         readers = {identity for fold in written for identity, _ in fold.readers}
         for identity, parameter_scales in scales.items():
             if identity in weights:
+                # State and parameters are undone together.
                 undo.append(_state_restorer(weights[identity]))
                 self.on_folded(
                     weights[identity], parameters[identity].read(), parameter_scales, identity in readers
@@ -261,6 +266,7 @@ class FoldingTool(CalibratedTool):
         if fold is None:
             weight["smoothing"] = self.factors([(weight, matrix, samples)], None)
             return
+        # The first weight of a fold computes for all; `_shared` lasts for one calibration.
         if fold not in self._shared:
             calibrated = [
                 (sibling, sibling.matrix(sibling.samples.weight), sibling.samples) for sibling in self.weights
@@ -318,6 +324,7 @@ def tied(values: Tensor, slots: NDArray[Any] | None, how: str) -> Tensor:
     if slots is None:
         return values
     index = torch.as_tensor(slots, device=values.device)
+    # Channels of one slot get the same factor, such as heads that share a value in grouped-query attention.
     start = values.new_zeros(int(slots.max()) + 1)
     return start.scatter_reduce(0, index, values, how, include_self=False)[index]
 
@@ -331,6 +338,7 @@ def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[li
         label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
     }
     produced, reasons = labels.output_labels(), labels.whole_roots()
+    # A weight whose channels are both multiplied and made, as a tied embedding, cannot take both factors.
     for root in labels.roots(np.array(sorted(multiplied & produced), int)).tolist():
         reasons.setdefault(root, "another op reads its weight otherwise")
     names = {identity: name for name, identity in reversed(list(identities.items()))}
@@ -338,6 +346,7 @@ def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[li
     makers: dict[Axis, NDArray[Any]] = {}
     for name, families in tracing.channels.items():
         for family in families if name in identities else ():
+            # A family of a parameter varies along one axis.
             axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
             kind = readers if int(channels[0]) in multiplied else makers
             kind[identities[name], axis] = labels.roots(channels)
@@ -360,6 +369,7 @@ def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[li
         if why is not None:
             unfolded.update({identity: why for identity, _ in reader_axes})
             continue
+        # In the order of the channels.
         slot = {root: i for i, root in enumerate(dict.fromkeys(key))}
         maker_slots = {
             axis_of: np.array([slot.get(root, -1) for root in roots.tolist()])
@@ -379,6 +389,7 @@ def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
     undo: list[Callable[[], Any]] = []
     try:
         for fold in folds:
+            # Neighbours differ, so that a permutation of channels shows too.
             factors = torch.as_tensor(2.0 ** (fold.slots % 3 - 1))
             for identity, axis, scale in fold.scales(factors):
                 parameters[identity].change(partial(_scale_axes, scales=[(axis, scale)]), undo=undo)
@@ -392,6 +403,7 @@ def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
     """Return a tensor times vectors along axes, rounded once to its own type."""
     import torch
 
+    # Apple's GPUs have no float64.
     scaled = value.to(torch.float64 if value.device.type != "mps" else torch.float32)
     for axis, scale in scales:
         extents = [-1 if i == axis else 1 for i in range(value.ndim)]

@@ -34,6 +34,7 @@ UNMADE = "no parameter that could be divided makes its input"
 
 def stopped(call: FollowedOp) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
+    # An op without a rule is taken to compute something nonlinear.
     call.leave_all(f"{call.place} reads its input too")
     return [_unmade(call, output, f"{call.place} makes its input, through which no factor passes")
             for output in call.outputs]  # fmt: skip
@@ -42,6 +43,7 @@ def stopped(call: FollowedOp) -> Sequence[Families]:
 def _unmade(call: FollowedOp, output: Any, reason: str) -> Families:
     label = call.labels.fresh(1).reshape((1,) * output.ndim)
     call.labels.leave(label, reason)
+    # A label of its own, which has a reason and no parameter, tells readers why their input has no factors.
     return (label,)
 
 
@@ -64,6 +66,7 @@ def _read(call: FollowedOp, value: Any, axis: int, inputs: Family | None) -> Non
 def layer(call: FollowedOp) -> Sequence[Families]:
     """Pass the factors of a linear layer's or convolution's input on to its weight; its outputs are made."""
     value, weight = call.inputs[:2]
+    # A computed weight cannot be multiplied once and for all.
     if int(call.value("groups", 1)) != 1 or call.name_of(weight) is None:
         return stopped(call)
     axis = 1 - weight.ndim if call.type != "linear" else -1
@@ -108,6 +111,7 @@ def _mixed(call: FollowedOp, families: Families, factors: Iterable[Any]) -> Sequ
     """Pass on the factors of a tensor whose rows the op adds up, by weights that other tensors are."""
     for tensor in factors:
         call.labels.leave(call.of(tensor), f"{call.place} reads its input too")
+    # Rows are summed with weights that differ by column: factors along rows would not come out of the sum.
     passed = [family for family in families if family.shape[-2] == 1]
     call.labels.leave(
         [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
@@ -134,8 +138,10 @@ def scaled(call: FollowedOp) -> Sequence[Families]:
     """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's."""
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
     carriers = [tensor for tensor in tensors[: 1 if call.type == "div" else 2] if varies(call.of(tensor))]
+    # 1 / x has the inverse factors.
     if not carriers or (call.type == "div" and tensors[0] is not call.inputs[0]):
         return stopped(call)
+    # A parameter can be divided itself; of two activations, as in a gated unit, the last is the projection.
     carrier = max(reversed(carriers), key=lambda tensor: call.name_of(tensor) is not None)
     if len(tensors) > 1:
         second = next((tensor for tensor in tensors if tensor is not carrier), carrier)
@@ -161,6 +167,7 @@ def added(call: FollowedOp) -> Sequence[Families]:
 
 def averaged(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
+    # A mean is linear, and a factor of each channel passes through it if channels are no axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
     axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     passed = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
@@ -179,6 +186,7 @@ def moved(call: FollowedOp) -> Sequence[Families]:
         labels = call.moved(family) if family.size > 1 else [family] * len(output_families)
         for families, moved_family, output in zip(output_families, labels, call.outputs, strict=True):
             if family.size > 1:
+                # Axes along which factors do not change are dropped.
                 moved_family = call.labels.compressed(moved_family, f"{call.place} reads its input too")
             if moved_family is not None:
                 is_single = moved_family.size <= 1
@@ -188,6 +196,7 @@ def moved(call: FollowedOp) -> Sequence[Families]:
 
 def passed(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on through a function f with f(x / s) = f(x) / s; of a type that has fractions."""
+    # A padding of another number than 0 would not be divided.
     pads = call.value("value", 0) if "pad" in call.type else 0
     return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
 
