@@ -39,7 +39,7 @@ _ORDER_STEP = 1 << 40
 _sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _marked_graphs = Graphs(
     tensors=torch.Tensor, leaf=AccumulateGrad, maker="grad_fn", base="_base", next="next_functions",
-    notes="metadata", number="_sequence_nr", key="amanda", met=free_without_recursion,
+    notes="metadata", number="_sequence_nr", key="amanda", sampled=free_without_recursion,
 )  # fmt: skip
 
 
@@ -85,12 +85,12 @@ class Autograd(EagerDriver):
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
-    def leaving(self, trace: Trace, writes: bool) -> Any:
+    def backward_marker(self, trace: Trace, writes: bool) -> Any:
         """Return a marker of the nodes of executions; writes: whether views are written.
 
         The base of a written view has a new node, which is marked too.
         """
-        return _marked_graphs.leaving(trace, writes)
+        return _marked_graphs.marker(trace, writes)
 
     def follow_backward(self, attributes: Attributes) -> None:
         """Make every backward pass bring its nodes to the tools."""
