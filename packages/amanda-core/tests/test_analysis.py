@@ -103,7 +103,8 @@ def marked() -> list[Any]:
     watcher = amanda.observer(Callable())
     return [
         (tool.method, True, True), (tool.plain, False, False), (watcher, True, True),
-        (Callable(), False, True), (amanda.observer(lambda x: x), True, False), (lambda x, run: x, False, True), (max, False, False),
+        (Callable(), False, True), (amanda.observer(lambda x: x), True, False),
+        (lambda x, run: x, False, True), (max, False, False),
     ]  # fmt: skip
 
 

@@ -60,6 +60,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a function": (lambda x: np.fft.fft(x).real, "numpy.fft has no counterpart"),
     "a mask": (lambda x: x[x > 0].sum() + x, "an index of bool"),
     "writing": (lambda x: x.__setitem__(0, 1), "Python number, or an array"),
+    "an array for a maximum": (
+        lambda x: x - np.max(x, axis=0, out=np.zeros(6, np.float32)),
+        "numpy.max with out",
+    ),
+    "a type of a variance": (lambda x: x - np.var(x, dtype=np.float64), "numpy.var with dtype"),
     "an array": (lambda x: np.asarray(x) * 2, "Python number, or an array"),
 }
 

@@ -500,3 +500,29 @@ def test_an_error_within_a_transform_leaves_no_transform_in_force() -> None:
     with pytest.raises(ValueError, match="planted"), amanda.apply(At("sin", after=fail)):
         vmap(grad(torch.sin))(X)
     assert torch._C._functorch.peek_interpreter_stack() is None
+
+
+def test_equal_values_at_as_strided_are_laid_out_as_the_originals() -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.as_strided((2, 2), (1, 1))
+
+    assert_transparent(lambda: vmap(program)(ROWS), cloned)
+    assert_transparent(lambda: grad(lambda x: program(x).square().sum())(X), cloned)
+
+
+def test_calls_in_the_rule_of_a_custom_op_for_vmap_are_part_of_the_op() -> None:
+    @torch.library.custom_op("amanda_tests::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @double.register_vmap
+    def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return double(x.movedim(in_dims[0], 0)), 0
+
+    tool = Everywhere(cloned)
+    with amanda.apply(tool):
+        doubled = vmap(double)(ROWS)
+    assert torch.equal(doubled, 2 * ROWS)
+    names = [op for op, *_ in tool.forward]
+    assert names.count("amanda_tests::double") == 1
+    assert "movedim" not in names

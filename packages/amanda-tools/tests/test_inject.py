@@ -420,7 +420,7 @@ def test_random_numbers_of_the_program_are_left_alone() -> None:
         ({"count": 0}, "count is 0; give an integer >= 1"),
         ({"frequency": 0}, "frequency is 0"),
         ({"start": 3, "end": 2}, "end is 2, start 3"),
-        ({"bits": []}, "bits is \\[\\]; give a list of integers"),
+        ({"bits": []}, "bits is \\[\\]; give a non-empty list of integers"),
         ({"bits": [1], "fault": "zero"}, "for faults of bits"),
         ({"seed": -1}, "seed is -1"),
     ],

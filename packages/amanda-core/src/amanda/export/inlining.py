@@ -335,8 +335,8 @@ def _refusal_text(source: Path, refused: Sequence[tuple[str, str, str, str, str]
         places.setdefault((tool, action, why), []).append(f"{name} {scope}".strip())
     lines = []
     for (tool, action, why), where in list(places.items())[:_LISTED]:
-        more = f" and {len(where) - 3} more" if len(where) > 3 else ""
-        lines.append(f"  {tool}, {action}: {why}; at {', '.join(where[:3])}{more}")
+        suffix = f" and {len(where) - 3} more" if len(where) > 3 else ""
+        lines.append(f"  {tool}, {action}: {why}; at {', '.join(where[:3])}{suffix}")
     if len(places) > _LISTED:
         lines.append(f"  and {len(places) - _LISTED} more routines")
     return "\n".join(

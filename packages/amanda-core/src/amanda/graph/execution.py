@@ -77,7 +77,7 @@ class Insertion:
         self.replaces = bool(self.actions) and self.actions[0].type.is_replacement
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the op's values, with the flat tensors from the graph in their positions."""
+        """Return the op's values: the flat tensors from the graph in their positions, None elsewhere."""
         values: list[Any] = [None] * self.count
         tensors = iter(flat)
         for position, size in zip(self.input_positions, self.sizes, strict=True):
@@ -114,6 +114,7 @@ class Insertion:
     def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError where a routine changed a value that cannot go back into the graph.
 
+        Does nothing unless a subclass overrides it.
         before, values: the op's values before and after the routine.
         """
 

@@ -106,20 +106,23 @@ class Rewriter(ABC, Generic[NodeT]):
         raise NotImplementedError
 
     def formed(
-        self, place: Insertion, outputs: Sequence[Any], input_side: Side, output_side: Side
+        self, place: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
         """Set the additional fields of a driver's subclass of Insertion; return the insertion.
 
-        outputs: symbols of the values that the insertion returns.  input_side, output_side: sides of the
-        values that it receives and of the values that it returns.
+        The base sets none.  symbols: of the values that the insertion returns.  inputs_side, outputs_side:
+        sides of the values that it receives and of the values that it returns.
         """
         return place
 
     def follow(self, node: NodeT, inputs: Side, outputs: Side, replaced: bool) -> None:
-        """Record a node's effects; called before routines are inserted after it."""
+        """Record a node's effects; called before routines are inserted after it.
+
+        The base has none to record.
+        """
 
     def leave(self, node: NodeT, replaced: bool) -> None:
-        """Finish a node: rewrite graphs inside it, such as bodies of loops."""
+        """Finish a node: rewrite graphs inside it, such as bodies of loops; none in the base."""
 
     def run(self) -> None:
         """Analyse every node, and insert the actions that tools record between the nodes."""
@@ -240,7 +243,7 @@ class Rewriter(ABC, Generic[NodeT]):
             return None
         if obstacle:
             self.report_python_call(place, obstacle)
-        rewriting.free |= bool(outputs) and self.frees_shapes(place)
+        rewriting.free |= bool(outputs) and self.may_change_shapes(place)
         rewriting.changed = True
         return self.call(place, inputs, outputs, side)
 
@@ -262,8 +265,11 @@ class Rewriter(ABC, Generic[NodeT]):
                 subject = f"traceable {action} of {place.facts.name}"
                 self.rewriting.report(subject, f"{why}, so it runs as Python")
 
-    def frees_shapes(self, place: Insertion) -> bool:
-        """Return True if routines may return other shapes than those of the values in the graph."""
+    def may_change_shapes(self, place: Insertion) -> bool:
+        """Return True if routines may return other shapes than those of the values in the graph.
+
+        They may where autodiff goes through them, and instead of an op.
+        """
         return (
             self.rewriting.state.autodiff
             or place.replaces

@@ -127,7 +127,7 @@ class Action:
         self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")
         # A tally has an attribute of that name, which counts recomputations, but no parameter.
-        self.takes_recomputed = not isinstance(func, interceptor.Tally) and self._takes("recomputed")
+        self.takes_recomputed = not isinstance(func, interceptor.ShapeCounter) and self._takes("recomputed")
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
         # A replacement computes the op from its values, which have their shapes.
@@ -148,7 +148,7 @@ class Action:
         Observers were called in the first execution; those with a parameter `recomputed` are called again.
         A `Tally` counts recomputations in its attribute `recomputed`, if it has one.
         """
-        if isinstance(self.func, interceptor.Tally):
+        if isinstance(self.func, interceptor.ShapeCounter):
             recomputed_tally = getattr(self.func, "recomputed", None)
             return None if recomputed_tally is None else self._with_routine(recomputed_tally, self.kwargs)
         if self.takes_recomputed:
@@ -179,7 +179,7 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     """
     # The first argument of a bound method is `self`, which no caller passes.
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
-    if isinstance(func, interceptor.Tally):
+    if isinstance(func, interceptor.ShapeCounter):
         function, first = type(func).__call__, 1
     if isinstance(function, FunctionType) and not _has_other_signature(function.__dict__):
         # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # Native code finds these classes by their base, and adds to the table of the object without calling it.
-class Tally(interceptor.Tally):
+class Tally(interceptor.ShapeCounter):
     """An observer that counts executions; insert the object itself, with no values.
 
     >>> tally = Tally()
@@ -45,7 +45,7 @@ class Tally(interceptor.Tally):
 
 
 # A class of its own, as the signature decides whether native code builds the tuple of shapes.
-class ShapeTally(interceptor.Tally):
+class ShapeTally(interceptor.ShapeCounter):
     """An observer that counts executions by their shapes; insert the object itself, with no values.
 
     limit: native code counts so many different shapes by itself, and calls the object where there are more.

@@ -11,9 +11,9 @@ from functools import cached_property
 from types import CodeType
 from typing import ClassVar
 
+from amanda.interceptor import codes
 from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.opid import FRAMEWORK
-from amanda.interceptor.registry import codes
 from amanda.namespace import Namespace
 from amanda.scope.report import Report
 
@@ -74,10 +74,16 @@ class Driver(ABC):
         """Start to intercept; called when the first scope of the process opens."""
 
     def switched(self) -> None:  # noqa: B027 - few frameworks cache what they trace
-        """Follow the state that has been put in force on the calling thread; called while attached."""
+        """Follow the state that has been put in force on the calling thread; called while attached.
+
+        Does nothing unless a driver overrides it.
+        """
 
     def closing(self, report: Report) -> None:  # noqa: B027 - few drivers have something to finish
-        """Finish what tools have begun, as the last scope closes; called before `detach`."""
+        """Finish what tools have begun, as the last scope closes; called before `detach`.
+
+        Does nothing unless a driver overrides it.
+        """
 
     def detach(self) -> None:
         """Leave the framework as it was found; called after the last scope has closed."""

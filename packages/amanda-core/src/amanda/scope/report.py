@@ -135,8 +135,8 @@ def _label(entries: Collection[Uninstrumented], is_cut: bool) -> str:
     """Return a label for entries of one kind, with the first few names."""
     kind, _ = _kind_and_name(next(iter(entries)).what)
     listed = ", ".join(_kind_and_name(entry.what)[1] for entry in islice(entries, _NAMED))
-    more = len(entries) - _NAMED
-    suffix = f" and more than {more} others" if is_cut else f" and {more} more" if more > 0 else ""
+    unnamed = len(entries) - _NAMED
+    suffix = f" and more than {unnamed} others" if is_cut else f" and {unnamed} more" if unnamed > 0 else ""
     return f"{kind} {listed}{suffix}".strip()
 
 

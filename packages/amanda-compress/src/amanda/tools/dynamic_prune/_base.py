@@ -247,7 +247,7 @@ class DynamicPruneTool(amanda.Tool):
             self._flow.made(context["node"], context.get_outputs() or [])
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
-        """Instrument a forward op."""
+        """Instrument a forward op; does nothing unless a tool overrides it."""
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load predictors that `state_dict` returned; existing parameters take the loaded values.

@@ -384,13 +384,15 @@ class ActivationPruneTool(DynamicPruneTool):
 def _trailing_convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:
     """Return the convolutions at the end of a branch, in order, each with the number of its input channels.
 
-    All ops between them are pointwise.
+    All ops between them are pointwise.  ops: of the branch, the last first.
     """
     convolutions: list[tuple[_Convolution, int]] = []
     for node in ops:
         convolution = node.notes.get("convolution")
         if convolution is not None:
-            channels = (node.shapes[0] or ())[convolution.layout.index("C")]
+            # Of an input of unknown shape no channels are counted.
+            shape = node.shapes[0]
+            channels = shape[convolution.layout.index("C")] if shape else 0
             # The ops of a branch come last first.
             convolutions.insert(0, (convolution, channels or 0))
         elif node.type not in _POINTWISE or not _reads_vectors(node):

@@ -371,6 +371,7 @@ class MaskUpdater:
 
     def _lacks_data(self, weight: PrunedWeight) -> bool:
         """Return True if the step has gathered no finite gradient, or no input, that the mask needs."""
+        # Before its first mask a weight has nothing dropped that could grow again.
         regrows = self._options.regrow == "gradient" and weight.is_ready
         return (
             (regrows and weight.gradient is None)

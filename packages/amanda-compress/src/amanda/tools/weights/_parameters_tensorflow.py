@@ -96,7 +96,7 @@ class TFVariable(StoredParameter):
     def read(self) -> Array:
         """Return the value of the whole variable."""
         if not self._is_in_graph():
-            return np.array(self._parameter.numpy())
+            return np.array(self._parameter.numpy())  # a copy: `numpy` may share the variable's memory
         value: Array = self._session().run(self._parameter)
         return value
 

@@ -113,7 +113,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     def update(self, weight: W, value: Any) -> None:
         """Compute the state of a weight from its value, by `weight[name] = ...`.
 
-        Called at the first read of a weight, and again after `clear`.
+        Called at the first read of a weight, and again after `clear`; does nothing unless overridden.
         value: an array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order of
         outputs, inputs, window; of an elementwise tool as ops read it.
         """
@@ -146,7 +146,10 @@ class WeightTool(amanda.Tool, Generic[W]):
         self.on_read(weight, present)
 
     def on_gradient(self, weight: W, gradient: Any) -> None:
-        """Read a gradient of a weight; called in each backward pass if `wants_gradients`."""
+        """Read a gradient of a weight; called in each backward pass if `wants_gradients`.
+
+        Does nothing unless a tool overrides it.
+        """
 
     wants_gradients: bool = False
 
@@ -218,7 +221,10 @@ class WeightTool(amanda.Tool, Generic[W]):
         return result
 
     def on_finalized(self, weight: W) -> None:
-        """React to `finalize`; called for each written weight, after all are written."""
+        """React to `finalize`; called for each written weight, after all are written.
+
+        Does nothing unless a tool overrides it.
+        """
 
     def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
         """Write finalized weights into a model; return the model and the written weights."""

@@ -12,7 +12,7 @@ from amanda import interceptor
 from amanda.backend import State
 from jax._src import config, pjit
 
-from ._variants import TracedFunction
+from ._variants import FunctionVariants
 
 _CONFIG: Any = config.jax_jit_cpp_cache_obj._obj
 """A setting of JAX that is part of every key of its caches.
@@ -37,7 +37,7 @@ class ToolStackPrograms:
     def __init__(self) -> None:
         self.findings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.keys: dict[Hashable, Any] = defaultdict(partial(pjit.make_jit_cpp_cache, _CAPACITY))
-        self._functions: weakref.WeakKeyDictionary[Any, TracedFunction] = weakref.WeakKeyDictionary()
+        self._functions: weakref.WeakKeyDictionary[Any, FunctionVariants] = weakref.WeakKeyDictionary()
         # A set of its own for the finalizer, which must not refer to this object.
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -68,10 +68,10 @@ class ToolStackPrograms:
             scope is not None and not scope.closed for scope in (reference() for reference in self._scopes)
         )
 
-    def function(self, function: Callable[..., Any]) -> TracedFunction:
+    def function(self, function: Callable[..., Any]) -> FunctionVariants:
         """Return the function that stands for a user's function in JAX's caches, for these tools."""
         if function not in self._functions:
-            self._functions[function] = TracedFunction(function)
+            self._functions[function] = FunctionVariants(function)
             self._users.add(function)
         return self._functions[function]
 

@@ -156,7 +156,7 @@ def _is_same_array(const: Any, value: Any) -> bool:
     return const.shape == value.shape and const.ctypes.data == value.ctypes.data
 
 
-class TracedFunction:
+class FunctionVariants:
     """A function of the user for the tools of a stack, with a variant for each set of values that are read.
 
     call: calls the function; JAX caches programs for the tools by it, not by the user's function.
@@ -265,15 +265,15 @@ def with_read_inputs(params: Any, inputs: Mapping[int, Reading]) -> ProgramWithI
     consts, closed = list(params.consts), params.params["jaxpr"]
     if any(id(constant) in inputs for constant in closed.consts):
         # Constants within the program become leading arguments, which can be read anew at each call.
-        closed, more = pe.separate_consts(closed)
-        count = len(more)
+        closed, inner_consts = pe.separate_consts(closed)
+        count = len(inner_consts)
         jit_params = dict(
             params.params, jaxpr=closed,
             in_shardings=(pjit.UNSPECIFIED,) * count + params.params["in_shardings"],
             in_layouts=(None,) * count + params.params["in_layouts"],
             donated_invars=(False,) * count + params.params["donated_invars"],
         )  # fmt: skip
-        consts = [*more, *consts]
+        consts = [*inner_consts, *consts]
         params = params._replace(params=jit_params, consts=consts)
     places = [inputs.get(id(constant)) for constant in consts]
     return ProgramWithInputs(params, consts, places) if any(places) else None

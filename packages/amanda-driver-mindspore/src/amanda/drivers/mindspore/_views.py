@@ -68,9 +68,9 @@ class MindSporeViews(Views):
         """Return True for a tensor that is a part of its memory, and for a parameter."""
         return isinstance(value, Parameter) or value.untyped_storage().size() != value.nbytes
 
-    def alike(self, tensor: Any, other_tensor: Any) -> bool:
+    def alike(self, first: Any, second: Any) -> bool:
         """Return True if two tensors have the same strides."""
-        return list(tensor.stride()) == list(other_tensor.stride())
+        return list(first.stride()) == list(second.stride())
 
     def wrote(self, values: Sequence[Any]) -> None:
         """Copy the elements that an op has written to tied tensors."""

@@ -252,7 +252,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         """Add routines that Python runs between two sessions."""
         rewriting = self.rewriting
         slot = rewriting.add(place)
-        shape_is_kept = not self.frees_shapes(place)
+        shape_is_kept = not self.may_change_shapes(place)
         results = [symbol.like(rewriting.new_name("given"), shape_is_kept) for symbol in symbols]
         self._symbols |= {symbol.name: symbol for symbol in results}
         # No node reads from routines without results; they still run only when the values of their op exist.

@@ -40,7 +40,7 @@ _ORDER_STEP = 1 << 40
 _sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _marked_graphs = Graphs(
     tensors=torch.Tensor, leaf=AccumulateGrad, maker="grad_fn", base="_base", next="next_functions",
-    notes="metadata", number="_sequence_nr", key="amanda", met=free_without_recursion,
+    notes="metadata", number="_sequence_nr", key="amanda", sampled=free_without_recursion,
 )  # fmt: skip
 
 
@@ -85,12 +85,12 @@ class Autograd(EagerDriver):
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
-    def leaving(self, trace: Trace, writes: bool) -> Any:
+    def backward_marker(self, trace: Trace, writes: bool) -> Any:
         """Return a marker of the nodes of executions; writes: whether views are written.
 
         The base of a written view has a new node, which is marked too.
         """
-        return _marked_graphs.leaving(trace, writes)
+        return _marked_graphs.marker(trace, writes)
 
     def follow_backward(self, attributes: Attributes) -> None:
         """Make every backward pass bring its nodes to the tools."""
@@ -106,8 +106,9 @@ class Autograd(EagerDriver):
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             # A pass within a pass may run on a thread of the engine, to which no context variable comes.
-            if (around := activation_of_pass()) is not None:
-                with in_force(around):
+            if (caller_activation := activation_of_pass()) is not None:
+                # Within it, `activation_of_pass` returns None: the call comes here once.
+                with in_force(caller_activation):
                     return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Namespace, State, digest
-from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, Memo, Reader, Site
+from amanda.backend import Call, EagerDriver, Namespace, OpFacts, State, digest
+from amanda.interceptor import (
+    IMPLEMENTATION,
+    ONE_PLACE,
+    TRANSPARENT,
+    CallCache,
+    Detour,
+    Reader,
+    Resumption,
+    Site,
+)
 from amanda.plan import spread
 
 from ._autograd import Autograd, remove_abandoned_hooks
@@ -17,7 +26,7 @@ from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait_for_results
 from ._kernels import FUNCTION_CALL, is_dispatched_again, is_level_of_function, is_part_of_op
 from ._levels import in_transform, is_within_kernel
-from ._modules import ParameterPaths, enclose_modules, module_path, part_of, slot_of
+from ._modules import ParameterPaths, enclose_modules, module_path, part_of, slot_of, variable_of
 from ._overrides import (
     NO_OVERRIDES,
     WITH_SUBCLASSES,
@@ -162,13 +171,13 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def handle(
         self,
         state: Any,
-        memo: Memo | None,
+        call_cache: CallCache | None,
         op_id: int,
         site: Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, ...] | None = None,
+        resumption: Resumption | None = None,
     ) -> Any:
         """Bring a call to the core, outside of the overrides and modes of the program.
 
@@ -182,8 +191,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         caller = sys._getframe(1)
         if site.key == "Function.apply" and is_level_of_function(caller):
             return site.invoke(args, kwargs)
-        # `done` says that native code has begun the op: then it is known to be an op.
-        if done is None and (
+        # What native code has begun is known to be an op.
+        if resumption is None and (
             is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
         ):
             return site.invoke(args, kwargs)
@@ -196,7 +205,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if is_functional(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
-        arguments = state, memo, op_id, site, args, kwargs, key, done
+        arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
         unfinished = site.key == "alias" and site.target is _AS_SUBCLASS
         driver_class = DriverForUnfinishedResult if unfinished else DriverOutsideModes
         if in_transform():
@@ -284,27 +293,12 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 parameters += [item for item in spread([value]) if isinstance(item, self.identity_types)]
         return parameters
 
-    def variable_of(self, value: Any) -> Any:
-        """Return the parameter, or the leaf, that a tensor is or is a view of."""
-        if not isinstance(value, torch.Tensor):
-            return None
-        with WithoutTorchFunction():  # routines ask, too
-            base = value if value._base is None else value._base
-            is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
-            return base if is_held else None
-
-    def part_of(self, value: Any, variable: Any) -> str:
-        """Return the name of the part of a parameter that a view of it reads."""
-        with WithoutTorchFunction():
-            return part_of(value, variable)
-
-    def path_of(self, subjects: Any) -> ParameterPaths:
-        """Return a function that finds the paths of parameters in the enclosing modules."""
-        return ParameterPaths(subjects)
-
-    def scope_name(self, subjects: Any) -> str:
-        """Return the path of the calling module in the model."""
-        return module_path(subjects)
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
+        facts = super().describe(call, subjects)
+        facts.scope = module_path(subjects)
+        facts.variable_of, facts.part_of, facts.path_of = variable_of, part_of, ParameterPaths(subjects)
+        return facts
 
 
 _AS_SUBCLASS: Any = torch.Tensor.as_subclass

@@ -145,8 +145,8 @@ def _in_state_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        around = activation_of_pass()
-        with nullcontext() if around is None else in_force(around):
+        caller_activation = activation_of_pass()
+        with nullcontext() if caller_activation is None else in_force(caller_activation):
             return function(*args, **kwargs)
 
     return run

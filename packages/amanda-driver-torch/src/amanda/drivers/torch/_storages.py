@@ -52,6 +52,7 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
                 wrapper: Any = value
                 inner = (getattr(value, name) for name in wrapper.__tensor_flatten__()[0])
                 return [part for tensor in inner for part in strided_parts(tensor)]
+            # Another wrapper does not say what it holds.
             if type(value).__torch_dispatch__ is not _NO_DISPATCH:
                 return ()
             if value.layout is torch.sparse_coo:

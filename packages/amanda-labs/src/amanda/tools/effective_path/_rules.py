@@ -287,6 +287,7 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
         coordinates["C"] = coordinates["O"] // (extents["O"] // groups) * extents["I"] + coordinates["I"]
     # Everything outside is -1, however far: negative flat indices would wrap around.
     data_indices = np.maximum(mesh.indices(layout, data.shape), -1)
+    # Places in the window are "h" and "w" in the mesh, where "H" and "W" are coordinates of the input.
     weight_indices = mesh.indices(
         [axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape
     )

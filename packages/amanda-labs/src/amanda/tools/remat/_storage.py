@@ -262,9 +262,9 @@ class Ledger:
         entry.record = storage
         storage.address, storage.memory = address, entry.memory
 
-    def update_peak(self, more: int = 0) -> None:
-        """Raise the peak to the live bytes and `more` bytes, which an op holds besides."""
-        live_bytes = self.bytes + more
+    def update_peak(self, held_bytes: int = 0) -> None:
+        """Raise the peak to the live bytes and `held_bytes`, which an op holds besides."""
+        live_bytes = self.bytes + held_bytes
         if live_bytes > self.totals.peak:
             self.totals.peak = live_bytes
 

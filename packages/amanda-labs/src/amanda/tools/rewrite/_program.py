@@ -309,7 +309,10 @@ class OpExecutions:
         return self._by_output.get(value)
 
     def compute_delayed(self, written: Sequence[Any] = ()) -> None:
-        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op."""
+        """Compute each delayed op that reads a tensor of `written`; without tensors, each delayed op.
+
+        The base delays no op.
+        """
 
 
 class OpCall:

@@ -114,7 +114,10 @@ class Site:
         return self._states[name]
 
     def read(self, name: str, like: Any, library: SearchLibrary | None = None) -> Any:
-        """Return state in the element type of a tensor.  library: None for the site's library."""
+        """Return state in the element type of a tensor; its gradient is added to a sum, if one is kept.
+
+        library: None for the site's library.
+        """
         library = library or self.library
         # Read within the op, so that autodiff sees the parameter.
         value = self._xp.read(self._states[name])

@@ -181,8 +181,8 @@ class SentinelResult(Result):
         recomputed = sum(op.recomputed for op in self.ops)
         watched = f"{counts.watched:,} of {counts.steps:,} steps were watched"
         if self.alarms:
-            more = len(self.alarms) - 1 + self._dropped
-            further = f" There are {more:,} further alarms." if more else ""
+            num_further = len(self.alarms) - 1 + self._dropped
+            further = f" There are {num_further:,} further alarms." if num_further else ""
             notes = [
                 f"Alarm: {self.alarms[0]}.{further}",
                 *(f"{alarm}." for alarm in self.alarms[1:10]),

@@ -293,7 +293,8 @@ def _command(
     tool are merged into TOOL.json.
     """
     for tool, result in _merge_files(files, ranks, per_rank).items():
-        path = _path(files, output, tool)
+        # The results of a folder are named by their tools; one result has the name that was asked for.
+        path = output if not tool else (output or files[0]) / f"{tool}.json"
         if path is not None:
             with naming(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -342,7 +343,3 @@ def _results_of_files(files: Sequence[Path]) -> dict[str, Result]:
         # Two runs in two folders have files of one name.
         labels = [str(path) for path in files]
     return {label: load(path) for label, path in zip(labels, files, strict=True)}
-
-
-def _path(files: Sequence[Path], output: Path | None, tool: str) -> Path | None:
-    return output if not tool else (output or files[0]) / f"{tool}.json"

@@ -134,7 +134,7 @@ def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
 
 def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
     """Return a collection of the values in "a+b" or in a list."""
-    inner = _element_type(members)
+    inner = next((member for member in members if member is not Ellipsis), str)
     texts: list[Any] = []
     for text in [value] if isinstance(value, str) or not isinstance(value, Sequence) else value:
         # 1e+5 is one number.
@@ -191,11 +191,6 @@ _READERS: Mapping[Any, Callable[[Any], Any]] = {
 def _plain(annotation: Any) -> Any:
     """Return the type of an annotation that may state a range."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-def _element_type(members: Sequence[Any]) -> Any:
-    """Return the type of the elements of a list."""
-    return next((member for member in members if member is not Ellipsis), str)
 
 
 def _is_readable(annotation: Any) -> bool:
@@ -337,7 +332,8 @@ class ToolSpec:
         """Return the value of an option; raise SpecError, which names tool and option."""
         option = options.get(name) or SELECTORS.get(name)
         if option is None:
-            raise SpecError(f"tool {self.name} has no option {name!r}; {_known_options(name, options)}")
+            known_names = {*(choice.name for choice in options.values() if choice.readable), *SELECTORS}
+            raise SpecError(f"tool {self.name} has no option {name!r}; {did_you_mean(name, known_names)}")
         try:
             return option.read(value)
         except Unreadable as error:
@@ -423,7 +419,3 @@ def _check_out(name: str, tool: amanda.Tool, out: Path | None) -> None:
         return  # one with a `save` of its own may have other forms
     if out.suffix not in result.suffixes:
         raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
-
-
-def _known_options(name: str, options: Mapping[str, CommandOption]) -> str:
-    return did_you_mean(name, {*(option.name for option in options.values() if option.readable), *SELECTORS})

@@ -263,7 +263,7 @@ class OpSimilarity:
         source = _equal_pairs(self._sources[0][rows], self._sources[1][columns])
         # A program without modules has the path "" everywhere, which says nothing: then shapes have to fit as
         # well.
-        is_in_module = np.array([module != "" for module, _ in keys[0]])[:, None]
+        is_in_module = np.array([path != "" for path, _ in keys[0]])[:, None]
         fits = (
             1.5 * (key & (is_in_module | shape))
             + 1.0 * (shape & module & (kind | source))

@@ -290,7 +290,10 @@ class RunComparison:
             yield pair, self._comparison(pair, closest, limit, read)
 
     def _measure(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
-        """Return a distance, and how far may be."""
+        """Return the distance of two tensors, and the relative error up to which they agree.
+
+        floor: as of `distance`.
+        """
         ops = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
         layouts = [
             op.weight_layout if "weight" in entry.role else op.layout

@@ -56,7 +56,7 @@ class ExecutionMatcher:
         self.is_same_code = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
 
     def of_ops(self, index: int, other_index: int) -> list[OpMatch]:
-        """OpMatch two ops that seem to be the same; none where shapes say otherwise."""
+        """Match two ops that seem to be the same; none where shapes say otherwise."""
         sides = self._executions([index], 0), self._executions([other_index], 1)
         counts = list(map(len, sides))
         whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
@@ -85,7 +85,7 @@ class ExecutionMatcher:
         return []
 
     def of_groups(self, indices: Sequence[int], other_indices: Sequence[int]) -> list[OpMatch]:
-        """OpMatch the ops of two lines where those of one are pieces of those of the other."""
+        """Match the ops of two lines where those of one are pieces of those of the other."""
         sides = self._executions(indices, 0), self._executions(other_indices, 1)
         # As many on both sides are ops of their own, and not pieces of each other.
         if len(sides[0]) == len(sides[1]) > 1:
@@ -94,7 +94,7 @@ class ExecutionMatcher:
         return self._match_pieces(*sides, self.is_same_code and op.source == other_op.source) or []
 
     def of_results(self, index: int, other_index: int) -> list[OpMatch]:
-        """OpMatch the last ops of two runs, of any type, where their tensors have the same shapes."""
+        """Match the last ops of two runs, of any type, where their tensors have the same shapes."""
         sides = self._executions([index], 0), self._executions([other_index], 1)
         whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
         fits = all(self._has_same_shape(pair) for match in whole for pair in match.pairs)
@@ -146,7 +146,10 @@ class ExecutionMatcher:
         )
 
     def _is_comparable(self, match: OpMatch) -> bool:
-        """Return False where shapes say that two executions are not of the same op."""
+        """Return False where two executions are not of the same op.
+
+        Outputs of other shapes say so; inputs of other shapes do too, unless the outputs' values are near.
+        """
         if not all(self._has_same_shape(pair) for pair in match.pairs):
             return False
         return self._reads_alike(match, default=True) or self._is_near(match.pairs)
@@ -298,7 +301,7 @@ class OpMatches:
             self._match_ends()
 
     def _match_ends(self) -> None:
-        """OpMatch the last results of both runs."""
+        """Match the last results of both runs."""
         last = [_last_result(run, flow) for run, flow in zip(self._runs, self._flows, strict=True)]
         if last[0] is None or last[1] is None:
             return
@@ -312,7 +315,7 @@ class OpMatches:
                 self._add_matches(matches)
 
     def _match_lines(self, phase: str) -> None:
-        """OpMatch ops of one line with those of another whose tensors are pieces of theirs."""
+        """Match ops of one line with those of another whose tensors are pieces of theirs."""
         names = renaming(self._renamed), dotted
         lines: list[dict[tuple[str, str], dict[str, list[int]]]] = [{}, {}]
         for side, indices in enumerate(self._unpaired(phase)):

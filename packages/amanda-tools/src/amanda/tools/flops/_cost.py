@@ -30,15 +30,15 @@ class Cost(NamedTuple):
     flops: int = 0
 
     @classmethod
-    def of_macs(cls, macs: int, more: int = 0) -> Cost:
-        """Return the cost of so many multiply-accumulates, and of `more` operations besides."""
-        return cls(macs, 2 * macs + more)
+    def of_macs(cls, macs: int, other_flops: int = 0) -> Cost:
+        """Return the cost of so many multiply-accumulates, and of `other_flops` operations besides."""
+        return cls(macs, 2 * macs + other_flops)
 
     def with_complex(self, products: int) -> Cost:
         """Return the cost if each multiply-accumulate takes `products` of real numbers."""
         # A complex multiply-accumulate is several real ones; other operations stay as they are counted.
-        more = (products - 1) * self.macs
-        return Cost(self.macs + more, self.flops + 2 * more)
+        extra_macs = (products - 1) * self.macs
+        return Cost(self.macs + extra_macs, self.flops + 2 * extra_macs)
 
     def part(self, share: float) -> Cost:
         """Return the part of the cost that one process pays of an op that several compute together."""

@@ -25,9 +25,9 @@ def visits(steps: int) -> Formula:
     return lambda op: Cost(0, steps * op.elements)
 
 
-def products(macs: Callable[[Shapes], int], more: Callable[[Shapes], int] = lambda op: 0) -> Formula:
+def products(macs: Callable[[Shapes], int], other_flops: Callable[[Shapes], int] = lambda op: 0) -> Formula:
     """Count multiply-accumulates, and operations besides."""
-    return lambda op: Cost.of_macs(macs(op), more(op))
+    return lambda op: Cost.of_macs(macs(op), other_flops(op))
 
 
 def operations(flops: Callable[[Shapes], float]) -> Formula:

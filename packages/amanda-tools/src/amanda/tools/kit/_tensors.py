@@ -155,10 +155,11 @@ class Tensors:
 
     def blocks(self, numbers: Array) -> Iterator[Array]:
         """Yield stored values in rows of float64, or the device's widest; on the host arrays of NumPy."""
-        row = numbers.reshape(-1)
-        for start in range(0, row.shape[0], self.cached_block):
-            with np.errstate(invalid="ignore"):  # memory that nobody wrote to
-                block = row[start : start + self.cached_block].astype(np.float64)
+        flat = numbers.reshape(-1)
+        for start in range(0, flat.shape[0], self.cached_block):
+            # Memory that nobody wrote to may have signalling NaNs, of which NumPy would warn.
+            with np.errstate(invalid="ignore"):
+                block = flat[start : start + self.cached_block].astype(np.float64)
             yield block
 
     def leading_bits(self, block: Array, bits: int) -> tuple[Array, int]:

@@ -67,9 +67,9 @@ class TensorFlowTensorLibrary(Tensors):
         if "CPU" in numbers.device:
             yield from super().blocks(numbers.numpy())
             return
-        row = _tf().reshape(numbers, [-1])
-        for start in range(0, int(row.shape[0]), self.device_block):
-            yield _tf().cast(row[start : start + self.device_block], "float64")
+        flat = _tf().reshape(numbers, [-1])
+        for start in range(0, int(flat.shape[0]), self.device_block):
+            yield _tf().cast(flat[start : start + self.device_block], "float64")
 
     def leading_bits(self, block: Any, bits: int) -> tuple[Any, int]:
         """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""

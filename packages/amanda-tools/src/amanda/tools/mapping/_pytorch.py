@@ -166,12 +166,8 @@ def _is_opaque(kind: Any) -> bool | None:
     is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
     overrides: Any = kind.__torch_dispatch__
     is_own = overrides is not torch.Tensor.__torch_dispatch__
-    return is_own and not (is_known or _is_fake(kind))
-
-
-def _is_fake(kind: Any) -> bool:
-    """Return True for tensors that have a shape alone, which stand for values in graphs, too."""
-    return str(kind.__module__) == "torch._subclasses.fake_tensor"
+    # A FakeTensor has a shape alone and stands for a value of a graph; it hides nothing.
+    return is_own and not (is_known or kind.__module__ == "torch._subclasses.fake_tensor")
 
 
 def _describe_op(context: OpContext) -> None:

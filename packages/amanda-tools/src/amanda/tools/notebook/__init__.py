@@ -37,7 +37,7 @@ def load_ipython_extension(shell: Any) -> None:
         except AmandaError as error:  # of one line, without a traceback
             sys.stderr.write(f"amanda: {error}\n")
             return
-        # Tools leave out what makes models, as under `amanda run`.
+        # Unless a phase is selected, tools leave out the ops that construct models, as under `amanda run`.
         for tooling in tools:
             if tooling.phase is None:
                 leave_construction(tooling.tool)

@@ -109,7 +109,7 @@ class Points:
         return any(changes for _, changes in self._watched)
 
     def open(self, ends: Collection[str], changes: bool) -> None:
-        """Watch modules, by patterns of the last parts of their paths."""
+        """Watch modules.  ends: patterns of the last parts of their paths."""
         with self._lock:
             # Hooks are global: there is one set for all tools, while at least one watches.
             if not self._watched:
@@ -133,7 +133,7 @@ class Points:
                 self._stack.close()
 
     def has_points(self, module: Any) -> bool:
-        """Return True if the current call of a PyTorch module has points."""
+        """Return True if calls of a PyTorch module have points now: a tool in force may select the module."""
         # Outside of scopes, and while instrumentation is off, modules run as they are.
         if interceptor.active() is None:
             return False
@@ -141,7 +141,7 @@ class Points:
         if has_points is None:
             # Only the last part of a path is tested here, cheaply; the tool tests whole paths at analysis.
             ends = {path.rpartition(".")[2] for path in _paths(module)}
-            patterns = [pattern for ends, _ in self._watched for pattern in ends]
+            patterns = [pattern for watched_ends, _ in self._watched for pattern in watched_ends]
             has_points = (
                 not ends
                 # The wrapped module is selected by the wrapper's path, which has another end.

@@ -243,12 +243,13 @@ class Recorder:
         count as one step, or are dropped if there is a schedule.
         """
         # `Steps` may learn late that what it took for steps were parts of one.
-        before, self._step = self._step, number
-        if number < before:
+        previous_step, self._step = self._step, number
+        if number < previous_step:
             self._first = min(self._first, number)
             if self.schedule != Schedule():
                 self.clear()
             else:
+                # The log, like the schedule, numbers steps from the first.
                 self.log.merge_steps(number - self._first)
         self._begin_step()
 
@@ -258,9 +259,9 @@ class Recorder:
         # Nothing changes: this runs ahead of each op that may begin a step.
         if self.log.number == present:
             return
-        was, self.recording = self.recording, self.schedule.records(present)
+        was_recording, self.recording = self.recording, self.schedule.records(present)
         self.log.start_step(present if self.recording else None)
-        if was != self.recording:
+        if was_recording != self.recording:
             self._open.clear()  # an execution with its begin or end outside of recording has no time
             if not self.recording:
                 self._on_end()

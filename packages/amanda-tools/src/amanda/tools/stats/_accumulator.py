@@ -40,10 +40,10 @@ class NumpyMoments:
         """Take in the numbers of an array in one piece of memory; return False for another element type."""
         if array.dtype not in (np.float32, np.float64) or not array.dtype.isnative:
             return False
-        row = array.reshape(-1)
-        for start in range(0, len(row), Tensors.cached_block):
+        flat = array.reshape(-1)
+        for start in range(0, len(flat), Tensors.cached_block):
             with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN, sums of large numbers
-                self._add(row[start : start + Tensors.cached_block].astype(np.float64))
+                self._add(flat[start : start + Tensors.cached_block].astype(np.float64))
         return True
 
     def _add(self, block: Array) -> None:
@@ -151,9 +151,9 @@ class Accumulator:
         # Other element types than float32 and float64 are converted block by block.
         if self._on_host.add(array):
             return
-        row = array.reshape(-1)
-        for start in range(0, len(row), Tensors.cached_block):
-            self._on_host.add(row[start : start + Tensors.cached_block].astype(np.float64))
+        flat = array.reshape(-1)
+        for start in range(0, len(flat), Tensors.cached_block):
+            self._on_host.add(flat[start : start + Tensors.cached_block].astype(np.float64))
 
     def _add_block(self, block: Any) -> None:
         """Compute the statistics of a block on its device, and its counts of bins."""

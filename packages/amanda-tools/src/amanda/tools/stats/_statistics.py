@@ -240,6 +240,7 @@ class Sketch:
 
     def histogram(self) -> list[tuple[float, float, int]]:
         """Lower edge, upper edge and count of each bin that has numbers, in order."""
+        # Sorted: the edges of a negative bin come by magnitude, so that the upper one is first.
         return [
             (*sorted(self.bins.edges(index)), count)  # type: ignore[misc]
             for index, count in sorted(self.counts.items())

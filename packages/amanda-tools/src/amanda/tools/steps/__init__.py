@@ -244,7 +244,7 @@ def _add_run_keyword(routine: Routine) -> inspect.Signature | None:
     except (TypeError, ValueError):
         return None
     run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)
-    kinds = [*signature.parameters.values()]
-    if kinds and kinds[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        return signature.replace(parameters=[*kinds[:-1], run, kinds[-1]])
-    return signature.replace(parameters=[*kinds, run])
+    parameters = [*signature.parameters.values()]
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return signature.replace(parameters=[*parameters[:-1], run, parameters[-1]])
+    return signature.replace(parameters=[*parameters, run])

@@ -49,7 +49,7 @@ class FrameworkValues:
         return TraceFacts(str(getattr(op, "__name__", op)), "activation", (0,) if context["in_place"] else ())
 
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
-        """Note the indices of the tensors with which an op calls functions."""
+        """Note the indices of the tensors with which an op calls functions; the base notes nothing."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor, also for one of unknown rank."""

@@ -372,14 +372,14 @@ class _SizeCorrection:
         if starts is None or ends is None:
             return
         axes = np.arange(len(starts)) if axes is None else axes
-        steps = self._numbers(node, step, "steps", 4)
+        strides = self._numbers(node, step, "steps", 4)
         starts, ends = starts.copy(), ends.copy()
         families, shape = step.inputs[0]
         is_changed = False
         for i, axis in enumerate(axes.tolist()):
             axis %= len(shape)
             places = self._tracing.places(families, axis, self._alive)
-            if places is not None and not places.all() and (steps is None or steps[i] == 1):
+            if places is not None and not places.all() and (strides is None or strides[i] == 1):
                 first, last, _ = slice(int(starts[i]), int(ends[i])).indices(len(places))
                 starts[i], ends[i] = places[:first].sum(), places[:last].sum()
                 is_changed = True

@@ -200,7 +200,7 @@ class Tracing(amanda.Tool):
         self.steps.append(TracedOp(call.type, module, source, call.key, read, parts, moved))
 
     def extents(self, part: Part, alive: Any) -> tuple[int, ...]:
-        """Return the extents of a tensor when those labels are kept alone.  alive: a truth for each label."""
+        """Return the extents of a tensor if only living labels are kept.  alive: a truth for each label."""
         extents = list(part[1])
         for axis in range(len(extents)):
             places = self.places(part[0], axis, alive)
@@ -212,6 +212,7 @@ class Tracing(amanda.Tool):
     def places(self, families: Families, axis: int, alive: Any) -> Any:
         """Return which places along an axis are kept; None of an axis without channels."""
         for family in families:
+            # One family at most varies along an axis; a place is kept for any living channel at it.
             if family.shape[axis] > 1:
                 other_axes = tuple(i for i in range(family.ndim) if i != axis)
                 return np.any(alive[family], axis=other_axes)

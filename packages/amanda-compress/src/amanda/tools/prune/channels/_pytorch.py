@@ -192,6 +192,7 @@ class ModuleTracing(Tracing):
         """Call the module, and keep whole what it returns; return that."""
         import torch
 
+        # Without fused ops, in which channels cannot be followed.
         with torch.enable_grad(), _fast_path.off(), amanda.apply(self):
             self.result = self._model(*example, **named)
         for value in tensors_in(self.result):

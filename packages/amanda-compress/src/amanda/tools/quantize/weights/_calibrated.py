@@ -212,7 +212,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         self.on_product(context, inputs, data.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
-        """React to an op whose weight may be changed; called at analysis.
+        """React to an op whose weight may be changed; called at analysis.  Does nothing unless overridden.
 
         inputs: positions of the input that is multiplied, whose channels are at `axis`, and of the weight.
         find: returns the weight at an execution, from its value and the slice of a parameter that it is.

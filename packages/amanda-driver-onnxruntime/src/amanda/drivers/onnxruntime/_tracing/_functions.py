@@ -83,6 +83,7 @@ def clip(a: Any, a_min: Any = None, a_max: Any = None, **kwargs: Any) -> Any:
 @records(np.round, np.around)
 def round_(a: Any, decimals: int = 0, out: None = None) -> Any:
     """Record rounding to a number of decimals, half to even."""
+    refuse("round", {"out": out})
     return np.rint(a) if not decimals else np.rint(a * 10.0**decimals) / 10.0**decimals
 
 
@@ -116,6 +117,7 @@ def copy(a: Any, **kwargs: Any) -> Any:
 @records(np.dot)
 def dot(a: Any, b: Any, out: None = None) -> Any:
     """Record the product of vectors and matrices."""
+    refuse("dot", {"out": out})
     if max(a.ndim, b.ndim) > 2:
         raise NotTraceable("numpy.dot of more than two axes; numpy.matmul has a counterpart")
     return np.matmul(a, b) if a.ndim and b.ndim else a * b
@@ -259,7 +261,7 @@ def _register_reduction(op_type: str, *functions: Any) -> None:
     def record(
         a: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False, **options: Any
     ) -> Any:
-        refuse(functions[0].__name__, options)
+        refuse(functions[0].__name__, {"out": out, **options})
         if dtype is None:
             # NumPy sums small integers in a larger type; a sample tells which.
             sample = functions[0](np.ones(1, a.dtype))
@@ -277,21 +279,21 @@ _register_reduction("ReduceMean", np.mean)
 @records(np.max, np.amax)
 def max_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record the largest element."""
-    refuse("max", options)
+    refuse("max", {"out": out, **options})
     return _record_reduction("ReduceMax", a, axis, keepdims)
 
 
 @records(np.min, np.amin)
 def min_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record the smallest element."""
-    refuse("min", options)
+    refuse("min", {"out": out, **options})
     return _record_reduction("ReduceMin", a, axis, keepdims)
 
 
 @records(np.any)
 def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record whether an element is true."""
-    refuse("any", options)
+    refuse("any", {"out": out, **options})
     # ONNX has no reduction of booleans in older opsets.
     return _record_reduction("ReduceMax", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
@@ -299,7 +301,7 @@ def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **o
 @records(np.all)
 def all_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record whether every element is true."""
-    refuse("all", options)
+    refuse("all", {"out": out, **options})
     return _record_reduction("ReduceMin", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
 
@@ -320,7 +322,7 @@ def var(
     **options: Any,
 ) -> Any:
     """Record the mean of the squared distances from the mean."""
-    refuse("var", {**options, **({"ddof": ddof} if ddof else {})})
+    refuse("var", {"dtype": dtype, "out": out, **options, **({"ddof": ddof} if ddof else {})})
     # The two-pass formula, as in NumPy: the mean of squares would cancel.
     distance = a - np.mean(a, axis, keepdims=True)
     return np.mean(distance * distance, axis, keepdims=keepdims)
@@ -347,6 +349,7 @@ def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> A
 @records(np.cumsum)
 def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None) -> Any:
     """Record the sums of the elements up to each."""
+    refuse("cumsum", {"out": out})
     if axis is None:
         a, axis = a.reshape(-1), 0
     summands = a if dtype is None else a.astype(dtype)
@@ -356,12 +359,14 @@ def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None)
 @records(np.argmax)
 def argmax(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
     """Record the position of the first largest element."""
+    refuse("argmax", {"out": out})
     return _record_arg("ArgMax", a, axis, keepdims)
 
 
 @records(np.argmin)
 def argmin(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
     """Record the position of the first smallest element."""
+    refuse("argmin", {"out": out})
     return _record_arg("ArgMin", a, axis, keepdims)
 
 

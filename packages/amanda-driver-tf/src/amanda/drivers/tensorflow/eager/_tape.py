@@ -98,7 +98,7 @@ class Tape:
                 return original(type, attrs, count, inputs, outputs, grads, *positional)
             mark = _mark_in(attrs)
             if mark is not None:
-                attrs = attrs[:-2]
+                attrs = attrs[:-2]  # the mark and its key, which are not TensorFlow's
             else:
                 self._earlier_tapes.report_op(type, (*(inputs or ()), *(outputs or ())))
             call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *positional)
@@ -285,7 +285,8 @@ def _stand_in_for_jvp_dispatch() -> Callable[..., Any]:
 
     @functools.wraps(original)
     def jvp_dispatch(type: str, attrs: Any, *positional: Any, **named: Any) -> Any:
-        return original(type, attrs if _mark_in(attrs) is None else attrs[:-2], *positional, **named)
+        plain_attrs = attrs if _mark_in(attrs) is None else attrs[:-2]  # without the mark and its key
+        return original(type, plain_attrs, *positional, **named)
 
     return jvp_dispatch
 

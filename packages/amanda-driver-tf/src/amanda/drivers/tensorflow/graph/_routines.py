@@ -150,14 +150,15 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def _route_gradients_to_readers(self, facts: OpFacts, reads: Sequence[ForeignInput]) -> None:
         """Add places at the operations whose inputs a replacement reads, for gradients of these inputs."""
         replaced_place = self.rewriting.autodiff_places[facts.op_id][-1]
-        ahead_of_reads = [-1] * (len(replaced_place.input_positions) - len(reads))
+        # -1 stands for a value that is no input of the reader: first for those of the replaced operation.
+        own_positions = [-1] * (len(replaced_place.input_positions) - len(reads))
         for reader_id in dict.fromkeys(foreign.op_id for foreign in reads):
             positions = [foreign.position if foreign.op_id == reader_id else -1 for foreign in reads]
-            past = replace(
-                replaced_place, side="past", input_positions=ahead_of_reads + positions,
+            reader_place = replace(
+                replaced_place, side="past", input_positions=own_positions + positions,
                 replacement_id=facts.op_id,
             )  # fmt: skip
-            self.rewriting.autodiff_places.setdefault(reader_id, []).append(past)
+            self.rewriting.autodiff_places.setdefault(reader_id, []).append(reader_place)
 
     def untraced(self, place: Insertion) -> str | None:
         """Return why routines are not traced, or "" for a reason that needs no report; None if traced."""

@@ -94,10 +94,10 @@ class ExportedFile(Artefact):
         args, kwargs = copy.deepcopy(self._program.example_inputs)
         return args, kwargs
 
-    def write(self, path: Path, note: Mapping[str, Any]) -> None:
-        """Write the program, with a note on its tools in a file of the archive."""
+    def write(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Write the program, with `about`, on its tools, in a file of the archive."""
         assert self._exported is not None
-        notes = [*json.loads(self._notes[NOTES_NAME] or "[]"), note]
+        notes = [*json.loads(self._notes[NOTES_NAME] or "[]"), about]
         content = BytesIO()  # what PyTorch writes itself aborts the process when the disk is full
         torch.export.save(self._exported, content, extra_files={NOTES_NAME: json.dumps(notes, indent=1)})
         path.write_bytes(content.getbuffer())

@@ -76,7 +76,7 @@ class WaitingObservers:
         # The key has the counts: a backend that traces the graph again may find other numbers of values.
         slot = program.slot(
             ("gathered", slots, tuple(counts)),
-            lambda: ObserverBatch([program.table[slot] for slot in slots], counts),
+            lambda: ObserverBatch([program.table[member_slot] for member_slot in slots], counts),
         )
         tensors = [item for _, values in members for item in values.flat]
         numbers = [item for _, values in members for item in values.numbers]

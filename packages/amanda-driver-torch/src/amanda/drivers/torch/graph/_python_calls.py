@@ -113,11 +113,11 @@ class PythonCall(Insertion):
             values[position] = fill_template(constant, self.numbers)
         return values
 
-    def check(self, action: Action, originals: Sequence[Any], values: Sequence[Any]) -> None:
+    def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError if the routine changed a value that is no tensor: graphs take tensors alone."""
         for position in self.constants:
-            if _is_changed(values[position], originals[position]):
-                changed = f"value {position}, {originals[position]!r}, to {values[position]!r}"
+            if _is_changed(values[position], before[position]):
+                changed = f"value {position}, {before[position]!r}, to {values[position]!r}"
                 error = RoutineError(
                     f"{action} changed {changed}; one that a compiled graph calls as Python changes "
                     "tensors alone: mark it @amanda.traceable if it is tensor code"
@@ -161,7 +161,10 @@ class ReplacementCall(PythonCall):
         return with_clones(super().values(flat), self.targets)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the routine's outputs; the op's outputs if the routine returns NotImplemented."""
+        """Return the routine's outputs; the op's outputs if it returns NotImplemented, or may not run.
+
+        rounds: unused, since the graphs of PyTorch hand none over.
+        """
         (action,) = self.actions
         values = self.values(flat)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})
@@ -190,7 +193,7 @@ class GradientReplacementCall(PythonCall):
         self.actions = (action,)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the gradients that something reads."""
+        """Return the gradients that something reads: the routine's, or those of kernels if it gives none."""
         (action,) = self.actions
         entering, kernels = flat[: -len(self.read_gradients)], flat[-len(self.read_gradients) :]
         if not execution.runs_action(action):
