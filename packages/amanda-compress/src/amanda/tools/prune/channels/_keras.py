@@ -283,7 +283,8 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
         if tuple(new_weight.shape) != value.shape:
             raise PruneError(
                 f"the model that is rebuilt from the config of {model.now.name} has "
-                f"{tuple(new_weight.shape)} in {new_weight.path}, where {value.shape} was expected: exclude the layer"
+                f"{tuple(new_weight.shape)} in {new_weight.path}, where {value.shape} was expected: exclude "
+                "the layer"
             )
         new_weight.assign(value)
     for layer in layers_of(smaller):
