@@ -58,6 +58,7 @@ def scaled_dot_product_attention(
     """Stand in for PyTorch's function of this name: `prune` changes the probabilities.
 
     run, recomputed: arguments of the routine, which are passed on to `prune`.
+    Returns NotImplemented, which runs the original, where queries are not as many as keys.
     """
     import torch
     from torch.nn import functional
@@ -314,23 +315,26 @@ class AttentionPruneTool(DynamicPruneTool):
         self, probabilities: Any, attention: _Attention, decision: _TokenMasks, previous: _TokenMasks | None,
         noise: Callable[[Any], Any],
     ) -> Any:  # fmt: skip
-        """Return 0/1 of the tokens that later layers keep: (N, T)."""
+        """Return 0/1 of the tokens that later layers keep: (N, T).
+
+        Unless the choice is learned, sets `decision.count`.
+        """
         # In float32: sums over thousands of queries exceed the precision of half types.
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
         units = per_unit(alive, self._size)
-        count = int(units.shape[-1])
+        unit_count = int(units.shape[-1])
         if decision.alive is not None and previous is not None:
-            count = previous.count
-        guarded = np.arange(units.shape[-1]) * self._size < self._protect
-        is_protected = tensors_of(received).cast(guarded[None].astype(np.float32), received)
+            unit_count = previous.count
+        protected_units = np.arange(units.shape[-1]) * self._size < self._protect
+        is_protected = tensors_of(received).cast(protected_units[None].astype(np.float32), received)
         if self._learned:
             decisions = self._predict_units(probabilities, received, attention, noise)
             keep_mask = units * (is_protected + (1 - is_protected) * decisions)
         else:
             score = detached(per_unit(do("sum", received, axis=1), self._size)) * units
-            decision.count = max(density_count(self._share, count), int(guarded.sum()))
+            decision.count = max(density_count(self._share, unit_count), int(protected_units.sum()))
             # Protected tokens rank first, dropped ones last: scores are at most heads times tokens, far below
             # a million.
             keep_mask = top_mask(score + 1e6 * is_protected + units - 1, decision.count) * units

@@ -139,7 +139,10 @@ class PerThreadState(Generic[T]):
         return (self._last if states is None else states).get(key)
 
     def _states_of_caller(self) -> WeakKeyDictionary[Any, T]:
-        """Return the states of the calling thread, or of the only thread where a framework's thread calls."""
+        """Return the states of the calling thread, or of the only thread where a framework's thread calls.
+
+        Raises ToolError if a framework's thread calls for one of several threads.
+        """
         caller = amanda.Tool.caller()
         if caller is not None:
             states = self._states.get(caller)

@@ -83,7 +83,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             prediction.saliency for prediction in self._predictions() if prediction.saliency is not None
         ]
         return (
-            self._penalty * sum(do("sum", do("mean", prediction, axis=0)) for prediction in saliencies)
+            self._penalty * sum(do("sum", do("mean", values, axis=0)) for values in saliencies)
             if saliencies
             else 0.0
         )
@@ -128,6 +128,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         x, kernel = context.get_inputs()[0], context.get_inputs()[context["weight_index"]]
         extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
         in_channels = context["shape"](x)[context["layout"].index("C")]
+        # A depthwise kernel has M outputs for each input.
         out_channels = extents["O"] if "O" in extents else extents["I"] * extents["M"]
         normal = self._initial_random.normal
         return self._op_record(context, lambda: _GatedConvolution(
@@ -371,22 +372,26 @@ class ActivationPruneTool(DynamicPruneTool):
         return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
 
     def _predict_masks(self, x: Any, block: _Block, run: Run, recomputed: bool) -> None:
-        """Compute the masks of a branch from its input."""
+        """Compute the masks of all convolutions of a branch from its input, and the MACs that remain."""
         decision, layout = self._states.of(block), block.convolutions[0].layout
         x = as_type_of(x, block.kernel)
         logits = convolve_3x3(x, block.kernel, block.stride, layout)
-        mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
-        logits = logits + mean[:, :, None]
+        offset = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
+        # One number for each example, (N, 1, 1), is added at all positions.
+        logits = logits + offset[:, :, None]
         mask = decision.mask = binary_gumbel(logits, self._noise(logits, run, recomputed), self._temperature)
-        sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
+        input_sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for convolution in block.convolutions[:-1]:
-            sizes.append(
-                [window.places(size) for window, size in zip(convolution.windows, sizes[-1], strict=True)]
+            input_sizes.append(
+                [
+                    window.places(size)
+                    for window, size in zip(convolution.windows, input_sizes[-1], strict=True)
+                ]
             )
         macs_used: Any = 0.0
         decision.macs_dense = 0
         # Backwards from the output: each convolution has to compute what the next one reads.
-        for convolution, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
+        for convolution, size in zip(reversed(block.convolutions), reversed(input_sizes), strict=True):
             macs = convolution.size * prod(mask.shape)
             macs_used, decision.macs_dense = macs_used + macs * do("mean", mask), decision.macs_dense + macs
             decision.output_masks[convolution], mask = mask, needed_inputs(mask, convolution.windows, size)

@@ -210,6 +210,7 @@ def block_keep_masks(
         grids.append(do("reshape", matrix, (extents[0] // height, height, extents[1] // width, width)))
     units = []
     for grid in grids:
+        # -1 ranks blocks of dropped elements below blocks that are 0 and kept.
         is_dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
         # Powers rank as their roots do, and no root rounds near ties apart.
         powers = tensors.to_numpy((_zero_where_dropped(grid) ** norm).sum((1, 3)))
@@ -346,8 +347,8 @@ def _swap_best(
     first_channels, second_channels = np.nonzero(gains > threshold)
     changed_groups: set[int] = set()
     # Stable, so that equal gains give the same order on each machine.
-    for best in np.argsort(-gains[first_channels, second_channels], kind="stable"):
-        i, j = first_channels[best], second_channels[best]
+    for pair in np.argsort(-gains[first_channels, second_channels], kind="stable"):
+        i, j = first_channels[pair], second_channels[pair]
         # Gains were computed for the groups before any swap of the round.
         if not {group[i], group[j]} & changed_groups:
             changed_groups |= {group[i], group[j]}

@@ -389,7 +389,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             weight.gather_product(gradient)
 
     def _insert_gather_inputs(self, context: amanda.OpContext) -> None:
-        """Insert a routine that gathers the inputs which an op multiplies by its weight, if it has any."""
+        """Insert a routine that gathers the inputs of a weight; none where these are not followed."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return

@@ -181,8 +181,8 @@ def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Arr
 
     "magnitude": |w| (Han et al. 2015).  "gradient": |w * g|, the change of the loss to first order (Molchanov
     et al. 2019, eq. 8).  "movement": the sum of -w * g over all steps (Sanh et al. 2020, sec. 3).  "wanda":
-    |w| * ||x||_2 (Sun et al. 2023, eq. 1).  "random": seeded by the
-    weight's number and the step alone, so that every framework draws the same.
+    |w| * ||x||_2 (Sun et al. 2023, eq. 1).  "random": seeded by the weight's number and the step alone, so
+    that every framework draws the same.
     """
     magnitudes = weight.magnitudes
     if importance == "gradient":
@@ -193,6 +193,7 @@ def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Arr
     if importance == "wanda":
         return magnitudes * weight.permuted(_norms(weight))
     if importance == "random":
+        # The 1 gives other numbers than those by which dropped elements come back.
         return random_scores(weight, [seed, weight.number, update, 1])
     return magnitudes
 
@@ -299,6 +300,7 @@ class MaskUpdater:
                     f"importance={self._options.importance!r} is computed while a model runs, not of a file: "
                     "prune the running model, and give tool.load_state_dict its state to write its masks"
                 )
+            # The end of `calibrating` makes the masks of a file by the end of the schedule.
             self._in_file = self.is_calibrating
             if weight.magnitudes is None:
                 weight.gather_magnitudes(present())

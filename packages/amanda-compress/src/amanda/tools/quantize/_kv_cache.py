@@ -108,7 +108,10 @@ class KVCacheTool(amanda.Tool):
     def _concatenate(
         self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any
     ) -> Tensor:
-        """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows."""
+        """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows.
+
+        Other concatenations stay unchanged, and so do caches that began outside of the scope.
+        """
         states: Tensor = original(tensors, dim)
         # The form of a cache: other concatenations of the model look otherwise.
         if len(tensors) != 2 or states.dim() != 4 or dim not in (-2, 2) or not states.is_floating_point():

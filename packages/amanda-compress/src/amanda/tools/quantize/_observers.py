@@ -93,7 +93,8 @@ class Histogram:
             least, most = scaled.best_range(levels)
             return np.float32(float(least) * widest), np.float32(float(most) * widest)
         total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=np.float32)
-        # A greedy search from both ends, which drops the side with the larger step in bins.
+        # A greedy search from both ends, which drops the side with the larger step in bins. begin and end are
+        # bins; lower and upper are shares of the numbers below them.
         begin, end, lower, upper = 0, self.bins - 1, 0.0, 1.0
         error = np.inf
         while lower < upper:

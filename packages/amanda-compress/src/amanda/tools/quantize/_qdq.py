@@ -166,6 +166,7 @@ class QdqWriter:
                 nodes += new_nodes
                 self.rows.append((node.name or node.op_type, *row))
                 node.input[position] = name
+            # With one quantised input the other factor of the product is of floats.
             is_narrow = len(inputs) == 1 and all(
                 element_type(operand.scale.grid)[1] == 4 for operand in inputs.values()
             )

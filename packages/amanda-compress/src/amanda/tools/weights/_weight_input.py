@@ -288,7 +288,7 @@ class FollowedSlices:
         self._inputs_key = f"inputs {next(_instance_numbers)}"  # several tools may follow one op
 
     def of(self, value: Tensor) -> ParameterSlice | None:
-        """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
+        """Return the slice that a tensor is a copy or selection of; None for a view or a computed tensor."""
         tensors, _ = _torch_tensors_and_store()
         # Keyed by storage and not by tensor: each view of a copy is another tensor, and Python may drop and
         # make tensor objects anew. `_cdata` is private; `data_ptr` is 0 for all empty storages.

@@ -32,7 +32,7 @@ class KerasModel(PrunableModel):
     """
 
     has_gradients = False
-    # ops over channels keep these whole, so that neither is called
+    # Ops over channels keep these whole, so that neither is called.
     selected, over_kept = staticmethod(selected_of_array), staticmethod(array_over_kept)
 
     def __init__(self, model: Any) -> None:

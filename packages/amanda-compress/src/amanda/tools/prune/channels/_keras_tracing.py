@@ -201,7 +201,7 @@ class KerasTracing(Tracing):
         self._open_inputs: list[list[Any]] = []
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call the model, and keep whole what it returns; return that."""
+        """Call the model, keep the channels of its result whole, and return the result."""
         with amanda.apply(self):
             self.result = self._model(*example, **named)
         labels = self.notes.labels
@@ -244,7 +244,7 @@ class KerasTracing(Tracing):
         """Follow an op by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
-        # Weights enter the program there: its output is the weight for all ops that follow.
+        # Weights enter the program here: the output is the weight for all ops that follow.
         if type == "ReadVariableOp":
             name = self._handles.get(values[0].tensor)
             if name is not None:
@@ -255,7 +255,8 @@ class KerasTracing(Tracing):
         input_values = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         moved = partial(_move_labels, type, attributes, values)
-        # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
+        # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key, and
+        # ops of a compiled function have no keys of eager ones.
         word = type if rule is reduced else "add" if type == "BiasAdd" else word
         call = FollowedOp(
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,

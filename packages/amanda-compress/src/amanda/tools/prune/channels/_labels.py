@@ -100,7 +100,10 @@ class ChannelSets:
         return reasons
 
     def pin(self, family: Family, axis: int, reason: str) -> Family | None:
-        """Keep an axis whole: return the family without it; None if it varies along no other axis."""
+        """Keep an axis whole: return the family without the axis.
+
+        Returns None if the family varies along no other axis; then it is left whole for the reason.
+        """
         # An axis stays whole if all its places are one channel.
         first_place = family.take([0], axis)
         self.unite(family, first_place)
@@ -123,7 +126,8 @@ class ChannelSets:
     def compressed(self, family: Family, reason: str) -> Family | None:
         """Return a family without axes along which its sets do not change; None if there is no other.
 
-        A tensor without elements, such as an empty slice, has no channels.
+        A family that loses all axes is left whole for the reason.  A tensor without elements, such as an
+        empty slice, has no channels.
         """
         if not family.size:
             return None

@@ -321,6 +321,7 @@ class _SizeCorrection:
         if step is None or not step.inputs or node.domain not in ("", "ai.onnx"):
             pass
         elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
+            # The second extent of a kernel is the number of channels of one group.
             (_, channels, *_), (_, depth, *_) = (self._extents(part) for part in step.inputs[:2])
             onnx_graph.set_attribute(node, "group", channels // depth)
         elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:

@@ -232,7 +232,10 @@ class OnnxTracing(Tracing):
         self._open_inputs: dict[str, Sequence[OnnxValue | None]] = {}
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Run the model, and keep whole what it returns; return that."""
+        """Run the model, keep the channels of its result whole, and return the result.
+
+        Channels that bodies of control flow read stay whole too.
+        """
         try:
             with amanda.apply(self):
                 self.result = self._model(*example, **named)

@@ -158,7 +158,7 @@ class Tracing(amanda.Tool):
 
     @abstractmethod
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call the model, and keep whole what it returns; return that."""
+        """Call the model, keep the channels of its result whole, and return the result."""
 
     @abstractmethod
     def layer(self, name: str) -> str:

@@ -189,7 +189,7 @@ class ModuleTracing(Tracing):
         self._open_inputs: list[tuple[Sequence[Any], list[Any]]] = []
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call the module, and keep whole what it returns; return that."""
+        """Call the model, keep the channels of its result whole, and return the result."""
         import torch
 
         # Without fused ops, in which channels cannot be followed.

@@ -278,6 +278,7 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
 
 def concatenated(call: FollowedOp) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
+    # Tensors without elements add no places, and may have another rank.
     values = [item for item in call.inputs[0] if prod(item.shape)]
     if not values:
         return fresh(call)

@@ -187,13 +187,14 @@ def gptq(
     order = torch.as_tensor(order, device=matrix.device)
     # In float64: errors of all earlier columns add up in the last ones.
     remaining = matrix.double().masked_fill(is_dead, 0)
+    # As in the authors' code, dead inputs count in the scales of whole rows, and not in those of groups.
     first_qparams = qparams(matrix if is_whole else remaining.to(matrix.dtype), grid, group_size)
     scale, zero_point = (qparam.double() for qparam in first_qparams)
     factor = _inverse_factor(hessian.double()[order][:, order], damping)
     remaining, codes, inputs = remaining[:, order], torch.empty_like(remaining), order.tolist()
     for start in range(0, len(inputs), block):
         end = min(start + block, len(inputs))
-        block_columns, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
+        corrected, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
         for i, column in enumerate(range(start, end)):
             group = slice(inputs[column] // group_size, inputs[column] // group_size + 1)
             # The columns as they are now, with the corrections of earlier ones. With act_order groups are not
@@ -202,13 +203,11 @@ def gptq(
                 columns = remaining[:, column : column + group_size].to(matrix.dtype)
                 scale[:, group], zero_point[:, group] = qparams(columns, grid, group_size)
             qparams_of_group = scale[:, group], zero_point[:, group]
-            code = nearest(block_columns[:, i : i + 1], *qparams_of_group, grid)
+            code = nearest(corrected[:, i : i + 1], *qparams_of_group, grid)
             codes[:, inputs[column]] = code[:, 0]
-            error = (block_columns[:, i : i + 1] - dequantized(code, *qparams_of_group)) / factor[
-                column, column
-            ]
+            error = (corrected[:, i : i + 1] - dequantized(code, *qparams_of_group)) / factor[column, column]
             # Within the block alone: columns behind it are corrected at its end.
-            block_columns[:, i:] -= error * factor[column, column:end]
+            corrected[:, i:] -= error * factor[column, column:end]
             errors[:, i : i + 1] = error
         # One product for a block instead of one for each column (lazy batch updates of the source).
         remaining[:, end:] -= errors @ factor[start:end, end:]
