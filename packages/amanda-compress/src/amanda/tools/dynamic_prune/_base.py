@@ -378,7 +378,7 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
     )
     if meeting is None or meeting[0] == meeting[1] == 0:
         return None
-    # The longer way computes; the other is the identity or a projection.
+    # The longer path computes; the other is the identity or a projection.
     branch = 0 if meeting[0] > meeting[1] else 1
     ops = [op for _, op in paths[branch][: meeting[branch]] if op is not None]
     return Residual(branch, tuple(ops), paths[1 - branch][0][0])
@@ -436,6 +436,7 @@ def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, 
     """
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
+            # All axes of the layer's input but the features are those of the batch and the tokens.
             batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores[1] or 1)
             return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
     return None

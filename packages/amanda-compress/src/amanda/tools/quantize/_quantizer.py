@@ -111,7 +111,8 @@ class Quantizer:
     def __call__(self, x: Any, frozen: bool, qparams: Sequence[Any] = ()) -> Any:
         """Return the quantised value.
 
-        frozen: keep the scale as it is.  qparams: of the first execution, for a recomputation.
+        frozen: keep the scale as it is.  qparams: of the first execution, scale and zero point first, for a
+        recomputation.
         """
         full = whole(x)  # of a tensor in shards, a scale is of all of it
         x_split = self._split(full)

@@ -65,7 +65,7 @@ class QuantizeOptions:
             )
         if self.method.startswith("lsq") and self.rounding != "half_even":
             raise QuantizeError(f"{self.method} rounds half to even; rounding is {self.rounding!r}")
-        # These look at one batch, on the device of the tensor; the other observers need several, on the host.
+        # These methods look at one batch, on the device of the tensor; observers need several, on the host.
         if self.method in ("dynamic", "qat") and self.observer != "minmax":
             raise QuantizeError(
                 f"observer is {self.observer!r}, but {self.method} takes the extremes at each execution; "

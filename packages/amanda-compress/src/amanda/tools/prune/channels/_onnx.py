@@ -93,7 +93,7 @@ class OnnxModel(PrunableModel):
 
     @contextmanager
     def as_far_as_it_runs(self, *example: Any, **named: Any) -> Iterator[None]:
-        """Context in which the model ends before the first node that fails: observers see no others then."""
+        """Return a context in which the model ends before the first node that fails, so that it runs."""
         whole, running_count, failing_count = self.proto, 0, len(self.proto.graph.node)
         try:
             while failing_count - running_count > 1:

@@ -69,7 +69,7 @@ class ModuleRemoval:
                 self._set_attribute(model.get_submodule(path), attribute, size)
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore all values, those that changed last first."""
         import torch
 
         for owner, attribute, value in reversed(self._before):

@@ -95,7 +95,7 @@ class AWQTool(IntegerTool, FoldingTool):
     def on_folded(
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
     ) -> None:
-        """Divide the scales of integers whose outputs were divided."""
+        """Multiply the scales of integers by the multipliers of outputs; store sums of the new value."""
         super().on_folded(weight, value, scales, is_read)
         for axis, scale in scales:
             if weight.layout is not None and weight.layout[axis] == "O":
@@ -257,7 +257,10 @@ class SmoothQuantTool(FoldingTool):
 
     @amanda.differentiable
     def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
-        """Return the input divided by the factors of its channels, and the unchanged weight."""
+        """Return the input divided by the factors of its channels, and the unchanged weight.
+
+        Returns None, for no change, before the factors are computed.
+        """
         weight = find(value, ParameterSlice.of_execution(run))
         # Without a weight the input could not be divided, while another op's weight is multiplied.
         if not isinstance(weight, CalibratedWeight):
