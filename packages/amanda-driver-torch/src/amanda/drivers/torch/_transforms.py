@@ -106,8 +106,8 @@ class TransformedTensors(TorchTensors):
         target.copy_(self.straight_through(target.clone(), value))
 
     def _cast(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        fitting: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
-        return fitting
+        cast_value: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
+        return cast_value
 
     def _batched_like(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return a value with the batches of an original: the program may write into each sample."""

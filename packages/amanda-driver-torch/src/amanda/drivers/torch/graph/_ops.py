@@ -117,6 +117,7 @@ class GraphExecution(Execution):
     living: ClassVar[WeakValueDictionary[int, GraphExecution]] = WeakValueDictionary()
 
     def __init__(self, program: GraphProgram) -> None:
+        """Begin a run in the state in force, or in the program's if it runs outside of scopes."""
         state = current_state()
         if program.every or state.stack is None:
             state = program.state
@@ -170,12 +171,14 @@ Tensors = list[torch.Tensor]
 
 
 def _begin_execution(program: int) -> torch.Tensor:
+    """Return the token of a new execution of the program with a number."""
     return GraphExecution(GraphProgram.living[program]).token()
 
 
 def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
+    """Call a routine, and return its outputs in memory of their own; likes: tensors of their layouts."""
     return _own_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes, slot)
 
 
@@ -202,17 +205,18 @@ def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slo
         outputs, grads = zip(*pairs, strict=True)
         with interceptor.Suspension():
             torch.autograd.backward(outputs, grads, retain_graph=True)
-    pulled = [tensor.grad for tensor in taped.inputs]
+    input_gradients = [tensor.grad for tensor in taped.inputs]
     for tensor in taped.inputs:  # another pass through the kept graph begins from nothing
         tensor.grad = None
-    zeros = [
+    results = [
         torch.zeros_like(like) if tensor is None else tensor
-        for tensor, like in zip(pulled, likes, strict=True)
+        for tensor, like in zip(input_gradients, likes, strict=True)
     ]
-    return _own_memory(zeros, likes, slot)
+    return _own_memory(results, likes, slot)
 
 
 def _as_leaf(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph; it needs a gradient if its numbers can have one."""
     leaf = value.detach()
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 

@@ -32,6 +32,7 @@ class PlaceValues:
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
+        """Split the values; all integers but bools are handed over, as in another run they may be symbols."""
         self.all = list(values)
         self.given = [i for i, value in enumerate(values) if holds_tensors(value)]
         self.sizes = [len(values[i]) if isinstance(values[i], (list, tuple)) else None for i in self.given]
@@ -93,6 +94,7 @@ class PythonCall(Insertion):
     __slots__ = ("constants", "floats", "numbers")
 
     def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, results: Sequence[int]) -> None:
+        """Bind a routine to the values of its place; results: positions of those that it may change."""
         # The action gets all values of the place, so it selects none of them again.
         unselective = Action(action.type, action.func, action.tool, None, action.kwargs)
         super().__init__([unselective], facts, len(values.all), values.given, values.sizes, results)
@@ -130,6 +132,7 @@ class PythonCall(Insertion):
 
 
 def _is_changed(value: Any, original: Any) -> bool:
+    """Return True unless a value is the original or equals it; True if the two cannot be compared."""
     try:
         return value is not original and not bool(value == original)
     except (RuntimeError, TypeError, ValueError):  # of tensors in lists
@@ -152,12 +155,14 @@ class ReplacementCall(PythonCall):
         compute: Callable[[Sequence[Any]], Any],
         targets: Sequence[int],
     ) -> None:
+        """Bind a routine to an op's inputs; its outputs take no position among them."""
         super().__init__(action, facts, values, ())
         self.actions = (action,)
         self.compute = compute
         self.targets = targets
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
+        """Return the op's inputs, with clones of those that the op writes."""
         return with_clones(super().values(flat), self.targets)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
@@ -178,6 +183,7 @@ class ReplacementCall(PythonCall):
         return list(_as_list(result))
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return empty tensors like the results of the op itself, which the routine's must be like."""
         results = _as_list(self.compute(self.values(values)))
         return [torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in results]
 

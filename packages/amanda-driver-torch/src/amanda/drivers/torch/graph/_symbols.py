@@ -37,6 +37,7 @@ class GraphSymbols:
         symbols: Sequence[Any] | None = None,
         weights: Sequence[bool] | None = None,
     ) -> None:
+        """Make a symbol for each input, in the fake mode that the symbols come from, else in a new one."""
         self.module = module
         fake_modes = [value.fake_mode for value in (symbols or ()) if isinstance(value, FakeTensor)]
         self.fakes: FakeTensorMode = fake_modes[0] if fake_modes else FakeTensorMode(shape_env=ShapeEnv())
