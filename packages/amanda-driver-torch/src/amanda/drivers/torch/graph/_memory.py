@@ -115,6 +115,7 @@ def _views_made_outside(ran: Mapping[Node, NodeRun]) -> Iterator[Any]:
         )
         if view is None or view._base is None or not any(count[memory] > 1 for memory in _storage_ids(view)):
             continue
+        # A node for each op by which the view comes from its base.
         grad_node, base = view.grad_fn, view._base.grad_fn
         while grad_node is not None and grad_node is not base:
             yield grad_node

@@ -97,6 +97,7 @@ class CallRecorder:
             native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
             start = sequence()
             native_call.outputs = site.invoke(args, kwargs)
+            # What an op has written leads to nodes, too, as those of an op that returns nothing.
             tensors = _tensors_in(
                 [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
             )
@@ -255,6 +256,7 @@ def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> N
     """Run a node, and record its native calls, or the obstacle to instrumenting it."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda input_node: ran[input_node].value)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
+        # Not run: dynamo, or the export, has noted a value without data.
         node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
         inner_counts = _ops_inside(node, module)
         names = ", ".join(f"{count} {name}" for name, count in inner_counts.items())

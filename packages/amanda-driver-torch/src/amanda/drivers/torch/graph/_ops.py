@@ -204,6 +204,7 @@ def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slo
     if pairs:
         outputs, grads = zip(*pairs, strict=True)
         with interceptor.Suspension():
+            # Kept, as another pass may come through the graph around the routine.
             torch.autograd.backward(outputs, grads, retain_graph=True)
     input_gradients = [tensor.grad for tensor in taped.inputs]
     for tensor in taped.inputs:  # another pass through the kept graph begins from nothing
@@ -232,6 +233,7 @@ def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], 
                 f"{tuple(like.shape)}; one that changes shapes is to be @amanda.traceable and "
                 "@amanda.differentiable in a graph"
             )
+    # Cast and laid out as the graph was compiled for.
     return [torch.empty_like(like).copy_(result) for result, like in zip(results, likes, strict=True)]
 
 
@@ -241,6 +243,7 @@ def _call_without_data(
     """Return empty tensors like the results of a call, for compilers that trace without data."""
     if likes:
         return [torch.empty_like(like) for like in likes]
+    # An observer returns nothing; what replaces an op returns what the op would.
     called: Any = GraphProgram.living[program].table[slot]
     if not hasattr(called, "compute"):
         return []

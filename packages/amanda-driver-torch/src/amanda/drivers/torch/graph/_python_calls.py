@@ -43,6 +43,7 @@ class PlaceValues:
         self.constants = {
             i: tree_map(self._split_number, value) for i, value in enumerate(values) if i not in self.given
         }
+        # In a run the floats come after all integers, whose number is known only now.
         for template in self._float_templates:
             template.slot += len(self.numbers)
 
@@ -93,11 +94,13 @@ class PythonCall(Insertion):
 
     __slots__ = ("constants", "floats", "numbers")
 
-    def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, results: Sequence[int]) -> None:
-        """Bind a routine to the values of its place; results: positions of those that it may change."""
+    def __init__(
+        self, action: Action, facts: OpFacts, values: PlaceValues, output_positions: Sequence[int]
+    ) -> None:
+        """Bind a routine to the values of its place, of which it returns those at `output_positions`."""
         # The action gets all values of the place, so it selects none of them again.
         unselective = Action(action.type, action.func, action.tool, None, action.kwargs)
-        super().__init__([unselective], facts, len(values.all), values.given, values.sizes, results)
+        super().__init__([unselective], facts, len(values.all), values.given, values.sizes, output_positions)
         self.constants: Mapping[int, Any] = values.constants
         self.floats = len(values.floats)
         self.numbers: Sequence[float] = ()
@@ -201,6 +204,7 @@ class GradientReplacementCall(PythonCall):
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the gradients that something reads: the routine's, or those of kernels if it gives none."""
         (action,) = self.actions
+        # Last come the gradients that kernels computed, which are the result if the routine declines.
         entering, kernels = flat[: -len(self.read_gradients)], flat[-len(self.read_gradients) :]
         if not execution.runs_action(action):
             return list(kernels)

@@ -96,6 +96,7 @@ class FxRewriting:
                     self._analyse_node(node_run)
                 if any(stack.wants_backward for stack in self._analysis.stack.chain):
                     self._reached = _reached_nodes(ran)
+                    # From the outputs to the inputs, as a backward pass goes.
                     for node_run in reversed(ran.values()):
                         self._analyse_backward(node_run)
                     self.program.leaves = list(self._watched_leaves(ran))
@@ -176,6 +177,7 @@ class FxRewriting:
 
     def _analyse_backward(self, node_run: NodeRun) -> None:
         """Bring the backward ops of a node, and the leaves that it reads first, to the tools."""
+        # Not strict: a node that cannot be replayed has calls but no steps.
         for call, step in reversed(
             list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
         ):

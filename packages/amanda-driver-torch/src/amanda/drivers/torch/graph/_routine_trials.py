@@ -79,7 +79,7 @@ class RoutineTrials:
                 self._symbols.fakes, "allow_non_fake_inputs", False
             ):  # fmt: skip
                 changed = self._run_action(action, values, facts)
-        except RoutineError:
+        except RoutineError:  # the routine breaks a rule, as it would in Python
             raise
         except Exception as error:  # of any kind: routines may do what only values allow
             self._call_as_python(action, facts, f"it cannot be traced: {str(error).partition(chr(10))[0]}")

@@ -115,6 +115,7 @@ class NodeRoutines:
                     leaving = self._replace_gradients(plan.replace, leaving, entered, facts)
                 return tuple(self.run_all(plan.after, leaving, facts))
 
+        # A replacement takes the entering gradients and returns the leaving ones: it needs both hooks.
         if plan.before or plan.replace:
             node.register_prehook(before)
         if plan.after or plan.replace:
@@ -177,6 +178,7 @@ class NodeRoutines:
             placed = values.with_tensors(results)
             return placed if len(placed) > 1 or isinstance(placed[0], list) else placed[0]
 
+        # Without the keyword arguments, which `PythonCall` passes.
         call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
         return Action(action.type, differentiable(call) if is_taped else call, action.tool, action.select, {})
 
@@ -192,6 +194,7 @@ class NodeRoutines:
 
         A backend that runs the graph as it is comes here in each run, with other constants.
         """
+        # The call in the program's table holds the facts, so that no other object gets their `id`.
         slot = self.program.slot((id(facts), action, values.pattern, form), make)
         called: Any = self.program.table[slot]
         called.constants = values.constants

@@ -57,6 +57,7 @@ class GraphSymbols:
     @contextmanager
     def without_data(self) -> Iterator[FakeTensorMode]:
         """Enter a context in which all tensors, also those with data, are computed without data."""
+        # Tells torch that sizes which depend on data are made here only to be discarded.
         unnamed = self.fakes.shape_env.ignore_fresh_unbacked_symbols() if self.fakes.shape_env else None
         with (
             patch.object(self.fakes, "allow_non_fake_inputs", True),
