@@ -194,7 +194,7 @@ class ReplacementCall(PythonCall):
 class GradientReplacementCall(PythonCall):
     """Call of a routine that replaces a backward op; leaving: which of its gradients something reads."""
 
-    __slots__ = ("leaving",)
+    __slots__ = ()
 
     def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, leaving: Sequence[bool]) -> None:
         super().__init__(action, facts, values, range(len(leaving)))
@@ -205,7 +205,8 @@ class GradientReplacementCall(PythonCall):
         """Return the gradients that something reads: the routine's, or those of kernels if it gives none."""
         (action,) = self.actions
         # Last come the gradients that kernels computed, which are the result if the routine declines.
-        entering, kernels = flat[: -len(self.read_gradients)], flat[-len(self.read_gradients) :]
+        count = len(flat) - len(self.read_gradients)
+        entering, kernels = flat[:count], flat[count:]
         if not execution.runs_action(action):
             return list(kernels)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})
