@@ -264,19 +264,22 @@ class NanTool(amanda.Tool):
         floats = floating(values, op.dtype, leave)
         if not any(nonfinite_flags(op_tensor.tensor, self._inf) for op_tensor in floats):
             return
-        written = Floats.of(values, op.dtype, self._inf)
-        read = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
+        output_floats = Floats.of(values, op.dtype, self._inf)
+        input_floats = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
         # The NaN was in the variable before, whoever wrote it there.
-        if written.flags & NAN and not read.flags & NAN and op.reads:
-            read = written
-        before, after = read.flags, written.flags
+        if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads:
+            input_floats = output_floats
+        input_flags, output_flags = input_floats.flags, output_floats.flags
         if op.saved is None:
-            self._flags_of_forward[op.op_id] = before | after
+            self._flags_of_forward[op.op_id] = input_flags | output_flags
         # A backward op multiplies by what was saved, which is among its inputs too.
-        elif after & ~before:
-            before |= self._saved_flags(op)
-        if (after & NAN and not before & NAN) or not before:
-            inputs, outputs = read.summaries(read.tensors), written.summaries(written.holds)
+        elif output_flags & ~input_flags:
+            input_flags |= self._saved_flags(op)
+        if (output_flags & NAN and not input_flags & NAN) or not input_flags:
+            inputs, outputs = (
+                input_floats.summaries(input_floats.tensors),
+                output_floats.summaries(output_floats.holds),
+            )
             finding = Finding(*op.place, execution, inputs, outputs)
             if not op.calls:
                 self._add_finding(finding)
@@ -287,8 +290,8 @@ class NanTool(amanda.Tool):
         else:
             self._passed_on += 1
         # An op that only moves elements names no source; the op that reads them will.
-        if after & NAN and not op.moves:
-            self._name_sources(op, execution, read)
+        if output_flags & NAN and not op.moves:
+            self._name_sources(op, execution, input_floats)
             self._has_nan_begun = True
 
     def _saved_flags(self, op: _CheckedOp) -> int:
@@ -301,8 +304,8 @@ class NanTool(amanda.Tool):
 
     def _note_unread(self, op: _CheckedOp, tensor: OpTensor, reason: str) -> None:
         role = "gradient" if op.phase == "backward" else "output"
-        named = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
-        self._packed[named] = None
+        remark = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
+        self._packed[remark] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
         """Keep a finding up to the limit, or defer it; raise NotFiniteError if the tool stops."""

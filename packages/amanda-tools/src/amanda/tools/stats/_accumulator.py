@@ -158,21 +158,21 @@ class Accumulator:
     def _add_block(self, block: Any) -> None:
         """Compute the statistics of a block on its device, and its counts of bins."""
         finite = do("isfinite", block)
-        place = str(getattr(block, "device", "cpu"))
-        self._add_vector(_block_vector(block, finite), place)
+        device = str(getattr(block, "device", "cpu"))
+        self._add_vector(_block_vector(block, finite), device)
         if self._bins is not None:
-            self._add_counts(_count_bins(block, finite, self._bins), place)
+            self._add_counts(_count_bins(block, finite, self._bins), device)
 
-    def _add_vector(self, vector: Any, place: str) -> None:
+    def _add_vector(self, vector: Any, device: str) -> None:
         """Add the statistics of a block to those of its device, and merge them now and then."""
-        vectors = self._vectors.setdefault(place, [])
+        vectors = self._vectors.setdefault(device, [])
         vectors.append(vector)
         if len(vectors) >= MAX_VECTORS:
             # Merged on the device, so that neither memory grows nor the host waits.
-            self._vectors[place] = [_merge_rows(do("stack", vectors))]
+            self._vectors[device] = [_merge_rows(do("stack", vectors))]
 
-    def _add_counts(self, counts: Any, place: str) -> None:
-        self._counts[place] = self._counts[place] + counts if place in self._counts else counts
+    def _add_counts(self, counts: Any, device: str) -> None:
+        self._counts[device] = self._counts[device] + counts if device in self._counts else counts
 
     @staticmethod
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
@@ -189,17 +189,17 @@ class Accumulator:
             elif array.size < MIN_SHARED_SIZE or array.dtype.char != "f":
                 accumulator._add_array(array)
             else:
-                row = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
-                memory = row.__array_interface__["data"][0], row.size
-                large.setdefault(memory, []).append((accumulator, row))
+                flat = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
+                memory = flat.__array_interface__["data"][0], flat.size
+                large.setdefault(memory, []).append((accumulator, flat))
         for group in large.values():
-            first, row = group[0]
+            first_accumulator, flat = group[0]
             if len(group) == 1:
-                first._add_array(row)
+                first_accumulator._add_array(flat)
                 continue
             # The numbers of the memory are added up once, and merged into each tensor's statistics.
-            measured = Accumulator(first._bins)
-            measured._add_array(row)
+            measured = Accumulator(first_accumulator._bins)
+            measured._add_array(flat)
             for accumulator, _ in group:
                 accumulator._on_host.merge(measured._on_host)
 

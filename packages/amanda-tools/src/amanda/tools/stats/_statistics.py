@@ -44,7 +44,7 @@ class Statistics:
         # Means and squared distances instead of sums of squares: those lose all digits where the mean is
         # large.
         distance = other.mean - self.mean
-        apart = distance * distance * self.count * share if self.count and other.count else 0.0
+        between_m2 = distance * distance * self.count * share if self.count and other.count else 0.0
         mean = self.mean + distance * share
         # Means of opposite sign near the largest number: their difference overflows, their weighted sum does
         # not.
@@ -53,7 +53,7 @@ class Statistics:
         return Statistics(
             count,
             mean,
-            self.m2 + other.m2 + apart,
+            self.m2 + other.m2 + between_m2,
             self.absolute + other.absolute,
             min(self.least, other.least), max(self.most, other.most),
             self.nan + other.nan, self.inf + other.inf, self.negative_inf + other.negative_inf,
@@ -170,8 +170,8 @@ class Bins:
             return math.inf
         # Bins of an octave are equally wide, so that leading bits of the mantissa tell them apart without a
         # logarithm.
-        octave, part = divmod(position - 1, 1 << self.bits)
-        return math.ldexp(1.0 + part / (1 << self.bits), LOWEST + octave)
+        octave, step = divmod(position - 1, 1 << self.bits)
+        return math.ldexp(1.0 + step / (1 << self.bits), LOWEST + octave)
 
 
 @dataclass
