@@ -246,9 +246,8 @@ class TensorFlowTensorLibrary(Tensors):
             state.assign(array, read_value=False)
 
     def read(self, state: Any) -> Any:
-        if (
-            type(state) is _variable() and not state.trainable
-        ):  # a hot path; a tape has to record trainable ones
+        # A hot path; reads of trainable variables have to be recorded by tapes.
+        if type(state) is _variable() and not state.trainable:
             return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
         return _tf().convert_to_tensor(state)
 

@@ -107,6 +107,7 @@ _SMALL = 1024
 
 
 def _is_finite(flat: Any) -> bool:
+    """Return True if a sum over an array is finite: its squares in float32, its elements in other types."""
     is_single = flat.dtype == np.float32  # BLAS takes several threads for other types
     # A product with itself reads the memory once and makes no array, unlike isfinite.
     return isfinite(abs(flat.dot(flat) if is_single else tensors_of(flat).total(flat)))
@@ -207,7 +208,7 @@ class InputRecorder:
         return RecordedInputs(references, flags, () if self._is_eager else values)
 
     def _copy_floats(self, value: Any) -> Any:
-        """Return copies of floating tensors, which the op does not overwrite."""
+        """Return copies of floating tensors, which the op does not overwrite; any other value as it is."""
         if isinstance(value, (list, tuple)):
             return [self._copy_floats(item) for item in value]
         return tensors_of(value).duplicate(value) if any(floating([value], self._dtype)) else value
@@ -249,7 +250,10 @@ _NUMBERS = frozenset({int, float, bool, type(None), slice})
 
 
 def _version(value: Any) -> int | None:
-    """Return PyTorch's count of writes into a tensor; None of tensors that have none."""
+    """Return PyTorch's count of writes into a tensor; None of other values.
+
+    `_UNKNOWN_VERSION` of a tensor that does not count.
+    """
     if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
         return None
     try:
@@ -259,6 +263,7 @@ def _version(value: Any) -> int | None:
 
 
 def _restore_value(reference: Any) -> Any:
+    """Return the value of a reference, in lists too; None for a tensor that is gone."""
     if isinstance(reference, list):
         return [_restore_value(item) for item in reference]
     return reference[0]() if isinstance(reference, tuple) else reference
@@ -270,6 +275,7 @@ def _written_indices(values: Sequence[Any]) -> list[int]:
 
 
 def _is_written(tensor: ref[Any], version: int) -> bool:
+    """Return True for a tensor whose version has changed or is not known; False for one that is gone."""
     return version == _UNKNOWN_VERSION or _version(tensor()) not in (None, version)
 
 
@@ -359,6 +365,7 @@ def _sum_test() -> Callable[[Sequence[Any]], bool]:
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
 
     def are_finite(values: Sequence[Any]) -> bool:
+        """Return True if each value is a plain tensor of float32 with a finite sum."""
         for tensor in values:
             if type(tensor) not in own_classes or tensor.dtype is not float32 or tensor.layout is not strided:
                 return False

@@ -95,6 +95,7 @@ class _CheckedOp:
 
     @property
     def place(self) -> tuple[str, str, str, str]:
+        """Phase, type, module and source: the first fields of a Finding."""
         return self.phase, self.type, self.module, self.source
 
 
@@ -199,20 +200,24 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _begin(self, *values: Any, op: _CheckedOp) -> None:
+        """Record the inputs of an eager op."""
         self._running[get_ident(), op] = op.recorder.record(
             values
         )  # an eager op ends on the thread it began on
 
     @amanda.observer
     def _end(self, *values: Any, op: _CheckedOp) -> None:
+        """Check the outputs of an eager op."""
         self._check_outputs(values, self._running.pop((get_ident(), op), None), op)
 
     @amanda.observer
     def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
+        """Record the inputs of an op of a graph.  begins: tells this routine from the one at the end."""
         run[op] = op.recorder.record(values)
 
     @amanda.observer
     def _end_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any]) -> None:
+        """Check the outputs of an op of a graph."""
         self._check_outputs(values, run.pop(op, None), op)
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
@@ -303,6 +308,7 @@ class NanTool(amanda.Tool):
         return Floats.of(saved, op.dtype, self._inf).flags
 
     def _note_unread(self, op: _CheckedOp, tensor: OpTensor, reason: str) -> None:
+        """Add a remark on an output that cannot be read; each remark is made once."""
         role = "gradient" if op.phase == "backward" else "output"
         remark = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
         self._packed[remark] = None
@@ -337,12 +343,14 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _begin_scaled(self) -> None:
+        """Begin to defer findings: a GradScaler has scaled a loss."""
         self._scaled.is_open = True
 
     @staticmethod
     @amanda.observer
     def _note_flag(found_inf: Any, run: dict[str, Any]) -> None:
-        run["found_inf"] = found_inf  # which the op writes
+        """Note the tensor into which the scaler's check writes whether it found Inf."""
+        run["found_inf"] = found_inf
 
     @amanda.observer
     def _end_scaled(self, run: dict[str, Any]) -> None:
@@ -376,6 +384,7 @@ class _ExecutionPairs:
 
 
 def _unknown(values: Sequence[Any]) -> bool:
+    """Return False: without a quick test nothing is proved finite."""
     return False
 
 
@@ -386,6 +395,7 @@ def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
 
 
 def _unsaved() -> None:
+    """Return None: the tensors that a backward op saved are not known."""
     return None
 
 

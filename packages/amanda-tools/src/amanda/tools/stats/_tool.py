@@ -44,7 +44,7 @@ class Measured:
         return self.sketch.quantile(q, self.statistics.least, self.statistics.most)
 
     def merged(self, other: Measured) -> Measured:
-        """Return the statistics of both together."""
+        """Return the statistics of both together; without a sketch where one of them has none."""
         sketch = self.sketch and other.sketch and self.sketch.merged(other.sketch)
         return replace(
             self, executions=self.executions + other.executions, sketch=sketch or None,
@@ -97,7 +97,10 @@ class StatsResult(Result):
         return 1
 
     def _extremes(self) -> str:
-        """Return the number of tensors, of NaN and Inf, and the largest magnitude with its place."""
+        """Return a sentence: the number of tensors, of NaN and Inf, and the largest magnitude with its place.
+
+        `NOTHING` without tensors; no magnitude without finite numbers.
+        """
         if not self.measured:
             return NOTHING
         statistics = [entry.statistics for entry in self.measured]
