@@ -91,10 +91,8 @@ class RunComparison:
     def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
         for name, other_name in names.items():
-            path_tests = [
-                inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)
-            ]
-            calls = [[*visits(run, is_inside)] for run, is_inside in zip(self._runs, path_tests, strict=True)]
+            tests = [inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
+            calls = [[*visits(run, is_inside)] for run, is_inside in zip(self._runs, tests, strict=True)]
             if len(calls[0]) != len(calls[1]):  # exporters move ops, which cuts a call in two
                 products = [
                     sum(is_compute(run.ops[i].type) for i in chain(*side))
@@ -105,7 +103,7 @@ class RunComparison:
                 calls = [[[*chain(*side)]] for side in calls]
             for visit_pair in zip(*calls, strict=True):
                 yield from self._module_outputs(name, visit_pair)
-            gradients = [weight_gradients(*side) for side in zip(self._runs, path_tests, strict=True)]
+            gradients = [weight_gradients(*side) for side in zip(self._runs, tests, strict=True)]
             for entries, other_entries in zip(*gradients, strict=False):
                 for pair in self._pair_entries(entries, other_entries):
                     yield pair, self._comparison(pair, *self._measure(pair))
@@ -135,17 +133,15 @@ class RunComparison:
         op_types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
         if op_types[0] != op_types[1] and any(a.shape != b.shape for a, b in inputs):
             entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
-            inputs_text = reading_text(
-                ((entry, 0.0, True) for entry in entries), self._runs[0].ops[furthest[0].op]
-            )
-            return replace(self._comparison(furthest, worst, limit), read=inputs_text)
+            text = reading_text(((entry, 0.0, True) for entry in entries), self._runs[0].ops[furthest[0].op])
+            return replace(self._comparison(furthest, worst, limit), read=text)
         if op_types[0] != op_types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
             candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
             inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
         read = [self._agreement(pair) for pair in inputs]
         pairs_read = ((pair[0], *agreement[1:]) for pair, agreement in zip(inputs, read, strict=True))
-        inputs_text = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
-        return replace(self._comparison(furthest, worst, limit, read), read=inputs_text)
+        text = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
+        return replace(self._comparison(furthest, worst, limit, read), read=text)
 
     def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
         """Return the nearest tensor to `entry`: its partner, or a candidate of the same role and shape."""
@@ -158,13 +154,11 @@ class RunComparison:
         comparisons: what `in_order` returned of ops.
         """
         rows = list(zip(comparisons, self.pairs, strict=True))
-        divergent_rows = [row for row in rows if row[0].diverges]
+        divergent = [row for row in rows if row[0].diverges]
         # If all results agree, ops that differ because their inputs do are steps of another way to these
         # results.
-        if divergent_rows and (agreements := self._result_agreements(rows)) and all(agreements):
-            effects = {
-                id(row[0]) for row in divergent_rows if self._is_effect(row[0], self._match_of(row[1]))
-            }
+        if divergent and (agreements := self._result_agreements(rows)) and all(agreements):
+            effects = {id(row[0]) for row in divergent if self._is_effect(row[0], self._match_of(row[1]))}
             self.dismissed = len(effects)
             rows = [row for row in rows if id(row[0]) not in effects]
         self._insert_last_result(rows)
@@ -220,10 +214,10 @@ class RunComparison:
             in_a, in_b = (None, pair[1]) if is_in_b else (pair[0], None)
             cause = Cause(in_a, in_b, comparison.relative, reason)
             # Where run a had it, as all rows are in the order of run a.
-            row_index = next(
+            row = next(
                 (i for i, (_, placed) in enumerate(rows) if placed[0].order > pair[0].order), len(rows)
             )
-            rows.insert(row_index, self._cause(cause, comparison, pair))
+            rows.insert(row, self._cause(cause, comparison, pair))
             return
 
     def _is_effect(self, comparison: Comparison, match: OpMatch) -> bool:
@@ -371,11 +365,9 @@ class Cause:
 
 
 def find_cause(
-    runs: tuple[Run, Run],
-    flows: tuple[DataFlow, DataFlow],
-    partners: Partners,
+    runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], partners: Partners,
     read: Sequence[tuple[Pair, float]],
-) -> Cause | None:
+) -> Cause | None:  # fmt: skip
     """Return the op that causes the different inputs of an op; None if that op reads another tensor.
 
     read: tensors that the op reads and that differ, with relative errors.
@@ -444,11 +436,9 @@ def _overwriting_cause(
         if not counterparts or (writer is not None and (writer.op, writer.execution) in counterparts):
             continue
         orders = [
-            entry.order
-            for op, execution in counterparts
-            for entry in runs[side].by_op[op]
+            entry.order for op, execution in counterparts for entry in runs[side].by_op[op]
             if entry.execution == execution
-        ]
+        ]  # fmt: skip
         overwriting = flows[side].overwriting(pair[side], max(orders))
         if overwriting is not None:
             entries: list[Entry | None] = [None, None]

@@ -147,6 +147,7 @@ def _enter_modes(narrow: set[str]) -> Any:
         """Cast the inputs of a function that raises for mixed element types before any kernel runs."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Call a function, and once more in float64 if it raises for mixed element types."""
             try:
                 return func(*args, **(kwargs or {}))
             except RuntimeError:

@@ -55,11 +55,12 @@ def _only_in_ml_dtypes(dtype: str) -> bool:
 
 
 def _is_float(dtype: str) -> bool:
+    """Return True for a type of real floating numbers, of NumPy or of ml_dtypes."""
     return dtype in _FLOATS or _only_in_ml_dtypes(dtype)
 
 
 def _field_sizes(dtype: str) -> tuple[int, int, int]:
-    """Return the numbers of bits of mantissa, exponent and sign."""
+    """Return the numbers of bits of mantissa, exponent and sign; all 0 for a type that is not known."""
     if _is_float(dtype):
         format_info = ml_dtypes.finfo(Tensors.numpy_type(dtype))  # type: ignore[no-untyped-call]
         return format_info.nmant, format_info.nexp, format_info.bits - format_info.nmant - format_info.nexp

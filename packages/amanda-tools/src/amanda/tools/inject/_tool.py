@@ -390,6 +390,7 @@ class MemorySnapshot(amanda.Tool):
         return tree_map(self._copy_outlasting, value, is_leaf=_is_leaf)
 
     def _copy_outlasting(self, value: Any) -> Any:
+        """Return a copy of a tensor in saved memory; any other value as it is."""
         # An output may be a parameter itself, which `restore` writes.
         is_restored = any(key in self._restorers for key, _ in _memories_of([value]))
         return tensors_of(value).duplicate(value) if is_restored else value
@@ -408,10 +409,12 @@ class MemorySnapshot(amanda.Tool):
 
     @amanda.observer
     def _note_outputs(self, *outputs: Any) -> None:
+        """Note the memory of outputs as allocated by the program, unless it is saved."""
         self._new_memory.update(key for key, _ in _memories_of(outputs) if key not in self._restorers)
 
 
 def _is_leaf(value: Any) -> bool:
+    """Return True for anything but a dict, a plain list or a plain tuple."""
     return not isinstance(value, dict) and type(value) not in (list, tuple)
 
 

@@ -263,6 +263,7 @@ def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @cache
 def _eager_tensor() -> Any:
+    """Return the class of eager tensors."""
     _REQUIRED.check()
     from tensorflow.python.framework.ops import EagerTensor
 
@@ -277,6 +278,7 @@ def _has_only_cpus() -> bool:
 
 @cache
 def _variable() -> Any:
+    """Return the class of variables."""
     _REQUIRED.check()
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 

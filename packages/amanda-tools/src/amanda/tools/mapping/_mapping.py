@@ -235,6 +235,7 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
     extents, is_variable = _weight_extents(context)
 
     def is_weights(position: int, gradient: Any) -> bool:
+        """Return True at the weight's position, for a gradient whose shape may be the weight's."""
         gradient_extents = None if position != index or gradient is None else shape(gradient)
         return gradient_extents is not None and (
             extents is None or _extents_agree(gradient_extents, extents, is_variable)

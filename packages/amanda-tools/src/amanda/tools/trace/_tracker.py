@@ -209,10 +209,7 @@ class LiveTensors:
     def record_output(
         self, place: ProgramOp, value: Any, op: int, input_states: Sequence[InputState]
     ) -> int | None:
-        """Record an output; return its index, None for no tensor.
-
-        input_states: of the tensors among the inputs.
-        """
+        """Record an output; return its index, None for no tensor.  input_states: of tensors among inputs."""
         if not self.values.is_tensor(value):
             return None
         alias = self.last_index(value)
