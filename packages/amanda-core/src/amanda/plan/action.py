@@ -257,6 +257,14 @@ def opening(func: RoutineT) -> RoutineT:
     return _add_mark(func, "opening")
 
 
+def all_samples(func: RoutineT) -> RoutineT:
+    """Mark an observer that reads values within a function transform as tensors outside of the transform.
+
+    A value under a vmap comes with the samples of all batches, whose axes are the first.
+    """
+    return _add_mark(func, "all_samples")
+
+
 @checked(error=RoutineError)
 def innermost(func: RoutineT) -> RoutineT:
     """Mark a routine that is next to the op: the last before it, or the first after it, of all tools.

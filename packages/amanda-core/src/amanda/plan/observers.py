@@ -7,6 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from amanda import interceptor
+from amanda.plan.batched_shape import sample_count
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ class ShapeTally(interceptor.ShapeCounter):
     def recomputed(self) -> ShapeTally | None:
         """Return what counts recomputations; None: they are not counted."""
         return None
+
+    @staticmethod
+    def samples(shapes: tuple[Any, ...]) -> int:
+        """Return how many samples an execution with these shapes computes: 1, unless a vmap maps the op.
+
+        >>> ShapeTally.samples((((2, 3),), ((2, 4),)))
+        1
+        """
+        return sample_count(shapes)
 
 
 # A protocol: drivers store more about a place than this room knows.
