@@ -124,9 +124,9 @@ def ignore(context: amanda.OpContext) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ("pytorch", r"rules is 'pytorch'; give a list of rules"),
-        ({"pytorch": ignore}, r"give a list of rules: \[\[namespace, before\], ...\]"),
-        ([["pytorch", ignore], "pytorch"], r"give a list of rules: .* \(item 1 is 'pytorch'\)"),
+        ("pytorch", r"rules is 'pytorch'; give a list of \[namespace, before, after\]"),
+        ({"pytorch": ignore}, r"give a list of \[namespace, before, after\]"),
+        ([["pytorch", ignore], "pytorch"], r"list of .*after\] \(item 1 is 'pytorch'\)"),
         ([["pytorch"]], r"rules\[0\] has 1 elements"),
         ([["pytorch", ignore, ignore, ignore]], r"rules\[0\] has 4 elements"),
         ([[ignore, "pytorch"]], r"the namespace of rules\[0\] is <function ignore"),

@@ -82,6 +82,7 @@ class Gathering:
         return [message for message in self._logged if not message.endswith(unmatched)]
 
     def _lose(self, tooling: Tooling, error: Exception) -> None:
+        """Note that the result of a tool is lost, to be told at the end."""
         self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
     def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
@@ -200,9 +201,9 @@ class Gathering:
         if label:
             path = path.with_name(f"{label}.{path.name}")  # the suffix says the form
         try:
-            place = tooling.home / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            result.save(place)
+            file = tooling.home / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            result.save(file)
         except Exception as error:  # results can still be printed
             self._lost.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None

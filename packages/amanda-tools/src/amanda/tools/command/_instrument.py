@@ -116,11 +116,11 @@ def _ended_by_signal() -> Iterator[None]:
         # The status by which shells report a death by signal.
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    previous_handler = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def load_states(texts: Sequence[str], toolings: Sequence[Tooling]) -> None:

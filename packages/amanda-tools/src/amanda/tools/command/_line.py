@@ -85,6 +85,7 @@ class OptionType(click.ParamType[Any]):
         self._annotation, self.name = annotation, kind_of(annotation).text
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value; end the command with a usage error that names the expected type."""
         try:
             return read(value, self._annotation)
         except Unreadable as error:
@@ -95,6 +96,7 @@ class _Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes of a size such as 500MB; end the command with a usage error for other text."""
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
             self.fail(f"{value!r} is not a size such as 500MB or 4GB", param, ctx)
@@ -121,6 +123,7 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
     """Return the type of an option for a file to write: a path with a known suffix, in an existing folder."""
 
     def read(text: str) -> Path:
+        """Return the path; raise BadParameter where the file could not be written."""
         path = Path(text)
         if path.suffix not in forms:
             raise click.BadParameter(f"{path} ends in none of {', '.join(forms)}")
@@ -139,6 +142,7 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
 
 
 def _report_error(name: str, text: str, status: int, error: BaseException | None = None) -> int:
+    """Write an error of a command to standard error; return the exit status."""
     with suppress(OSError):  # a file on the full disk that the message is about, perhaps
         sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
     return status

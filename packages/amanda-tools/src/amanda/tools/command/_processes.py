@@ -109,14 +109,14 @@ def process_label(handed: Handed) -> str:
     "rank0.restart1" after the launcher has started the ranks again, "main.restart1" after `exec` has replaced
     the program of the process.
     """
-    above = os.environ.get(PROCESS, "")
+    inherited_label = os.environ.get(PROCESS, "")
     rank = next((f"rank{os.environ[name]}" for name in _RANKS if os.environ.get(name, "").isdigit()), "")
-    if rank and not above.startswith("rank"):
+    if rank and not inherited_label.startswith("rank"):
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         label = rank if restart == "0" else f"{rank}.restart{restart}"
     # A variable that this process inherited says that another one came before it, unless
     # the root set it and replaced itself by `exec`, which keeps its id.
-    elif above and not (above.startswith("main") and os.getpid() == handed.root):
+    elif inherited_label and not (inherited_label.startswith("main") and os.getpid() == handed.root):
         label = f"{rank}.process{os.getpid()}".lstrip(".")
     else:
         label = "main"
@@ -221,6 +221,7 @@ def _is_alive(path: Path) -> bool:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which one process holds at a time, while the context is open."""
     with path.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield

@@ -198,11 +198,11 @@ def _folder_for(output: Path) -> Path:
     Raises SpecError, before the program runs, if the folder cannot be made or written to.
     """
     try:
-        place = output.absolute()
-        place.mkdir(parents=True, exist_ok=True)
+        folder = output.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
         # Permissions do not tell: a read-only file system refuses as well.
-        with tempfile.TemporaryFile(dir=place):
-            return place
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
     except OSError as error:
         raise SpecError(f"results cannot be saved in {output}: {error.strerror}") from None
 
@@ -215,6 +215,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
     children: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
+        """Send a signal on to the child, at once or when it has started."""
         # A terminal sends SIGINT to the child as well.
         if number == signal.SIGINT and os.isatty(0):
             return
@@ -223,12 +224,12 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
         for child in children:
             child.send_signal(arrived.pop())
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    previous_handlers = {number: signal.signal(number, forward) for number in _SIGNALS}
     children.append(subprocess.Popen(command, env=environment))
     while arrived:
         children[0].send_signal(arrived.pop(0))
     status = children[0].wait()
-    for number, handler in before.items():
+    for number, handler in previous_handlers.items():
         signal.signal(number, handler)
     tell_of_others(handed)
     if status < 0:

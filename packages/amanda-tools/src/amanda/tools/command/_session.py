@@ -60,6 +60,7 @@ class Session:
             self._end_with_multiprocessing()
 
     def _begin(self) -> None:
+        """Make the tools and apply them; an error is told, and the program runs without tools."""
         try:
             self._start(Handed.get())
         except Exception as error:
@@ -94,6 +95,7 @@ class Session:
             self._saving.start()
 
     def _receive_signals(self) -> None:
+        """Have the thread that saves watch the signals that end the process, if there is one."""
         if self._saving is not None:
             self._saving.receive_signals(self._process.end_by_signal)
 
@@ -103,6 +105,7 @@ class Session:
         self._saw_op = True
 
     def _is_closed(self) -> bool:
+        """Return True if this process has no open scope of its own."""
         # After a fork the scope is that of the parent until the child has made tools of its own.
         return self._pid != os.getpid() or self._scope.closed
 
@@ -154,6 +157,7 @@ class Session:
         return lambda: results_file.unlink(missing_ok=True) if results_file is not None else None
 
     def _begin_in_child(self) -> None:
+        """Begin a session in a forked child, with tools of its own."""
         if self._saving is not None:
             self._saving.ignore_signals()
         self._begin()
@@ -167,6 +171,7 @@ class Session:
             util.register_after_fork(self, Session._end_with_multiprocessing)
 
     def _end_with_multiprocessing(self) -> None:
+        """Close the scope as a process of multiprocessing ends, after its other finalizers."""
         sys.modules["multiprocessing.util"].Finalize(None, self._process.end, exitpriority=-100)
         if self._scope is not None and threading.current_thread() is threading.main_thread():
             self._listen()  # a pool terminates its workers as they wait for its locks
@@ -176,7 +181,7 @@ class Session:
 class Messages(logging.Handler):
     """Log handler that collects warnings of Amanda, such as ops that could not be instrumented.
 
-    told: the messages, each once, which the end of the process prints.
+    texts: the messages, each once, which the end of the process prints.
     """
 
     def __init__(self) -> None:
@@ -211,18 +216,20 @@ def _leaving(original: Callable[..., Any], leave: Callable[[bool], Callable[[], 
 
     @functools.wraps(original)
     def execute(path: Any, argv: Any, *env: Any) -> Any:
-        take_back = leave(_stays(path, *env)) if _can_be_run(path) else None
+        """Leave the results, then replace the program; withdraw them if that fails."""
+        withdraw = leave(_stays(path, *env)) if _can_be_run(path) else None
         try:
             return original(path, argv, *env)
         except BaseException:
-            if take_back is not None:
-                take_back()
+            if withdraw is not None:
+                withdraw()
             raise
 
     return execute
 
 
 def _can_be_run(path: Any) -> bool:
+    """Return True for an executable file, by its path or by the number of an open file."""
     try:
         return Path(os.fsdecode(path)).is_file() and os.access(path, os.X_OK)
     except TypeError:  # an open file, by its number
@@ -264,15 +271,15 @@ class Saving(threading.Thread):
         """Watch a handler's signals, unless the program has a wakeup descriptor; call on the main thread."""
         self._handler = handler
         # A program may have a descriptor of its own, as asyncio has; it gets it back.
-        before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        if before != -1:
-            signal.set_wakeup_fd(before)
+        previous_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        if previous_fd != -1:
+            signal.set_wakeup_fd(previous_fd)
 
     def ignore_signals(self) -> None:
         """Stop watching signals in a forked child, which would notify the thread of its parent."""
-        before = signal.set_wakeup_fd(-1)
-        if before not in (-1, self._writing):
-            signal.set_wakeup_fd(before)
+        previous_fd = signal.set_wakeup_fd(-1)
+        if previous_fd not in (-1, self._writing):
+            signal.set_wakeup_fd(previous_fd)
 
     def run(self) -> None:
         """Save at intervals and at signals, until `end`."""
@@ -314,19 +321,20 @@ _CALL_OF_OP = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
 
 def show_program_alone() -> None:
     """Remove Amanda's frames from the tracebacks of exceptions that nothing caught."""
-    before = sys.excepthook
-    before_in_thread = threading.excepthook
+    previous_hook = sys.excepthook
+    previous_thread_hook = threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         strip(error)
-        before(kind, error, error.__traceback__)
+        previous_hook(kind, error, error.__traceback__)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
+        """Strip the exception of a thread, and hand it to the hook that was there."""
         if args.exc_value is not None:
             strip(args.exc_value)
             trace = args.exc_value.__traceback__
             args = threading.ExceptHookArgs((args.exc_type, args.exc_value, trace, args.thread))
-        before_in_thread(args)
+        previous_thread_hook(args)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
@@ -369,8 +377,8 @@ def _without_our_frames(trace: TracebackType | None, all_of_ours: bool) -> Trace
         trace = trace.tb_next
     remaining += [] if all_of_ours or _calls_op(ours) else ours
     # A traceback is a linked list, so frames are removed by linking past them.
-    for frame, after in zip(remaining, [*remaining[1:], None], strict=False):
-        frame.tb_next = after
+    for frame, next_frame in zip(remaining, [*remaining[1:], None], strict=False):
+        frame.tb_next = next_frame
     return remaining[0] if remaining else None
 
 

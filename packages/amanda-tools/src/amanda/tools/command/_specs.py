@@ -107,12 +107,14 @@ def _convert(value: Given, annotation: Any) -> Any:
 
 
 def _unreadable(annotation: Any, why: str = "") -> Unreadable:
+    """Return an error that names the expected type, and why a value of it is refused."""
     kind = kind_of(annotation)
     expected = kind.words if kind.words.endswith(kind.text) else kind.text
     return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
 
 
 def _read_first(value: Given, members: Sequence[Any], annotation: Any) -> Any:
+    """Return the value as the first type of a union that takes it; raise Unreadable if none does."""
     # Text is tried last: 1 and none may be values of another type.
     for member in sorted(members, key=lambda kind: _plain(kind) is str):
         with suppress(Unreadable):
@@ -150,10 +152,12 @@ def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: An
 
 
 def _bool(value: Any) -> bool:
+    """Return a bool, or the one that a word such as "true" or "no" stands for; raise KeyError for others."""
     return value if isinstance(value, bool) else _TRUTH[_str(value).lower()]
 
 
 def _int(value: Any) -> int:
+    """Return an integer from text or a whole number; raise ValueError for a bool and a fraction."""
     # True is an int to Python, and 2.5 would be cut to 2.
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
@@ -162,17 +166,20 @@ def _int(value: Any) -> int:
 
 
 def _float(value: Any) -> float:
+    """Return a float from text or a number; raise TypeError for a bool."""
     if isinstance(value, bool):
         raise TypeError
     return float(value)
 
 
 def _none(value: Any) -> None:
+    """Return None for None and for the text "none"; raise ValueError for other text."""
     if value is not None and _str(value).lower() != "none":
         raise ValueError
 
 
 def _str(value: Any) -> str:
+    """Return text; raise TypeError for any other value."""
     if not isinstance(value, str):
         raise TypeError
     return value
@@ -217,6 +224,7 @@ def _guess(option: options.Option) -> Any:
 
 
 def _default_text(value: Any) -> str:
+    """Return a default as a command line has it: "true", "none", "a+b"."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -288,6 +296,7 @@ class ToolSpec:
         return cls(name.strip(), options)
 
     def __str__(self) -> str:
+        """Return `NAME:option=value,...`, or the name alone."""
         options = [
             f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
             for name, value in self.given.items()

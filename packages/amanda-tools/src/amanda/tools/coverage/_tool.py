@@ -181,6 +181,7 @@ class CoverageTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _count_call(place: OpCoverage) -> None:
+        """Count an execution outside of modules."""
         place.calls += 1
 
     @amanda.observer
@@ -191,11 +192,11 @@ class CoverageTool(amanda.Tool):
         if frame is None:
             self._open_calls.pop(get_ident(), None)  # a frame keeps the arguments of its call alive
             return
-        last = self._open_calls.get(get_ident())
-        if last is None or last[0] is not frame:
-            last = self._open_calls[get_ident()] = (frame, modules.open_call(frame, self._clears))
+        open_call = self._open_calls.get(get_ident())
+        if open_call is None or open_call[0] is not frame:
+            open_call = self._open_calls[get_ident()] = (frame, modules.open_call(frame, self._clears))
         # The backward ops of this execution find the call of their forward op in `run`.
-        call = run["call"] = last[1]
+        call = run["call"] = open_call[1]
         if call.leaf:
             call.forward.add(place)
 
@@ -313,6 +314,7 @@ class ModuleFinder:
 
 @cache
 def _torch_call_codes() -> frozenset[CodeType]:
+    """Return the code of the method of modules that calls hooks."""
     from torch.nn import Module
 
     # Module.__call__ is another function by version; all of them run hooks in _call_impl.
@@ -336,10 +338,12 @@ def _keras_call_codes() -> frozenset[CodeType]:
 
 
 def _is_leaf_module(module: Any) -> bool:
+    """Return True for a module of PyTorch without modules in it."""
     return next(module.children(), None) is None
 
 
 def _is_leaf_layer(layer: Any) -> bool:
+    """Return True for a layer of Keras without layers in it."""
     return next(iter(layer._flatten_layers(include_self=False)), None) is None
 
 

@@ -62,8 +62,8 @@ def same_ops(
     # Ops with near values are fixed points; in the gaps between two of them the best pairs are looked for.
     sure = [pair for pair in common_pairs if likeness.near(*pair)]
     pairs = list(sure)
-    for (i, j), (k, m) in pairwise([(-1, -1), *sure, (len(ops_a), len(ops_b))]):
-        gap = range(i + 1, k), range(j + 1, m)
+    for (i, j), (next_i, next_j) in pairwise([(-1, -1), *sure, (len(ops_a), len(ops_b))]):
+        gap = range(i + 1, next_i), range(j + 1, next_j)
         pairs += likeness.best(*gap) or [(n, o) for n, o in common_pairs if n in gap[0] and o in gap[1]]
     return [(ops_a[i], ops_b[j]) for i, j in sorted(pairs)]
 
@@ -78,6 +78,7 @@ def renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
     names = sorted(renamed, key=len, reverse=True)
 
     def rename(path: str) -> str:
+        """Return the path in the other run; a path under no renamed module with dots alone."""
         path = dotted(path)
         for name in names:
             if path == name or path.startswith(f"{name}."):
@@ -92,9 +93,9 @@ def inside_module(run: Run, name: str) -> Callable[[str], bool]:
 
     TensorFlow adds a number to a name scope that was there before: `conv` may be `conv_1`.
     """
-    name = re.escape(dotted(name))
+    escaped = re.escape(dotted(name))
     # The strictest pattern that fits anything counts.
-    patterns = [rf"{name}(\.|$)", rf"(.*\.)?{name}(\.|$)", rf"(.*\.)?{name}_\d+(\.|$)"]
+    patterns = [rf"{escaped}(\.|$)", rf"(.*\.)?{escaped}(\.|$)", rf"(.*\.)?{escaped}_\d+(\.|$)"]
     paths = {dotted(op.module) for op in run.ops}
     fitting = (pattern for pattern in patterns if any(re.match(pattern, path) for path in paths))
     regex = re.compile(next(fitting, patterns[0]))
@@ -163,14 +164,14 @@ _SUMS = ("add", "BiasAdd")
 def module_outputs(run: Run, visit: Sequence[int]) -> list[Entry]:
     """Return what the last op gave, and what the last product gave with its bias."""
     ops = [i for i in visit if run.ops[i].type not in _READS]
-    ends = {ops[-1]} if ops else set()
+    last_ops = {ops[-1]} if ops else set()
     # The ops of a module alone have the shortest path among those of its visit.
     module = min((run.ops[i].module for i in ops), key=len, default="")  # a product of a child is the child's
     products = [n for n, i in enumerate(ops) if is_compute(run.ops[i].type) and run.ops[i].module == module]
     if products:
-        ends.add(_biased_end(run, ops[products[-1] :]))
+        last_ops.add(_biased_end(run, ops[products[-1] :]))
     return [
-        entry for i in sorted(ends) for entry in run.by_op[i]
+        entry for i in sorted(last_ops) for entry in run.by_op[i]
         if entry.role == "output" and entry.position == 0
     ]  # fmt: skip
 
@@ -192,6 +193,7 @@ def _biased_end(run: Run, ops: Sequence[int]) -> int:
 
 
 def _size(run: Run, index: int) -> int:
+    """Return the number of elements of the first output of an op."""
     outputs = [entry for entry in run.by_op[index] if entry.role == "output"]
     return outputs[0].summary.statistics.elements
 
@@ -212,20 +214,20 @@ class OpSimilarity:
     """Ops of two runs, each by its position among those of a phase."""
 
     def __init__(self, side_a: Side, side_b: Side) -> None:
-        self._first = [
+        self._first_outputs = [
             [_first_results(run, index) for index in indices] for run, indices, _ in (side_a, side_b)
         ]
         self._keys = side_a[2], side_b[2]
         self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in (side_a, side_b)]
         self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in (side_a, side_b)]
-        self._codes = [_size_and_norm(entries) for entries in self._first]
-        self._telling = [
-            np.array([is_distinctive(entries[0]) for entries in side], bool) for side in self._first
+        self._sizes_and_norms = [_size_and_norm(entries) for entries in self._first_outputs]
+        self._are_distinctive = [
+            np.array([is_distinctive(entries[0]) for entries in side], bool) for side in self._first_outputs
         ]
 
     def near(self, i: int, j: int) -> bool:
         """Return True if what two ops gave at their first execution is about the same."""
-        entries_a, entries_b = self._first[0][i], self._first[1][j]
+        entries_a, entries_b = self._first_outputs[0][i], self._first_outputs[1][j]
         return len(entries_a) == len(entries_b) and all(map(_near, entries_a, entries_b))
 
     def best(self, range_a: range, range_b: range) -> list[tuple[int, int]]:
@@ -257,34 +259,37 @@ class OpSimilarity:
         """Return a number for each pair of ops, 0 for two that do not fit."""
         rows, columns = slice(range_a.start, range_a.stop), slice(range_b.start, range_b.stop)
         keys = self._keys[0][rows], self._keys[1][columns]
-        module, kind = (_equal_pairs(*([key[part] for key in side] for side in keys)) for part in (0, 1))
-        key = module & kind
-        shape = _equal_pairs(self._shapes[0][rows], self._shapes[1][columns])
-        source = _equal_pairs(self._sources[0][rows], self._sources[1][columns])
+        same_module, same_type = (
+            _equal_pairs(*([key[part] for key in side] for side in keys)) for part in (0, 1)
+        )
+        same_key = same_module & same_type
+        same_shape = _equal_pairs(self._shapes[0][rows], self._shapes[1][columns])
+        same_source = _equal_pairs(self._sources[0][rows], self._sources[1][columns])
         # A program without modules has the path "" everywhere, which says nothing: then shapes have to fit as
         # well.
         is_in_module = np.array([path != "" for path, _ in keys[0]])[:, None]
         fits = (
-            1.5 * (key & (is_in_module | shape))
-            + 1.0 * (shape & module & (kind | source))
-            + 1.0 * (source & kind)
-            + 0.5 * (shape & kind)
+            1.5 * (same_key & (is_in_module | same_shape))
+            + 1.0 * (same_shape & same_module & (same_type | same_source))
+            + 1.0 * (same_source & same_type)
+            + 0.5 * (same_shape & same_type)
         )
         # A cheap test of all pairs at once, before samples are compared pair by pair.
-        a, b = self._codes[0][rows, None], self._codes[1][None, columns]
+        a, b = self._sizes_and_norms[0][rows, None], self._sizes_and_norms[1][None, columns]
         scale = np.maximum(np.abs(a[..., 1]), np.abs(b[..., 1]))
         alike = (a[..., 0] == b[..., 0]) & (np.abs(a[..., 1] - b[..., 1]) <= NEAR * scale)
-        alike &= self._telling[0][rows, None] & self._telling[1][None, columns]
+        alike &= self._are_distinctive[0][rows, None] & self._are_distinctive[1][None, columns]
         for i, j in zip(*np.nonzero(alike), strict=True):
             if self.near(range_a[i], range_b[j]):
                 # Values say more than names: two ops of one kind and module are less alike than two with the
                 # same numbers.
-                fits[i, j] += 3.0 + (shape[i, j] & module[i, j])
-        late = np.add.outer(np.linspace(0, _LATE, len(range_a)), np.linspace(0, _LATE, len(range_b)))
-        return np.where(fits > 0, fits - late, 0.0)
+                fits[i, j] += 3.0 + (same_shape[i, j] & same_module[i, j])
+        lateness = np.add.outer(np.linspace(0, _LATE, len(range_a)), np.linspace(0, _LATE, len(range_b)))
+        return np.where(fits > 0, fits - lateness, 0.0)
 
 
 def _first_results(run: Run, index: int) -> list[Entry]:
+    """Return what an op gave at its first execution."""
     results = run.results(index)
     return results[min(results)]
 
@@ -298,11 +303,13 @@ def is_distinctive(entry: Entry) -> bool:
 
 
 def _near(entry_a: Entry, entry_b: Entry) -> bool:
+    """Return True for tensors with as many elements and about the same values."""
     sizes = {entry.summary.statistics.elements for entry in (entry_a, entry_b)}
     return len(sizes) == 1 and summary_distance(entry_a, entry_b).relative <= NEAR
 
 
 def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
+    """Return positions and shapes of all that an op gave, to compare with those of another op."""
     return tuple(sorted((e.position, e.shape) for entries in run.results(index).values() for e in entries))
 
 

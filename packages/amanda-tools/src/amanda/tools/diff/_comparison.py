@@ -61,13 +61,13 @@ class RunComparison:
         # Ops of a graph run on several threads: the order of execution would change from run to run.
         ordered = self._runs[0].ordered
 
-        def place(item: Compared) -> tuple[int, int]:
+        def order_key(item: Compared) -> tuple[int, int]:
             entry = item[0][0]
             return (entry.order if ordered else entry.execution), entry.op
 
         comparisons: list[Comparison] = []
         limit = 0.0
-        for pair, comparison in sorted(compared, key=place):
+        for pair, comparison in sorted(compared, key=order_key):
             self.pairs.append(pair)
             comparisons.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
             if comparison.relative and not self._expected:  # precision that was lost is lost for what follows
@@ -91,8 +91,8 @@ class RunComparison:
     def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
         for name, other_name in names.items():
-            inside = [inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
-            calls = [[*visits(run, is_inside)] for run, is_inside in zip(self._runs, inside, strict=True)]
+            tests = [inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
+            calls = [[*visits(run, is_inside)] for run, is_inside in zip(self._runs, tests, strict=True)]
             if len(calls[0]) != len(calls[1]):  # exporters move ops, which cuts a call in two
                 products = [
                     sum(is_compute(run.ops[i].type) for i in chain(*side))
@@ -101,9 +101,9 @@ class RunComparison:
                 if products[0] != products[1] or not products[0]:
                     self.uneven.append(name)
                 calls = [[[*chain(*side)]] for side in calls]
-            for both in zip(*calls, strict=True):
-                yield from self._module_outputs(name, both)
-            gradients = [weight_gradients(*side) for side in zip(self._runs, inside, strict=True)]
+            for visit_pair in zip(*calls, strict=True):
+                yield from self._module_outputs(name, visit_pair)
+            gradients = [weight_gradients(*side) for side in zip(self._runs, tests, strict=True)]
             for entries, other_entries in zip(*gradients, strict=False):
                 for pair in self._pair_entries(entries, other_entries):
                     yield pair, self._comparison(pair, *self._measure(pair))
@@ -130,21 +130,21 @@ class RunComparison:
         if not worst.relative:
             return self._comparison(furthest, worst, limit)
         inputs = self.matching.reads(match)
-        types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
-        if types[0] != types[1] and any(a.shape != b.shape for a, b in inputs):
+        op_types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
+        if op_types[0] != op_types[1] and any(a.shape != b.shape for a, b in inputs):
             entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
-            words = reading_text(((entry, 0.0, True) for entry in entries), self._runs[0].ops[furthest[0].op])
-            return replace(self._comparison(furthest, worst, limit), read=words)
-        if types[0] != types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
+            text = reading_text(((entry, 0.0, True) for entry in entries), self._runs[0].ops[furthest[0].op])
+            return replace(self._comparison(furthest, worst, limit), read=text)
+        if op_types[0] != op_types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
             candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
             inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
         read = [self._agreement(pair) for pair in inputs]
         pairs_read = ((pair[0], *agreement[1:]) for pair, agreement in zip(inputs, read, strict=True))
-        words = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
-        return replace(self._comparison(furthest, worst, limit, read), read=words)
+        text = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
+        return replace(self._comparison(furthest, worst, limit, read), read=text)
 
     def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
-        """Return that of what an op of another type has read which is nearest to what an op has read."""
+        """Return the nearest tensor to `entry`: its partner, or a candidate of the same role and shape."""
         alike = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
         return min([partner, *alike], key=lambda c: self._agreement((entry, c))[1])
 
@@ -154,30 +154,31 @@ class RunComparison:
         comparisons: what `in_order` returned of ops.
         """
         rows = list(zip(comparisons, self.pairs, strict=True))
-        apart = [row for row in rows if row[0].diverges]
+        divergent = [row for row in rows if row[0].diverges]
         # If all results agree, ops that differ because their inputs do are steps of another way to these
         # results.
-        if apart and (ends := self._result_agreements(rows)) and all(ends):
-            effects = {id(row[0]) for row in apart if self._is_effect(row[0], self._match_of(row[1]))}
+        if divergent and (agreements := self._result_agreements(rows)) and all(agreements):
+            effects = {id(row[0]) for row in divergent if self._is_effect(row[0], self._match_of(row[1]))}
             self.dismissed = len(effects)
             rows = [row for row in rows if id(row[0]) not in effects]
         self._insert_last_result(rows)
         # The first op that differs may only read what an op without a counterpart gave: that op is the cause.
-        first = next((i for i, row in enumerate(rows) if row[0].diverges), None)
-        if first is not None and not rows[first][0].only:
-            match, partners = self._match_of(rows[first][1]), Partners([*self.matches.values()])
+        first_index = next((i for i, row in enumerate(rows) if row[0].diverges), None)
+        if first_index is not None and not rows[first_index][0].only:
+            match, partners = self._match_of(rows[first_index][1]), Partners([*self.matches.values()])
             cause = find_cause(self._runs, self.flows, partners, self._differing_reads(match))
-            if rows[first][0].phase == "backward" and match.is_whole:
+            if rows[first_index][0].phase == "backward" and match.is_whole:
                 executions = [side[0] for side in match.executions]
                 cause = cause or find_backward_cause(
-                    self._runs, partners, executions, rows[first][0].relative
+                    self._runs, partners, executions, rows[first_index][0].relative
                 )
             if cause is not None:
-                rows.insert(first, self._cause(cause, *rows[first]))
+                rows.insert(first_index, self._cause(cause, *rows[first_index]))
         self.pairs = [pair for _, pair in rows]
         return [comparison for comparison, _ in rows]
 
     def _match_of(self, pair: Pair) -> OpMatch:
+        """Return the match that a compared pair of tensors is from."""
         return self.matches[pair[0].op, pair[0].execution]
 
     def _result_agreements(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
@@ -213,8 +214,10 @@ class RunComparison:
             in_a, in_b = (None, pair[1]) if is_in_b else (pair[0], None)
             cause = Cause(in_a, in_b, comparison.relative, reason)
             # Where run a had it, as all rows are in the order of run a.
-            at = next((i for i, (_, placed) in enumerate(rows) if placed[0].order > pair[0].order), len(rows))
-            rows.insert(at, self._cause(cause, comparison, pair))
+            row = next(
+                (i for i, (_, placed) in enumerate(rows) if placed[0].order > pair[0].order), len(rows)
+            )
+            rows.insert(row, self._cause(cause, comparison, pair))
             return
 
     def _is_effect(self, comparison: Comparison, match: OpMatch) -> bool:
@@ -253,24 +256,24 @@ class RunComparison:
         )  # fmt: skip
         return cause, tensors
 
-    def _module_outputs(self, name: str, both: Sequence[Sequence[int]]) -> Iterator[Compared]:
+    def _module_outputs(self, name: str, visit_pair: Sequence[Sequence[int]]) -> Iterator[Compared]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
-        calls = list(zip(self._runs, both, strict=True))
-        ends = [module_outputs(run, visit) for run, visit in calls]
+        calls = list(zip(self._runs, visit_pair, strict=True))
+        outputs = [module_outputs(run, visit) for run, visit in calls]
         weights = [
             [entry for i in visit for entry in run.by_op[i] if entry.role == "weight"] for run, visit in calls
         ]
         # A graph runs a loop's body in one call, where eager code calls the module again: last outputs
         # correspond.
-        executions = [{entry.execution for entry in side} for side in ends]
+        executions = [{entry.execution for entry in side} for side in outputs]
         if min(map(len, executions)) == 1 < max(map(len, executions)):
-            last = ([entry for entry in side if entry.op == side[-1].op] for side in ends)
-            for pair in self._pair_entries(*last):
+            last_outputs = ([entry for entry in side if entry.op == side[-1].op] for side in outputs)
+            for pair in self._pair_entries(*last_outputs):
                 yield pair, self._comparison(pair, *self._measure(pair))
             return
         self.matching.unmatched += len(executions[0] ^ executions[1]) if all(executions) else 0
         for execution in sorted(executions[0]):
-            pairs = [(a, b) for a, b in product(*ends) if a.execution == execution == b.execution]
+            pairs = [(a, b) for a, b in product(*outputs) if a.execution == execution == b.execution]
             if not pairs:
                 continue
             # Else one module may have an activation at its end and the other not: the closest ends are meant.
@@ -310,7 +313,7 @@ class RunComparison:
         return MARGIN * expected
 
     def _agreement(self, pair: Pair) -> Read:
-        """Return the role, the relative error, and True if two tensors agree."""
+        """Return the role of two tensors that ops read, their relative error, and True if they agree."""
         difference, bound = self._measure(pair)
         # What an op reads has gone through views and casts, for which no error of a control is known.
         bound = max(bound, tolerance(pair[0].dtype, pair[1].dtype, self._rtol))
@@ -343,6 +346,7 @@ class RunComparison:
 
 
 def _is_as_large(pair: Pair) -> bool:
+    """Return True for two tensors with the same number of elements."""
     return math.prod(pair[0].shape) == math.prod(pair[1].shape)
 
 
@@ -361,11 +365,9 @@ class Cause:
 
 
 def find_cause(
-    runs: tuple[Run, Run],
-    flows: tuple[DataFlow, DataFlow],
-    partners: Partners,
+    runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], partners: Partners,
     read: Sequence[tuple[Pair, float]],
-) -> Cause | None:
+) -> Cause | None:  # fmt: skip
     """Return the op that causes the different inputs of an op; None if that op reads another tensor.
 
     read: tensors that the op reads and that differ, with relative errors.
@@ -391,12 +393,12 @@ def _unmatched_cause(
 ) -> Cause | None:
     """Return the ops that produced a tensor if one of them, or both, have no counterpart."""
     maker_a, maker_b = makers
-    lacks = [maker is not None and not partners.of(maker, side) for side, maker in enumerate(makers)]
-    if all(lacks):
+    are_unmatched = [maker is not None and not partners.of(maker, side) for side, maker in enumerate(makers)]
+    if all(are_unmatched):
         return Cause(maker_a, maker_b, error, "")
-    if lacks[0]:
+    if are_unmatched[0]:
         return Cause(maker_a, None, error, f"an op of a alone, whose result {op_place(reader[0])} reads")
-    if lacks[1]:
+    if are_unmatched[1]:
         return Cause(None, maker_b, error, f"an op of b alone, whose result {op_place(reader[1])} reads")
     return None
 
@@ -408,15 +410,15 @@ def find_backward_cause(
 
     A dump does not have the gradients that backward ops read.  executions: of the op in both runs.
     """
-    before = []
+    previous_outputs = []
     for run, execution in zip(runs, executions, strict=True):
         order = run.results(execution[0])[execution[1]][0].order
         earlier = [
             entry for index in run.indices("backward") for entry in run.by_op[index] if entry.order < order
         ]
-        before.append(max(earlier, key=lambda entry: entry.order, default=None))
+        previous_outputs.append(max(earlier, key=lambda entry: entry.order, default=None))
     reader = [run.ops[index] for run, (index, _) in zip(runs, executions, strict=True)]
-    return _unmatched_cause(before, partners, reader, error)
+    return _unmatched_cause(previous_outputs, partners, reader, error)
 
 
 def _overwriting_cause(
@@ -429,22 +431,20 @@ def _overwriting_cause(
         maker = makers[1 - side]
         if maker is None:
             continue
-        twins = set(partners.of(maker, 1 - side))
+        counterparts = set(partners.of(maker, 1 - side))
         writer = makers[side]
-        if not twins or (writer is not None and (writer.op, writer.execution) in twins):
+        if not counterparts or (writer is not None and (writer.op, writer.execution) in counterparts):
             continue
         orders = [
-            entry.order
-            for op, execution in twins
-            for entry in runs[side].by_op[op]
+            entry.order for op, execution in counterparts for entry in runs[side].by_op[op]
             if entry.execution == execution
-        ]
+        ]  # fmt: skip
         overwriting = flows[side].overwriting(pair[side], max(orders))
         if overwriting is not None:
-            ends: list[Entry | None] = [None, None]
-            ends[side] = overwriting
+            entries: list[Entry | None] = [None, None]
+            entries[side] = overwriting
             reason = f"in place in {'ab'[side]}, it overwrites what {op_place(reader[side])} reads later"
-            return Cause(ends[0], ends[1], error, reason)
+            return Cause(entries[0], entries[1], error, reason)
     return None
 
 

@@ -82,14 +82,14 @@ def diff(
         if runs.failure is not None:
             result.fail([pair[1].op for pair in comparing.pairs], *runs.failure)
         elif bisect and result.first is not None:
-            again = None
+            rerun = None
             if not result.modules:
-                again = runs.with_value(comparing.pairs[result.comparisons.index(result.first)])
-            if again is None:
+                rerun = runs.with_value(comparing.pairs[result.comparisons.index(result.first)])
+            if rerun is None:
                 result.told += ("What remains of the difference is not known: no op can give a's value in b",)
             else:
-                result.remaining, _ = _compare_runs(runs.a, again, criteria)
-                result.told += tuple(again.remarks)
+                result.remaining, _ = _compare_runs(runs.a, rerun, criteria)
+                result.told += tuple(rerun.remarks)
         if bundle is not None:
             write_bundle(Path(bundle), runs.recorded, result)
         return result
@@ -110,10 +110,10 @@ def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffRe
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.is_like(other_run)):
-        compared_ops, alone = comparing.ops(mapping or {})
+        compared_ops, unmatched_ops = comparing.ops(mapping or {})
         compared = comparing.explained(comparing.in_order(compared_ops))
         notes += _notes_on_pieces(comparing)
-        return DiffResult(run.name, other_run.name, compared, *alone, told=notes), comparing
+        return DiffResult(run.name, other_run.name, compared, *unmatched_ops, told=notes), comparing
     if by is None:
         notes.append(
             f"Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other_run)}; "
@@ -135,6 +135,7 @@ def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffRe
 
 
 def _mode(run: Run) -> str:
+    """Return the framework of a run, with "/graph" where ops ran as nodes of graphs."""
     return f"{run.framework or 'statistics'}{'/graph' if run.in_graph else ''}"
 
 
@@ -163,8 +164,8 @@ def _notes_on_modules(run: Run, other_run: Run, names: Mapping[str, str]) -> lis
 
 def _listed(names: Sequence[str]) -> str:
     """Return the first names, and how many there are besides."""
-    more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
-    return f"{', '.join(names[:_MAX_NAMES])}{more}"
+    suffix = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{suffix}"
 
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:
@@ -190,11 +191,13 @@ def _notes_on_pieces(comparing: RunComparison) -> list[str]:
 
 def _check_module(run: Run, name: str) -> None:
     """Raise AmandaError for a module that no op ran in."""
-    inside = inside_module(run, name)
+    is_inside = inside_module(run, name)
     paths = {dotted(op.module) for op in run.ops if op.module}
-    if not any(map(inside, paths)):
-        near = get_close_matches(name, paths, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(paths)[:8])}"
+    if not any(map(is_inside, paths)):
+        close_names = get_close_matches(name, paths, n=1)
+        hint = (
+            f"did you mean {close_names[0]!r}?" if close_names else f"it has {', '.join(sorted(paths)[:8])}"
+        )
         raise AmandaError(f"module {name!r} of the mapping executed nothing in {run.name}; {hint}")
 
 
@@ -326,14 +329,17 @@ def _side(
 
 
 def _control(option: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
-    """Return the control that is asked for, and by default float64 for a program."""
+    """Return the control that is asked for: by default "auto" for a program, else that of a bundle.
+
+    None for "none", and a path for anything but the words of `Control`.
+    """
     if option is None:
         return "auto" if is_program else bundled.get("control")
     return None if option == "none" else option if option in get_args(Control) else Path(option)
 
 
 def _mapping(options: Sequence[str]) -> dict[str, str] | None:
-    """Return pairs, and those of files; None where nothing is given."""
+    """Return names of modules of B by those of A, also from JSON files; None where nothing is given."""
     names: dict[str, str] = {}
     for option in options:
         name, equals, other_name = option.partition("=")
@@ -347,6 +353,7 @@ def _mapping(options: Sequence[str]) -> dict[str, str] | None:
 
 
 def _names(content: Any) -> dict[str, str]:
+    """Return names of modules by names, as a file has them; raise ValueError for another content."""
     if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
         raise ValueError("it holds no object of module names by module names")
     return content

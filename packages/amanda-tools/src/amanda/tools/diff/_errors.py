@@ -72,13 +72,14 @@ def distance(
     return min(distances, key=lambda d: d.relative, default=Distance(math.inf, None, math.inf, True))
 
 
-def _wide(array: NDArray[Any]) -> NDArray[Any]:
+def _widen(array: NDArray[Any]) -> NDArray[Any]:
+    """Return numbers in float64, complex ones in complex128."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Distance:
-    """Return how far numbers are from others of the same shape."""
-    return _wide_distance(_wide(a), _wide(b), floor)
+    """Return the distance of two arrays of the same shape, computed in float64 or complex128."""
+    return _wide_distance(_widen(a), _widen(b), floor)
 
 
 def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
@@ -86,8 +87,8 @@ def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
     # NaN and Inf agree where both have them at the same places; the distance is of the other numbers.
     finite = np.isfinite(a) & np.isfinite(b)
     if not finite.all():
-        odd = ~finite
-        if not np.array_equal(a[odd], b[odd], equal_nan=True):
+        nonfinite = ~finite
+        if not np.array_equal(a[nonfinite], b[nonfinite], equal_nan=True):
             return Distance(math.inf, None, math.inf, True)
         a, b = a[finite], b[finite]
     a, b = a.reshape(-1), b.reshape(-1)
@@ -95,14 +96,14 @@ def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
         return Distance(0.0, 1.0, 0.0, True)
     difference = np.abs(a - b)
     scale = max(float(np.abs(a).max()), float(np.abs(b).max())) or 1.0  # squares stay in range
-    a, b, gap = a / scale, b / scale, _norm(difference / scale)
+    a, b, difference_norm = a / scale, b / scale, _norm(difference / scale)
     norms = _norm(a), _norm(b)
     # The floor is a root mean square; times the root of the size it is a norm.
     reference = max(*norms, floor * math.sqrt(a.size) / scale)
     product = abs((a.conj() * b).sum()) if a.dtype.kind == "c" else (a * b).sum()
     # Rounding may put the cosine of equal tensors a bit over 1.
     cosine = min(1.0, float(product) / (norms[0] * norms[1])) if min(norms) > 0 else None
-    return Distance(gap / reference if reference else 0.0, cosine, float(difference.max()), True)
+    return Distance(difference_norm / reference if reference else 0.0, cosine, float(difference.max()), True)
 
 
 def _norm(array: NDArray[Any]) -> float:
@@ -157,9 +158,9 @@ def arrangements(
 ) -> Iterator[NDArray[Any]]:
     """Yield an array as one of another shape and layout; where layouts are not known, in each likely way."""
     if layout and target_layout and len(layout) == array.ndim and len(target_layout) == len(shape):
-        turned = _transpose_to(array, layout, shape, target_layout)
-        if turned is not None and turned.size == math.prod(shape):
-            yield turned.reshape(shape)
+        transposed = _transpose_to(array, layout, shape, target_layout)
+        if transposed is not None and transposed.size == math.prod(shape):
+            yield transposed.reshape(shape)
             return
     if array.shape == shape:
         yield array
@@ -176,7 +177,7 @@ def arrangements(
 def _transpose_to(
     array: NDArray[Any], layout: str, shape: tuple[int, ...], target_layout: str
 ) -> NDArray[Any] | None:
-    """Return the array with axes in the wanted order.
+    """Return the array with axes in the order of the target layout; None where letters do not correspond.
 
     A depthwise kernel has either one axis O of outputs, numbered by input, or the axes I and M.
     """
@@ -228,17 +229,17 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
     statistics = reduce(Statistics.merged, (part.summary.statistics for part in parts))
     summary = replace(parts[0].summary, statistics=statistics, sample=())
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
-    rows = partial(_rows, other_run, parts, axis) if has_numbers else None
-    assembled = other_run.derived(replace(parts[0], shape=shape, summary=summary), rows)
+    read_parts = partial(_concatenate_parts, other_run, parts, axis) if has_numbers else None
+    assembled = other_run.derived(replace(parts[0], shape=shape, summary=summary), read_parts)
     if extent == length:
         return whole, assembled
     # The part that a run computes may be the beginning or the end of the whole: the nearer end counts.
-    ends = [
-        run.derived(replace(whole, shape=shape), partial(_cut, run, whole, axis, start, extent))
+    candidates = [
+        run.derived(replace(whole, shape=shape), partial(_take_range, run, whole, axis, start, extent))
         for start in (length - extent, 0)
     ]
-    numbers = _rows(other_run, parts, axis)
-    return min(ends, key=lambda entry: array_distance(_array(run, entry), numbers).relative), assembled
+    numbers = _concatenate_parts(other_run, parts, axis)
+    return min(candidates, key=lambda entry: array_distance(_array(run, entry), numbers).relative), assembled
 
 
 def piece_ranges(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | None:
@@ -277,8 +278,8 @@ def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]
     # Losses of micro-batches are averaged, gradients are added up: either may make the whole.
     if all(part.shape == whole.shape for part in parts) and _array(run, whole).dtype.kind in "fc":
         candidates += [
-            other_run.derived(replace(parts[0]), partial(_scaled_sum, other_run, parts, by))
-            for by in (1, len(parts))
+            other_run.derived(replace(parts[0]), partial(_scaled_sum, other_run, parts, divisor))
+            for divisor in (1, len(parts))
         ]
     return min(
         candidates, key=lambda entry: array_distance(_array(run, whole), _array(other_run, entry)).relative
@@ -286,21 +287,25 @@ def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]
 
 
 def _scaled_sum(run: Run, parts: Sequence[Entry], divisor: int) -> NDArray[Any]:
+    """Return the sum of the arrays of parts over a divisor."""
     total: NDArray[Any] = sum(_array(run, part) for part in parts) / divisor  # type: ignore[assignment]
     return total
 
 
 def _array(run: Run, entry: Entry) -> NDArray[Any]:
+    """Return the numbers of a tensor whose file is known to exist."""
     array = run.array(entry)
     assert array is not None
     return array
 
 
-def _rows(run: Run, parts: Sequence[Entry], axis: int) -> NDArray[Any]:
+def _concatenate_parts(run: Run, parts: Sequence[Entry], axis: int) -> NDArray[Any]:
+    """Return the arrays of parts one after another along an axis."""
     return np.concatenate([_array(run, part) for part in parts], axis)
 
 
-def _cut(run: Run, whole: Entry, axis: int, start: int, extent: int) -> NDArray[Any]:
+def _take_range(run: Run, whole: Entry, axis: int, start: int, extent: int) -> NDArray[Any]:
+    """Return a range of a tensor along an axis, `extent` elements from `start` on."""
     return np.take(_array(run, whole), range(start, start + extent), axis)
 
 
@@ -358,19 +363,19 @@ class Comparison:
     @property
     def place(self) -> str:
         """Type, module, phase and source line in run a; also those of run b if type or module differ."""
-        place = " in ".join(filter(None, (self.type, self.module)))
+        op_text = " in ".join(filter(None, (self.type, self.module)))
         if self.only or (self.type, self.module) == (self.other_type, self.other_module):
-            return ", ".join(filter(None, (f"{place} ({self.phase})", self.source)))
-        other_place = " in ".join(filter(None, (self.other_type, self.other_module)))
+            return ", ".join(filter(None, (f"{op_text} ({self.phase})", self.source)))
+        other_op_text = " in ".join(filter(None, (self.other_type, self.other_module)))
         lines = [
-            ", ".join(filter(None, parts))
-            for parts in ((place, self.source), (other_place, self.other_source))
+            ", ".join(filter(None, texts))
+            for texts in ((op_text, self.source), (other_op_text, self.other_source))
         ]
         return f"{lines[0]} ({self.phase}), which is {lines[1]} in b"
 
     def __str__(self) -> str:
-        place = " in ".join(filter(None, (self.type, self.module)))
-        lines = [", ".join(filter(None, (f"{place} ({self.phase})", self.source)))]
+        op_text = " in ".join(filter(None, (self.type, self.module)))
+        lines = [", ".join(filter(None, (f"{op_text} ({self.phase})", self.source)))]
         if self.only:
             lines.append(f"  {self.reason}")
         elif (self.type, self.module) != (self.other_type, self.other_module):
@@ -384,8 +389,8 @@ class Comparison:
         )
         if self.dtypes[0] != self.dtypes[1]:
             loosest = max(TOLERANCES.get(dtype, 0.0) for dtype in self.dtypes)
-            kinds = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
-            lines.append(f"  {kinds}; rtol={loosest:g} is the tolerance of the less precise type")
+            dtypes_text = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
+            lines.append(f"  {dtypes_text}; rtol={loosest:g} is the tolerance of the less precise type")
         if self.inputs is not None:
             lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
         if self.weight is not None:

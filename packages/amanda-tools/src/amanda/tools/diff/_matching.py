@@ -56,31 +56,38 @@ class ExecutionMatcher:
         self.is_same_code = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
 
     def of_ops(self, index: int, other_index: int) -> list[OpMatch]:
-        """Match two ops that seem to be the same; none where shapes say otherwise."""
+        """Match the executions of two ops of equal module and type; none where they are not the same op.
+
+        Shapes decide; where they leave it open, pieces that make up a whole, then values.
+        """
         sides = self._executions([index], 0), self._executions([other_index], 1)
         counts = list(map(len, sides))
-        whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
-        fits = all(map(self._is_comparable, whole))
+        matches_in_order = [
+            self._match_executions(*execution_pair) for execution_pair in zip(*sides, strict=False)
+        ]
+        are_comparable = all(map(self._is_comparable, matches_in_order))
         # Executed as often, or a loop of another length that begins alike: executions pair up in order.
-        if fits and (
+        if are_comparable and (
             counts[0] == counts[1]
-            or (min(counts) > 1 and all(self._is_near(match.pairs) for match in whole[:2]))
+            or (min(counts) > 1 and all(self._is_near(match.pairs) for match in matches_in_order[:2]))
         ):
             self.unmatched += abs(counts[0] - counts[1])
-            return [match for match in whole if match.pairs]
+            return [match for match in matches_in_order if match.pairs]
         # Outputs of other shapes from inputs of the same shapes are a difference, not another op.
-        if counts[0] == counts[1] and all(self._reads_alike(match, default=False) for match in whole):
-            return [match for match in whole if match.pairs]
+        if counts[0] == counts[1] and all(
+            self._reads_alike(match, default=False) for match in matches_in_order
+        ):
+            return [match for match in matches_in_order if match.pairs]
         # One run may compute at once what the other computes step by step, as with a cache of keys and
         # values.
         if (matches := self._match_pieces(*sides, self.is_same_line(index, other_index))) is not None:
             return matches
-        if fits and min(counts) > 1:
+        if are_comparable and min(counts) > 1:
             self.unmatched += abs(counts[0] - counts[1])
-            return [match for match in whole if match.pairs]
+            return [match for match in matches_in_order if match.pairs]
         # Without inputs nothing in the dump speaks against the pair.
         if counts[0] == counts[1] and not self._has_inputs:
-            return [match for match in whole if match.pairs]
+            return [match for match in matches_in_order if match.pairs]
         self.unlike += 1
         return []
 
@@ -94,11 +101,19 @@ class ExecutionMatcher:
         return self._match_pieces(*sides, self.is_same_code and op.source == other_op.source) or []
 
     def of_results(self, index: int, other_index: int) -> list[OpMatch]:
-        """Match the last ops of two runs, of any type, where their tensors have the same shapes."""
+        """Match the last ops of two runs, of any type; none where their tensors have other shapes."""
         sides = self._executions([index], 0), self._executions([other_index], 1)
-        whole = [self._match_executions(*both) for both in zip(*sides, strict=False)]
-        fits = all(self._has_same_shape(pair) for match in whole for pair in match.pairs)
-        return [match for match in whole if match.pairs] if fits and len(sides[0]) == len(sides[1]) else []
+        matches_in_order = [
+            self._match_executions(*execution_pair) for execution_pair in zip(*sides, strict=False)
+        ]
+        have_same_shapes = all(
+            self._has_same_shape(pair) for match in matches_in_order for pair in match.pairs
+        )
+        return (
+            [match for match in matches_in_order if match.pairs]
+            if have_same_shapes and len(sides[0]) == len(sides[1])
+            else []
+        )
 
     def is_same_line(self, index: int, other_index: int) -> bool:
         """Return False for ops of two lines in runs of the same code."""
@@ -190,29 +205,30 @@ class ExecutionMatcher:
             side_a, side_b = sides[::-1] if swapped else sides
             pairs = self.joined([outputs for _, outputs in side_a], [outputs for _, outputs in side_b])
             # A single piece was cut out of the whole, which fits many tensors: its values have to be near.
-            is_cut = len(pieces) == 1 and any(all(self._derived(pair)) for pair in pairs)
+            is_cut = len(pieces) == 1 and any(all(self._are_derived(pair)) for pair in pairs)
             if not pairs or not ((is_sure and not is_cut) or self._is_near(pairs)):
                 return None
             matches.append(OpMatch(pairs, ([key for key, _ in side_a], [key for key, _ in side_b])))
-        is_joined = any(any(self._derived(pair)) for match in matches for pair in match.pairs)
+        is_joined = any(any(self._are_derived(pair)) for match in matches for pair in match.pairs)
         self.pieces += is_joined
         self.unmatched += 0 if is_joined else abs(len(executions) - len(other_executions))
         return matches
 
-    def _derived(self, pair: Pair) -> list[bool]:
+    def _are_derived(self, pair: Pair) -> list[bool]:
+        """Return for each tensor of a pair True if it was assembled from, or cut out of, recorded ones."""
         return [run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True)]
 
     def _is_near(self, pairs: Sequence[Pair]) -> bool:
         """Return True if tensors that are neither scalars nor constants have about the same values."""
         # Scalars and constants are near to those of any op.
-        telling = [pair for pair in pairs if is_distinctive(pair[0])]
-        return bool(telling) and all(self._distance(pair) <= NEAR for pair in telling)
+        distinctive_pairs = [pair for pair in pairs if is_distinctive(pair[0])]
+        return bool(distinctive_pairs) and all(self._distance(pair) <= NEAR for pair in distinctive_pairs)
 
     def _distance(self, pair: Pair) -> float:
         """Return the relative error of two tensors: by numbers if one was assembled, else by summaries."""
         if pair[0].shape != pair[1].shape:
             return math.inf
-        if not any(self._derived(pair)):
+        if not any(self._are_derived(pair)):
             return summary_distance(*pair).relative
         a, b = (run.array(entry) for run, entry in zip(self._runs, pair, strict=True))
         return math.inf if a is None or b is None else array_distance(a, b).relative
@@ -301,14 +317,14 @@ class OpMatches:
             self._match_ends()
 
     def _match_ends(self) -> None:
-        """Match the last results of both runs."""
-        last = [_last_result(run, flow) for run, flow in zip(self._runs, self._flows, strict=True)]
-        if last[0] is None or last[1] is None:
+        """Match the last results of both runs: as `ends` if one of them is paired already."""
+        last_ops = [_last_result(run, flow) for run, flow in zip(self._runs, self._flows, strict=True)]
+        if last_ops[0] is None or last_ops[1] is None:
             return
         # A result may come from an op of another type, which no name pairs.
-        are_paired = [index in paired for index, paired in zip(last, self._paired, strict=True)]
+        are_paired = [index in paired for index, paired in zip(last_ops, self._paired, strict=True)]
         if not all(are_paired):
-            matches = self._matching.of_results(last[0], last[1])
+            matches = self._matching.of_results(last_ops[0], last_ops[1])
             if any(are_paired):
                 self.ends = matches
             else:

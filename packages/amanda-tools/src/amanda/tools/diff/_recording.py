@@ -104,19 +104,19 @@ class Command:
         """
         tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
         tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
-        under = [
+        tool_arguments = [
             part for name, options in tools
             for part in ("-t", f"{name}:{','.join(f'{key}={_text(x)}' for key, x in options.items())}")
         ]  # fmt: skip
-        command = [self.python, "-m", "amanda", "run", "-q", "--compiled", self.compiled, *under]
+        command = [self.python, "-m", "amanda", "run", "-q", "--compiled", self.compiled, *tool_arguments]
         try:
             # Standard output is for the report alone.
-            done = subprocess.run([*command, "--", *shlex.split(self.line)], stdout=sys.stderr.fileno())
+            process = subprocess.run([*command, "--", *shlex.split(self.line)], stdout=sys.stderr.fileno())
         except OSError as error:
             raise AmandaError(f"{self.python} cannot be run: {error.strerror}") from None
-        if done.returncode:
+        if process.returncode:
             self._check_interpreter()
-            raise AmandaError(f"{self.line!r} ended with {_status(done.returncode)}")
+            raise AmandaError(f"{self.line!r} ended with {_status(process.returncode)}")
         # Under a launcher each rank writes a folder of its own.
         dump_folder = folder if (folder / "index.json").exists() else folder / "rank0"
         if not (dump_folder / "index.json").exists():
@@ -130,16 +130,16 @@ class Command:
         if self.python == sys.executable:
             return
         code = "import amanda.__main__, amanda.tools.dump"
-        tried = subprocess.run([self.python, "-c", code], capture_output=True, text=True, errors="replace")
-        reason = tried.stderr.strip().rpartition("\n")[2]
+        process = subprocess.run([self.python, "-c", code], capture_output=True, text=True, errors="replace")
+        reason = process.stderr.strip().rpartition("\n")[2]
         if "ImportError" in reason or "ModuleNotFoundError" in reason:
             raise AmandaError(
                 f"{self.python} does not have Amanda ({reason}); install it there, with the driver of the "
                 f"framework: {self.python} -m pip install amanda-tools amanda-driver-torch"
             )
-        if tried.returncode:
+        if process.returncode:
             raise AmandaError(
-                f"{self.python} runs no Python code: it ended with {_status(tried.returncode)}"
+                f"{self.python} runs no Python code: it ended with {_status(process.returncode)}"
                 f"{reason and f' ({reason})'}; give the interpreter of an environment that has Amanda"
             )
 
@@ -174,6 +174,7 @@ def _dump_options(max_bytes: int) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
+    """Return the value of an option for a command line, in quotes if it has a comma."""
     text = "none" if value is None else os.fspath(value) if isinstance(value, Path) else str(value)
     return f"'{text}'" if "," in text else text
 
@@ -258,11 +259,12 @@ class RecordedRuns:
         return run
 
     def _record(self, label: str, program: Program, *extra: Extra) -> Run:
+        """Record a run of a program, from the state of the first run, into a folder of this name."""
         self._begin(program)
         return program.record(self._folder / label, *extra)
 
     def _begin(self, program: Program) -> None:
-        """Bring the process to the state that its first run started from."""
+        """Save the state of the process before the first run of a function; restore it before later ones."""
         if isinstance(program, FunctionProgram):
             if self._start is None:
                 self._start = ProcessState()
@@ -342,7 +344,7 @@ class RecordedRuns:
 
 
 def _tool_effects(label: str, with_tool: Sequence[Any], without_tool: Sequence[Any]) -> list[str]:
-    """Say where a function returns other numbers under tools than without."""
+    """Return a sentence if a function returns other numbers under tools than without; else none."""
     if len(with_tool) != len(without_tool) or any(
         a.shape != b.shape for a, b in zip(with_tool, without_tool, strict=True)
     ):
@@ -432,12 +434,13 @@ class ProcessState:
 
 
 def _gradient_copy(tensor: Any) -> Any:
+    """Return a copy of a leaf's gradient; None without one, and for other tensors."""
     gradient = tensor.grad if tensor.is_leaf else None
     return None if gradient is None else gradient.detach().clone()
 
 
 def _state_copy(value: Any) -> Any:
-    """Return the state of one parameter, with tensors of its own."""
+    """Return a copy of the state of one parameter, with its tensors; a value that is no dict as it is."""
     if not isinstance(value, dict):
         return value
     return {name: tensor.clone() if hasattr(tensor, "clone") else tensor for name, tensor in value.items()}

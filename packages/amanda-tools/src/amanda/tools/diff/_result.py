@@ -49,6 +49,7 @@ def sentence(result: DiffResult) -> str:
 
 
 def _error_text(comparison: Comparison) -> str:
+    """Return the relative error, with the expected one, or else the tolerance."""
     if comparison.expected is None:
         return f"{comparison.relative:.2g} (allowed {comparison.tolerance:.2g})"
     return f"{comparison.relative:.2g} (expected {comparison.expected:.2g})"
@@ -61,19 +62,22 @@ def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
         worst = max((comparison.relative for comparison in remaining.comparisons), default=0.0)
         remainder = "not one bit of it" if not worst else f"no more than {worst:.2g}"
         return f"{replaced}, {remainder} remains"
-    there = remaining.first
-    if there.place == first.place and there.dtypes[0] != there.dtypes[1]:
-        return f"{replaced}, rounded to {there.dtypes[1]}, {there.relative:.2g} remains there"
-    return f"{replaced}, the runs next differ at {there.place}: {there.relative:.2g}"
+    following = remaining.first
+    if following.place == first.place and following.dtypes[0] != following.dtypes[1]:
+        return f"{replaced}, rounded to {following.dtypes[1]}, {following.relative:.2g} remains there"
+    return f"{replaced}, the runs next differ at {following.place}: {following.relative:.2g}"
 
 
 def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return the first op that diverges, those at which the error is twice what it was, and the last op."""
-    at = next((i for i, comparison in enumerate(comparisons) if comparison.diverges), None)
-    if at is None or comparisons[at].failure:
+    """Return the first op that diverges, those at which the error is twice what it was, and the last op.
+
+    Nothing without a divergence, and where run b fails.
+    """
+    start = next((i for i, comparison in enumerate(comparisons) if comparison.diverges), None)
+    if start is None or comparisons[start].failure:
         return []
-    steps = [comparisons[at]]
-    for comparison in comparisons[at + 1 :]:
+    steps = [comparisons[start]]
+    for comparison in comparisons[start + 1 :]:
         if comparison.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
             steps.append(comparison)
     last = comparisons[-1]
@@ -98,20 +102,21 @@ def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
     parameters = dict(op.parameters)
     tensors = list(read)
     listed = [tensor for tensor in tensors if not tensor[2]] or tensors
-    words = []
+    texts = []
     for entry, relative, agrees in listed[:_READ]:
         statistics = entry.summary.statistics
         span = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
-        odd = statistics.nan + statistics.inf + statistics.negative_inf
-        apart = "" if agrees else f" by {relative:.2g}"
-        words.append(
-            f"{_name(entry, parameters)}{apart}: {entry.dtype} {list(entry.shape)}{span}"
-            f"{f' with {odd:,} NaN or Inf' if odd else ''}"
+        nonfinite = statistics.nan + statistics.inf + statistics.negative_inf
+        error_text = "" if agrees else f" by {relative:.2g}"
+        texts.append(
+            f"{_name(entry, parameters)}{error_text}: {entry.dtype} {list(entry.shape)}{span}"
+            f"{f' with {nonfinite:,} NaN or Inf' if nonfinite else ''}"
         )
-    return ", ".join(words)
+    return ", ".join(texts)
 
 
 def _name(entry: Entry, parameters: Mapping[int, str]) -> str:
+    """Return the name of what an op read: "parameter PATH", or role and position."""
     if entry.role == "input" and entry.position in parameters:
         return f"parameter {parameters[entry.position]}"
     return f"{entry.role} {entry.position}"
@@ -228,8 +233,11 @@ class DiffResult(Result):
     def around(self, before: int = 8, after: int = 12) -> DiffResult:
         """Return a result with only the rows around the first divergence, or the last rows without one."""
         first = self.first or self.first_difference
-        at = self.comparisons.index(first) if first else len(self.comparisons)
-        comparisons, details = self.comparisons[max(0, at - before) : at + after], (self.modules, self.told)
+        index = self.comparisons.index(first) if first else len(self.comparisons)
+        comparisons, details = (
+            self.comparisons[max(0, index - before) : index + after],
+            (self.modules, self.told),
+        )
         return DiffResult(self.a, self.b, comparisons, self.only_a, self.only_b, *details, self.remaining)
 
     def __str__(self) -> str:
@@ -238,6 +246,7 @@ class DiffResult(Result):
         return "\n".join([*head, *growth_lines(self.comparisons), str(table).lstrip("\n"), *self.notes()])
 
     def _table_alone(self) -> Table:
+        """Return the rows as a table without title and notes."""
         return Table(self.name, self.version, self.columns, self.rows(), "")
 
     def notes(self) -> Sequence[str]:
@@ -271,8 +280,10 @@ class DiffResult(Result):
             counts[comparison.verdict] += 1
         verdicts = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
         noun = "outputs of modules and gradients of weights" if self.modules else "executions of ops"
-        alone = "" if self.modules else f"; {len(self.only_a):,} ops in a alone, {len(self.only_b):,} in b"
-        return f"{len(self.comparisons):,} {noun} compared: {verdicts}{alone}."
+        unmatched = (
+            "" if self.modules else f"; {len(self.only_a):,} ops in a alone, {len(self.only_b):,} in b"
+        )
+        return f"{len(self.comparisons):,} {noun} compared: {verdicts}{unmatched}."
 
     def facts(self) -> Mapping[str, Any]:
         """Return the runs, the first divergences, and ops of one run only, as plain values."""
@@ -304,6 +315,7 @@ class DiffResult(Result):
         return content
 
     def _repr_html_(self) -> str:
+        """Return the sentences, the plot of errors, and the table."""
         story = escape("\n".join([self.sentence, self.title, *growth_lines(self.comparisons), *self.notes()]))
         plot = error_plot(self.comparisons, self._positions().values())
         return f"<pre>{story}</pre>{plot}{self._table_alone()._repr_html_()}"
@@ -341,8 +353,8 @@ def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> st
         f'<text x="{_LEFT - 6}" y="{_y(10.0**n) + 4:.1f}" text-anchor="end">1e{n}</text>'
         for n in range(-9, 2, 2)
     ]
-    words = "".join(f'<tspan fill="{colour}">● {phase}</tspan> ' for phase, colour in _COLOURS.items())
-    label = f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{words} relative error in the order of execution</text>'
+    legend = "".join(f'<tspan fill="{colour}">● {phase}</tspan> ' for phase, colour in _COLOURS.items())
+    label = f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{legend} relative error in the order of execution</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" '
         'aria-label="relative error in the order of execution" font-size="12" fill="currentColor" '

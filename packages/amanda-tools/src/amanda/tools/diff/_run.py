@@ -56,6 +56,7 @@ class Run:
     remarks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        """Group the entries by their op."""
         self.by_op: dict[int, list[Entry]] = {}
         for entry in self.entries:
             self.by_op.setdefault(entry.op, []).append(entry)
@@ -81,12 +82,12 @@ class Run:
     def indices(self, phase: str) -> list[int]:
         """Return the ops of a phase that gave something, in the order in which they ended."""
         # Ops are sorted by their ends, as modules are: the result of an op that calls others is after theirs.
-        ends: dict[int, int] = {}  # an op ends after those that it calls
+        end_of_op: dict[int, int] = {}  # an op ends after those that it calls
         for index, op in enumerate(self.ops):
             orders = (entry.order for entry in self.by_op.get(index, ()) if entry.role in OUTPUT_ROLES)
             if op.phase == phase and (end := next(orders, None)) is not None:
-                ends[index] = end
-        return sorted(ends, key=ends.__getitem__) if self.ordered else list(ends)
+                end_of_op[index] = end
+        return sorted(end_of_op, key=end_of_op.__getitem__) if self.ordered else list(end_of_op)
 
     def results(self, index: int) -> dict[int, list[Entry]]:
         """Return what an op gave, by execution."""
@@ -117,13 +118,13 @@ class Run:
 
     @property
     def ordered(self) -> bool:
-        """Return whether ops ran in the program's order, and not in that of data alone."""
+        """Return True if ops ran in the program's order, and not in that of data alone."""
         in_order = not self.in_graph or self.framework in _SAME_IN_GRAPHS
         return in_order and self.framework not in _BY_DATA
 
     @property
     def in_graph(self) -> bool:
-        """Return whether ops ran as nodes of graphs."""
+        """Return True if ops ran as nodes of graphs."""
         return any(op.namespace and not op.namespace.endswith("/eager") for op in self.ops)
 
 
@@ -179,6 +180,7 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
 
 
 def _role(tensor: Measured) -> tuple[str, int]:
+    """Return role and position of a tensor: ("output", 0) for "output 0"; position 0 without a number."""
     role, _, position = tensor.tensor.rpartition(" ")
     return (role, int(position)) if position.isdigit() else (tensor.tensor, 0)
 

@@ -44,6 +44,7 @@ class Float64Tool(amanda.Tool):
         self.add_inst_for_op(self._begin)
 
     def _begin(self, context: amanda.OpContext) -> None:
+        """Enter float64 at the first op of PyTorch."""
         if self._mode is None and str(context.namespace).startswith("pytorch"):
             self._mode = _enter_modes(self.narrow)
 
@@ -62,10 +63,10 @@ def _enter_modes(narrow: set[str]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
 
-    less = {torch.float32, torch.float16, torch.bfloat16}
+    narrow_dtypes = {torch.float32, torch.float16, torch.bfloat16}
     statistics = ("running_mean", "running_var")
 
-    def to(dtype: torch.dtype, value: Any) -> Any:
+    def cast_floats(dtype: torch.dtype, value: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
     class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,18 +86,18 @@ def _enter_modes(narrow: set[str]) -> Any:
                 return self._run_mutable(func, args, kwargs)
             # A generator draws other numbers for float64 than for float32.
             if _is_random(func, args, kwargs):
-                return func(*to(torch.float32, args), **to(torch.float32, kwargs))
+                return func(*cast_floats(torch.float32, args), **cast_floats(torch.float32, kwargs))
             wide = {
-                name: torch.float64 if isinstance(value, torch.dtype) and value in less else value
-                for name, value in to(torch.float64, kwargs).items()
+                name: torch.float64 if isinstance(value, torch.dtype) and value in narrow_dtypes else value
+                for name, value in cast_floats(torch.float64, kwargs).items()
             }
-            wider = to(torch.float64, args)
+            wider = cast_floats(torch.float64, args)
             try:
                 outputs = func(*wider, **wide)
             # There is no kernel for float64.
             except (RuntimeError, NotImplementedError):
                 narrow.add(str(func))
-                return func(*to(torch.float32, args), **to(torch.float32, kwargs))
+                return func(*cast_floats(torch.float32, args), **cast_floats(torch.float32, kwargs))
             for argument, original, copy in zip(func._schema.arguments, args, wider, strict=False):
                 if argument.name in statistics and original is not None:
                     original.copy_(copy)  # a normalisation writes into them, and its schema does not say so
@@ -105,25 +106,33 @@ def _enter_modes(narrow: set[str]) -> Any:
         def _run_mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
             """Run an op in place in the element type of the tensor that it writes."""
             arguments = {argument.name: argument for argument in func._schema.arguments}
-            named = {**dict(zip(arguments, args, strict=False)), **kwargs}
-            written = {
-                name for name in named
+            values_by_name = {**dict(zip(arguments, args, strict=False)), **kwargs}
+            written_names = {
+                name for name in values_by_name
                 if (alias := arguments[name].alias_info) is not None and alias.is_write
             }  # fmt: skip
-            into = [x for name in written for x in leaves([named[name]]) if isinstance(x, torch.Tensor)]
-            dtype = next((x.dtype for x in into if x.is_floating_point()), None)
+            written_tensors = [
+                x
+                for name in written_names
+                for x in leaves([values_by_name[name]])
+                if isinstance(x, torch.Tensor)
+            ]
+            dtype = next((x.dtype for x in written_tensors if x.is_floating_point()), None)
             if dtype is None:
                 return func(*args, **kwargs)
-            cast = {name: x if name in written else to(dtype, x) for name, x in named.items()}
-            first = [cast.pop(name) for name in list(arguments)[: len(args)]]
-            return func(*first, **cast)
+            cast = {
+                name: x if name in written_names else cast_floats(dtype, x)
+                for name, x in values_by_name.items()
+            }
+            positional = [cast.pop(name) for name in list(arguments)[: len(args)]]
+            return func(*positional, **cast)
 
     def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
         """Return True for ops that draw random numbers, and not for attention without dropout."""
         names = (argument.name for argument in func._schema.arguments)
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        attends = "scaled_dot_product" in str(func) and not named.get("dropout_p")
-        return torch.Tag.nondeterministic_seeded in func.tags and not attends
+        values_by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        is_exact_attention = "scaled_dot_product" in str(func) and not values_by_name.get("dropout_p")
+        return torch.Tag.nondeterministic_seeded in func.tags and not is_exact_attention
 
     def _copies_or_views(func: Any) -> bool:
         """Return True for views, for copies, and where autograd converts a gradient to the type of a leaf."""
@@ -138,6 +147,7 @@ def _enter_modes(narrow: set[str]) -> Any:
         """Cast the inputs of a function that raises for mixed element types before any kernel runs."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Call a function, and once more in float64 if it raises for mixed element types."""
             try:
                 return func(*args, **(kwargs or {}))
             except RuntimeError:
@@ -149,7 +159,7 @@ def _enter_modes(narrow: set[str]) -> Any:
                 ):
                     raise
                 with amanda.disabled():
-                    wide = to(torch.float64, args), to(torch.float64, kwargs or {})
+                    wide = cast_floats(torch.float64, args), cast_floats(torch.float64, kwargs or {})
                 return func(*wide[0], **wide[1])
 
     stack = ExitStack()
@@ -179,6 +189,7 @@ class OpaqueTool(amanda.Tool):
                 context.replace_op(self._call_eager, op=context.get_op())
 
     def _call_eager(self, *inputs: Any, op: Callable[..., Any]) -> Any:
+        """Call the op itself; as a routine it is outside of compiled code."""
         return op(*inputs)
 
 
@@ -190,6 +201,7 @@ def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[R
     """
 
     def try_from(first: int) -> Run | None:
+        """Return a run with the first ops compiled; None if it fails with an error of the same type."""
         try:
             return record((OpaqueTool, {"first": first}))
         except Exception as caught:
@@ -229,6 +241,7 @@ def place(ops: Sequence[Op], index: int) -> Place:
 
 
 def _place_of_line(op: Op) -> tuple[str, str, str, str]:
+    """Return the place of an op without its number."""
     return op.phase, op.type, op.module, op.source
 
 
@@ -259,10 +272,12 @@ class ReplacedTool(amanda.Tool):
         self.add_inst_for_op(self._replace_backward, backward=True)
 
     def _replace_forward(self, context: amanda.OpContext) -> None:
+        """Insert the routine after a forward op, if it is the target."""
         if self._is_target(context, context["phase"], context["type"]):
             context.insert_after_op(self._replace_outputs, dtype=context["dtype"])
 
     def _replace_backward(self, context: amanda.OpContext) -> None:
+        """Insert the routine after a backward op, if it is the target."""
         kind = context["backward_type"]
         if kind != "accumulate_grad" and self._is_target(context, "backward", kind):
             context.insert_after_backward_op(self._replace_outputs, dtype=context["dtype"])

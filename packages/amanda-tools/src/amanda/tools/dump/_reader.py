@@ -297,6 +297,7 @@ def is_tensor_file(name: str) -> bool:
 
 
 def _read_index(content: Mapping[str, Any]) -> tuple[list[Op], list[Entry], list[tuple[str, str]]]:
+    """Return ops, entries, and the compiled callables that ran as eager code, of an index."""
     check_schema(content, NAME, VERSION)
     ops, entries = map(op_from_dict, content["ops"]), map(Entry.from_dict, content["entries"])
     return list(ops), list(entries), [(str(name), str(line)) for name, line in content.get("op_by_op", ())]

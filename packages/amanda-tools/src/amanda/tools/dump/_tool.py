@@ -54,6 +54,7 @@ class DumpResult(Result):
         return [self._row(self.ops[entry.op], entry) for entry in self.entries]
 
     def _row(self, op: Op, entry: Entry) -> tuple[Any, ...]:
+        """Return the row of a tensor; no moments without finite numbers."""
         stats = entry.summary.statistics
         moments = (stats.mean, stats.std, stats.least, stats.most) if stats.count else (None,) * 4
         return (
@@ -173,17 +174,19 @@ class DumpTool(TensorTool[_IndexedOp]):
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
         """Add an op to the index."""
         forward, backward = context.get_op_id(), context.get_backward_op_id()
-        op, of = (forward, None) if context.is_forward() else (backward or 0, forward)
+        op, forward_id = (forward, None) if context.is_forward() else (backward or 0, forward)
         return self._indexed_op(Op(
-            phase, kind, context.get_scope(), context.get_source(), str(context.namespace), op, of,
+            phase, kind, context.get_scope(), context.get_source(), str(context.namespace), op, forward_id,
             context["layout"], context["weight_layout"], context["in_place"] and context.is_forward(),
             _parameters(context) if context.is_forward() else (),
         ))  # fmt: skip
 
     def _indexed_op(self, op: Op) -> _IndexedOp:
+        """Add an op to the index, and return it with its index."""
         return _IndexedOp(op.phase, op.type, op.module, op.source, self._writer.add_op(op))
 
     def _record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
+        """Return the record of an op; note the reports of the scopes, and how element types are read."""
         # The reports say at the end which compiled callables ran op by op.
         for scope in State.current().scopes:
             if not any(scope.report is report for report in self._writer.reports):

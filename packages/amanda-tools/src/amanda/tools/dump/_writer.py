@@ -126,12 +126,14 @@ class Writer:
         with naming(self.folder, "read"):
             # Only a dump, or what a killed one left, is replaced; anything else may be the user's work.
             names = sorted(path.name for path in self.folder.iterdir())
-        there = [name for name in names if not _is_leftover(name)]
-        if there and INDEX not in there:
-            raise AmandaError(f"{self.folder} has {there[0]} in it; give a folder that is empty or not there")
-        if there and not overwrite:
+        existing_names = [name for name in names if not _is_leftover(name)]
+        if existing_names and INDEX not in existing_names:
+            raise AmandaError(
+                f"{self.folder} has {existing_names[0]} in it; give a folder that is empty or not there"
+            )
+        if existing_names and not overwrite:
             raise AmandaError(f"{self.folder} has a dump in it; give overwrite=True or another folder")
-        if there:
+        if existing_names:
             Dump(self.folder)  # raises for an index.json of something else, which is not overwritten
 
     def clear(self) -> None:
@@ -164,8 +166,8 @@ class Writer:
         with _LOCK:
             self._raw_entries.append(entry if array is None else self._add_tensor(entry, array))
             self._changed = True
-            full = self._bytes >= SHARD or monotonic() >= self._next_write
-        if full:
+            is_due = self._bytes >= SHARD or monotonic() >= self._next_write
+        if is_due:
             self.flush()
 
     def _add_tensor(self, entry: RawEntry, array: NDArray[Any]) -> RawEntry:
@@ -179,6 +181,7 @@ class Writer:
         return entry._replace(dtype=array.dtype.name, file=self._shard_name(), key=key)
 
     def _shard_name(self) -> str:
+        """Return the name of the next file with tensors."""
         return f"tensors-{self._shards:05d}.{self._form}"
 
     def flush(self) -> None:
@@ -278,8 +281,8 @@ def _is_leftover(name: str, part: bool = False) -> bool:
 
     part: leave out locks, which others may hold.
     """
-    whole = name[1:].rsplit(".", 2)[0]
-    is_begun = is_part(name) and (whole == INDEX or is_tensor_file(whole))
+    final_name = name[1:].rsplit(".", 2)[0]
+    is_begun = is_part(name) and (final_name == INDEX or is_tensor_file(final_name))
     return is_begun or name == INCOMPLETE or (is_lock(name) and not part)
 
 

@@ -105,9 +105,9 @@ class ShapeCounts(amanda.ShapeTally):
         self._counts_all_sides = forward is None or product
         # A backward op may have no gradient at its analysis; its tensors then have the element type of the
         # forward op.
-        kinds = [getattr(value, "dtype", None) for value in leaves(sides)]
+        dtypes = [getattr(value, "dtype", None) for value in leaves(sides)]
         self._dtype: Any = next(
-            (kind for kind in kinds if kind is not None), None if forward is None else forward._dtype
+            (dtype for dtype in dtypes if dtype is not None), None if forward is None else forward._dtype
         )
         # A gradient that this pass does not make another pass may.
         absent = None if forward is None else self._dtype
@@ -120,12 +120,12 @@ class ShapeCounts(amanda.ShapeTally):
         op_key = names if forward is None else forward.key
         node = getattr(context.get_backward_op(), "__name__", "")
         is_view = context["is_view"]((), ())
-        kind = is_view if forward is None else context["backward_type"]
+        view_or_type = is_view if forward is None else context["backward_type"]
         # Ops with equal keys share their costs and, at one op id, their counts: whatever decides a cost is in
         # the key.
         self.key: tuple[Hashable, ...] = (
-            op_key, context["phase"], measure.__name__, node, kind, context.get_backward_order(),
-            context["parameters"], context["complex_products"], key, *kinds,
+            op_key, context["phase"], measure.__name__, node, view_or_type, context.get_backward_order(),
+            context["parameters"], context["complex_products"], key, *dtypes,
         )  # fmt: skip
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
@@ -262,7 +262,7 @@ class FirstShapeCount:
 
 
 def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> list[Any]:
-    """Return stand-ins of these shapes; shapes beyond those of the analysis are of the last kind."""
+    """Return stand-ins of these shapes, by the builders of their positions; the last serves all beyond."""
     # An op with a list of outputs may give more of them than at its analysis.
     return [builders[min(i, len(builders) - 1)](shape) for i, shape in enumerate(shapes)] if builders else []
 
@@ -273,24 +273,31 @@ def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
     absent: element type of a tensor that takes the place of None; None where none does.
     """
     if isinstance(value, (list, tuple)):
-        kinds = [element.dtype for element in value if _is_tensor(element)]
-        if not kinds:
+        element_types = [element.dtype for element in value if _is_tensor(element)]
+        if not element_types:
             return lambda shape: value
-        return lambda shape: [Extents(*pair) for pair in zip(shape, kinds, strict=True)]
+        return lambda shape: [Extents(*pair) for pair in zip(shape, element_types, strict=True)]
     if not _is_tensor(value) and (value is not None or absent is None):
         return lambda shape: value
-    kind = absent if value is None else value.dtype
-    return lambda shape: None if shape is None else Extents(shape, kind)
+    element_type = absent if value is None else value.dtype
+    return lambda shape: None if shape is None else Extents(shape, element_type)
 
 
 def _is_tensor(value: Any) -> bool:
+    """Return True for a tensor or parameter of PyTorch's own classes."""
     # By name: PyTorch is not imported here, and the shape of a subclass may say less than its values.
-    kind = type(value)
-    return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"
+    tensor_class = type(value)
+    return (
+        tensor_class.__name__ in ("Tensor", "Parameter")
+        and tensor_class.__module__.partition(".")[0] == "torch"
+    )
 
 
 def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bool:
-    """Return whether shapes and element types say all about values: PyTorch's own, none in lists of lists."""
+    """Return True if shapes and element types say all about values.
+
+    So they do if all tensors are of PyTorch's own classes, of known shape, and none is in a list of lists.
+    """
     tensors = [tensor for side in sides for tensor in leaves(side) if hasattr(type(tensor), "shape")]
     shallow = [
         tensor for side in sides for value in side
@@ -316,7 +323,10 @@ _VIEW_INDICES = (int, slice, type(...), type(None))
 
 
 def is_always_or_never_view(kind: str, context: amanda.OpContext, is_view: bool) -> bool:
-    """Return whether an op of this type, which moves data, gives a view for all shapes or none, as here."""
+    """Return True if an op of this type gives a view for all shapes, or for none, as in this execution.
+
+    kind: a type that moves data.  is_view: whether this execution gave a view.
+    """
     if kind in ("index", "getitem"):
         index = leaves(context.get_inputs()[1:])
         # Indexing with tensors gathers, which always copies; with numbers and slices it is a view.

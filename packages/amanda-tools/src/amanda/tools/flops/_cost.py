@@ -75,15 +75,17 @@ class Shapes:
         cls, type: str, inputs: Sequence[Any], outputs: Sequence[Any], shape: Callable[[Any], Any], *more: Any
     ) -> Shapes:
         """Return the shapes of values.  shape: as in StandardMapping.  more: attributes, and the weight."""
-        read = [shape_of(value, shape) for value in inputs]
-        values = [value for value, extents in zip(inputs, read, strict=True) if extents in (None, UNKNOWN)]
-        return cls(type, read, [shape_of(value, shape) for value in outputs], values, *more)
+        input_shapes = [shape_of(value, shape) for value in inputs]
+        values = [
+            value for value, extents in zip(inputs, input_shapes, strict=True) if extents in (None, UNKNOWN)
+        ]
+        return cls(type, input_shapes, [shape_of(value, shape) for value in outputs], values, *more)
 
     @property
     def out(self) -> Shape:
         """Shape of the first output."""
-        first = tensors(self.outputs)
-        return first[0] if first else ()
+        output_shapes = tensors(self.outputs)
+        return output_shapes[0] if output_shapes else ()
 
     @property
     def elements(self) -> int:
@@ -96,7 +98,7 @@ class Shapes:
 
     @property
     def are_known(self) -> bool:
-        """True if every extent is known; in graphs some are known at execution alone."""
+        """True if every extent is known; in graphs some are known only at execution."""
         return are_known([*self.inputs, *self.outputs])
 
     def by_component(self) -> Iterator[tuple[Shapes, int]]:
@@ -150,19 +152,23 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
         return [([list(side) for side in sides], 1)]
     number, rank = len(nested[0]), 1 + max((len(shape[0]) for shape in nested if shape), default=0)
 
-    def part(shape: Any, i: int) -> Any:
+    def component_shape(shape: Any, i: int) -> Any:
+        """Return the shape of component i; that of a tensor which all components share as it is."""
         if isinstance(shape, list):
-            return [part(inner, i) for inner in shape]
+            return [component_shape(inner, i) for inner in shape]
         if isinstance(shape, Components):
             return shape[i]
         # A dense tensor beside nested ones has a row for each component, unless all components share it.
         is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == number
         return shape[1:] if is_batch else shape
 
-    parts = [[[part(shape, i) for shape in side] for side in sides] for i in range(number)]
+    sides_of_components = [
+        [[component_shape(shape, i) for shape in side] for side in sides] for i in range(number)
+    ]
     # Components of equal length cost the same, and batches have many of them: each form is computed once.
-    counts = Counter(map(str, parts))
-    return [(part, counts[text]) for text, part in {str(part): part for part in parts}.items()]
+    counts = Counter(map(str, sides_of_components))
+    distinct = {str(component): component for component in sides_of_components}
+    return [(component, counts[text]) for text, component in distinct.items()]
 
 
 def size(shape: Any) -> int:
@@ -326,8 +332,8 @@ class FlopsResult(PlacesResult[OpCost]):
         sentences = []
         if unsupported := self.unsupported:
             share = 100 * sum(unsupported.values()) / max(self._sum("calls"), 1)
-            whose = f"{share:.1f} % of the calls, which count as 0: {_listing(unsupported)}"
-            sentences.append(f"No formula, or no shapes, for {whose}.")
+            detail = f"{share:.1f} % of the calls, which count as 0: {_listing(unsupported)}"
+            sentences.append(f"No formula, or no shapes, for {detail}.")
         if unseen := self.unseen:
             total = sum(unseen.values())
             sentences.append(f"Executions of {total} ops cannot be seen, and count as 0: {_listing(unseen)}.")
@@ -352,26 +358,33 @@ class FlopsResult(PlacesResult[OpCost]):
         """Types of ops that no formula knows and that may be products, with their MACs if they are."""
         return self._without_cost(lambda place: place.calls * place.estimate)
 
-    def _without_cost(self, number: Callable[[OpCost], int]) -> Mapping[str, int]:
-        """Return sums of a number, where there is any, by the types of ops whose cost is not known."""
+    def _without_cost(self, count_of: Callable[[OpCost], int]) -> Mapping[str, int]:
+        """Return sums of a number by the types of ops whose cost is not known; types with 0 are left out.
+
+        count_of: returns the number of a place.
+        """
         numbers = Counter[str]()
         for place in self.places:
-            if place.flops is None and (count := number(place)):
+            if place.flops is None and (count := count_of(place)):
                 numbers[place.type] += count
         return numbers
 
 
 def _listing(types: Mapping[str, int]) -> str:
+    """Return types with their numbers, in alphabetical order: "fft (2), sort (1)"."""
     return ", ".join(f"{name} ({number})" for name, number in sorted(types.items()))
 
 
 def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
-    """Return calls, MACs, FLOPs, parameters, bytes and FLOPs per byte of a row."""
-    counted = [place for place in places if place.flops is not None]
-    macs = sum((place.macs or 0) * place.calls for place in counted) if counted else None
-    flops = sum((place.flops or 0) * place.calls for place in counted) if counted else None
-    moved = sum(place.bytes * place.calls for place in places)
+    """Return calls, MACs, FLOPs, parameters, bytes and FLOPs per byte of a row.
+
+    MACs and FLOPs are None where no place has a known cost.
+    """
+    costed = [place for place in places if place.flops is not None]
+    macs = sum((place.macs or 0) * place.calls for place in costed) if costed else None
+    flops = sum((place.flops or 0) * place.calls for place in costed) if costed else None
+    bytes_moved = sum(place.bytes * place.calls for place in places)
     # The same op has a place for each set of shapes, and reads the same parameters at all of them.
     parameters = {(place.module, place.source, place.type): place.parameters for place in places}
-    intensity = flops / moved if flops is not None and moved else None
-    return sum(place.calls for place in places), macs, flops, sum(parameters.values()), moved, intensity
+    intensity = flops / bytes_moved if flops is not None and bytes_moved else None
+    return sum(place.calls for place in places), macs, flops, sum(parameters.values()), bytes_moved, intensity

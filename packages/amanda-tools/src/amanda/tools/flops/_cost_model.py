@@ -84,14 +84,16 @@ def _component_shapes(nested: Any) -> Iterator[tuple[int, ...]]:
 
 
 def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Return whether all outputs lie in the memory of an input."""
+    """Return True if all outputs lie in the memory of an input; False without outputs."""
     import torch
 
     with torch._C.DisableTorchFunction():
-        read = {_storage(local(tensor)) for tensor in tensors_of(inputs)}
-        written = [_storage(local(tensor)) for tensor in tensors_of(outputs)]
+        input_storages = {_storage(local(tensor)) for tensor in tensors_of(inputs)}
+        output_storages = [_storage(local(tensor)) for tensor in tensors_of(outputs)]
     # Outputs without memory of their own, such as sparse ones, count as copies.
-    return bool(written) and None not in written and read.issuperset(written)
+    return (
+        bool(output_storages) and None not in output_storages and input_storages.issuperset(output_storages)
+    )
 
 
 def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
@@ -119,29 +121,29 @@ _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
 
 
 def _backward_macs(context: amanda.OpContext) -> int:
-    """Count the products that make each gradient that a node gives."""
+    """Return the multiply-accumulates of a node: of the products that make each gradient that it gives."""
     grads, entering = context.get_grad_inputs() or [], context.get_grad_outputs() or []
-    first = next((grad for grad in entering if grad is not None), None)
-    if first is None:
+    entering_grad = next((grad for grad in entering if grad is not None), None)
+    if entering_grad is None:
         return 0  # where no gradient enters none leaves
     product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
     if product is None:
         layer = _macs_of_recurrent_layer(context)
-        return _macs_of_factors(context, _is_complex(first)) if layer is None else layer
+        return _macs_of_factors(context, _is_complex(entering_grad)) if layer is None else layer
     factors = MATRIX_PRODUCTS[torch_word(product[1].lower())].factors
     first_grad, second = (grads[i] if i < len(grads) else None for i in factors)
-    size, macs = prod(first.shape), 0
+    result_size, macs = prod(entering_grad.shape), 0
     if first_grad is not None:
-        macs += round(size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
+        macs += round(result_size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
     if second is not None:
         # The gradient of a factor (k, m) is a product over the n rows of the result: n k m again.
         width = second.shape[-2] if second.dim() > 1 else second.shape[-1] if second.dim() else 1
-        macs += round(size * width * share([second]))
-    return macs * (context.get("complex_products", 1) if _is_complex(first) else 1)
+        macs += round(result_size * width * share([second]))
+    return macs * (context.get("complex_products", 1) if _is_complex(entering_grad) else 1)
 
 
 def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
-    """Count for the gradient of each factor as many as the op itself takes.
+    """Return as many multiply-accumulates as the op itself takes, for the gradient of each factor.
 
     The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
     the gradient of the output, and once more for that of the other.
@@ -154,17 +156,18 @@ def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
         macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
         entering = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
-        is_made = [grad is not None for grad in grads[:3]]
-        return int(entering * is_made[0] + sum(is_made[1:])) * macs
+        is_present = [grad is not None for grad in grads[:3]]
+        return int(entering * is_present[0] + sum(is_present[1:])) * macs
     return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), grads)
 
 
 def _is_complex(value: Any) -> bool:
+    """Return True for a tensor, or its extents, of a complex element type."""
     return "complex" in str(value.dtype)
 
 
 def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
-    """Count a node of oneDNN's LSTM, one layer in one direction; None for others.
+    """Return the multiply-accumulates of a node of oneDNN's LSTM, one layer one way; None for other nodes.
 
     Its gradients are those of the input, the weights of the input and of the state, two biases, and states.
     The gradient of the state goes back through every step but the first, whose state is given.
@@ -172,13 +175,13 @@ def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
     if not context.get_backward_op().__name__.startswith("MkldnnRnnLayer"):
         return None
     grads, extents = context.get_grad_inputs() or [], context.get_inputs()[0].shape
-    steps, rows = extents[1::-1] if context["batch_first"] else extents[:2]
+    steps, batch = extents[1::-1] if context["batch_first"] else extents[:2]
     hidden = next(grad for grad in context.get_grad_outputs() or [] if grad is not None).shape[-1]
-    size = sum(grad.numel() for grad in (grads[1], grads[2]) if grad is not None)  # of weights
+    macs_per_row = sum(grad.numel() for grad in (grads[1], grads[2]) if grad is not None)  # of weights
     if grads[0] is not None:
-        size += grads[0].shape[-1] * _GATES * hidden
-    state = _GATES * hidden**2 * rows * (steps if grads[5] is not None else steps - 1)
-    return int(steps * rows * size + state)
+        macs_per_row += grads[0].shape[-1] * _GATES * hidden
+    state_macs = _GATES * hidden**2 * batch * (steps if grads[5] is not None else steps - 1)
+    return int(steps * batch * macs_per_row + state_macs)
 
 
 _GATES = 4
@@ -193,7 +196,7 @@ OF_NESTED = ("_transformer_encoder_layer_fwd",)
 
 
 def formula_of(names: tuple[str, str]) -> Formula | None:
-    """Return the built-in formula of an op of these names: the framework's, and the vocabulary's."""
+    """Return the built-in formula of an op by its names, the framework's and the vocabulary's; else None."""
     if names[0].startswith(LIBRARIES):
         return no_cost
     if names[0].endswith("Dataset") or "DatasetV" in names[0]:
@@ -239,8 +242,8 @@ def bytes_moved(
     inputs, in_place = context.get_inputs(), context["in_place"]
     if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
         return 0
-    read, written = ([bytes_of(context, [value]) for value in side] for side in (inputs, outputs))
-    return traffic(names, read, written, in_place)
+    input_bytes, output_bytes = ([bytes_of(context, [value]) for value in side] for side in (inputs, outputs))
+    return traffic(names, input_bytes, output_bytes, in_place)
 
 
 def bytes_of(context: ShapedContext | amanda.OpContext, values: Iterable[Any]) -> int:
@@ -299,13 +302,13 @@ class OpCostModel:
         """Return the number of real multiply-accumulates in one multiply-accumulate of the op."""
         # Integers take no part: an index beside complex numbers does not make a product half real.
         names = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
-        kinds = [
+        are_complex = [
             name.startswith("complex") for name in names if name.startswith(("complex", "float", "bfloat"))
         ]
-        if not any(kinds):
+        if not any(are_complex):
             return 1
         # Complex by real takes two real products, whatever the method.
-        return self._complex_macs if all(kinds) else min(self._complex_macs, 2)
+        return self._complex_macs if all(are_complex) else min(self._complex_macs, 2)
 
     def cost_of_op(
         self, names: tuple[str, str], shapes: Shapes, source: str, products: int = 1
@@ -334,7 +337,10 @@ class OpCostModel:
         return total if custom or products == 1 else total.with_complex(products)
 
     def inside(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
-        """Return the costs of the operators that an op calls, counted once for its backward ops too."""
+        """Return the costs of the operators that an op calls, counted once for its backward ops too.
+
+        None where the framework cannot run an op without data, and where that fails.
+        """
         if "within" not in context:
             run = context["inside"]
             context["within"] = run and run(context, {**FORMULAS, **self.custom}, self._complex_macs)
@@ -344,7 +350,10 @@ class OpCostModel:
     def cost_of_backward_op(
         self, context: ShapedContext | amanda.OpContext, kind: str, grads: Sequence[Any]
     ) -> Cost | None:
-        """Return the cost of a backward op of a type that gives these gradients."""
+        """Return the cost of a backward op that gives these gradients; None where it is not known.
+
+        kind: the backward op's type.
+        """
         forward, shape = kind.removesuffix("_backward"), context["shape"]
         if kind in self.custom:
             return self.custom[kind](shapes_of(context, context.get_grad_outputs() or [], grads))
@@ -380,11 +389,11 @@ class OpCostModel:
         if not are_known([*op.inputs, *op.outputs, *sides[0], *sides[1]]):
             return None
         costs = []
-        kind = context["element_type"]
+        dtype = context["element_type"]
         for (inputs, outputs, *grads), count in components([op.inputs, op.outputs, *sides]):
             forward = replace(op, inputs=inputs, outputs=outputs)
             shaped = ShapedContext(
-                context, [[_extents_of(shape, kind) for shape in side] for side in (inputs, outputs, *grads)]
+                context, [[_extents_of(shape, dtype) for shape in side] for side in (inputs, outputs, *grads)]
             )
             shaped["cost"] = self.cost_of_op(names, forward, "", context["complex_products"])
             leaving = [grad for grad in shaped.get_grad_inputs() if grad is not None]
@@ -401,24 +410,28 @@ def _total(costs: Sequence[tuple[Cost, int]]) -> Cost:
     return Cost(macs, sum(cost.flops * count for cost, count in costs))
 
 
-def _extents_of(shape: Any, kind: Any) -> Any:
+def _extents_of(shape: Any, dtype: Any) -> Any:
     """Return what stands for a tensor of a shape and an element type, or for a list of tensors."""
     if isinstance(shape, list):
-        return [_extents_of(inner, kind) for inner in shape]
-    return None if shape is None else Extents(shape, kind)
+        return [_extents_of(inner, dtype) for inner in shape]
+    return None if shape is None else Extents(shape, dtype)
 
 
 def _attention_backward(context: ShapedContext | amanda.OpContext, part: float) -> Cost | None:
-    """Return the cost of a fused kernel, whose gradients are those of queries, keys and values."""
+    """Return the cost of a fused kernel, whose gradients are those of queries, keys and values.
+
+    0 where no gradient enters; None where a shape is not known.  part: the share of this process.
+    """
     entering = next((value for value in context.get_grad_outputs() or [] if value is not None), None)
     if entering is None:
         return Cost()
-    is_own = context["type"] == "scaled_dot_product_attention"
-    inputs = context.get_inputs()[:3] if is_own else [None] * 3
+    is_attention_op = context["type"] == "scaled_dot_product_attention"
+    # A gradient has the shape of its input: it stands for an input that the context does not have.
+    inputs = context.get_inputs()[:3] if is_attention_op else [None] * 3
     grads = [*(context.get_grad_inputs() or []), None, None, None]
-    read = [grad if value is None else value for value, grad in zip(inputs, grads, strict=False)]
+    operands = [grad if value is None else value for value, grad in zip(inputs, grads, strict=False)]
     # The kernel's cost depends on queries, keys and values; without one of their shapes it cannot be told.
-    if any(value is None for value in read):
+    if any(value is None for value in operands):
         return None
-    shapes = [context["shape"](value) for value in (entering, *read)]
+    shapes = [context["shape"](value) for value in (entering, *operands)]
     return attention_backward(Shapes("", shapes, ())).part(part)

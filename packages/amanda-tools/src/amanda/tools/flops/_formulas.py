@@ -54,8 +54,8 @@ def product_at(left: int, right: int) -> Formula:
     """Count (..., n, k) by (..., k, m) at these positions; a sparse factor counts as a dense one."""
 
     def macs(op: Shapes) -> Any:
-        last = op.inputs[right]
-        return prod(op.inputs[left]) * (last[-1] if len(last) > 1 else 1)
+        right_shape = op.inputs[right]
+        return prod(op.inputs[left]) * (right_shape[-1] if len(right_shape) > 1 else 1)
 
     return products(macs)
 
@@ -163,11 +163,11 @@ def einsum(op: Shapes) -> Cost:
     macs = 0
     for first, second in _pairs(path, len(names)):
         right, left = (names.pop(i) for i in sorted((first, second), reverse=True))
-        together = {*left, *right}
-        macs += prod(extents[letter] for letter in together)
+        letters = {*left, *right}
+        macs += prod(extents[letter] for letter in letters)
         # An axis that neither the result nor a later operand has is summed over now.
         later = {*result, *"".join(names)}
-        names.append("".join(letter for letter in together if letter in later))
+        names.append("".join(letter for letter in letters if letter in later))
     return Cost.of_macs(macs)
 
 
@@ -178,24 +178,28 @@ def _letters(equation: str, operands: list[tuple[int, ...]]) -> tuple[list[str],
     extents: dict[str, int] = {}
     widest = ""
     for term, shape in zip(terms.split(","), operands, strict=True):
-        missing = len(shape) - len(term.replace("...", ""))
+        ellipsis_rank = len(shape) - len(term.replace("...", ""))
         # Letters are taken by the program, so the axes of an ellipsis are digits: counted from the right,
         # broadcasting axes meet.
-        digits = "".join(chr(ord("0") + i) for i in reversed(range(missing)))
+        digits = "".join(chr(ord("0") + i) for i in reversed(range(ellipsis_rank)))
         widest = max(widest, digits, key=len)
         names.append(term.replace("...", digits))
-        for letter, n in zip(names[-1], shape, strict=True):
-            extents[letter] = max(n, extents.get(letter, 0))  # one of extent 1 is broadcast
+        for letter, extent in zip(names[-1], shape, strict=True):
+            extents[letter] = max(extent, extents.get(letter, 0))  # one of extent 1 is broadcast
     if not arrow:
-        once = sorted(letter for letter in extents if terms.count(letter) == 1)
-        result = "..." + "".join(once)
+        single_letters = sorted(letter for letter in extents if terms.count(letter) == 1)
+        result = "..." + "".join(single_letters)
     return names, result.replace("...", widest), extents
 
 
 def _pairs(path: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return positions of the operands to be multiplied next; the product is put behind the others."""
+    """Return the positions of each two operands that are multiplied, by the path, else from left.
+
+    Both are taken away, and their product is put behind the others.
+    """
     if path and all(isinstance(index, int) for index in path):
         return list(zip(path[::2], path[1::2], strict=True))
+    # After the first pair the product is the last operand, and the next from left the first.
     return [(0, 1)] + [(0, remaining - 1) for remaining in range(count - 1, 1, -1)] if count > 1 else []
 
 
@@ -287,6 +291,7 @@ def cached_attention(past: int) -> Formula:
     """
 
     def cost(op: Shapes) -> Cost:
+        """Count queries by keys, and the scores by values, for any of the three forms of queries."""
         query, key = op.inputs[0], op.inputs[1]
         if len(query) == 5:
             _, length, heads, _, width = query
@@ -371,6 +376,7 @@ def of_system(each: float, matrix: int = 0, once: float = 0) -> Formula:
     """Count for each matrix (..., n, n) `once` n^3 operations, and `each` n^2 for each right-hand side."""
 
     def flops(op: Shapes) -> Any:
+        """Return the operations of all systems of a batch."""
         n = op.inputs[matrix][-1]
         sides = prod(op.out) // n if n else 0  # of all systems
         systems = max(prod(op.inputs[matrix][:-2]), 1)
@@ -392,9 +398,13 @@ def svd(m: int, n: int, k: int) -> float:
 
 
 def fourier(steps: float, last: int = 0) -> Formula:
-    """Count operations for each element and each halving of the transformed axes, by default `dim`."""
+    """Count operations for each element and each halving of the transformed axes.
+
+    last: number of last axes that are transformed; 0 for those that the attribute `dim` names, or all.
+    """
 
     def flops(op: Shapes) -> Any:
+        """Return `steps` for each element times the binary logarithm of the transformed extent."""
         # A real transform has half of the numbers at one side: the larger side is transformed.
         shape = max(op.inputs[0], op.out, key=prod)
         axes = range(-last, 0) if last else op.attributes.get("dim") or range(len(shape))
@@ -421,11 +431,12 @@ def interpolation(taps: int, position: int | None = None) -> Formula:
 
 
 def _kernel(op: Shapes) -> tuple[int, ...]:
+    """Return the shape of the weight; by default the second input."""
     kernel: tuple[int, ...] = op.inputs[1 if op.weight is None else op.weight]
     return kernel
 
 
 def _bias(op: Shapes, position: int) -> int:
-    """Return the additions of a bias, if there is one at a position."""
+    """Return the number of additions of the bias at a position; 0 without one."""
     has_bias = position < len(op.inputs) and op.inputs[position] is not None
     return prod(op.out) if has_bias else 0

@@ -61,7 +61,10 @@ class InnerCosts:
         return sum(cost.macs for costs in self.backward.values() for cost in costs)
 
     def pop_cost_of(self, node: str) -> Cost | None:
-        """Return the cost of the next node of a name; the last one stands for those that follow."""
+        """Return the cost of the next node of a name; None without one.
+
+        The last node stands for those that follow.
+        """
         costs = self.backward.get(node)
         if not costs:
             return None
@@ -69,7 +72,7 @@ class InnerCosts:
         return costs.pop(0) if len(costs) > 1 else costs[0]
 
     def add(self, name: str, cost: Cost | None) -> None:
-        """Note a call of an operator."""
+        """Add the cost of a called operator; None adds its name to `unknown`."""
         if cost is None:
             self.unknown.add(name)
         else:
@@ -110,6 +113,7 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
     leaves: list[Tensor] = []
 
     def twin(tensor: Tensor) -> Tensor:
+        """Return a tensor like this one without data; one that is differentiated is added to `leaves`."""
         if isinstance(tensor, FakeTensor):
             copy = tensor.detach()
         elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -210,6 +214,7 @@ def _counting_mode(
         def __torch_dispatch__(
             self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            """Call an operator without data, and add its cost."""
             arguments: Any = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
             result = op(*arguments[0], **arguments[1])
             cost = _cost_of_call(op, arguments[0], arguments[1], result, formulas, shape)
@@ -246,7 +251,10 @@ def _cost_of_call(
 
 
 def _formula_of_kernel(name: str, formulas: Mapping[str, Formula]) -> Formula | None:
-    """Return the formula of a kernel: in place, a copy of a view, or the gradient of what is elementwise."""
+    """Return the formula of a kernel, also of its variants in place and as a copy of a view.
+
+    The gradient of an elementwise operator has the formula of that operator; None for others.
+    """
     # In place and functional variants of an operator differ by a suffix.
     for spelling in (name, name.removesuffix("_"), name.removesuffix("_copy")):
         formula = formulas.get(spelling) or formulas.get(torch_word(spelling))
@@ -313,18 +321,19 @@ def _is_repeatable(node: Any) -> bool:
     # Nodes of TorchScript have their schema as text alone.
     schema = torch._C.parse_schema(node.schema())
     aliases = [argument.alias_info for argument in schema.arguments]
-    written = [i for i, alias in enumerate(aliases) if alias and alias.is_write]
+    written_positions = [i for i, alias in enumerate(aliases) if alias and alias.is_write]
     name = f"{schema.name}.{schema.overload_name}".rstrip(".")
     if torch._C._dispatch_has_kernel(name):
         # A tensor is written where it has no data; a generator is the program's.
-        return all(_is_of_tensors(schema.arguments[i]) for i in written)
-    if written:  # a list, or a dict, which may be a module's
+        return all(_is_of_tensors(schema.arguments[i]) for i in written_positions)
+    if written_positions:  # a list, or a dict, which may be a module's
         inputs = list(node.inputs())
-        return all(inputs[i].node().kind() in _CONTAINERS for i in written)
+        return all(inputs[i].node().kind() in _CONTAINERS for i in written_positions)
     reads_data = any("Tensor" in str(argument.type) for argument in schema.arguments)
     makes_tensors = any("Tensor" in str(argument.type) for argument in schema.returns)
     return bool(schema.returns) and (kind in _READERS_OF_METADATA or not (reads_data or makes_tensors))
 
 
 def _is_of_tensors(argument: Any) -> bool:
+    """Return True for an argument of a schema that is a tensor, or a list of them."""
     return "Tensor" in str(argument.type)

@@ -113,7 +113,7 @@ class FlopsTool(amanda.Tool):
         op.clear()
 
     def _shared_counts(self, context: amanda.OpContext, op: _Counts) -> _Counts:
-        """Return the counts of ops with this id and key."""
+        """Return the counts of ops with this id and key: those of an earlier analysis, else `op`."""
         return self._ops.setdefault(context.get_op_id(), {}).setdefault(op.key, op)
 
     def refused(self, action: amanda.Action, reason: str) -> None:
@@ -194,6 +194,7 @@ class FlopsTool(amanda.Tool):
         return name in self._composite_types
 
     def _new_place(self, context: Any, kind: str) -> OpCost:
+        """Return a place for an op with its parameters, and no cost yet.  kind: the op's type."""
         place = OpCost(context["phase"], kind, context.get_scope(), context.get_source())
         place.parameters = context["parameters"]
         return place
@@ -311,8 +312,9 @@ class FlopsTool(amanda.Tool):
         context.insert_after_backward_op(counter.count, grad_inputs=[])
 
     def _is_decided_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:
-        """Return True if shapes say what a backward op costs, whatever the op calls inside."""
+        """Return True if shapes of gradients alone say what a backward op costs."""
         forward = kind.removesuffix("_backward")
+        # A formula of the program may read more.
         if kind in self._model.custom:
             return False
         is_known = forward in _TYPES_BY_ELEMENTS or forward.removesuffix("_backward") in CONTRACTIONS
@@ -330,6 +332,7 @@ class FlopsTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _record_input_shapes(*inputs: Any, shape: Any, run: dict[str, Any], recomputed: bool) -> None:
+        """Record the shapes of an execution's inputs, for when it ends."""
         run["shapes"] = [shape_of(value, shape) for value in inputs]
 
     @amanda.observer
@@ -340,17 +343,19 @@ class FlopsTool(amanda.Tool):
         """Count an execution whose shapes are known only now."""
         pairs = zip(run.pop("shapes", shapes.inputs), shapes.inputs, strict=True)
         inputs = [analysed if executed is None else executed for executed, analysed in pairs]
-        written = [shape_of(value, context["extents"]) for value in outputs]
-        key = str((inputs, written))
+        output_shapes = [shape_of(value, context["extents"]) for value in outputs]
+        key = str((inputs, output_shapes))
         place = self._place_in_phase(self._shared_place(replace(place), key), recomputed, key)
-        op = replace(shapes, inputs=inputs, outputs=written)
+        op = replace(shapes, inputs=inputs, outputs=output_shapes)
         if not place.calls:
             cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
             place.macs, place.flops = cost or (None, None)
             place.estimate = 0 if cost else op.estimate
             # Shapes at execution come without element types: float32 is assumed.
-            reads, writes = ([4 * elements([shape]) for shape in side] for side in (inputs, written))
-            place.bytes = traffic(names, reads, writes, in_place=False)
+            input_bytes, output_bytes = (
+                [4 * elements([shape]) for shape in side] for side in (inputs, output_shapes)
+            )
+            place.bytes = traffic(names, input_bytes, output_bytes, in_place=False)
         place.calls += 1
         # For backward ops of this execution, which need the shapes of their forward op.
         run["op"] = names, op
@@ -358,6 +363,7 @@ class FlopsTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _record_gradient_shapes(*grads: Any, shape: Any, key: int, run: dict[str, Any]) -> None:
+        """Record the shapes of the gradients that enter a backward op.  key: id of the op."""
         run[f"entering {key}"] = [shape_of(grad, shape) for grad in grads]
 
     @amanda.observer
@@ -395,7 +401,7 @@ def _add_counts(places: dict[Hashable, OpCost], op: _Counts) -> None:
 
 
 def _place_key(place: OpCost) -> Hashable:
-    """Return the parts that equal ops have in common."""
+    """Return all fields of a place but the calls: ops that agree in them share a place."""
     return (
         place.phase, place.type, place.module, place.source, place.macs, place.flops, place.parameters,
         place.bytes, place.estimate,

@@ -267,6 +267,7 @@ class _HangWatch(amanda.Tool):
         self.add_inst_for_op(lambda context: context.insert_before_op(self._check_limits, inputs=[]))
 
     def start(self) -> None:
+        """Count ops from 0, and set the time at which the program is stopped."""
         self.executions, self.reason = 0, ""
         # The monotonic clock: the time of day may be set while a program runs.
         self._deadline = float("inf") if self._timeout is None else time.monotonic() + self._timeout
@@ -375,8 +376,10 @@ class Campaign:
         if self._sample == "ops":
             return sites[int(random.integers(len(sites)))]
         # A uniform number below the sum falls into a site in proportion to its elements.
-        ends = np.cumsum([site.elements for site in sites])
-        return sites[int(np.searchsorted(ends, random.integers(ends[-1]), side="right"))]
+        cumulative_sizes = np.cumsum([site.elements for site in sites])
+        return sites[
+            int(np.searchsorted(cumulative_sizes, random.integers(cumulative_sizes[-1]), side="right"))
+        ]
 
     def _run_trial(self, program: Program, number: int, golden: Any, sites: list[Site]) -> Trial:
         """Run the program with the faults of one trial, and return its outcome."""
@@ -407,7 +410,7 @@ class Campaign:
         return ("sdc" if self._compare(golden, output) else "masked"), ""
 
     def _run_restoring(self, program: Program, read_output: Callable[[Any], Any], *tools: amanda.Tool) -> Any:
-        """Run the program; return `read(output)`, computed before memory is restored."""
+        """Run the program; return `read_output(output)`, computed before memory is restored."""
         self._watch.start()
         try:
             with amanda.apply(*tools, *self._tools):

@@ -55,11 +55,12 @@ def _only_in_ml_dtypes(dtype: str) -> bool:
 
 
 def _is_float(dtype: str) -> bool:
+    """Return True for a type of real floating numbers, of NumPy or of ml_dtypes."""
     return dtype in _FLOATS or _only_in_ml_dtypes(dtype)
 
 
 def _field_sizes(dtype: str) -> tuple[int, int, int]:
-    """Return the numbers of bits of mantissa, exponent and sign."""
+    """Return the numbers of bits of mantissa, exponent and sign; all 0 for a type that is not known."""
     if _is_float(dtype):
         format_info = ml_dtypes.finfo(Tensors.numpy_type(dtype))  # type: ignore[no-untyped-call]
         return format_info.nmant, format_info.nexp, format_info.bits - format_info.nmant - format_info.nexp
@@ -201,14 +202,14 @@ class Fault(NamedTuple):
         constants = {"value": self.value, "zero": 0.0, "nan": float("nan")}
         if self.kind in constants:
             return np.full(len(raw), constants[self.kind])
-        old = from_bytes(raw, dtype)
+        numbers = from_bytes(raw, dtype)
         draw = random.uniform if self.kind == "uniform" else random.normal
         # Two columns always, so that real and complex tensors draw the same numbers.
         noise = draw(-self.scale if self.kind == "uniform" else 0.0, self.scale, (len(raw), 2))
-        drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(old) else noise[:, 0]
+        drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(numbers) else noise[:, 0]
         # Overflow to infinity is a fault like others.
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.asarray(old * (1 + drawn) if self.kind == "relative" else old + drawn)
+            return np.asarray(numbers * (1 + drawn) if self.kind == "relative" else numbers + drawn)
 
 
 class Site(NamedTuple):
@@ -265,8 +266,14 @@ class TargetTensor(NamedTuple):
         # Flat positions are (before * extent + index) * after + rest, so a negative axis has to be counted
         # from 0.
         axis %= len(extents)
-        before, after = np.arange(prod(extents[:axis])), np.arange(prod(extents[axis + 1 :]))
-        return np.asarray((before[:, None, None] * extents[axis] + units[:, None]) * len(after) + after)
+        outer_positions, inner_positions = (
+            np.arange(prod(extents[:axis])),
+            np.arange(prod(extents[axis + 1 :])),
+        )
+        return np.asarray(
+            (outer_positions[:, None, None] * extents[axis] + units[:, None]) * len(inner_positions)
+            + inner_positions
+        )
 
 
 def tensors_in(

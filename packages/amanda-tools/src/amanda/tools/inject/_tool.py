@@ -163,6 +163,7 @@ class InjectTool(amanda.Tool):
         self._executed += sum(op.executions for op in self._selected_ops.pop(op_id, {}).values())
 
     def _all_selected_ops(self) -> list[SelectedOp]:
+        """Return the records of all ops that live; copies, as another thread may add some."""
         return [place for places in list(self._selected_ops.values()) for place in list(places.values())]
 
     @contextmanager
@@ -180,6 +181,7 @@ class InjectTool(amanda.Tool):
         self._begin_calibration()
 
     def _begin_calibration(self) -> None:
+        """Record sites instead of faults, from the first execution on."""
         self.try_at(0, None)
         self._calibrates = True
 
@@ -323,32 +325,32 @@ class InjectTool(amanda.Tool):
     ) -> Any:  # fmt: skip
         """Return a tensor with the fault in elements or slices, and record the injections."""
         xp, dtype, axis = tensors_of(tensor.value), tensor.dtype, self._fault.axis
-        where = tensor.positions(units, axis)
-        positions = where.ravel()
-        old, bits = xp.bytes_at(tensor.value, positions), None
+        positions_of_units = tensor.positions(units, axis)
+        positions = positions_of_units.ravel()
+        old_bytes, bits = xp.bytes_at(tensor.value, positions), None
         if self._fault.kind == "wrong_row":
             extent = tensor.units(axis)
             # From 1 on: the row itself would be no fault.
             other_rows = (units + random.integers(1, extent, size=len(units))) % extent
-            new = xp.bytes_at(tensor.value, tensor.positions(other_rows, axis).ravel())
+            new_bytes = xp.bytes_at(tensor.value, tensor.positions(other_rows, axis).ravel())
         else:
             # All elements of a slice change the same bits, as a stuck line of memory does.
-            unit = np.broadcast_to(np.arange(len(units))[:, None], where.shape).ravel()
-            new, bits = self._fault.apply(old, dtype, tensor.value, random, unit)
+            unit = np.broadcast_to(np.arange(len(units))[:, None], positions_of_units.shape).ravel()
+            new_bytes, bits = self._fault.apply(old_bytes, dtype, tensor.value, random, unit)
         # The injection was recorded at the first run; the recomputation has to be the same.
         if recomputed:
-            return xp.with_bytes(tensor.value, positions, new)
+            return xp.with_bytes(tensor.value, positions, new_bytes)
         self._total += len(positions)
         # All elements change, `limit` bounds what is listed.
         room = max(0, self._limit - len(self._injections))
         labels = (*place.labels, place.op, execution, tensor.name, dtype)
-        before, after = (from_bytes(raw[:room], dtype).tolist() for raw in (old, new))
+        old_numbers, new_numbers = (from_bytes(raw[:room], dtype).tolist() for raw in (old_bytes, new_bytes))
         for i, position in enumerate(positions[:room]):
             element = tuple(map(int, np.unravel_index(position, tensor.value.shape)))
             changed_bits = () if bits is None else tuple(map(int, bits[i]))
-            injection = Injection(*labels, element, changed_bits, before[i], after[i])
+            injection = Injection(*labels, element, changed_bits, old_numbers[i], new_numbers[i])
             self._injections.append(((execution, place.number), injection))
-        return xp.with_bytes(tensor.value, positions, new)
+        return xp.with_bytes(tensor.value, positions, new_bytes)
 
 
 def _run_argument(context: amanda.OpContext) -> dict[str, None]:
@@ -388,6 +390,7 @@ class MemorySnapshot(amanda.Tool):
         return tree_map(self._copy_outlasting, value, is_leaf=_is_leaf)
 
     def _copy_outlasting(self, value: Any) -> Any:
+        """Return a copy of a tensor in saved memory; any other value as it is."""
         # An output may be a parameter itself, which `restore` writes.
         is_restored = any(key in self._restorers for key, _ in _memories_of([value]))
         return tensors_of(value).duplicate(value) if is_restored else value
@@ -406,10 +409,12 @@ class MemorySnapshot(amanda.Tool):
 
     @amanda.observer
     def _note_outputs(self, *outputs: Any) -> None:
+        """Note the memory of outputs as allocated by the program, unless it is saved."""
         self._new_memory.update(key for key, _ in _memories_of(outputs) if key not in self._restorers)
 
 
 def _is_leaf(value: Any) -> bool:
+    """Return True for anything but a dict, a plain list or a plain tuple."""
     return not isinstance(value, dict) and type(value) not in (list, tuple)
 
 

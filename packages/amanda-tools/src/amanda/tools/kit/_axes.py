@@ -32,30 +32,36 @@ class Unfolding(NamedTuple):
         """
         batch = len(extents) - len(layout)
         window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
-        inputs = batch + layout.index("I")
+        input_axis = batch + layout.index("I")
         if "M" not in layout:
-            order = (*range(batch), batch + layout.index("O"), inputs, *window)
+            order = (*range(batch), batch + layout.index("O"), input_axis, *window)
             return cls(tuple(extents), order, tuple(extents[axis] for axis in order), batch + 1)
         # A WeightLayout knows its groups; a depthwise convolution has one for each channel.
-        groups = int(getattr(layout, "groups", extents[inputs]))
+        groups = int(getattr(layout, "groups", extents[input_axis]))
         # With groups, the axis of inputs is one of groups and one of inputs of each.
-        split = (*extents[:inputs], groups, extents[inputs] // groups, *extents[inputs + 1 :])
+        split = (*extents[:input_axis], groups, extents[input_axis] // groups, *extents[input_axis + 1 :])
         # Axes behind the one that is split move by one.
-        after = {axis: axis + (axis > inputs) for axis in range(len(extents))}
-        outputs = after[batch + layout.index("M")]
-        order = (*range(batch), inputs, outputs, inputs + 1, *(after[axis] for axis in window))
-        channels = (groups * split[outputs], split[inputs + 1])
+        axis_after_split = {axis: axis + (axis > input_axis) for axis in range(len(extents))}
+        output_axis = axis_after_split[batch + layout.index("M")]
+        order = (
+            *range(batch),
+            input_axis,
+            output_axis,
+            input_axis + 1,
+            *(axis_after_split[axis] for axis in window),
+        )
+        channels = (groups * split[output_axis], split[input_axis + 1])
         canonical = (*extents[:batch], *channels, *(extents[axis] for axis in window))
         return cls(split, order, canonical, batch + 1)
 
     @property
     def turned(self) -> tuple[int, ...]:
-        """The shape after the transposition."""
+        """The shape between the transposition and the last reshape."""
         return tuple(self.split[axis] for axis in self.order)
 
     @property
     def back(self) -> tuple[int, ...]:
-        """The order of axes that undoes the transposition."""
+        """The inverse permutation of `order`, which undoes the transposition."""
         return tuple(self.order.index(axis) for axis in range(len(self.order)))
 
 
@@ -70,8 +76,8 @@ def canonical(weight: Any, layout: str | None) -> Any:
     """
     if layout is None:
         return weight
-    way = Unfolding.of(shape(weight), layout)
-    return _reshaped(_turned(_reshaped(weight, way.split), way.order), way.canonical)
+    unfolding = Unfolding.of(shape(weight), layout)
+    return _reshape(_transpose(_reshape(weight, unfolding.split), unfolding.order), unfolding.canonical)
 
 
 def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
@@ -81,11 +87,11 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
     """
     if layout is None:
         return array
-    way = Unfolding.of(extents, layout)
+    unfolding = Unfolding.of(extents, layout)
     # Without groups nothing is reshaped, so the array may have other extents than the weight.
     if "M" not in layout:
-        return _turned(array, way.back)
-    return _reshaped(_turned(_reshaped(array, way.turned), way.back), tuple(extents))
+        return _transpose(array, unfolding.back)
+    return _reshape(_transpose(_reshape(array, unfolding.turned), unfolding.back), tuple(extents))
 
 
 def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, ...]:
@@ -93,11 +99,13 @@ def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, 
     return tuple(extents) if layout is None else Unfolding.of(extents, layout).canonical
 
 
-def _reshaped(array: Any, extents: tuple[int, ...]) -> Any:
+def _reshape(array: Any, extents: tuple[int, ...]) -> Any:
+    """Return an array in a shape; the array itself if it has this shape."""
     return array if tuple(shape(array)) == extents else do("reshape", array, extents)
 
 
-def _turned(array: Any, order: tuple[int, ...]) -> Any:
+def _transpose(array: Any, order: tuple[int, ...]) -> Any:
+    """Return an array with permuted axes; the array itself if the order is theirs already."""
     return array if order == tuple(range(len(order))) else do("transpose", array, order)
 
 
@@ -128,15 +136,15 @@ class Window(NamedTuple):
             return self.padding
         # ceil(size / stride) places, as TensorFlow's SAME and ONNX' SAME_UPPER have them.
         total = max((-(-size // self.stride) - 1) * self.stride + self.reach - size, 0)
-        less, more = total // 2, total - total // 2
-        return (less, more) if self.padding == "same" else (more, less)
+        smaller, larger = total // 2, total - total // 2
+        return (smaller, larger) if self.padding == "same" else (larger, smaller)
 
     def slices(self, size: int) -> list[slice]:
         """Return for each element of the window the slice of a padded axis that the element reads."""
-        last = (self.places(size) - 1) * self.stride
+        last_start = (self.places(size) - 1) * self.stride
         # A slice with a stride reads one element of the window at all places at once.
         starts = range(0, self.reach, self.dilation)
-        return [slice(start, max(start + last + 1, start), self.stride) for start in starts]
+        return [slice(start, max(start + last_start + 1, start), self.stride) for start in starts]
 
     def positions(self, size: int, count: int) -> NDArray[np.int64]:
         """Return (count, kernel) positions that are read at each place; zeros lie outside of (0, size)."""
@@ -179,6 +187,7 @@ def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int]
 def _tensorflow_windows(
     attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]
 ) -> list[Window]:
+    """Return the windows of a convolution, or of a pooling, whose `ksize` takes the place of `kernel`."""
     sizes = [attributes["ksize"][i] for i in axes] if attributes.get("ksize") else kernel
     stride = [attributes["strides"][i] for i in axes]
     dilation = [(attributes.get("dilations") or {i: 1})[i] for i in axes]
@@ -208,21 +217,24 @@ def _jax_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Seq
 
 
 def _onnx_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
+    """Return the windows of a convolution, or of a pooling without `kernel`, which has a `kernel_shape`."""
     count = len(axes)
     stride, dilation = (attributes.get(name) or [1] * count for name in ("strides", "dilations"))
     # ONNX has all paddings ahead first, then all behind.
-    around = attributes.get("pads") or [0] * (2 * count)
-    pads: list[Any] = list(zip(around[:count], around[count:], strict=True))
-    automatic = _text(attributes.get("auto_pad", ""))
-    if automatic.startswith("SAME"):
-        pads = ["same" if automatic == "SAME_UPPER" else "same_lower"] * count
+    all_pads = attributes.get("pads") or [0] * (2 * count)
+    pads: list[Any] = list(zip(all_pads[:count], all_pads[count:], strict=True))
+    auto_pad = _text(attributes.get("auto_pad", ""))
+    if auto_pad.startswith("SAME"):
+        pads = ["same" if auto_pad == "SAME_UPPER" else "same_lower"] * count
     return list(map(Window, kernel or attributes["kernel_shape"], stride, dilation, pads))
 
 
 def _per_axis(value: Any, axes: Sequence[int]) -> list[int]:
+    """Return a number for each axis: a single number is that of all axes."""
     values = [int(number) for number in value] if isinstance(value, (list, tuple)) else [int(value)]
     return values * len(axes) if len(values) == 1 else values
 
 
 def _text(value: Any) -> str:
+    """Return text, which TensorFlow and ONNX may give as bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -34,14 +34,16 @@ def why_unread(x: Tensor) -> str | None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    kind = type(x)
+    tensor_class = type(x)
     if isinstance(x, FakeTensor):
         return "it has a shape and no elements, as a FakeTensor"
     name = torch_dtype(x)
     # The mapping marks a class that says itself what ops do by brackets.
     if name is None or name.endswith("]"):
         return (
-            f"it is packed, {name}" if hasattr(kind, "__tensor_flatten__") else f"{kind.__name__} {_REFUSES}"
+            f"it is packed, {name}"
+            if hasattr(tensor_class, "__tensor_flatten__")
+            else f"{tensor_class.__name__} {_REFUSES}"
         )
     if local(x) is not x:
         return None
@@ -52,9 +54,9 @@ def why_unread(x: Tensor) -> str | None:
                 return "it has a shape and no elements, on the device meta"
             # A wrapper has a shape but no memory: reading address 0 would crash the process.
             if x.layout is torch.strided and not x.is_nested and x.numel() and not x.data_ptr():
-                return f"{kind.__name__} has no elements of its own"
+                return f"{tensor_class.__name__} has no elements of its own"
         except Exception as error:  # whatever a class refuses
-            return f"{kind.__name__} refuses to be read: {error}"
+            return f"{tensor_class.__name__} refuses to be read: {error}"
     return None
 
 
@@ -69,7 +71,7 @@ def stored_elements(x: Tensor) -> Tensor:
     import torch
 
     if x.is_nested and x.layout is torch.strided:
-        return torch.cat([part.reshape(-1) for part in x.unbind()])
+        return torch.cat([component.reshape(-1) for component in x.unbind()])
     if x.layout is torch.sparse_coo:
         # Duplicate entries of one place are summed, as the program sees them.
         x = x.coalesce()

@@ -43,7 +43,10 @@ def _members(value: Any) -> Any:
 
 
 def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
-    """Return the positions of inputs that are parameters or views of one, or were read from a variable."""
+    """Return the positions of inputs that are parameters or views of one, or were read from a variable.
+
+    Tensors in lists are left out.
+    """
     variables = {
         i: context.get_variable(i)
         for i, value in enumerate(context.get_inputs())
@@ -67,7 +70,10 @@ def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:
 
 
 def unread_sentence(role: str, reason: str, kind: str, where: str) -> str:
-    """Return a sentence for a result on a tensor that is not read."""
+    """Return a sentence for a result on a tensor that is not read.
+
+    role: "Input 0".  kind: the op's type.  where: its module, or the line that calls it.
+    """
     return f"{role} of {kind} of {where} is not read: {reason}."
 
 
@@ -209,26 +215,26 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Insert observers of the inputs and outputs that the tool has asked for."""
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         options: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
-        see = self._observe_slice if _SLICE in context else self._observe_execution
+        observer = self._observe_slice if _SLICE in context else self._observe_execution
         self._unread.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         if "input" in self._roles:
             context.insert_before_op(
-                see, role="input", is_weights=lambda position, _: position == weight, **options
+                observer, role="input", is_weights=lambda position, _: position == weight, **options
             )
         elif "weight" in self._roles and weight is not None:
-            context.insert_before_op(see, inputs=[weight], role="weight", first=weight, **options)
+            context.insert_before_op(observer, inputs=[weight], role="weight", first=weight, **options)
         # Uninitialised memory would be reported as the statistics of an output.
         if "output" in self._roles and context["type"] not in UNINITIALISED:
-            context.insert_after_op(see, role="output", **options)
+            context.insert_after_op(observer, role="output", **options)
 
     def _insert_backward_observer(self, context: amanda.OpContext) -> None:
         """Insert the observer of the gradients that leave a backward op."""
-        kind = context["backward_type"]
+        backward_type = context["backward_type"]
         # Its gradients are those of the op before it, which are observed there.
-        if kind != "accumulate_grad":
-            see = self._observe_slice if _SLICE in context else self._observe_execution
+        if backward_type != "accumulate_grad":
+            observer = self._observe_slice if _SLICE in context else self._observe_execution
             context.insert_after_backward_op(
-                see, record=self._record(context, "backward", kind), role="gradient",
+                observer, record=self._record(context, "backward", backward_type), role="gradient",
                 dtype=context["dtype"], is_weights=weight_gradient(context),
             )  # fmt: skip
 
@@ -241,6 +247,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             context.insert_before_op(_note_slice, inputs=[weight], holder=holder)
 
     def _record(self, context: amanda.OpContext, phase: str, kind: str) -> RecordT:
+        """Return the record of an op, a new one at its first analysis.  kind: the op's type."""
         key = context.get_op_id(), context.get_backward_op_id()
         if key not in self._records:
             self._records[key] = self.op_record(context, phase, kind)
@@ -252,6 +259,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
     ) -> None:  # fmt: skip
+        """Observe the tensors of an execution that is due.  first: position of the first value."""
         execution = self._count_execution(record, role)
         if execution is not None:
             leave = partial(self._note_unread, record)
@@ -264,14 +272,16 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, run: dict[str, Any], first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
     ) -> None:  # fmt: skip
-        part: str = run.get(_SLICE, "")
-        execution = self._count_execution(record, f"{role} {part}")
+        """Observe an execution, counted for the weight that it reads among those of one array."""
+        slice_name: str = run.get(_SLICE, "")
+        execution = self._count_execution(record, f"{role} {slice_name}")
         if execution is not None:
             leave = partial(self._note_unread, record)
             tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave)
-            self.observe(record, (tensor._replace(slice=part) for tensor in tensors), execution)
+            self.observe(record, (tensor._replace(slice=slice_name) for tensor in tensors), execution)
 
     def _note_unread(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
+        """Add a remark on a tensor that cannot be read; each remark is made once."""
         self._unread[tensor.unread(reason, record.type, record.module or record.source)] = None
 
     @amanda.gathered(_observe_execution)
@@ -290,14 +300,15 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Count an execution; return its number, None if it is not one of those to observe."""
         executions = record.executions_by_role.get(role, 0)
         record.executions_by_role[role] = executions + 1
-        observed, between = divmod(executions, self._every)
-        if between or (self._executions is not None and observed >= self._executions):
+        observed, remainder = divmod(executions, self._every)
+        if remainder or (self._executions is not None and observed >= self._executions):
             return None
         return executions
 
 
 @amanda.observer
 def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
+    """Note the index of the weight that the execution reads; "" where none is read alone."""
     current = holder.current()
     run[_SLICE] = "" if current is None else current.path.removeprefix(holder.path)
 
@@ -335,6 +346,7 @@ def _tensors_with_roles(
     values: Sequence[Any], role: str, dtype: Dtype, first: int = 0,
     is_weights: Callable[[int, Any], bool] | None = None, leave: Leave | None = None,
 ) -> Iterator[OpTensor]:  # fmt: skip
+    """Yield the tensors among values under a role, those of weights under the weight's if they are told."""
     tensors = op_tensors(values, dtype, role, first=first, leave=leave)
     return tensors if is_weights is None else _with_weight_roles(tensors, is_weights)
 

@@ -114,15 +114,15 @@ class Tensors:
         return np.array(to_numpy(array))
 
     def duplicate(self, x: Any) -> Any:
-        """Return what keeps the elements of a tensor when an op writes into it; x itself where none does."""
+        """Return a copy, which later writes into the tensor spare; x itself where no op writes tensors."""
         return x
 
     def kind(self, x: Any) -> tuple[Hashable, Hashable]:
-        """Return what tells the element type and the device of a tensor from others."""
+        """Return keys of the element type and the device of a tensor, to compare with those of others."""
         return get_dtype_name(x), str(getattr(x, "device", ""))
 
     def extents(self, x: Any) -> tuple[int, ...]:
-        """Return the shape of what this process holds; of a nested tensor the number of its elements."""
+        """Return the shape of the part that this process holds; (number of elements,) of a nested tensor."""
         return tuple(map(int, x.shape))
 
     def unread(self, x: Any) -> str | None:
@@ -207,23 +207,23 @@ class Tensors:
         return do("asarray", np.asarray(value, np.float32), like=like).astype(like.dtype)
 
     def beside(self, array: Any, neighbour: Array) -> Array:
-        """Return an array where another one is, in its own element type."""
+        """Return an array on the device of another one, in the element type of the first."""
         return np.asarray(array)
 
     def flat(self, arrays: Sequence[Array]) -> Array:
-        """Return the elements of arrays one after another, where the first array is."""
+        """Return the elements of arrays one after another in one row, on the device of the first array."""
         return np.concatenate([array.reshape(-1) for array in arrays])
 
     def keep_mask_of_highest(self, scores: Array, count: int) -> Array:
-        """Return False for the `count` lowest of scores in one row, True for others; equal ones in order."""
+        """Return False for the `count` lowest of scores in one row, else True; of equal ones the first go."""
         mask = np.ones(len(scores), bool)
         if count:
             # A partition finds the threshold in linear time, a sort would not.
-            highest = np.partition(scores, count - 1)[count - 1]
-            below = scores < highest
-            mask[below] = False
+            threshold = np.partition(scores, count - 1)[count - 1]
+            is_below = scores < threshold
+            mask[is_below] = False
             # Of scores that equal the threshold, only as many are dropped as are still missing.
-            mask[np.flatnonzero(scores == highest)[: count - int(below.sum())]] = False
+            mask[np.flatnonzero(scores == threshold)[: count - int(is_below.sum())]] = False
         return mask
 
     def ranks(self, values: Array) -> Array:
@@ -237,7 +237,8 @@ class Tensors:
 
     def wide(self, x: Any) -> Any:
         """Return a tensor in float32, or in its own type if that is wider."""
-        array = x if hasattr(x, "astype") else np.asarray(x)  # or one that records what is computed of it
+        # An object with `astype` may be no array: a tracer records what is computed with it.
+        array = x if hasattr(x, "astype") else np.asarray(x)
         return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
     def round(self, x: Any) -> Any:
@@ -245,7 +246,7 @@ class Tensors:
         return np.rint(x)
 
     def floor(self, x: Any) -> Any:
-        """Return the integers below."""
+        """Return the nearest integers that are not larger."""
         return np.floor(x)
 
     def absolute(self, x: Any) -> Any:
@@ -265,7 +266,7 @@ class Tensors:
         return np.maximum(x, y)
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
-        """Return a value, and 0 where x is not between two bounds."""
+        """Return the elements of `value` where x lies between two bounds, exclusively; 0 for the others."""
         return np.where((x <= low) | (x >= high), value * 0, value)
 
     def sum(self, x: Any, axes: Sequence[int]) -> Any:
@@ -329,7 +330,10 @@ class Tensors:
         return np.array(value)
 
     def update(self, former: Any, value: Any) -> Any:
-        """Return former state, which an optimizer holds, with other values; these where they do not fit."""
+        """Write values into state that an optimizer holds, and return that state.
+
+        Returns the values instead where their shape or element type is another.
+        """
         if former.shape != value.shape or former.dtype != value.dtype:
             return value
         # In place, since the optimizer holds this array.
@@ -355,7 +359,7 @@ class NumpyTensorLibrary(Tensors):
 
 
 def _rows(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the bytes of each element, a view if the array is contiguous."""
+    """Return the bytes of an array, a row for each element; a view if the array is contiguous."""
     return np.ascontiguousarray(array.reshape(-1, 1)).view(np.uint8)
 
 

@@ -123,7 +123,7 @@ class JaxTensorLibrary(HostTensorLibrary):
     """
 
     def library(self, *values: Any) -> Any:
-        """Return jax.numpy if a value is a symbol, else NumPy."""
+        """Return jax.numpy if a value is a symbol, else NumPy, whose functions convert arrays of JAX."""
         import jax
 
         # NumPy cannot compute with symbols.
@@ -182,6 +182,7 @@ class JaxTensorLibrary(HostTensorLibrary):
         return value
 
     def assign(self, state: Any, value: Any) -> None:
+        """Write new values into a parameter, or into an array of NumPy."""
         if isinstance(state, JaxParameter):
             state.assign(np.reshape(value, state.shape))
         else:
@@ -196,13 +197,14 @@ class MindSporeTensorLibrary(HostTensorLibrary):
     """Tensors of MindSpore, computed with in NumPy: the CPU lacks kernels of many of its functions."""
 
     def library(self, *values: Any) -> Any:
-        """Return NumPy."""
+        """Return NumPy, whose functions take arrays for tensors of MindSpore."""
         return NumpyOnHost(lambda value: self.to_numpy(value) if hasattr(value, "asnumpy") else value)
 
     def plain(self, x: Any) -> Array:
         return self.wide(x)
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
+        """Return an array of NumPy, in float32 for bfloat16; other values than tensors become arrays too."""
         if not hasattr(x, "asnumpy"):
             return np.asarray(x)
         import mindspore
@@ -277,6 +279,7 @@ class MindSporeTensorLibrary(HostTensorLibrary):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
+        """Write new values into a parameter, or into an array of NumPy."""
         if not hasattr(state, "asnumpy"):
             super().assign(state, self.to_numpy(value))
             return
@@ -285,6 +288,7 @@ class MindSporeTensorLibrary(HostTensorLibrary):
 
 @cache
 def _computed_with_gradient() -> Any:
+    """Return a class of MindSpore's functions that calls `forward` and `backward`, which it is applied to."""
     _REQUIRED_MINDSPORE.check()
     from mindspore.common._grad_function import _Function
 

@@ -93,10 +93,10 @@ class TensorFlowTensorLibrary(Tensors):
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of the variable that an eager handle leads to, and a function that saves its value."""
         # Only the handle knows the element type of the variable that it leads to.
-        kinds = getattr(getattr(x, "_handle_data", None), "shape_and_type", None)
-        if not kinds or not hasattr(x, "numpy"):
+        handle_types = getattr(getattr(x, "_handle_data", None), "shape_and_type", None)
+        if not handle_types or not hasattr(x, "numpy"):
             return None
-        dtype, raw_ops = _tf().dtypes.as_dtype(kinds[0].dtype), _tf().raw_ops
+        dtype, raw_ops = _tf().dtypes.as_dtype(handle_types[0].dtype), _tf().raw_ops
 
         def save() -> Callable[[], None]:
             value = raw_ops.ReadVariableOp(resource=x, dtype=dtype)
@@ -105,6 +105,7 @@ class TensorFlowTensorLibrary(Tensors):
         return id(x), save
 
     def cast(self, value: Any, like: Any) -> Any:
+        """Return a value as a tensor in the element type of another, a constant on its device."""
         tf = _tf()
         if tf.is_tensor(value):
             return tf.cast(value, like.dtype)
@@ -175,14 +176,14 @@ class TensorFlowTensorLibrary(Tensors):
 
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
         """Return arrays that share the memory of floating tensors on the host; a hot path."""
-        arrays, eager, hosts = [], _eager_tensor(), _has_only_cpus()
+        arrays, eager, only_cpus = [], _eager_tensor(), _has_only_cpus()
         for x in values:
             if type(x) is not eager:
                 return None
-            kind = x._datatype_enum()
-            if kind in _FLOATS and (hosts or "CPU" in x.device):
+            type_number = x._datatype_enum()
+            if type_number in _FLOATS and (only_cpus or "CPU" in x.device):
                 arrays.append(x._numpy_internal())
-            elif kind not in _NO_FLOATS:
+            elif type_number not in _NO_FLOATS:
                 return None
         return arrays
 
@@ -200,9 +201,12 @@ class TensorFlowTensorLibrary(Tensors):
 
         @_tf().custom_gradient  # type: ignore[untyped-decorator]
         def computed(*values: Any) -> Any:
-            def gradients(entering: Any) -> Any:
+            """Return the result of `forward`, and the function of its gradients."""
+
+            def gradients(output_gradient: Any) -> Any:
+                """Return the gradients of all tensors, and hand those after the first to `collect`."""
                 with amanda.disabled():
-                    grads = backward(entering, *values)
+                    grads = backward(output_gradient, *values)
                 # In a graph no tape leads to variables of a tool, so their gradients are handed over.
                 if collect is not None:
                     collect(*grads[1:])
@@ -223,7 +227,7 @@ class TensorFlowTensorLibrary(Tensors):
             return tf.Variable(np.asarray(value, dtype), trainable=trained, dtype=dtype)
 
     def update(self, former: Any, value: Any) -> Any:
-        """Return a variable with other values; these where they do not fit."""
+        """Write values into a variable and return it; return the values if they do not fit, or in a graph."""
         tf = _tf()
         with tf.init_scope():
             if (former.shape, former.dtype) != (value.shape, value.dtype) or not tf.executing_eagerly():
@@ -232,6 +236,7 @@ class TensorFlowTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
+        """Write new values into a variable."""
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
             # DLPack shares memory that is aligned, where a conversion would copy the array.
@@ -241,7 +246,8 @@ class TensorFlowTensorLibrary(Tensors):
             state.assign(array, read_value=False)
 
     def read(self, state: Any) -> Any:
-        if type(state) is _variable() and not state.trainable:  # a hot path; tapes hear of those that are
+        # A hot path; reads of trainable variables have to be recorded by tapes.
+        if type(state) is _variable() and not state.trainable:
             return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
         return _tf().convert_to_tensor(state)
 
@@ -249,14 +255,15 @@ class TensorFlowTensorLibrary(Tensors):
 def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a copy whose memory a framework takes as it is."""
     memory = np.empty(array.size + _ALIGNED, np.float32)
-    first = -(memory.ctypes.data // memory.itemsize) % _ALIGNED
-    copy = memory[first : first + array.size].reshape(array.shape)
+    offset = -(memory.ctypes.data // memory.itemsize) % _ALIGNED
+    copy = memory[offset : offset + array.size].reshape(array.shape)
     np.copyto(copy, array)
     return copy
 
 
 @cache
 def _eager_tensor() -> Any:
+    """Return the class of eager tensors."""
     _REQUIRED.check()
     from tensorflow.python.framework.ops import EagerTensor
 
@@ -271,6 +278,7 @@ def _has_only_cpus() -> bool:
 
 @cache
 def _variable() -> Any:
+    """Return the class of variables."""
     _REQUIRED.check()
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 

@@ -40,11 +40,11 @@ _NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 
 class _BorrowedMemory:
     """A tensor's memory as NumPy asks for it; Tensor.numpy() would forbid the storage to change its size."""
 
-    def __init__(self, x: Tensor, kind: np.dtype[Any]) -> None:
+    def __init__(self, x: Tensor, dtype: np.dtype[Any]) -> None:
         self._owner = x
         self.__array_interface__ = {
-            "version": 3, "data": (x.data_ptr(), True), "shape": tuple(x.shape), "typestr": kind.str,
-            "strides": tuple(step * kind.itemsize for step in x.stride()),
+            "version": 3, "data": (x.data_ptr(), True), "shape": tuple(x.shape), "typestr": dtype.str,
+            "strides": tuple(step * dtype.itemsize for step in x.stride()),
         }  # fmt: skip
 
 
@@ -87,11 +87,11 @@ class TorchTensorLibrary(Tensors):
         import torch
 
         x = resolved(x).cpu().contiguous()
-        kind = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
+        dtype = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
         # PyTorch hands no bfloat16 or float8 to NumPy, so the bits travel as integers.
-        if kind.isbuiltin != 1:
-            x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.itemsize])
-        return np.asarray(x.clone().numpy().view(kind))
+        if dtype.isbuiltin != 1:
+            x = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+        return np.asarray(x.clone().numpy().view(dtype))
 
     def duplicate(self, x: Tensor) -> Tensor:
         """Return a clone."""
@@ -110,14 +110,16 @@ class TorchTensorLibrary(Tensors):
         return x.dtype, x.device
 
     def extents(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the local shard; (number of elements,) of a nested tensor."""
         x = local(x)
         return (int(x.numel()),) if x.is_nested else tuple(map(int, x.shape))
 
     def unread(self, x: Tensor) -> str | None:
+        """Return why a tensor cannot be read: no data, a transform, a class of its own; else None."""
         import torch
 
-        kind = type(x)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:  # a hot path
+        tensor_class = type(x)
+        if tensor_class is torch.Tensor or tensor_class is torch.nn.Parameter:  # a hot path
             if x.is_meta:
                 return "it has a shape and no elements, on the device meta"
             return "it belongs to a transform, such as vmap" if is_wrapped(x) else None
@@ -133,11 +135,12 @@ class TorchTensorLibrary(Tensors):
         return (x if x.layout is torch.strided else x.to_dense()).as_subclass(torch.Tensor)
 
     def at(self, x: Tensor, positions: Sequence[int]) -> Tensor:
+        """Return the elements at positions in the order of indexing, in one row."""
         import torch
 
         # Indices per axis, since flattening a tensor that is not contiguous copies all of it.
-        where = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
-        return x[where].reshape(-1)
+        indices = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
+        return x[indices].reshape(-1)
 
     def stored_values(self, x: Tensor, widen: bool = False) -> Tensor | None:
         """Return the elements that a tensor stores as real numbers; None on the meta device."""
@@ -166,13 +169,13 @@ class TorchTensorLibrary(Tensors):
         """Return an array over the memory of a plain tensor on the host."""
         import torch
 
-        kind = str(x.dtype).removeprefix("torch.")
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or kind not in _NUMPY:
+        dtype = str(x.dtype).removeprefix("torch.")
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or dtype not in _NUMPY:
             return None
         # A lazy negation is not in the memory yet, and NumPy would miss it.
         if x.layout is not torch.strided or x.is_nested or x.is_neg() or not x.numel() or not x.data_ptr():
             return None
-        return np.asarray(_BorrowedMemory(x, np.dtype(kind)))
+        return np.asarray(_BorrowedMemory(x, np.dtype(dtype)))
 
     def blocks(self, numbers: Tensor) -> Iterator[Any]:
         """Yield rows in the widest floating type of the device; of what is on the host, arrays of NumPy."""
@@ -181,11 +184,11 @@ class TorchTensorLibrary(Tensors):
         device = numbers.device.type
         wide = torch.float32 if device == "mps" else torch.float64
         size = self.cached_block if device == "cpu" else self.device_block
-        for part in torch.split(numbers.detach().reshape(-1), size):
+        for chunk in torch.split(numbers.detach().reshape(-1), size):
             # Torch has no way from some eight-bit types to float64 on every device but through float32.
-            block = (part.float() if part.element_size() == 1 else part).to(wide)
+            block = (chunk.float() if chunk.element_size() == 1 else chunk).to(wide)
             if device == "cpu":  # of a copy, since a storage that NumPy has seen cannot change its size
-                yield (block.clone() if block is part else block).numpy()
+                yield (block.clone() if block is chunk else block).numpy()
             else:
                 yield block
 
@@ -194,9 +197,9 @@ class TorchTensorLibrary(Tensors):
         import torch
 
         # Widths of the mantissa and biases of the exponent, by IEEE 754.
-        double = block.dtype == torch.float64
-        kind, mantissa, bias = (torch.int64, 52, 1023) if double else (torch.int32, 23, 127)
-        return block.abs().view(kind) >> (mantissa - bits), bias << bits
+        is_double = block.dtype == torch.float64
+        integer_type, mantissa, bias = (torch.int64, 52, 1023) if is_double else (torch.int32, 23, 127)
+        return block.abs().view(integer_type) >> (mantissa - bits), bias << bits
 
     def counts(self, indices: Tensor, total: int) -> Tensor:
         """Return how often each index occurs; torch.bincount would wait for the device."""
@@ -210,6 +213,7 @@ class TorchTensorLibrary(Tensors):
         return numbers.sum(dtype=torch.float32) if numbers.element_size() < 4 else numbers.sum()
 
     def checksum(self, x: Tensor) -> float:
+        """Return the sum of the stored elements; 0 for a tensor without elements."""
         import torch
 
         is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype is torch.float32
@@ -231,8 +235,8 @@ class TorchTensorLibrary(Tensors):
         indices = torch.from_numpy(positions).to(x.device)
         rows_of_bytes(copy)[indices] = torch.from_numpy(np.array(rows)).to(x.device)
         # empty_like keeps the strides, which the next op may rely on.
-        written: Tensor = distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
-        return written
+        result: Tensor = distributed(torch.empty_like(plain).copy_(copy), x, placed=True)
+        return result
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of a dense tensor's storage, and a function that copies it; else None."""
@@ -248,12 +252,14 @@ class TorchTensorLibrary(Tensors):
         return (storage._cdata, partial(_save_storage, x)) if storage.nbytes() else None
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
+        """Return a value as a tensor like another; replicated on each rank beside a DTensor."""
         import torch
 
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)  # autograd may use it later
-            cast: Tensor = distributed(tensor, like)
-            return cast
+            # A tensor made in inference mode could not be used by autograd later.
+            tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+            result: Tensor = distributed(tensor, like)
+            return result
 
     def beside(self, array: Any, neighbour: Tensor) -> Tensor:
         import torch
@@ -325,6 +331,7 @@ class TorchTensorLibrary(Tensors):
         return x.sum(dim=tuple(axes)) if axes else x
 
     def extent(self, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest elements over axes, without autograd."""
         x = x.detach()
         if len(axes) == x.dim():
             least, most = x.aminmax()
@@ -335,6 +342,7 @@ class TorchTensorLibrary(Tensors):
         return x.reshape(tuple(shape))
 
     def is_dense(self, x: Tensor) -> bool:
+        """Return True for a strided tensor with elements that can be read, and that wait for no reduction."""
         import torch
 
         if self.unread(x) is not None or is_partial(x):
@@ -359,13 +367,14 @@ class TorchTensorLibrary(Tensors):
             return torch.nn.Parameter(tensor) if trained else tensor
 
     def update(self, former: Tensor, value: Tensor) -> Tensor:
-        """Return a parameter with other values; these where they do not fit."""
+        """Write values into a parameter and return it; return the values if shape, device or type differ."""
         if (former.shape, former.device, former.dtype) != (value.shape, value.device, value.dtype):
             return value
         self.assign(former, value)
         return former
 
     def assign(self, state: Tensor, value: Any) -> None:
+        """Write new values into state, past autograd."""
         import torch
 
         # A leaf that requires a gradient refuses to be written into otherwise.
@@ -392,6 +401,7 @@ def _save_storage(x: Tensor) -> Callable[[], None]:
 
 @cache
 def _function_with_gradient() -> Any:
+    """Return a class of autograd.Function that calls `forward` and `backward`, which it is applied to."""
     import torch
 
     class FunctionWithGradient(torch.autograd.Function):

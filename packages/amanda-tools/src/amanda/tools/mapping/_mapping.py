@@ -61,38 +61,43 @@ class MappingTool(Tool):
                     self.add_closing_inst_for_op(self._apply_after, backward, require_outputs)
 
     def _apply_before(self, context: OpContext) -> None:
+        """Call the first function of each rule for the op's namespace, in order."""
         for rule in self.rules:
             if rule.before is not None and context.namespace.matches(rule.namespace):
                 rule.before(context)
 
     def _apply_after(self, context: OpContext) -> None:
+        """Call the second function of each rule for the op's namespace, in reverse order."""
         for rule in reversed(self.rules):
             if rule.after is not None and context.namespace.matches(rule.namespace):
                 rule.after(context)
 
 
-def _read_rule(rule: Sequence[Any], place: str) -> MappingRule:
-    """Return a rule as users write it; raise RuleError, which says what is wrong."""
+def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:
+    """Return the rule that a user wrote as a sequence; raise RuleError for another form.
+
+    label: of the rule in messages, such as "rules[0]".
+    """
     expected = "a rule is [namespace, before] or [namespace, before, after]"
     if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
-        raise RuleError(f"{place} is {rule!r}; {expected}")
+        raise RuleError(f"{label} is {rule!r}; {expected}")
     if len(rule) not in (2, 3):
-        raise RuleError(f"{place} has {len(rule)} elements; {expected}")
+        raise RuleError(f"{label} has {len(rule)} elements; {expected}")
     namespace, *functions = rule
     if not isinstance(namespace, (str, Namespace)):
         raise RuleError(
-            f'the namespace of {place} is {namespace!r}; give tags such as "pytorch" or "*/*/graph"'
+            f'the namespace of {label} is {namespace!r}; give tags such as "pytorch" or "*/*/graph"'
         )
     tags = Namespace(str(namespace))
     if not all(tags):
         raise RuleError(
-            f'the namespace of {place} is "{namespace}", which has an empty tag; "*" stands for any'
+            f'the namespace of {label} is "{namespace}", which has an empty tag; "*" stands for any'
         )
     for name, function in zip(("before", "after"), functions, strict=False):
         if function is not None and not callable(function):
-            raise RuleError(f"`{name}` of {place} is {function!r}; give a function of one context, or None")
+            raise RuleError(f"`{name}` of {label} is {function!r}; give a function of one context, or None")
     if not any(functions):
-        raise RuleError(f"{place} has no function; {expected}")
+        raise RuleError(f"{label} has no function; {expected}")
     return MappingRule(tags, *functions)
 
 
@@ -138,20 +143,21 @@ class InstalledEntries:
 
         path: where users import `base` from.  Raises `error` as `load` does, and for no subclass of `base`.
         """
-        kind = self.load(name)
-        if kind is None:
+        entry_class = self.load(name)
+        if entry_class is None:
             return None
-        if not isinstance(kind, type) or not issubclass(kind, base):
-            raise self._error(f"{self.describe(name)} is {kind!r}; it has to be a subclass of {path}")
-        return kind()
+        if not isinstance(entry_class, type) or not issubclass(entry_class, base):
+            raise self._error(f"{self.describe(name)} is {entry_class!r}; it has to be a subclass of {path}")
+        return entry_class()
 
     def describe(self, name: str) -> str:
         """Return the entry of a name in words, with its distribution."""
         return self._described(_entries_of(self._group)[name][0])
 
     def _described(self, entry: EntryPoint) -> str:
-        of = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
-        return f"the {self._role} {entry.value}{of}"
+        """Return an entry in words: its role, its object and its distribution, if it has one."""
+        suffix = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
+        return f"the {self._role} {entry.value}{suffix}"
 
 
 RULES = InstalledEntries("amanda.mappings", "mapping rule", RuleError)
@@ -197,7 +203,10 @@ def _entries_by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[Entry
     for entry in _installed_entry_points(path).select(group=group):
         # A distribution may be found twice on sys.path, which makes no rival.
         entries.setdefault(entry.name, {})[entry.value] = entry
-    return {name: tuple(point for _, point in sorted(same.items())) for name, same in entries.items()}
+    return {
+        name: tuple(point for _, point in sorted(points_by_value.items()))
+        for name, points_by_value in entries.items()
+    }
 
 
 @lru_cache(1)
@@ -226,6 +235,7 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
     extents, is_variable = _weight_extents(context)
 
     def is_weights(position: int, gradient: Any) -> bool:
+        """Return True at the weight's position, for a gradient whose shape may be the weight's."""
         gradient_extents = None if position != index or gradient is None else shape(gradient)
         return gradient_extents is not None and (
             extents is None or _extents_agree(gradient_extents, extents, is_variable)
@@ -248,7 +258,10 @@ def drop_absent_weight_gradient(context: OpContext) -> None:
 
 
 def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
-    """Return the weight's extents, None where unknown, and True for a variable, which keeps its extents."""
+    """Return the weight's extents, and True if it is a variable, which keeps them.
+
+    The extents are None without a weight, and where they are not known.
+    """
     weight = context["weight_index"]
     if weight is None:
         return None, False
@@ -260,13 +273,17 @@ def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bo
 
 
 def _never(position: int, gradient: Any) -> bool:
+    """Return False: the test for an op without a weight, or without a gradient of it."""
     return False
 
 
-def _extents_agree(first: Sequence[int | None], second: Sequence[int | None], whole: bool) -> bool:
+def _extents_agree(first: Sequence[int | None], second: Sequence[int | None], compares_extents: bool) -> bool:
+    """Return True if two shapes have one rank and, if `compares_extents`, no extents known to differ."""
     if len(first) != len(second):
         return False
-    return not whole or all(None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True))
+    return not compares_extents or all(
+        None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True)
+    )
 
 
 UNINITIALISED = frozenset(

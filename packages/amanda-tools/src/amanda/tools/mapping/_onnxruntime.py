@@ -85,7 +85,7 @@ def standard(context: OpContext) -> None:
     if "shape" in context:
         return
     name, inputs = context.get_op_type(), context.get_inputs()
-    kind = context["type"] = _kind(context, name, inputs)
+    kind = context["type"] = _op_word(context, name, inputs)
     weight = _weight_index(context, kind, name, inputs)
     context["in_place"] = False
     context["phase"] = "forward"
@@ -104,16 +104,16 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 def dtype(value: Any) -> str | None:
     """Name of a tensor's element type."""
-    kind = getattr(value, "dtype", None)
-    return None if kind is None else str(kind.name)
+    element_type = getattr(value, "dtype", None)
+    return None if element_type is None else str(element_type.name)
 
 
-def _kind(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
+def _op_word(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
     """Return the vocabulary's word for a node; its own type where there is none."""
     if name in SPATIAL:
         axes = _spatial_axes(inputs)
         return name if axes is None else f"{SPATIAL[name]}{axes}d"
-    if name == "Gather" and _is_held(context, 0) and context.get_attrs().get("axis", 0) == 0:
+    if name == "Gather" and _is_initializer(context, 0) and context.get_attrs().get("axis", 0) == 0:
         return "embedding"
     if name == "Attention" and context.get_op().domain != "com.microsoft":
         return "scaled_dot_product_attention"
@@ -123,28 +123,31 @@ def _kind(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
 
 
 def _spatial_axes(inputs: Sequence[Any]) -> int | None:
-    """Return the number of axes beside batch and channels."""
+    """Return the number of axes beside batch and channels, by data or kernel; None where neither tells."""
     ranks = [len(extents) for extents in map(shape, inputs[:2]) if extents is not None]
     return next((rank - 2 for rank in ranks if rank > 2), None)
 
 
 def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any]) -> int | None:
-    """Return where the weight is: by the schema; in a product, the factor that an initializer holds."""
+    """Return where the weight is: by the schema; in a product, the one factor that an initializer holds.
+
+    None without a weight, and where the input that the schema names is absent.
+    """
     product = product_of(context)
     index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
     if index is None and kind in MATRIX_PRODUCTS:
-        factors = [i for i in MATRIX_PRODUCTS[kind].factors if _is_held(context, i)]
+        factors = [i for i in MATRIX_PRODUCTS[kind].factors if _is_initializer(context, i)]
         return factors[0] if len(factors) == 1 else None
     return index if index is not None and index < len(inputs) and shape(inputs[index]) is not None else None
 
 
-def _is_held(context: OpContext, index: int) -> bool:
+def _is_initializer(context: OpContext, index: int) -> bool:
     """Return True if an input is an initializer, or computed from one alone."""
     return index < len(context.get_inputs()) and context.get_variable(index) is not None
 
 
 def _layout(kind: str, name: str, extents: Sequence[int | None] | None) -> str | None:
-    """Axes of the data input, channels first as everywhere in ONNX."""
+    """Axes of the data input, channels first as everywhere in ONNX; None of other ops and unknown ranks."""
     if extents is None or not (name in SPATIAL or kind in _NORMS):
         return None
     return "NC" + _AXES.get(len(extents) - 2, "") if 2 <= len(extents) <= 5 else None

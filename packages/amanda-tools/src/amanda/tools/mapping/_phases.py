@@ -25,9 +25,12 @@ _INITIALIZERS = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initia
 
 
 def part_of(frame: FrameType) -> Literal["construction", "call"] | None:
-    """Return what a frame says of the ops below it: they make a model, or the call of a layer runs them."""
+    """Return what a frame says of the ops below it: they make a model, or the call of a layer runs them.
+
+    None for a frame that says neither.
+    """
     function = frame.f_code.co_name
-    if function in _CONSTRUCTORS and _is_of_layer(frame):
+    if function in _CONSTRUCTORS and _is_layer_method(frame):
         return "construction"
     module = frame.f_globals.get("__name__")
     if (function, module) in _CALLS:
@@ -36,7 +39,7 @@ def part_of(frame: FrameType) -> Literal["construction", "call"] | None:
 
 
 def in_construction() -> bool:
-    """Return True if the innermost frame that says so makes a model."""
+    """Return True if the innermost frame that tells makes a model; False if none tells."""
     # From the inside out: a layer that is built as it is first called makes a model.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -47,14 +50,14 @@ def in_construction() -> bool:
     return False
 
 
-def _is_of_layer(frame: FrameType) -> bool:
+def _is_layer_method(frame: FrameType) -> bool:
     """Return True for a method of a module of PyTorch, or of a layer of Keras."""
     code = frame.f_code
     if not code.co_argcount:
         return False
     # Classes are compared by name, so that no framework is imported for the question.
-    kind = type(frame.f_locals.get(code.co_varnames[0]))
-    return any((base.__module__, base.__qualname__) in _LAYERS for base in kind.__mro__)
+    owner_class = type(frame.f_locals.get(code.co_varnames[0]))
+    return any((base.__module__, base.__qualname__) in _LAYERS for base in owner_class.__mro__)
 
 
 def phase_in_torch(context: OpContext) -> str:
@@ -62,16 +65,16 @@ def phase_in_torch(context: OpContext) -> str:
     frame: Any = sys._getframe(1)
     if _in_backward_pass(frame):
         return "backward"
-    is_users = False
+    has_user_frame = False
     while frame is not None:
         part = part_of(frame)
         if part is not None:
             return "forward" if part == "call" else part
         name = str(frame.f_globals.get("__name__"))
         if name.startswith("torch.optim."):
-            return "forward" if is_users and _is_differentiated(context) else "optimizer"
+            return "forward" if has_user_frame and _is_differentiated(context) else "optimizer"
         # A frame of the user inside the optimizer's is the closure of `step`.
-        is_users = is_users or not name.startswith(("torch.", "amanda."))
+        has_user_frame = has_user_frame or not name.startswith(("torch.", "amanda."))
         frame = frame.f_back
     return "forward"
 

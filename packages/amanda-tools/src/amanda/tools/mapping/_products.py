@@ -111,7 +111,7 @@ class WeightLayout(str):
 
 
 def write_weight_axes(context: OpContext) -> None:
-    """Write `weight_groups`, and `weight_layout` unless the framework's half has written that."""
+    """Write `weight_groups` and `weight_layout`, each unless the framework's half has written it."""
     if "weight_index" not in context:  # a half that writes some of the keys alone
         return
     index = context["weight_index"]
@@ -158,8 +158,8 @@ def _product_axes(context: OpContext, index: int) -> str | None:
     if kind not in MATRIX_PRODUCTS or (kind != "linear" and (extents is None or len(extents) != 2)):
         return None
     # A factor on the right has inputs first, unless it is transposed; one on the left the reverse.
-    side = MATRIX_PRODUCTS[kind].factors.index(index)
-    return "OI" if are_transposed(context.get_attrs())[side] == (side == 1) else "IO"
+    factor_position = MATRIX_PRODUCTS[kind].factors.index(index)
+    return "OI" if are_transposed(context.get_attrs())[factor_position] == (factor_position == 1) else "IO"
 
 
 def spatial_axes(layout: str) -> list[int]:

@@ -128,46 +128,50 @@ def dtype(value: Any) -> str | None:
     A tensor whose elements its class keeps to itself, such as a quantised one of torchao or one that is
     masked, has the name of the class first.
     """
-    kind: Any = type(value)
-    opaque = _is_opaque(kind)
-    if opaque is None:
+    tensor_class: Any = type(value)
+    is_opaque = _is_opaque(tensor_class)
+    if is_opaque is None:
         return None
-    if kind.__module__ in ("torch", "torch.nn.parameter") and not opaque:  # a hot path
-        return _dtype_name(kind, value.dtype, False)
+    if tensor_class.__module__ in ("torch", "torch.nn.parameter") and not is_opaque:  # a hot path
+        return _dtype_name(tensor_class, value.dtype, False)
     import torch
 
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            return _dtype_name(kind, value.dtype, opaque)
+            return _dtype_name(tensor_class, value.dtype, is_opaque)
     except Exception:  # of a class that refuses even this
-        return f"{kind.__name__}[]"
+        return f"{tensor_class.__name__}[]"
 
 
 @lru_cache(maxsize=256)
-def _dtype_name(tensor_class: Any, kind: Any, opaque: bool) -> str:
-    name = str(kind).removeprefix("torch.")
-    return f"{tensor_class.__name__}[{name}]" if opaque else name
+def _dtype_name(tensor_class: Any, element_type: Any, is_opaque: bool) -> str:
+    name = str(element_type).removeprefix("torch.")
+    return f"{tensor_class.__name__}[{name}]" if is_opaque else name
 
 
 @cache
-def _is_opaque(kind: Any) -> bool | None:
+def _is_opaque(tensor_class: Any) -> bool | None:
     """Return True for a class of tensors that says itself what ops do, and is none that tools can read.
 
     None for a class that is none of tensors.
     """
     import torch
 
-    if not issubclass(kind, torch.Tensor):
+    if not issubclass(tensor_class, torch.Tensor):
         return None
-    uninitialized: Any = torch.nn.parameter
-    if issubclass(kind, uninitialized.UninitializedTensorMixin):
+    parameter_module: Any = torch.nn.parameter
+    if issubclass(tensor_class, parameter_module.UninitializedTensorMixin):
         return True
     # DTensors and results of collectives hold plain tensors that tools can reach.
-    is_known = hasattr(kind, "to_local") or hasattr(kind, "trigger_wait") or "nested" in kind.__module__
-    overrides: Any = kind.__torch_dispatch__
-    is_own = overrides is not torch.Tensor.__torch_dispatch__
+    is_readable = (
+        hasattr(tensor_class, "to_local")
+        or hasattr(tensor_class, "trigger_wait")
+        or "nested" in tensor_class.__module__
+    )
+    dispatch: Any = tensor_class.__torch_dispatch__
+    has_dispatch = dispatch is not torch.Tensor.__torch_dispatch__
     # A FakeTensor has a shape alone and stands for a value of a graph; it hides nothing.
-    return is_own and not (is_known or kind.__module__ == "torch._subclasses.fake_tensor")
+    return has_dispatch and not (is_readable or tensor_class.__module__ == "torch._subclasses.fake_tensor")
 
 
 def _describe_op(context: OpContext) -> None:
@@ -273,6 +277,7 @@ def backward_type(node: str, kind: str) -> str:
 
 
 def _stem_and_order(node: str) -> tuple[str, int]:
+    """Return the name of a node without its suffixes, and how many "Backward" it ends in."""
     match = _NODE.fullmatch(node)
     assert match is not None
     return match[1], len(match[2]) // len("Backward")
@@ -344,6 +349,7 @@ class Rerun(NamedTuple):
 
 
 _STATISTICS = (3, 4)
+"""Positions of the running mean and variance among the inputs of a normalization."""
 _NATIVE = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.GetSetDescriptorType,
@@ -356,7 +362,10 @@ def rerun(context: amanda.OpContext) -> None:
 
 
 def _rerun_facts(context: amanda.OpContext) -> Rerun:
-    """Return whether an op may run again, by the schemas of its overloads."""
+    """Return whether an op may run again, and what it writes, by the schemas of its overloads.
+
+    An op without a schema is not pure; an op of which an overload may write any input has `written` None.
+    """
     import torch
 
     inputs, name = context.get_inputs(), context.get_op_type()
@@ -366,9 +375,9 @@ def _rerun_facts(context: amanda.OpContext) -> Rerun:
     written = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
     if written:
         return Rerun(written)
-    native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
+    is_native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
     packet = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
-    if packet is None or not native:
+    if packet is None or not is_native:
         return Rerun()
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     schemas = [overload._schema for overload in overloads]
@@ -378,14 +387,16 @@ def _rerun_facts(context: amanda.OpContext) -> Rerun:
         return Rerun(None)
     # PyTorch tags the overloads that draw random numbers.
     random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-    # While it trains, a normalization writes running averages that its outputs do not depend on.
-    trained = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
-    scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if trained else ()
+    # Input 5 is the flag of training: with it a normalization writes running averages that its outputs do
+    # not depend on.
+    is_training = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
+    scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if is_training else ()
     random = random or any(isinstance(value, torch.Generator) for value in inputs)
     return Rerun(scratch, True, random, scratch)
 
 
 def _is_out_argument(context: amanda.OpContext, value: Any) -> bool:
+    """Return True for the tensor that is given as `out`; False for an op without that argument."""
     try:
         return value is not None and context.get_value("out") is value
     except amanda.AmandaError:

@@ -104,8 +104,8 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 def dtype(value: Any) -> str | None:
     """Name of a tensor's element type."""
-    kind = getattr(value, "dtype", None)
-    return None if kind is None else str(getattr(kind, "name", kind))
+    element_type = getattr(value, "dtype", None)
+    return None if element_type is None else str(getattr(element_type, "name", element_type))
 
 
 def _makes_a_model(context: OpContext) -> bool:
@@ -141,7 +141,10 @@ def layout(kind: str, attributes: dict[str, Any]) -> str:
 
 
 def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
-    """Return where the weight is: by the op's schema; in a product, the factor that is a variable's value."""
+    """Return where the weight is: by the op's schema; in a product, the one factor read from a variable.
+
+    None of other ops, and where no factor or both are.
+    """
     if kind in MATRIX_PRODUCTS:
         factors = [i for i in MATRIX_PRODUCTS[kind].factors if is_parameter(context, inputs, i)]
         return factors[0] if len(factors) == 1 else None
@@ -170,20 +173,20 @@ def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
 
 
 def _groups(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> int:
-    """Return the number of groups of a convolution, which TensorFlow takes from shapes."""
+    """Return the number of groups of a convolution, by the shapes of data and kernel; 1 where unknown."""
     # TensorFlow has no attribute of groups: the kernel has fewer input channels than the data.
     kernel = shape(inputs[weight])
-    channels = layout(kind, attributes).index("C")
+    channel_axis = layout(kind, attributes).index("C")
     if kind.startswith("depthwise"):
         return 1 if kernel is None or kernel[-2] is None else kernel[-2]
     extents = _extents_of_transposed(inputs[0]) if kind.startswith("conv_transpose") else shape(inputs[0])
-    whole = None if extents is None else extents[channels]
-    each = None if kernel is None else kernel[-2]
-    return max(whole // each, 1) if whole and each else 1
+    data_channels = None if extents is None else extents[channel_axis]
+    group_channels = None if kernel is None else kernel[-2]
+    return max(data_channels // group_channels, 1) if data_channels and group_channels else 1
 
 
 def _extents_of_transposed(sizes: Any) -> Sequence[int | None] | None:
-    """Return the extents of the result of a transposed convolution, its first input, as far as known."""
+    """Return the extents in the first input of a transposed convolution: its result's, as far as known."""
     import tensorflow as tf
 
     # The first input is the shape of the result, often known only in part.

@@ -49,7 +49,7 @@ def itemsize(dtype: str | None) -> int | None:
 def local(tensor: Any) -> Any:
     """Return the part of a tensor that this process holds: the shard of a DTensor, all of any other tensor.
 
-    One that a collective is still making is waited for.  Without a gradient where it is not `tensor` itself.
+    Waits for a collective that is still writing it.  A shard has no gradient, `tensor` itself keeps its own.
     """
     if not _is_wrapper(tensor.__class__):
         return tensor
@@ -68,9 +68,10 @@ def whole(tensor: Any) -> Any:
 
 
 def distributed(tensor: Any, like: Any, placed: bool = False) -> Any:
-    """Return a tensor that each rank has as a DTensor beside another one; as it is beside other tensors.
+    """Return a tensor that each rank has as a DTensor on the mesh of another, `like`.
 
-    placed: with the placements of that, else whole on each rank.
+    Returned as it is if it is a DTensor, or if `like` is none.
+    placed: with the placements of `like`, else whole on each rank.
     """
     if not _is_distributed(like.__class__) or _is_distributed(tensor.__class__):
         return tensor
@@ -96,13 +97,13 @@ def share(tensors: Any) -> float:
     """
     for tensor in tensors:
         if _is_wrapper(tensor.__class__) and hasattr(tensor, "placements"):
-            whole = tensor.numel()
-            part = local(tensor).numel() / whole if whole else 1.0
+            total = tensor.numel()
+            fraction = local(tensor).numel() / total if total else 1.0
             sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
             for placement, size in sizes:
                 # Each rank has a value of full size, but computed one share of the sum.
-                part /= size if placement.is_partial() else 1
-            return float(part)
+                fraction /= size if placement.is_partial() else 1
+            return float(fraction)
     return 1.0
 
 
@@ -114,4 +115,5 @@ def _is_wrapper(kind: Any) -> bool:
 
 @cache
 def _is_distributed(kind: Any) -> bool:
+    """Return True for the class of DTensors."""
     return hasattr(kind, "full_tensor")

@@ -61,6 +61,7 @@ def torch_subject(request: Request, module: Any, inputs: Sequence[Input], call: 
     module.train(request.backward)
 
     def run() -> None:
+        """Run forward, and backward if that is asked for."""
         with torch.set_grad_enabled(request.backward):
             outputs = leaves([call()], structures=True)
             tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
@@ -101,7 +102,7 @@ def _free() -> float:
 
 
 def _guess(torch: Any, module: Any) -> str:
-    """Return a shape that the first layer may take."""
+    """Return a shape that the first linear layer or convolution may take, as text; a pattern without one."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear):
             return f"1,{layer.in_features}"
@@ -170,21 +171,23 @@ def _transformers_inputs(model: Any, config: Any) -> Iterator[Input]:
 
 def _tokens(name: str, config: Any) -> Input:
     """Return an input of token numbers, as long as the model takes."""
-    most = [
+    limits = [
         getattr(config, field, None)
         for field in ("max_position_embeddings", "n_positions", "max_target_positions")
     ]
-    length = min([TOKENS, *(limit for limit in most if isinstance(limit, int) and limit > 0)])
+    length = min([TOKENS, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
     return Input(name, (1, length), config.vocab_size, "int64")
 
 
 def _images(config: Any) -> Input:
+    """Return an image of the size that the configuration has, or of 224 by 224."""
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return Input("pixel_values", (1, getattr(config, "num_channels", 3), height, width))
 
 
 def _spectrum(config: Any) -> Input:
+    """Return a spectrum of sound, as long as the encoder takes."""
     # The encoder halves the length of a spectrum.
     length = 2 * getattr(config, "max_source_positions", 1500)
     return Input("input_features", (1, getattr(config, "num_mel_bins", 80), length))

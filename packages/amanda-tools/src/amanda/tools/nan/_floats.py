@@ -91,25 +91,26 @@ def are_finite(values: Sequence[Any]) -> bool:
     arrays = tensors_of(values[0]).shared_floats(values) if values else []
     if arrays is None:
         return False
-    small: dict[Any, list[Any]] = {}
+    small_by_dtype: dict[Any, list[Any]] = {}
     for array in arrays:
         # Small arrays are joined: a call of NumPy takes longer than their arithmetic.
-        row, kind = array.ravel(), array.dtype
-        if row.size <= _SMALL:
-            small.setdefault(kind, []).append(row)
-        elif not _is_finite(row):
+        flat, dtype = array.ravel(), array.dtype
+        if flat.size <= _SMALL:
+            small_by_dtype.setdefault(dtype, []).append(flat)
+        elif not _is_finite(flat):
             return False
-    return all(_is_finite(np.concatenate(rows)) for rows in small.values())
+    return all(_is_finite(np.concatenate(rows)) for rows in small_by_dtype.values())
 
 
 # Elements below which it pays to look at arrays together.
 _SMALL = 1024
 
 
-def _is_finite(row: Any) -> bool:
-    is_single = row.dtype == np.float32  # BLAS takes several threads for other types
+def _is_finite(flat: Any) -> bool:
+    """Return True if a sum over an array is finite: its squares in float32, its elements in other types."""
+    is_single = flat.dtype == np.float32  # BLAS takes several threads for other types
     # A product with itself reads the memory once and makes no array, unlike isfinite.
-    return isfinite(abs(row.dot(row) if is_single else tensors_of(row).total(row)))
+    return isfinite(abs(flat.dot(flat) if is_single else tensors_of(flat).total(flat)))
 
 
 Dtype = Callable[[Any], str | None]
@@ -192,13 +193,13 @@ class InputRecorder:
         """Record the inputs of an execution that begins."""
         references = _references(values)
         # From the second execution on, only inputs that the op writes are looked at beforehand.
-        written = self._written
-        if written is None and not any(isinstance(leaf, tuple) for leaf in _flatten(references)):
-            written = self._written = frozenset()  # tensors that no op writes
+        written_indices = self._written
+        if written_indices is None and not any(isinstance(leaf, tuple) for leaf in _flatten(references)):
+            written_indices = self._written = frozenset()  # tensors that no op writes
         flags: dict[int, int] = {}
-        if written is None or written:
+        if written_indices is None or written_indices:
             for leaf in floating(values, self._dtype):
-                if written is None or leaf.flat_index in written:
+                if written_indices is None or leaf.flat_index in written_indices:
                     flags[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._inf)
         if self._in_place and references:
             # The op writes over this tensor, and the finding shows what it was before.
@@ -207,7 +208,7 @@ class InputRecorder:
         return RecordedInputs(references, flags, () if self._is_eager else values)
 
     def _copy_floats(self, value: Any) -> Any:
-        """Return copies of floating tensors, which the op does not overwrite."""
+        """Return copies of floating tensors, which the op does not overwrite; any other value as it is."""
         if isinstance(value, (list, tuple)):
             return [self._copy_floats(item) for item in value]
         return tensors_of(value).duplicate(value) if any(floating([value], self._dtype)) else value
@@ -249,7 +250,10 @@ _NUMBERS = frozenset({int, float, bool, type(None), slice})
 
 
 def _version(value: Any) -> int | None:
-    """Return PyTorch's count of writes into a tensor; None of tensors that have none."""
+    """Return PyTorch's count of writes into a tensor; None of other values.
+
+    `_UNKNOWN_VERSION` of a tensor that does not count.
+    """
     if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
         return None
     try:
@@ -259,6 +263,7 @@ def _version(value: Any) -> int | None:
 
 
 def _restore_value(reference: Any) -> Any:
+    """Return the value of a reference, in lists too; None for a tensor that is gone."""
     if isinstance(reference, list):
         return [_restore_value(item) for item in reference]
     return reference[0]() if isinstance(reference, tuple) else reference
@@ -270,6 +275,7 @@ def _written_indices(values: Sequence[Any]) -> list[int]:
 
 
 def _is_written(tensor: ref[Any], version: int) -> bool:
+    """Return True for a tensor whose version has changed or is not known; False for one that is gone."""
     return version == _UNKNOWN_VERSION or _version(tensor()) not in (None, version)
 
 
@@ -354,13 +360,14 @@ def _sum_test() -> Callable[[Sequence[Any]], bool]:
     _REQUIRED.check()
     import torch
 
-    kinds, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
+    own_classes, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
     functions: Any = torch._C._functorch
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
 
     def are_finite(values: Sequence[Any]) -> bool:
+        """Return True if each value is a plain tensor of float32 with a finite sum."""
         for tensor in values:
-            if type(tensor) not in kinds or tensor.dtype is not float32 or tensor.layout is not strided:
+            if type(tensor) not in own_classes or tensor.dtype is not float32 or tensor.layout is not strided:
                 return False
             # A sum of these would fail, or be that of many calls of a transform.
             if tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):

@@ -139,15 +139,15 @@ class NanResult(Result):
 
     def merged(self, *results: NanResult) -> NanResult:
         """Return this and other runs or ranks as one result; `execution` is a number within each run."""
-        every = (self, *results)
+        all_results = (self, *results)
         return NanResult(
-            [finding for result in every for finding in result.findings],
-            sum(result.executions for result in every),
-            sum(result.passed_on for result in every),
-            sum(result._dropped for result in every),
-            [entered for result in every for entered in result.entered],
-            sum(result._skipped for result in every),
-            any(result._inf for result in every),
+            [finding for result in all_results for finding in result.findings],
+            sum(result.executions for result in all_results),
+            sum(result.passed_on for result in all_results),
+            sum(result._dropped for result in all_results),
+            [entered for result in all_results for entered in result.entered],
+            sum(result._skipped for result in all_results),
+            any(result._inf for result in all_results),
         )
 
     @classmethod

@@ -95,6 +95,7 @@ class _CheckedOp:
 
     @property
     def place(self) -> tuple[str, str, str, str]:
+        """Phase, type, module and source: the first fields of a Finding."""
         return self.phase, self.type, self.module, self.source
 
 
@@ -200,6 +201,7 @@ class NanTool(amanda.Tool):
     @amanda.observer
     @all_samples
     def _begin(self, *values: Any, op: _CheckedOp) -> None:
+        """Record the inputs of an eager op."""
         self._running[get_ident(), op] = op.recorder.record(
             values
         )  # an eager op ends on the thread it began on
@@ -207,14 +209,17 @@ class NanTool(amanda.Tool):
     @amanda.observer
     @all_samples
     def _end(self, *values: Any, op: _CheckedOp) -> None:
+        """Check the outputs of an eager op."""
         self._check_outputs(values, self._running.pop((get_ident(), op), None), op)
 
     @amanda.observer
     def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
+        """Record the inputs of an op of a graph.  begins: tells this routine from the one at the end."""
         run[op] = op.recorder.record(values)
 
     @amanda.observer
     def _end_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any]) -> None:
+        """Check the outputs of an op of a graph."""
         self._check_outputs(values, run.pop(op, None), op)
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
@@ -266,19 +271,22 @@ class NanTool(amanda.Tool):
         floats = floating(values, op.dtype, leave)
         if not any(nonfinite_flags(op_tensor.tensor, self._inf) for op_tensor in floats):
             return
-        written = Floats.of(values, op.dtype, self._inf)
-        read = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
+        output_floats = Floats.of(values, op.dtype, self._inf)
+        input_floats = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
         # The NaN was in the variable before, whoever wrote it there.
-        if written.flags & NAN and not read.flags & NAN and op.reads:
-            read = written
-        before, after = read.flags, written.flags
+        if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads:
+            input_floats = output_floats
+        input_flags, output_flags = input_floats.flags, output_floats.flags
         if op.saved is None:
-            self._flags_of_forward[op.op_id] = before | after
+            self._flags_of_forward[op.op_id] = input_flags | output_flags
         # A backward op multiplies by what was saved, which is among its inputs too.
-        elif after & ~before:
-            before |= self._saved_flags(op)
-        if (after & NAN and not before & NAN) or not before:
-            inputs, outputs = read.summaries(read.tensors), written.summaries(written.holds)
+        elif output_flags & ~input_flags:
+            input_flags |= self._saved_flags(op)
+        if (output_flags & NAN and not input_flags & NAN) or not input_flags:
+            inputs, outputs = (
+                input_floats.summaries(input_floats.tensors),
+                output_floats.summaries(output_floats.holds),
+            )
             finding = Finding(*op.place, execution, inputs, outputs)
             if not op.calls:
                 self._add_finding(finding)
@@ -289,8 +297,8 @@ class NanTool(amanda.Tool):
         else:
             self._passed_on += 1
         # An op that only moves elements names no source; the op that reads them will.
-        if after & NAN and not op.moves:
-            self._name_sources(op, execution, read)
+        if output_flags & NAN and not op.moves:
+            self._name_sources(op, execution, input_floats)
             self._has_nan_begun = True
 
     def _saved_flags(self, op: _CheckedOp) -> int:
@@ -302,9 +310,10 @@ class NanTool(amanda.Tool):
         return Floats.of(saved, op.dtype, self._inf).flags
 
     def _note_unread(self, op: _CheckedOp, tensor: OpTensor, reason: str) -> None:
+        """Add a remark on an output that cannot be read; each remark is made once."""
         role = "gradient" if op.phase == "backward" else "output"
-        named = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
-        self._packed[named] = None
+        remark = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
+        self._packed[remark] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
         """Keep a finding up to the limit, or defer it; raise NotFiniteError if the tool stops."""
@@ -336,12 +345,14 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _begin_scaled(self) -> None:
+        """Begin to defer findings: a GradScaler has scaled a loss."""
         self._scaled.is_open = True
 
     @staticmethod
     @amanda.observer
     def _note_flag(found_inf: Any, run: dict[str, Any]) -> None:
-        run["found_inf"] = found_inf  # which the op writes
+        """Note the tensor into which the scaler's check writes whether it found Inf."""
+        run["found_inf"] = found_inf
 
     @amanda.observer
     def _end_scaled(self, run: dict[str, Any]) -> None:
@@ -375,6 +386,7 @@ class _ExecutionPairs:
 
 
 def _unknown(values: Sequence[Any]) -> bool:
+    """Return False: without a quick test nothing is proved finite."""
     return False
 
 
@@ -385,6 +397,7 @@ def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
 
 
 def _unsaved() -> None:
+    """Return None: the tensors that a backward op saved are not known."""
     return None
 
 

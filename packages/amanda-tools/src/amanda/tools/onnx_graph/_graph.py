@@ -72,14 +72,18 @@ def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_exte
     if folder is not None:
         external_data_helper.load_external_data_for_model(model, str(folder))
     size = sum(map(_size_in_bytes, model.graph.initializer))
-    beside = is_external or size >= _LARGE
+    has_data_file = is_external or size >= _LARGE
     onnx.save_model(
-        model, path, save_as_external_data=beside, location=f"{path.name}.data" if beside else None
+        model,
+        path,
+        save_as_external_data=has_data_file,
+        location=f"{path.name}.data" if has_data_file else None,
     )
     return size
 
 
 def _size_in_bytes(tensor: TensorProto) -> int:
+    """Return the bytes of the elements of a tensor, also where they lie in another file."""
     from onnx import helper
 
     return int(prod(tensor.dims) * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize)
@@ -128,13 +132,13 @@ def reads_of(node: NodeProto) -> Iterator[str]:
 def captures_of(node: NodeProto) -> Iterator[str]:
     """Yield the values of the graph around a node that the bodies of the node read."""
     for body in bodies_of(node):
-        inside = {value.name for value in (*body.input, *body.initializer)}
-        inside |= {value.values.name for value in body.sparse_initializer}
+        local_names = {value.name for value in (*body.input, *body.initializer)}
+        local_names |= {value.values.name for value in body.sparse_initializer}
         for inner in body.node:
-            yield from (name for name in reads_of(inner) if name not in inside)
+            yield from (name for name in reads_of(inner) if name not in local_names)
             # In the order of the nodes: what an earlier one made is not read from outside.
-            inside.update(inner.output)
-        yield from (value.name for value in body.output if value.name not in inside)
+            local_names.update(inner.output)
+        yield from (value.name for value in body.output if value.name not in local_names)
 
 
 def read_in(graph: GraphProto) -> set[str]:

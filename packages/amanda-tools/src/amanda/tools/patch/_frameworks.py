@@ -74,10 +74,12 @@ def requires_gradient(value: Any) -> bool:
 
 
 def _write_defaults(context: amanda.OpContext) -> None:
+    """Write that an op is no point, and that gradients reach values of the tool."""
     context["point"], context["reaches_values"] = None, True
 
 
 def _write_pytorch_point(context: amanda.OpContext) -> None:
+    """Write side and index of the point that an op of this package is."""
     if context.get_op_type() in ("amanda_tools::point", "amanda_tools::copied_point"):
         attributes = context.get_attrs()
         context["point"] = SIDES[attributes["side"]], attributes["index"]
@@ -200,6 +202,7 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
         return None if isinstance(module, wrappers) else _pass_through(value, torch.Tensor, point, [0])
 
     def pass_in_python(module: Any, value: Any) -> Any:
+        """Return the value passed through points; None, which leaves it, for a module without points."""
         if not points.has_points(module):
             return None
         if points.side == "input" and not any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
@@ -252,9 +255,9 @@ _libraries: list[Any] = []
 def _wrapper_classes(kind: type) -> list[type]:
     """Return the subclasses of a class that only wrap a module, at any depth."""
     # By the names of classes, found below Module: the libraries that define them are not imported here.
-    heirs: list[type] = type.__subclasses__(kind)
-    below = [cls for heir in heirs for cls in (heir, *_wrapper_classes(heir))]
-    return [cls for cls in below if cls.__name__ in _WRAPPERS]
+    subclasses: list[type] = type.__subclasses__(kind)
+    descendants = [cls for heir in subclasses for cls in (heir, *_wrapper_classes(heir))]
+    return [cls for cls in descendants if cls.__name__ in _WRAPPERS]
 
 
 def _watch_keras(stack: ExitStack, points: Points) -> None:
@@ -266,17 +269,19 @@ def _watch_keras(stack: ExitStack, points: Points) -> None:
     side = points.side
 
     def point(tensor: Any, index: int) -> Any:
+        """Return an Identity of a tensor, which a rule takes for the point."""
         # In eager mode an op has no name: the point under way is noted for the rule.
-        before, _current.point = _current.point, (side, index)
+        outer_point, _current.point = _current.point, (side, index)
         try:
             return tf.identity(tensor, name=f"amanda_{side}_{index}")
         finally:
-            _current.point = before
+            _current.point = outer_point
 
     # The class's call, since Keras has no hook for all layers.
     original = Operation.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a layer with its inputs, or its result, passed through points."""
         if not isinstance(self, Layer) or interceptor.active() is None:
             return original(self, *args, **kwargs)
         if side == "input":

@@ -110,6 +110,7 @@ def is_value(value: Any, depth: int = 0) -> bool:
 
 
 def _as_tuple(numbers: Sequence[int] | int | None) -> tuple[int, ...] | None:
+    """Return indices as a tuple, a single index too; None for None."""
     if numbers is None:
         return None
     return (numbers,) if isinstance(numbers, int) else tuple(numbers)

@@ -127,7 +127,10 @@ class PatchTool(amanda.Tool):
         return result
 
     def unmatched(self) -> list[str]:
-        """Return a sentence for each pattern that no point fitted; none if no point ran, an error."""
+        """Return a sentence for each pattern that no point fitted.
+
+        None if no point ran at all: that is an error when the scope closes.
+        """
         if not self._records:
             return super().unmatched()
         points = unmatched([self._points], noun="point")
@@ -168,8 +171,8 @@ class PatchTool(amanda.Tool):
         options = [str(self._points) if self._points.patterns is not None else "", str(self._selection)]
         selection = " and ".join(filter(None, options))
         paths = sorted({path[:end] for path in self._paths for end in _prefix_ends(path)} - {""})
-        more = f" and {len(paths) - _MAX_MODULES} more" * (len(paths) > _MAX_MODULES)
-        modules = ", ".join(paths[:_MAX_MODULES]) + more
+        suffix = f" and {len(paths) - _MAX_MODULES} more" * (len(paths) > _MAX_MODULES)
+        modules = ", ".join(paths[:_MAX_MODULES]) + suffix
         side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
         hint = NOT_A_POINT if self._is_point and self._is_placed else ""
         if self._is_point and any(map(self._has_path, POINTS[self._side].by_keyword)):
@@ -178,6 +181,7 @@ class PatchTool(amanda.Tool):
         return f"PatchTool selected nothing: no op is at {place}; there are the modules {modules}"
 
     def _has_path(self, path: str) -> bool:
+        """Return True if the options select the path of a module."""
         return self._points(path) and self._selection.has_path(path)
 
     def _analyze_op(self, context: amanda.OpContext) -> None:
@@ -297,7 +301,10 @@ class PatchTool(amanda.Tool):
         return value + cast if self._edit == "add" else cast
 
     def _operand_at(self, point: str, step: int) -> Any:
-        """Return the value for an execution of a point."""
+        """Return the value for an execution of a point, out of the dict or list that was given.
+
+        Raises PatchError for a point, or an execution, without a value.
+        """
         value = self._value.saved if isinstance(self._value, PatchTool) else self._value
         if isinstance(value, Mapping):
             if point not in value:
@@ -323,6 +330,7 @@ class PatchTool(amanda.Tool):
 
 
 def _prefix_ends(path: str) -> list[int]:
+    """Return where the paths of the modules around a module end, and its own."""
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
 
 
@@ -355,7 +363,7 @@ def patch_sweep(
     """
     if positions is not None and heads is not None:
         raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
-    along = "positions" if positions else "heads" if heads else None
+    varied = "positions" if positions else "heads" if heads else None
     places: Sequence[int | None] = positions or heads or [None]
     tool = PatchTool(points, **options)
     # No point changes while the baseline runs; the points are known afterwards.
@@ -366,9 +374,9 @@ def patch_sweep(
         names = [*dict.fromkeys(record.point for record in tool.result.patched)]
         for name in names:
             for place in places:
-                positioned, headed = (place, None) if along == "positions" else (None, place)
+                positioned, headed = (place, None) if varied == "positions" else (None, place)
                 # Read at each execution, so that nothing is analysed anew for each place.
                 tool.only, tool.region = frozenset([name]), Region.of(positioned, headed, num_heads, axis)
                 tool.clear()
                 rows.append((name, place, check_number(metric(), metric, PatchError)))
-    return PatchSweep(rows, along, baseline)
+    return PatchSweep(rows, varied, baseline)

@@ -32,7 +32,7 @@ class DeviceClock:
         self._pending: deque[tuple[OpProfile, Any, Any]] = deque()
 
     def begin(self, profile: OpProfile) -> Any:
-        """Return the event at which an op begins, or None."""
+        """Return the event at which an op begins; None if the device cannot record one now."""
         return self._record(self._free.pop() if self._free else None)
 
     def end(self, profile: OpProfile, begin_event: Any) -> None:
@@ -135,12 +135,12 @@ def kernels_in_ranges(events: Iterable[Any]) -> Iterator[tuple[int, str, str, in
     # Time of a kernel on a GPU is the kernel's; on a CPU an operator's time without the operators within.
     for event in events:
         # An operator of ATen calls others: the innermost range of an op owns the kernels of all of them.
-        outer = event.cpu_parent
-        while outer is not None and not outer.name.startswith(RANGE):
-            outer = outer.cpu_parent
-        if outer is None:
+        enclosing_range = event.cpu_parent
+        while enclosing_range is not None and not enclosing_range.name.startswith(RANGE):
+            enclosing_range = enclosing_range.cpu_parent
+        if enclosing_range is None:
             continue
-        index = int(outer.name.removeprefix(RANGE))
+        index = int(enclosing_range.name.removeprefix(RANGE))
         for kernel in event.kernels:
             yield index, kernel.name, f"cuda:{kernel.device}", round(1000 * kernel.duration)
         if event.name.startswith("aten::"):
@@ -175,11 +175,11 @@ class Schedule(NamedTuple):
 
     def records(self, step: int) -> bool:
         """Return True if a step, counted from 0, is recorded."""
-        passed = self.wait + self.warmup
+        num_skipped = self.wait + self.warmup
         if not self.active:
-            return step >= passed
-        cycle, place = divmod(step, passed + self.active)
-        return place >= passed and (not self.repeat or cycle < self.repeat)
+            return step >= num_skipped
+        cycle, step_in_cycle = divmod(step, num_skipped + self.active)
+        return step_in_cycle >= num_skipped and (not self.repeat or cycle < self.repeat)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if value) or "all"
@@ -255,12 +255,12 @@ class Recorder:
 
     def _begin_step(self) -> None:
         """Begin the step of the schedule, and start or stop recording with it."""
-        present = self._step - self._first
+        current_step = self._step - self._first
         # Nothing changes: this runs ahead of each op that may begin a step.
-        if self.log.number == present:
+        if self.log.number == current_step:
             return
-        was_recording, self.recording = self.recording, self.schedule.records(present)
-        self.log.start_step(present if self.recording else None)
+        was_recording, self.recording = self.recording, self.schedule.records(current_step)
+        self.log.start_step(current_step if self.recording else None)
         if was_recording != self.recording:
             self._open.clear()  # an execution with its begin or end outside of recording has no time
             if not self.recording:
@@ -282,6 +282,7 @@ class Recorder:
         # Next to the op, inside of the routines of all tools, whose time is not the op's.
         @amanda.innermost
         def begin(*, recomputed: bool = False) -> None:
+            """Push an execution onto the stack of this thread, and read the clock last."""
             if not self.recording:
                 return
             profile = self.recomputation(place) if recomputed else place
@@ -300,6 +301,7 @@ class Recorder:
 
         @amanda.innermost
         def end(*, recomputed: bool = False) -> None:
+            """Pop the execution, and those within that raised; add its time without that of routines."""
             # The first statement, for the same reason.
             now = perf_counter_ns()
             profile = self.recomputation(place) if recomputed else place
@@ -317,12 +319,12 @@ class Recorder:
                 for probe, begun in zip(probes, execution.begun, strict=True):
                     probe.end(profile, begun)
             # Routines at the ops within are not the op's time.
-            took = now - execution.begin - overhead
-            profile.add(took, execution.inside + inside)
+            own_interval = now - execution.begin - overhead
+            profile.add(own_interval, execution.inside + inside)
             self.log.add(profile, execution.begin, now, thread)
             if stack:
                 outer = stack[-1]
-                outer.inside += took
+                outer.inside += own_interval
                 outer.overhead += overhead + perf_counter_ns() - now
 
         return begin, end
@@ -331,17 +333,19 @@ class Recorder:
         """Return routines for an op of a graph, which begins and ends on any thread, within one run.
 
         Executions of an op that overlap, in a loop, are taken to end in the order of their begin.
-        is_fed: whether the op has an input, at whose arrival it begins.
+        is_fed: True if the op has an input, at whose arrival it begins.
         """
 
         @amanda.innermost
         def begin(*_: Any, run: dict[Any, Any]) -> None:
+            """Note the time at which an execution of this run begins."""
             if self.recording:
                 # By run: several sessions may run a graph at once, and each has its own queue of begins.
                 run.setdefault(place, deque()).append(perf_counter_ns())
 
         @amanda.innermost
         def end(*_: Any, run: dict[Any, Any]) -> None:
+            """Add the time since the earliest begin that has no end."""
             now = perf_counter_ns()
             begun = run.get(place)
             if begun:

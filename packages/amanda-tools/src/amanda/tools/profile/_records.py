@@ -125,6 +125,7 @@ class Peak:
 
 
 def _profile_of_older_tensors() -> OpProfile:
+    """Return the profile that owns the bytes which no recorded op allocated."""
     return OpProfile("given", "parameters, inputs, older tensors", "", "")
 
 
@@ -380,11 +381,12 @@ class ExecutionLog:
 
     def steps(self) -> tuple[list[RecordedStep], int, int]:
         """Return the logged steps, the number of all steps and their nanoseconds, with the present step."""
-        present = self._present_step()
-        spent = self._spent + sum(step.end - step.begin for step in present)
-        return [*self._steps, *present][: self._limit], self._count + len(present), spent
+        present_step = self._present_step()
+        spent = self._spent + sum(step.end - step.begin for step in present_step)
+        return [*self._steps, *present_step][: self._limit], self._count + len(present_step), spent
 
     def _present_step(self) -> list[RecordedStep]:
+        """Return the step under way in a list; an empty list without one, or without ops in it."""
         if self.number is None or self._begin is None:
             return []
         return [RecordedStep(self.number, self._begin, self._end)]

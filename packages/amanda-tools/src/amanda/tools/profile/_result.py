@@ -50,18 +50,18 @@ class ModuleResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each module, outermost first; "" is the model, with ops outside of modules."""
-        inside: dict[str, list[OpProfile]] = {}
-        direct: dict[str, list[OpProfile]] = {}
+        places_by_path: dict[str, list[OpProfile]] = {}
+        direct_places_by_path: dict[str, list[OpProfile]] = {}
         for place in self.places:
             for path in (paths := _enclosing_paths(place.module)):
-                inside.setdefault(path, []).append(place)
-            direct.setdefault(paths[-1], []).append(place)
+                places_by_path.setdefault(path, []).append(place)
+            direct_places_by_path.setdefault(paths[-1], []).append(place)
         all_time, rows = _self_time(self.places), []
-        for path in sorted(inside, key=_natural_key):
-            places, total = inside[path], _self_time(inside[path])
+        for path in sorted(places_by_path, key=_natural_key):
+            places, total = places_by_path[path], _self_time(places_by_path[path])
             sums = summed(places)
             rows.append((
-                path, sums.calls, MS * _self_time(direct.get(path, ())), MS * total,
+                path, sums.calls, MS * _self_time(direct_places_by_path.get(path, ())), MS * total,
                 MS * _self_time(places, "forward"), MS * _self_time(places, "backward"),
                 total / all_time if all_time else 0.0, sums.allocated,
             ))  # fmt: skip
@@ -69,6 +69,7 @@ class ModuleResult(Result):
 
 
 def _self_time(places: Iterable[OpProfile], phase: str | None = None) -> int:
+    """Return the nanoseconds in ops of a phase, or of all, without those in ops within."""
     # Self time, as the total of an outer op has that of the ops within.
     return sum(place.own for place in places if phase in (None, place.phase))
 
@@ -213,8 +214,8 @@ class ProfileResult(KeyedResult):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, most self time first."""
-        whole = sum(place.own for place in self.places)
-        rows = [(*key, *_row(summed(places), whole)) for key, places in self.grouped(self.places).items()]
+        total_ns = sum(place.own for place in self.places)
+        rows = [(*key, *_row(summed(places), total_ns)) for key, places in self.grouped(self.places).items()]
         self_column = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[self_column] or 0))
 
@@ -247,13 +248,13 @@ class ProfileResult(KeyedResult):
     def merged(self, *profiles: ProfileResult) -> ProfileResult:
         """Return the sum of this profile and those of other runs or ranks, with the timeline of this one."""
         results = (self, *profiles)
-        equal: dict[tuple[str, ...], list[OpProfile]] = {}
+        places_by_names: dict[tuple[str, ...], list[OpProfile]] = {}
         # Timelines of several runs have clocks of their own, and are not merged.
         for place in (op for result in results for op in result.places):
-            equal.setdefault((*place.names.values(), place.name), []).append(place)
+            places_by_names.setdefault((*place.names.values(), place.name), []).append(place)
         return replace(
             self,
-            places=list(map(summed, equal.values())),
+            places=list(map(summed, places_by_names.values())),
             peaks=[peak for result in results for peak in result.peaks],
             recorded_steps=sum(result.recorded_steps for result in results),
             wall_ns=sum(result.wall_ns for result in results),
@@ -328,15 +329,15 @@ class ProfileResult(KeyedResult):
         return _trace.write(self.to_trace(), _trace.tensorboard_file(Path(folder)))
 
 
-def _row(place: OpProfile, whole: int) -> tuple[Any, ...]:
-    """Return the numbers of a row.  whole: nanoseconds of all ops."""
+def _row(place: OpProfile, total_ns: int) -> tuple[Any, ...]:
+    """Return the numbers of a row.  total_ns: nanoseconds of all ops."""
     is_timed = place.timed > 0
     return (
         place.calls,
         MS * place.total if is_timed else None,
         MS * place.own if is_timed else None,
         place.total / place.timed / 1000 if is_timed else None,
-        place.own / whole if whole else 0.0,
+        place.own / total_ns if total_ns else 0.0,
         None if place.device is None else MS * place.device,
         place.allocated,
         place.at_peak or None,
@@ -344,6 +345,7 @@ def _row(place: OpProfile, whole: int) -> tuple[Any, ...]:
 
 
 def _names_in_file(place: OpProfile) -> dict[str, str]:
+    """Return the names and ids of an op as files have them; "of" is the id of the forward op."""
     return {**place.about, "of": f"{place.op_id:016x}"}
 
 

@@ -59,6 +59,7 @@ class MeasuringFacts:
 
 
 def _default_facts(context: amanda.OpContext) -> None:
+    """Write facts of an op of any framework, unless the op has some."""
     context.setdefault("profile", MeasuringFacts())
 
 
@@ -133,9 +134,9 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     Nodes of Python functions, and saved tensors that hooks pack, are skipped:
     reading these would run code of the program.
     """
-    torch, present = _torch(), _next_sequence_number()
+    torch, next_number = _torch(), _next_sequence_number()
     # The number has not changed: the op made no node, and so saved nothing.
-    if present == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if next_number == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return []
     saved_values: list[Any] = []
     visited: set[Any] = set()
@@ -144,7 +145,7 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
         while nodes:
             node = nodes.pop()
             # Older nodes belong to other ops.
-            if node is None or node in visited or not since <= node._sequence_nr() < present:
+            if node is None or node in visited or not since <= node._sequence_nr() < next_number:
                 continue
             visited.add(node)
             saved_values += _saved_values(node)
@@ -164,6 +165,7 @@ def _saved_values(node: Any) -> Iterator[Any]:
 
 @cache
 def _saved_attributes(kind: Any) -> Sequence[str]:
+    """Return the attributes of a class of nodes that hold saved values."""
     # PyTorch's generated nodes have their saved values under this prefix.
     return [name for name in vars(kind) if name.startswith("_saved_")]
 
@@ -194,6 +196,7 @@ def _tensorflow_facts(context: amanda.OpContext) -> None:
     shape, dtype = context["shape"], context["dtype"]
 
     def nbytes(values: Iterable[Any]) -> int:
+        """Return the bytes of outputs; 0 for an op whose outputs share the memory of inputs."""
         sizes = ((shape(tensor) or (), itemsize(dtype(tensor)) or 0) for tensor in leaves(values))
         return 0 if kind in _SHARED else sum(prod(extents) * width for extents, width in sizes)
 
@@ -292,6 +295,7 @@ class ProfileTool(amanda.Tool):
         self._recorder.clear()
 
     def _read_kernels(self) -> None:
+        """Stop torch.profiler, and add the kernels to their ops."""
         self._kernels.stop(list(self._recorder.places.values()))
 
     def _instrument(self, context: amanda.OpContext) -> None:
@@ -302,26 +306,26 @@ class ProfileTool(amanda.Tool):
             self._untimed.setdefault(facts.untimed, set()).add(op)
         if facts.passes:
             return
-        before: Callable[..., None] = context.insert_before_op
-        after: Callable[..., None] = context.insert_after_op
+        insert_before: Callable[..., None] = context.insert_before_op
+        insert_after: Callable[..., None] = context.insert_after_op
         if context.is_backward():
-            before, after = context.insert_before_backward_op, context.insert_after_backward_op
+            insert_before, insert_after = context.insert_before_backward_op, context.insert_after_backward_op
         place = self._profile_of(context, facts)
         if self._follows_memory and facts.storages is not None:
             sequence, saved = (facts.sequence, facts.saved) if context.is_forward() else (None, None)
-            before(self._record_inputs, storages=facts.storages, sequence=sequence)
-            after(self._record_outputs, place=place, storages=facts.storages, saved=saved)
+            insert_before(self._record_inputs, storages=facts.storages, sequence=sequence)
+            insert_after(self._record_outputs, place=place, storages=facts.storages, saved=saved)
         elif self._follows_memory and facts.nbytes is not None:
-            after(self._add_output_bytes, place=place, nbytes=facts.nbytes)
+            insert_after(self._add_output_bytes, place=place, nbytes=facts.nbytes)
         if facts.parallel:
             is_fed = _is_fed(context)
             begin, end = self._recorder.parallel_routines(place, is_fed)
             if is_fed:
-                before(begin)
+                insert_before(begin)
         else:
             begin, end = self._recorder.nested_routines(place, self._probes(facts))
-            before(begin, [])
-        after(end, [])
+            insert_before(begin, [])
+        insert_after(end, [])
 
     def _probes(self, facts: MeasuringFacts) -> list[Probe]:
         """Return the probes of an op besides the program's clock: torch.profiler, and the clock of a GPU."""

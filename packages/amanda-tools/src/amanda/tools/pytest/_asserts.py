@@ -53,14 +53,14 @@ def assert_flops(
     with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
     result = tool.result
-    wrong = [
+    mismatches = [
         f"{quantity}: {result.total(quantity, phase):,} counted, {expected:,} expected"
         + (f" within {rel:.2%}" if rel else "")
         for quantity, expected in expectations.items()
         if expected is not None and abs(result.total(quantity, phase) - expected) > rel * expected
     ]
-    if wrong:
-        raise AssertionError("\n".join([*wrong, str(result.by("phase", "type"))]))
+    if mismatches:
+        raise AssertionError("\n".join([*mismatches, str(result.by("phase", "type"))]))
     return output
 
 
@@ -121,33 +121,38 @@ class Counts(amanda.Tool):
         self.add_inst_for_op(self._insert_backward_counter, backward=True)
 
     def _insert_counter(self, context: amanda.OpContext) -> None:
+        """Insert the routine that counts a forward op."""
         context.insert_before_op(self._count, inputs=[], op=("forward", context["type"]))
 
     def _insert_backward_counter(self, context: amanda.OpContext) -> None:
+        """Insert the routine that counts a backward op."""
         op = ("backward", context["backward_type"])
         context.insert_before_backward_op(self._count, grad_outputs=[], op=op)
 
     @amanda.observer
     def _count(self, op: tuple[str, str]) -> None:
+        """Count an execution.  op: phase and type."""
         self.executions[op] += 1
 
     def of(self, phase: str) -> dict[str, int]:
         """Return executions by type."""
-        return {kind: count for (its, kind), count in sorted(self.executions.items()) if its == phase}
+        return {
+            kind: count for (op_phase, kind), count in sorted(self.executions.items()) if op_phase == phase
+        }
 
 
 def check_counts(expected: Mapping[str, int], counts: Mapping[str, int], phase: str, exact: bool) -> None:
-    """Raise AssertionError where the count of a type is another; with `exact` also for types not wanted."""
+    """Raise AssertionError where the count of a type is another; with `exact` also for types not expected."""
     __tracebackhide__ = True
     lines = []
     for kind in dict.fromkeys([*expected, *(sorted(counts) if exact else ())]):
         if counts.get(kind, 0) == expected.get(kind, 0):
             continue
         # A count of 0 is most often a type that is spelt differently.
-        near = get_close_matches(
+        close_types = get_close_matches(
             kind, [counted for counted in counts if counted not in expected], n=1, cutoff=0.5
         )
-        hint = f" (did you mean {near[0]!r}?)" if near and kind not in counts else ""
+        hint = f" (did you mean {close_types[0]!r}?)" if close_types and kind not in counts else ""
         lines.append(f"{kind}: {counts.get(kind, 0)} executed, {expected.get(kind, 0)} expected{hint}")
     if lines:
         raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))
@@ -176,6 +181,7 @@ def _op_line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
 
 
 def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int, int]) -> str:
+    """Return the name of an input, "_" for no tensor, names of a list in brackets."""
     if isinstance(position, tuple):
         return f"[{', '.join(_input_text(graph, element, reader, numbers) for element in position)}]"
     return "_" if position is None else _tensor_text(graph, graph.tensors[position], reader, numbers)

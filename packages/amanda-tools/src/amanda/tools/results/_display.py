@@ -73,30 +73,36 @@ def fit_columns(
 ) -> tuple[list[int], int]:
     """Return the columns of a table that fit a width (None: any), and the longest text of a cell.
 
+    numbers: True for a column of numbers.
+
     Texts give way first, down to 24 characters, numbers never; then the column "source", then shorter texts,
     then columns from the right; three stay.
     """
     # The widest text of each column, which needs no folding.
-    natural = [max([len(head), *(len(row[i]) for row in rows)]) for i, head in enumerate(heads)]
+    natural_widths = [max([len(head), *(len(row[i]) for row in rows)]) for i, head in enumerate(heads)]
     columns = list(range(len(heads)))
     if width is None:
-        return columns, max(natural, default=1)
+        return columns, max(natural_widths, default=1)
     while True:
         source = next((i for i in columns if heads[i] == "source" and len(columns) > 3), None)
-        for most in _TEXTS[: None if source is None else _BEFORE_SOURCE]:
+        for text_width in _TEXTS[: None if source is None else _BEFORE_SOURCE]:
             widths = [
-                natural[i] if numbers[i] else max(min(natural[i], most), len(heads[i])) for i in columns
+                natural_widths[i] if numbers[i] else max(min(natural_widths[i], text_width), len(heads[i]))
+                for i in columns
             ]
             if sum(widths) + _BETWEEN * len(columns) + 1 <= width or (
-                len(columns) <= 3 and most == _TEXTS[-1]
+                len(columns) <= 3 and text_width == _TEXTS[-1]
             ):
-                return columns, most
+                return columns, text_width
         columns.remove(columns[-1] if source is None else source)
 
 
 _TEXTS = (200, 44, 32, 24, 16, 12)
+"""Longest texts of a cell, in the order in which they are tried."""
 _BEFORE_SOURCE = 4
+"""How many of these are tried before the column "source" is left out."""
 _BETWEEN = 3
+"""Characters between two columns."""
 
 
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
@@ -113,15 +119,17 @@ def groups_of(columns: Sequence[Column], rows: Rows, order: str) -> list[Rows]:
     if "module" not in names:
         return [[row] for row in rows]
     module = names.index("module")
-    texts = [i for i, column in enumerate(columns) if not (column.total or column.number) and i != module]
+    label_columns = [
+        i for i, column in enumerate(columns) if not (column.total or column.number) and i != module
+    ]
     groups_by_key: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
     counts = Counter[tuple[Any, ...]]()
     for row in rows:
-        labels = tuple(str(row[i]) for i in texts)  # lists of packed weights are among them
-        place = (row[module], *labels)
+        labels = tuple(str(row[i]) for i in label_columns)  # lists of packed weights are among them
+        module_and_labels = (row[module], *labels)
         # The count keeps several rows of one module apart, so that each group has one row of a module.
-        key = (_INDEX.sub("*", row[module], count=1), counts[place], *labels)
-        counts[place] += 1
+        key = (_INDEX.sub("*", row[module], count=1), counts[module_and_labels], *labels)
+        counts[module_and_labels] += 1
         groups_by_key.setdefault(key, []).append(row)
     groups: list[Rows] = list(groups_by_key.values())
     if order in names:
@@ -148,12 +156,12 @@ def _cell_text(column: Column, values: Sequence[Any]) -> str:
         return column.show(sum(present))
     if column.folded == "mean":
         return column.show(sum(present) / len(present))
-    least, most = column.show(min(present)), column.show(max(present))
-    return least if least == most else f"{least} to {most}"
+    lowest, highest = column.show(min(present)), column.show(max(present))
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def _folded_path(paths: Sequence[str]) -> str:
-    """Return one path for all: the indices that differ as ranges."""
+    """Return one path for all, with the first indices as ranges; the first path if none has an index."""
     indices = [match[0] for path in dict.fromkeys(paths) if (match := _INDEX.search(path))]
     return _INDEX.sub(_ranges(map(int, indices)), paths[0], count=1) if indices else paths[0]
 
@@ -210,15 +218,18 @@ def html_table(
     body = "".join(f"<tr>{_cells(row, marks)}</tr>" for row in rows)
     foot = "".join(f"<th{mark}>{escape(total)}</th>" for total, mark in zip(totals, marks, strict=True))
     caption = f"<caption>{escape(title)}</caption>" if title else ""
-    summed = f"<tfoot><tr>{foot}</tr></tfoot>" if any(totals) else ""
-    above, below = ("".join(f"<p>{escape(sentence)}</p>" for sentence in each) for each in (first, notes))
+    footer = f"<tfoot><tr>{foot}</tr></tfoot>" if any(totals) else ""
+    html_above, html_below = (
+        "".join(f"<p>{escape(sentence)}</p>" for sentence in each) for each in (first, notes)
+    )
     return (
-        f'{_STYLE}<div class="amanda-result">{above}<table>{caption}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody>{summed}</table>{below}</div>"
+        f'{_STYLE}<div class="amanda-result">{html_above}<table>{caption}<thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody>{footer}</table>{html_below}</div>"
     )
 
 
 def _cells(row: Sequence[tuple[str, Any]], marks: Sequence[str]) -> str:
+    """Return the cells of a row as HTML.  marks: attributes of each column's cells."""
     return "".join(
         f"<td{mark}{_title_attribute(text, value)}>{escape(text)}</td>"
         for (text, value), mark in zip(row, marks, strict=True)
@@ -226,6 +237,7 @@ def _cells(row: Sequence[tuple[str, Any]], marks: Sequence[str]) -> str:
 
 
 def _title_attribute(text: str, value: Any) -> str:
+    """Return the attribute for a tooltip that shows text in full; "" where the cell shows it already."""
     return f' title="{escape(value)}"' if isinstance(value, str) and value != text else ""
 
 
@@ -261,8 +273,8 @@ def as_text(result: Result, whole: bool = False) -> str:
         console.width = width or LINE
         if not isinstance(part, str):
             # Rich would fold a table that is wider than its console.
-            least = Measurement.get(console, console.options.update(width=_ANY), part).maximum
-            console.width = width or max(LINE, least)
+            natural_width = Measurement.get(console, console.options.update(width=_ANY), part).maximum
+            console.width = width or max(LINE, natural_width)
         console.print(part, highlight=False, markup=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
@@ -300,21 +312,23 @@ def _build_table(result: Result, width: int | None, whole: bool) -> tuple[Table,
     if len(rows) > ROWS_SHOWN and not whole:
         groups = [list(group) for group in groups_of(result.columns, rows, result.order)]
     visible = groups if whole else groups[:ROWS_SHOWN]
-    places = [i for i, column in enumerate(result.columns) if column.shown]
-    columns = [result.columns[i] for i in places]
-    texts = (cells_of(result.columns, group) for group in visible)
-    cells = [[printable(row[i], line=True) for i in places] for row in texts]
+    shown_indices = [i for i, column in enumerate(result.columns) if column.shown]
+    columns = [result.columns[i] for i in shown_indices]
+    row_texts = (cells_of(result.columns, group) for group in visible)
+    cells = [[printable(row[i], line=True) for i in shown_indices] for row in row_texts]
     totals = result._totals(rows)
-    ends = [totals[i] for i in places]
+    shown_totals = [totals[i] for i in shown_indices]
     heads = [printable(column.name, line=True) for column in columns]
     numbers = [column.total or column.number for column in columns]
-    fitting_columns, most = fit_columns(heads, [*cells, ends], width, numbers)
+    fitting_columns, text_width = fit_columns(heads, [*cells, shown_totals], width, numbers)
     table = Table(box=box.SIMPLE_HEAD, show_footer=any(totals))
     for i in fitting_columns:
         justify: Literal["right", "left"] = "right" if numbers[i] else "left"
-        table.add_column(heads[i], ends[i], justify=justify, overflow="fold", no_wrap=numbers[i])
+        table.add_column(heads[i], shown_totals[i], justify=justify, overflow="fold", no_wrap=numbers[i])
     for row in cells:
-        table.add_row(*(Text(row[i] if numbers[i] else shortened(row[i], most)) for i in fitting_columns))
+        table.add_row(
+            *(Text(row[i] if numbers[i] else shortened(row[i], text_width)) for i in fitting_columns)
+        )
     omissions = []
     if len(groups) > len(visible):
         omissions.append(f"… {sum(map(len, groups[len(visible) :])):,} more rows.")

@@ -124,13 +124,15 @@ def _check_array_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> No
         version = npy.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"{member.filename} is of version {version} of npy")
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, _, dtype = read(file)
+        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read_header(file)
         if dtype.hasobject:
             raise ValueError(f"{member.filename} holds objects, and numbers are read alone")
-        size, there = prod(shape) * dtype.itemsize, member.file_size - file.tell()
-        if size != there:
-            raise ValueError(f"{member.filename} is to have {size} bytes of numbers, and has {there}")
+        header_size, stored_size = prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if header_size != stored_size:
+            raise ValueError(
+                f"{member.filename} is to have {header_size} bytes of numbers, and has {stored_size}"
+            )
 
 
 T = TypeVar("T")
@@ -154,12 +156,12 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 @cache
 def _types(kind: Any) -> dict[str, tuple[type, ...]]:
-    """Return the types of the values that each field of plain types may have."""
+    """Return the types that the values of each field of plain types may have; others are left out."""
     types = {}
     for name, hint in get_type_hints(kind).items():
-        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if all(part in _PLAIN for part in parts):
-            types[name] = tuple(chain.from_iterable(_PLAIN[part] for part in parts))
+        alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if all(part in _PLAIN for part in alternatives):
+            types[name] = tuple(chain.from_iterable(_PLAIN[part] for part in alternatives))
     return types
 
 
@@ -211,15 +213,16 @@ def to_json(content: Any, indent: int | None = None) -> str:
     try:
         return json.dumps(content, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(_in_words(content), indent=indent, allow_nan=False)
+        return json.dumps(_with_number_words(content), indent=indent, allow_nan=False)
 
 
-def _in_words(content: Any) -> Any:
+def _with_number_words(content: Any) -> Any:
+    """Return plain values with words for NaN and infinities; tuples become lists."""
     if isinstance(content, float):
         return content if math.isfinite(content) else str(float(content))
     if isinstance(content, Mapping):
-        return {_in_words(key): _in_words(value) for key, value in content.items()}
-    return [_in_words(value) for value in content] if isinstance(content, (list, tuple)) else content
+        return {_with_number_words(key): _with_number_words(value) for key, value in content.items()}
+    return [_with_number_words(value) for value in content] if isinstance(content, (list, tuple)) else content
 
 
 def number_of(value: Any) -> Any:
@@ -255,7 +258,7 @@ def schema_of(content: Any) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return a sentence about a content that cannot be read."""
+    """Return the reason of an error as the end of a sentence, such as "it lacks 'rows'"."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, RecursionError):
@@ -270,6 +273,7 @@ def in_words(error: Exception) -> str:
 
 
 _PATIENCE = 60.0
+"""Seconds to wait for a lock."""
 _SUFFIX = ".lock"
 
 

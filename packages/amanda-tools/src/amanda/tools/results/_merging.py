@@ -94,22 +94,22 @@ def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
     if not schema.startswith("amanda."):
         raise ValueError(f"its schema is {schema!r}; expected one that begins with 'amanda.'")
     name = schema.removeprefix("amanda.")
-    kind: Any = type(like) if like is not None and like.name == name else _result_class(name)
-    if not hasattr(kind, "from_dict"):
+    result_class: Any = type(like) if like is not None and like.name == name else _result_class(name)
+    if not hasattr(result_class, "from_dict"):
         return Table.of(content)
-    result: Result = kind.from_dict(content)
+    result: Result = result_class.from_dict(content)
     # Notes that the class does not write itself were added by whoever saved the result.
-    written = set(result.notes())
-    result.remarks = [note for note in content.get("notes", ()) if note not in written]
+    class_notes = set(result.notes())
+    result.remarks = [note for note in content.get("notes", ()) if note not in class_notes]
     return result
 
 
 def _result_class(name: str) -> type | None:
-    """Return the class of a tool's results, from the annotation of `result`."""
+    """Return the class of a tool's results, from the annotation of `result`; None where it has none."""
     try:
-        kind: Any = tool_class(name)
+        tool: Any = tool_class(name)
         # The annotation names the class, so no tool has to register it.
-        result_class = typing.get_type_hints(kind.result.fget)["return"]
+        result_class = typing.get_type_hints(tool.result.fget)["return"]
     except (AmandaError, AttributeError, NameError, KeyError):
         return None
     is_result = isinstance(result_class, type) and getattr(result_class, "name", None) == name
@@ -117,7 +117,10 @@ def _result_class(name: str) -> type | None:
 
 
 def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple[Column, Sequence[Any]]:
-    """Return a column of a file, and its values: numbers if all are, without those that are missing."""
+    """Return a column of a file, and its values: as numbers if all that are present are numbers.
+
+    Raises ValueError for a description that is none of a column.
+    """
     name, unit, merge = description["name"], description.get("unit", ""), description.get("merge", "")
     if not isinstance(name, str) or not isinstance(unit, str) or merge not in _MERGES:
         raise ValueError(f"it has a column {dict(description)}")
@@ -139,10 +142,12 @@ _MERGES = ("", *(word for word in typing.get_args(typing.get_type_hints(Column)[
 
 
 def _text(value: Any) -> str:
+    """Return a value as text of at most 44 characters."""
     return shortened(str(value), 44)
 
 
 def _number(value: Any) -> str:
+    """Return a float with four digits, an integer with separators, any other value as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -196,11 +201,11 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
 
 def _merge_results(results: Mapping[str, Result]) -> Result:
     """Return results as one, by their class, by their columns, or side by side."""
-    first, *more = results.values()
-    if not more:
+    first, *others = results.values()
+    if not others:
         return copy(first)
-    if isinstance(first, Mergeable) and all(type(result) is type(first) for result in more):
-        return cast(Result, cast(Any, first).merged(*more))
+    if isinstance(first, Mergeable) and all(type(result) is type(first) for result in others):
+        return cast(Result, cast(Any, first).merged(*others))
     return _merge_by_columns(results) if any(column.merge for column in first.columns) else by_rank(results)
 
 
@@ -230,8 +235,8 @@ def by_rank(results: Mapping[str, Result]) -> Table:
 def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
     """Return each sentence once, after the names of its results unless all results have it."""
     names_by_sentence: dict[str, list[str]] = {}
-    for name, each in sentences.items():
-        for sentence in each:
+    for name, result_sentences in sentences.items():
+        for sentence in result_sentences:
             names_by_sentence.setdefault(sentence, []).append(name)
     return [
         sentence if len(names) == len(sentences) else f"{', '.join(names)}: {sentence}"
@@ -258,25 +263,26 @@ def _merge_by_columns(results: Mapping[str, Result]) -> Table:
     for row in (row for result in results.values() for row in _weighted_rows(result)):
         # By repr, as values of a file may be lists, which are not hashable.
         groups.setdefault(repr([row[i] for i in keys]), []).append(row)
-    merged = [
+    merged_rows = [
         [_merge_cells(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
         for rows in groups.values()
     ]
-    rows = [[value for value, _ in row] for row in merged]
+    rows = [[value for value, _ in row] for row in merged_rows]
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    facts = _facts(columns, merged, _source_tool(first))
+    facts = _facts(columns, merged_rows, _source_tool(first))
     return Table(first.name, first.version, columns, rows, first.title, notes, facts)
 
 
-def _facts(columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], of: str) -> dict[str, Any]:
+def _facts(columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], source_tool: str) -> dict[str, Any]:
+    """Return the facts of a merged table: its tool, if any, and of how many values each mean is."""
     means = {
         column.name: [row[i][1] for row in rows] for i, column in enumerate(columns) if column.merge == "mean"
     }
-    return {**({"of": of} if of else {}), **({_VALUES: means} if means else {})}
+    return {**({"of": source_tool} if source_tool else {}), **({_VALUES: means} if means else {})}
 
 
 def _weighted_rows(result: Result) -> list[list[_Cell]]:
-    """Return rows whose values have the number of values that they are the mean of."""
+    """Return rows of cells: each value with how many values it is the mean of, 1 in an unmerged result."""
     counts = result.facts().get(_VALUES, {}) if isinstance(result, Table) else {}
     return [
         [
@@ -288,7 +294,7 @@ def _weighted_rows(result: Result) -> list[list[_Cell]]:
 
 
 def _merge_cells(column: Column, cells: Sequence[_Cell]) -> _Cell:
-    """Return the cells of one column as one."""
+    """Return the cells of one column as one: the first where the column does not merge, or all are empty."""
     values, count = [value for value, _ in cells if value is not None], sum(count for _, count in cells)
     if not column.merge or not values:
         return cells[0]
@@ -302,12 +308,12 @@ def _check_same_tool(results: Mapping[str, Result]) -> None:
     """Raise AmandaError unless all are of one tool and have the same columns, in the same order."""
     if not results:
         raise AmandaError("there is no result to be merged")
-    kinds = {
+    schemas = {
         name: f"{_source_tool(result)} by rank" if _source_tool(result) else f"{result.name} {result.version}"
         for name, result in results.items()
     }
-    if len(set(kinds.values())) > 1:
-        contents = ", ".join(f"{name} has {kind}" for name, kind in kinds.items())
+    if len(set(schemas.values())) > 1:
+        contents = ", ".join(f"{name} has {kind}" for name, kind in schemas.items())
         raise AmandaError(f"results of one tool are merged: {contents}")
     (name, first), *rest_of_results = results.items()
     for another, result in rest_of_results:
@@ -329,17 +335,20 @@ def _source_tool(result: Result) -> str:
 
 
 def _nested_rank(name: str, rank: int | str) -> str:
+    """Return the name of a rank within a merged result: "host0.rank1"."""
     return f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}"
 
 
 def _rank_number(name: str) -> int | str:
+    """Return 1 for "rank1"; any other name as it is."""
     number = name.removeprefix("rank")
     return int(number) if number.isdecimal() else name
 
 
 def _join_names(names: Iterable[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+    """Return names as a sentence lists them: "a, b and c"."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 @checked
@@ -372,9 +381,9 @@ def gather(
         if to is None:
             distributed.all_gather_object(texts, text, group)
         else:
-            mine = distributed.get_rank() == to
-            distributed.gather_object(text, texts if mine else None, dst=to, group=group)
-            if not mine:
+            is_receiver = distributed.get_rank() == to
+            distributed.gather_object(text, texts if is_receiver else None, dst=to, group=group)
+            if not is_receiver:
                 return None
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
     names = [f"rank{rank}" for rank in ranks]

@@ -88,6 +88,7 @@ class Result(ABC):
 
     @property
     def _sentences(self) -> list[str]:
+        """The notes, then the remarks."""
         return [*self.notes(), *self.remarks]
 
     def __str__(self) -> str:
@@ -106,22 +107,24 @@ class Result(ABC):
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
+        """Return the table as HTML, with the leading notes above it and the others below."""
         rows = self.rows()
         cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
         numbers = [column.total or column.number for column in self.columns]
         notes = self._sentences
-        first, notes_below = notes[: self.leading], notes[self.leading :]
-        return html_table(self.title, names, numbers, cells, self._totals(rows), notes_below, first)
+        notes_above, notes_below = notes[: self.leading], notes[self.leading :]
+        return html_table(self.title, names, numbers, cells, self._totals(rows), notes_below, notes_above)
 
     def _cell_texts(self, row: Sequence[Any]) -> list[str]:
+        """Return the values of a row as its columns show them; "" for None."""
         return [
             "" if value is None else column.show(value)
             for column, value in zip(self.columns, row, strict=True)
         ]
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
-        """Return the texts of the last row: sums, and the word "total"."""
+        """Return the texts of the last row: sums, "" of columns without a total, and the word "total"."""
         sums = [
             column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
             for i, column in enumerate(self.columns)
@@ -329,8 +332,9 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
 
     @classmethod
     def _from_places(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
-        kind: Any = cls
-        result: PlacesT = kind(places, by)
+        """Return a result of this class; subclasses take places and keys."""
+        result_class: Any = cls
+        result: PlacesT = result_class(places, by)
         return result
 
 
@@ -338,4 +342,5 @@ PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")
 
 
 def _field_values(place: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; values are not copied, as asdict would."""
     return {field.name: getattr(place, field.name) for field in fields(place)}

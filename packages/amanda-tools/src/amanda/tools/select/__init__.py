@@ -51,7 +51,7 @@ class Patterns:
         return len(self.unused) < len(set(self.patterns or ()))
 
     def __call__(self, *names: str) -> bool:
-        """Return whether an op that has these names is selected."""
+        """Return True if an op that has one of these names is selected; note what fitted and what did not."""
         if self.patterns is None:
             return True
         spelt = [self._spelt(name) for name in names]
@@ -64,9 +64,11 @@ class Patterns:
         return bool(fitting)
 
     def _spelt(self, name: str) -> str:
+        """Return a name, or a pattern, in the spelling in which they are compared."""
         return name
 
     def _fits(self, name: str, pattern: str) -> bool:
+        """Return True if a pattern selects a name, both as `_spelt` returns them."""
         return fnmatchcase(name, pattern)
 
     def __str__(self) -> str:
@@ -130,11 +132,13 @@ def as_remarks(texts: Iterable[str]) -> list[str]:
 
 
 def _name_hint(option: Patterns) -> str:
-    """Return the names nearest to a pattern that nothing fitted, or some that there were."""
+    """Return the end of a sentence: names near the unused patterns, else some names; "" without names."""
     names = option.rejected - {""}
-    near = [name for pattern in option.unused for name in get_close_matches(pattern, names, n=2, cutoff=0.5)]
-    if near:
-        return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
+    close_names = [
+        name for pattern in option.unused for name in get_close_matches(pattern, names, n=2, cutoff=0.5)
+    ]
+    if close_names:
+        return f"; did you mean {' or '.join(dict.fromkeys(close_names))}?"
     examples = sorted(names)[:_MAX_EXAMPLES]
     return (
         f"; there were {', '.join(examples)}{' and others' * (len(names) > len(examples))}"
@@ -240,6 +244,7 @@ class Selection:
         return [str(option) for option in (self._types, self._modules) if option.patterns is not None]
 
     def _has_phase(self, context: amanda.OpContext) -> bool:
+        """Return True for an op of the phase; for "backward" also for forward ops, which are analysed."""
         if self._phase is None:
             return True
         phase: Phase = context["phase"]
@@ -282,8 +287,10 @@ def leave_construction(tool: amanda.Tool) -> None:
 
 
 def _only_backward(context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine | None:
+    """Return the routine of a backward op; None, which drops it, for one of a forward op."""
     return routine if type.is_backward else None
 
 
 def _type_names(context: amanda.OpContext) -> tuple[str, ...]:
+    """Return the names of an op's type: the word of StandardMapping, and the framework's names."""
     return str(context["type"]), str(context.get_op_type()), getattr(context.get_op(), "__name__", "")

@@ -56,14 +56,14 @@ class NumpyMoments:
             self._counts = counts if self._counts is None else self._counts + counts
 
     def merge(self, moments: NumpyMoments) -> None:
-        """Take in what another one, of the same bins, has taken in."""
+        """Add the statistics and counts of other moments, which have the same bins."""
         self._sums = self._sums.merged(moments._sums)
         if moments._counts is not None:
             self._counts = moments._counts if self._counts is None else self._counts + moments._counts
 
 
 def _block_statistics(block: Array, finite: Array) -> Statistics:
-    """Return those of a block, of whose numbers these are finite."""
+    """Return the statistics of a block.  finite: its finite numbers."""
     nan, inf, negative_inf, zeros = (
         int(np.count_nonzero(flags))
         for flags in (np.isnan(block), block == np.inf, block == -np.inf, finite == 0)
@@ -104,7 +104,10 @@ Moments: Any = interceptor.Moments if interceptor.NATIVE else NumpyMoments
 
 
 def numbers(tensor: Any) -> Any:
-    """Return the elements of a tensor of any layout in one row, magnitudes of complex ones."""
+    """Return the elements of a tensor of any layout in one row, magnitudes of complex ones.
+
+    None for a tensor without elements, as on PyTorch's meta device.
+    """
     tensors = tensors_of(tensor)
     stored = tensors.stored_values(tensor)
     return None if stored is None else tensors.reshape(tensors.detach(stored), [-1])
@@ -158,21 +161,22 @@ class Accumulator:
     def _add_block(self, block: Any) -> None:
         """Compute the statistics of a block on its device, and its counts of bins."""
         finite = do("isfinite", block)
-        place = str(getattr(block, "device", "cpu"))
-        self._add_vector(_block_vector(block, finite), place)
+        device = str(getattr(block, "device", "cpu"))
+        self._add_vector(_block_vector(block, finite), device)
         if self._bins is not None:
-            self._add_counts(_count_bins(block, finite, self._bins), place)
+            self._add_counts(_count_bins(block, finite, self._bins), device)
 
-    def _add_vector(self, vector: Any, place: str) -> None:
+    def _add_vector(self, vector: Any, device: str) -> None:
         """Add the statistics of a block to those of its device, and merge them now and then."""
-        vectors = self._vectors.setdefault(place, [])
+        vectors = self._vectors.setdefault(device, [])
         vectors.append(vector)
         if len(vectors) >= MAX_VECTORS:
             # Merged on the device, so that neither memory grows nor the host waits.
-            self._vectors[place] = [_merge_rows(do("stack", vectors))]
+            self._vectors[device] = [_merge_rows(do("stack", vectors))]
 
-    def _add_counts(self, counts: Any, place: str) -> None:
-        self._counts[place] = self._counts[place] + counts if place in self._counts else counts
+    def _add_counts(self, counts: Any, device: str) -> None:
+        """Add the counts of a block's bins to those of its device."""
+        self._counts[device] = self._counts[device] + counts if device in self._counts else counts
 
     @staticmethod
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
@@ -189,17 +193,17 @@ class Accumulator:
             elif array.size < MIN_SHARED_SIZE or array.dtype.char != "f":
                 accumulator._add_array(array)
             else:
-                row = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
-                memory = row.__array_interface__["data"][0], row.size
-                large.setdefault(memory, []).append((accumulator, row))
+                flat = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
+                memory = flat.__array_interface__["data"][0], flat.size
+                large.setdefault(memory, []).append((accumulator, flat))
         for group in large.values():
-            first, row = group[0]
+            first_accumulator, flat = group[0]
             if len(group) == 1:
-                first._add_array(row)
+                first_accumulator._add_array(flat)
                 continue
             # The numbers of the memory are added up once, and merged into each tensor's statistics.
-            measured = Accumulator(first._bins)
-            measured._add_array(row)
+            measured = Accumulator(first_accumulator._bins)
+            measured._add_array(flat)
             for accumulator, _ in group:
                 accumulator._on_host.merge(measured._on_host)
 
@@ -211,7 +215,7 @@ class Accumulator:
         return numbers
 
     def statistics(self) -> Statistics:
-        """Of all that was added; waits for the devices."""
+        """Return the statistics of all that was added; wait for the devices."""
         # Vectors of each device are merged there first: one transfer for each device.
         total = Statistics.of_vector(self._on_host.numbers)
         if self._unstored:
@@ -224,7 +228,7 @@ class Accumulator:
         return total
 
     def sketch(self) -> Sketch | None:
-        """Of all that was added; None without bins."""
+        """Return the sketch of all that was added; None without bins."""
         if self._bins is None:
             return None
         on_host = self._on_host.counts
@@ -240,7 +244,7 @@ class Accumulator:
 
 
 def _block_vector(block: Any, finite: Any) -> Any:
-    """The ten numbers of `Statistics`, of one block."""
+    """Return the ten numbers of `Statistics` for one block, as a vector on its device."""
     zeros = do("zeros_like", block)
     count = _count(finite, block)
     finite_values = do("where", finite, block, zeros)
@@ -258,6 +262,7 @@ def _block_vector(block: Any, finite: Any) -> Any:
 
 
 def _count(flags: Any, like: Any) -> Any:
+    """Return the number of flags that are set, in the element type of `like`."""
     # In the element type of the block, so that one vector holds all numbers; a block is small enough to be
     # counted exactly in float32.
     return astype(do("count_nonzero", flags), get_dtype_name(like))
@@ -267,6 +272,7 @@ def _merge_rows(table: Any) -> Any:
     """Return the vector of several sets of numbers together, each a row; Chan's formula for many."""
     if table.shape[0] == 1:
         return table[0]
+    # Columns are the fields of Statistics: 3 is `absolute`, 4 and 5 the extremes, counts from 6 on.
     count, mean, m2 = table[:, 0], table[:, 1], table[:, 2]
     total = do("sum", count)
     # The mean of several sets, and the squared distances around it: sums of squares would cancel.
@@ -281,7 +287,7 @@ def _merge_rows(table: Any) -> Any:
 def _count_bins(block: Any, finite: Any, bins: Bins) -> Any:
     """Return the number of elements of a block in each bin, and behind these the number that is not finite.
 
-    finite: which are.
+    finite: flags of the elements that are finite.
     """
     tensors = tensors_of(block)
     leading, of_one = tensors.leading_bits(block, bins.bits)

@@ -33,18 +33,18 @@ class Statistics:
 
     @classmethod
     def of_vector(cls, vector: Sequence[float]) -> Statistics:
-        """Of the ten numbers in this order."""
+        """Return the statistics of a vector of the ten fields, in their order."""
         count, mean, m2, absolute, least, most, *counts = vector
         return cls(int(count), mean, m2, absolute, least, most, *map(int, counts))
 
     def merged(self, other: Statistics) -> Statistics:
-        """Of both sets together.  Source: Chan, Golub, LeVeque 1979, eq. 2.1."""
+        """Return the statistics of both sets together.  Source: Chan, Golub, LeVeque 1979, eq. 2.1."""
         count = self.count + other.count
         share = other.count / count if count else 0.0
         # Means and squared distances instead of sums of squares: those lose all digits where the mean is
         # large.
         distance = other.mean - self.mean
-        apart = distance * distance * self.count * share if self.count and other.count else 0.0
+        between_m2 = distance * distance * self.count * share if self.count and other.count else 0.0
         mean = self.mean + distance * share
         # Means of opposite sign near the largest number: their difference overflows, their weighted sum does
         # not.
@@ -53,7 +53,7 @@ class Statistics:
         return Statistics(
             count,
             mean,
-            self.m2 + other.m2 + apart,
+            self.m2 + other.m2 + between_m2,
             self.absolute + other.absolute,
             min(self.least, other.least), max(self.most, other.most),
             self.nan + other.nan, self.inf + other.inf, self.negative_inf + other.negative_inf,
@@ -92,7 +92,7 @@ class Statistics:
         return self.zeros / self.elements if self.elements else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; None for what JSON cannot say."""
+        """Return the fields; None for an infinity, which JSON lacks."""
         # JSON has no infinity, which an empty set has as its extremes.
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -127,7 +127,7 @@ class Bins:
 
     @classmethod
     def of(cls, count: int) -> Bins:
-        """Bins of both signs: `count`, a power of two from 256 to 2**24.
+        """Return bins of both signs, `count` of them: a power of two from 256 to 2**24.
 
         Raises AmandaError for another number.
         """
@@ -155,7 +155,7 @@ class Bins:
         return 2.0 ** -(self.bits + 1)
 
     def edges(self, index: int) -> tuple[float, float]:
-        """The least and the largest magnitude of a bin, with the sign of its numbers."""
+        """Return the least and the largest magnitude of a bin, with the sign of its numbers."""
         offset = index - self.side
         if offset == 0:
             return 0.0, 0.0
@@ -163,15 +163,15 @@ class Bins:
         return sign * self._lower(abs(offset) - 1), sign * self._lower(abs(offset))
 
     def _lower(self, position: int) -> float:
-        """Lower edge of a bin of one sign; position 0 is for what is too small."""
+        """Return the lower edge of a bin of one sign; position 0 is for what is too small."""
         if position == 0:
             return 0.0
         if position == self.side:
             return math.inf
         # Bins of an octave are equally wide, so that leading bits of the mantissa tell them apart without a
         # logarithm.
-        octave, part = divmod(position - 1, 1 << self.bits)
-        return math.ldexp(1.0 + part / (1 << self.bits), LOWEST + octave)
+        octave, step = divmod(position - 1, 1 << self.bits)
+        return math.ldexp(1.0 + step / (1 << self.bits), LOWEST + octave)
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Sketch:
         return sum(self.counts.values())
 
     def merged(self, other: Sketch) -> Sketch:
-        """Both together, in the wider bins of the two."""
+        """Return the counts of both sketches together, in the wider bins of the two."""
         bins = min(self.bins, other.bins, key=lambda bins: bins.bits)
         counts: dict[int, int] = {}
         for sketch in (self, other):
@@ -196,7 +196,7 @@ class Sketch:
         return Sketch(bins, dict(sorted(counts.items())))
 
     def _coarser(self, bins: Bins) -> Iterator[tuple[int, int]]:
-        """Bins and counts, where 2**n neighbours of ours are one bin."""
+        """Yield the numbers of wider bins and counts; several counts may be of one wider bin."""
         finer = self.bins.bits - bins.bits
         for index, count in self.counts.items():
             offset = index - self.bins.side
@@ -209,7 +209,7 @@ class Sketch:
             yield bins.side + (position if offset >= 0 else -position), count
 
     def quantile(self, q: float, least: float, most: float) -> float | None:
-        """The number below which a share q lies, between the two that are nearest as numpy's default does.
+        """Return the number below which a share q lies, between the two nearest as numpy's default does.
 
         least, most: the extremes, which are known.  None where there are no numbers.
         """
@@ -223,7 +223,7 @@ class Sketch:
         return low + (high - low) * (rank - math.floor(rank))
 
     def _bin_of_rank(self, rank: int) -> int:
-        """The bin of the number at a place in order, from 0."""
+        """Return the bin of the number at a rank, from 0; raise IndexError for a rank beyond the numbers."""
         cumulative = 0
         for index in sorted(self.counts):
             cumulative += self.counts[index]
@@ -232,14 +232,14 @@ class Sketch:
         raise IndexError(rank)
 
     def _bin_middle(self, index: int, least: float, most: float) -> float:
-        """Return the middle of a bin; the known extreme for a bin without an end."""
+        """Return the middle of a bin; a known extreme for a bin without an end, 0 for those around zero."""
         near, far = self.bins.edges(index)
         if math.isinf(far):
             return most if far > 0 else least
         return 0.0 if near == 0.0 else (near + far) / 2
 
     def histogram(self) -> list[tuple[float, float, int]]:
-        """Lower edge, upper edge and count of each bin that has numbers, in order."""
+        """Return lower edge, upper edge and count of each bin that has numbers, in order."""
         # Sorted: the edges of a negative bin come by magnitude, so that the upper one is first.
         return [
             (*sorted(self.bins.edges(index)), count)  # type: ignore[misc]
@@ -247,7 +247,7 @@ class Sketch:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Bits, and pairs of bin and count."""
+        """Return the bits of bins, and pairs of bin and count."""
         return {"bits": self.bins.bits, "counts": [[index, count] for index, count in self.counts.items()]}
 
     @classmethod

@@ -44,10 +44,10 @@ class Measured:
         return self.sketch.quantile(q, self.statistics.least, self.statistics.most)
 
     def merged(self, other: Measured) -> Measured:
-        """Return the statistics of both together."""
-        both = self.sketch and other.sketch and self.sketch.merged(other.sketch)
+        """Return the statistics of both together; without a sketch where one of them has none."""
+        sketch = self.sketch and other.sketch and self.sketch.merged(other.sketch)
         return replace(
-            self, executions=self.executions + other.executions, sketch=both or None,
+            self, executions=self.executions + other.executions, sketch=sketch or None,
             statistics=self.statistics.merged(other.statistics),
         )  # fmt: skip
 
@@ -97,22 +97,28 @@ class StatsResult(Result):
         return 1
 
     def _extremes(self) -> str:
-        """Return the number of tensors, of NaN and Inf, and the largest magnitude with its place."""
+        """Return a sentence: the number of tensors, of NaN and Inf, and the largest magnitude with its place.
+
+        `NOTHING` without tensors; no magnitude without finite numbers.
+        """
         if not self.measured:
             return NOTHING
         statistics = [entry.statistics for entry in self.measured]
-        odd = sum(each.nan for each in statistics), sum(each.inf + each.negative_inf for each in statistics)
-        begin = f"{len(statistics):,} tensors: {odd[0]:,} NaN, {odd[1]:,} Inf"
+        totals = (
+            sum(each.nan for each in statistics),
+            sum(each.inf + each.negative_inf for each in statistics),
+        )
+        counts_text = f"{len(statistics):,} tensors: {totals[0]:,} NaN, {totals[1]:,} Inf"
         magnitudes = [
             (max(abs(entry.statistics.least), abs(entry.statistics.most)), entry)
             for entry in self.measured
             if entry.statistics.count
         ]
         if not magnitudes:
-            return f"{begin}."
+            return f"{counts_text}."
         largest, entry = max(magnitudes, key=lambda pair: pair[0])
         place = f"{entry.tensor} of {entry.type}" + f" in {entry.module}" * bool(entry.module)
-        return f"{begin}; the largest magnitude is {largest:.3g}, {place} ({entry.phase})."
+        return f"{counts_text}; the largest magnitude is {largest:.3g}, {place} ({entry.phase})."
 
     def notes(self) -> Sequence[str]:
         """Return the extremes, what the numbers count, and the largest error of quantiles."""
@@ -136,11 +142,11 @@ class StatsResult(Result):
 
     def merged(self, *results: StatsResult) -> StatsResult:
         """Return this and other runs or ranks as one result: tensors with equal keys are merged in order."""
-        together: dict[tuple[Any, ...], Measured] = {}
+        merged_by_key: dict[tuple[Any, ...], Measured] = {}
         for result in (self, *results):
             for key, entry in _number_keys(result.measured):
-                together[key] = together[key].merged(entry) if key in together else entry
-        return StatsResult(together.values(), self.quantiles)
+                merged_by_key[key] = merged_by_key[key].merged(entry) if key in merged_by_key else entry
+        return StatsResult(merged_by_key.values(), self.quantiles)
 
     @classmethod
     def load(cls, path: str | Path) -> StatsResult:

@@ -123,6 +123,7 @@ class Steps(amanda.Tool):
         listener(self.number)
 
     def _begin_step(self, number: int) -> None:
+        """Set the number of the step, and call the listeners."""
         self.number = number
         for listener in self._listeners:
             listener(number)
@@ -207,6 +208,7 @@ class Window:
         tool.wrap_routines(self._gate_routine)
 
     def _update_open(self, number: int) -> None:
+        """Open the window at a step in its range, else close it."""
         begun = number >= self._start and (self._end is None or number < self._end)
         self.open = begun and (number - self._start) % self._frequency == 0
 
@@ -222,6 +224,7 @@ class Window:
             return routine(*values, **kwargs) if window.open else skipped
 
         def gated_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
+            """Call the routine if the window was open at the first routine of the execution."""
             # The first routine of an execution decides for all, also for those of its backward pass.
             is_open = run.setdefault(window, window.open) if isinstance(run, dict) else window.open
             if takes_run:

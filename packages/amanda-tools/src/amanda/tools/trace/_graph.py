@@ -121,8 +121,10 @@ class Graph:
     def inputs(self, op: Op) -> tuple[Tensor, ...]:
         """Return the tensors that an op reads, or of whose memory it writes a part."""
         # A write into a part of the memory leaves the rest, which the op thus reads.
-        parts = (self.tensors[index].alias_of for index in op.writes)
-        return tuple(self.tensors[index] for index in dict.fromkeys((*op.reads, *parts)) if index is not None)
+        earlier_tensors = (self.tensors[index].alias_of for index in op.writes)
+        return tuple(
+            self.tensors[index] for index in dict.fromkeys((*op.reads, *earlier_tensors)) if index is not None
+        )
 
     def outputs(self, op: Op) -> tuple[Tensor, ...]:
         """Return the tensors that an op makes or writes."""
@@ -137,6 +139,7 @@ class Graph:
         return self._ops_at(op, (i for tensor in self.outputs(op) for i in tensor.consumers))
 
     def _ops_at(self, op: Op, indices: Iterable[int | None]) -> tuple[Op, ...]:
+        """Return ops by their indices, each once, without None and the op itself."""
         return tuple(self.ops[i] for i in dict.fromkeys(indices) if i is not None and i != op.index)
 
     def backward(self, op: Op) -> tuple[Op, ...]:
@@ -196,12 +199,14 @@ class Graph:
 
 
 def _check_indices(owner: str, indices: Iterable[Any], count: int) -> None:
+    """Raise ValueError for an index that is neither None nor below `count`.  owner: for the message."""
     for index in indices:
         if index is not None and not (type(index) is int and 0 <= index < count):
             raise ValueError(f"{owner} refers to {index!r}, and there are {count}")
 
 
 def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
+    """Return the fields by name; values are not copied, as asdict would."""
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
@@ -214,6 +219,7 @@ def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
 
 
 def _tuples(value: Any) -> Any:
+    """Return nested lists as tuples; any other value as it is."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -294,7 +300,7 @@ class ProgramOp:
 
     @property
     def position(self) -> int:
-        """Return the position in `ops` of the execution under way in this thread."""
+        """Return the position in `ops` of the execution under way in this thread; 0 without one."""
         thread = get_ident()
         frame = next((frame for key, frame in reversed(self.frames) if key == thread), None)
         if frame is None:
@@ -302,7 +308,10 @@ class ProgramOp:
         return len(self.ops) if frame.target is None else self.ops.index(frame.target)
 
     def op_of_node(self, number: int | None) -> int | None:
-        """Return the op that made the node of this number; the first op for None or an unknown number."""
+        """Return the op that made the node of this number; the first op for None or an unknown number.
+
+        None without recorded ops.
+        """
         if number is not None:
             # The latest first: autograd's numbers grow, and an op that ran again has newer nodes.
             for first, end, op in reversed(self.nodes):
@@ -426,8 +435,8 @@ class GraphRecorder:
 
     def producers(self, op: Op) -> list[Op]:
         """Return the ops that made the tensors that a recorded op reads or writes."""
-        parts = [self.values[index].tensor.alias_of for index in op.writes]
-        tensors = [*op.reads, *(index for index in parts if index is not None)]
+        earlier_tensors = [self.values[index].tensor.alias_of for index in op.writes]
+        tensors = [*op.reads, *(index for index in earlier_tensors if index is not None)]
         makers = dict.fromkeys(self.values[index].tensor.producer for index in tensors)
         return [self.op(maker) for maker in makers if maker is not None and maker != op.index]
 

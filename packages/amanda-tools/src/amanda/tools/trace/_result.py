@@ -118,6 +118,7 @@ def to_listing(graph: Graph) -> str:
 
 
 def _tensor_name(tensor: Tensor) -> str:
+    """Return a name that is unique in a listing: "%weight" from outside, "%weight.3" after a write, "%3"."""
     if tensor.name is None:
         return f"%{tensor.index}"
     return f"%{tensor.name}" if tensor.producer is None else f"%{tensor.name}.{tensor.index}"
@@ -127,22 +128,24 @@ def _op_line(graph: Graph, op: Op) -> str:
     """Return the line of an op: outputs, type with arguments, inputs, and a comment."""
     outputs = ", ".join(f"{_tensor_name(tensor)}: {tensor}" for tensor in graph.outputs(op))
     # Inputs that were left out at the end are not listed; those between are `_`.
-    last = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
-    inputs = ", ".join(_position_text(graph, position) for position in op.inputs[: last + 1])
+    last_input = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
+    inputs = ", ".join(_position_text(graph, position) for position in op.inputs[: last_input + 1])
     arguments = ", ".join(f"{name}={_argument_text(value)}" for name, value in (op.attributes or {}).items())
-    called = f"{op.type}{'_' if op.in_place else ''}{f'[{arguments}]' if arguments else ''}"
-    of = "" if op.forward is None else f"of {op.forward}"
-    notes = ", ".join(text for text in (f"{op.phase} {op.index}", of, op.module, op.source) if text)
-    return f"{f'{outputs} = ' if outputs else ''}{called}({inputs})  # {notes}"
+    call_text = f"{op.type}{'_' if op.in_place else ''}{f'[{arguments}]' if arguments else ''}"
+    forward_text = "" if op.forward is None else f"of {op.forward}"
+    notes = ", ".join(text for text in (f"{op.phase} {op.index}", forward_text, op.module, op.source) if text)
+    return f"{f'{outputs} = ' if outputs else ''}{call_text}({inputs})  # {notes}"
 
 
 def _position_text(graph: Graph, position: Position) -> str:
+    """Return the name of a tensor, "_" for no tensor, names of a list in brackets."""
     if isinstance(position, tuple):
         return f"[{', '.join(_position_text(graph, item) for item in position)}]"
     return "_" if position is None else _tensor_name(graph.tensors[position])
 
 
 def _argument_text(value: object) -> str:
+    """Return an argument as JSON of at most 40 characters."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
 
@@ -162,6 +165,7 @@ def to_dot(graph: Graph) -> str:
 
 
 def _dot_node(op: Op) -> str:
+    """Return the node of an op; that of a backward op is dashed."""
     style = "" if op.phase != "backward" else ", style=dashed"
     tip = f"{op.name}\n{op.source}"
     return f"op{op.index} [label={_quoted(op.type)}, tooltip={_quoted(tip)}{style}];"
@@ -243,12 +247,14 @@ def _explorer_edge(graph: Graph, tensor: Tensor, position: int) -> dict[str, str
 
 
 def _explorer_box(op: Op) -> str:
+    """Return the box of an op: its module, inside a box for its phase unless that is forward."""
     # Boxes nest at slashes; TensorFlow's scopes have them already.
     path = op.module if "/" in op.module else op.module.replace(".", "/")
     return path if op.phase == "forward" else f"{op.phase}/{path}".rstrip("/")
 
 
 def _explorer_outputs(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Return the outputs of a node as Model Explorer reads them, numbered from 0."""
     attributes = ({"tensor_shape": str(tensor), "tensor": tensor.index} for tensor in tensors)
     return [{"id": str(position), "attrs": _key_values(values)} for position, values in enumerate(attributes)]
 

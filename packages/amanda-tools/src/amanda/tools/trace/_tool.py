@@ -68,6 +68,7 @@ class TraceTool(amanda.Tool):
         self._places: dict[Hashable, ProgramOp] = {}
 
     def _add_graph(self, context: amanda.OpContext) -> None:
+        """Write the graph so far into a context."""
         context["graph"] = GraphSoFar(self)
 
     def _instrument_before(self, context: amanda.OpContext) -> None:
@@ -101,6 +102,7 @@ class TraceTool(amanda.Tool):
 
     @amanda.observer
     def _count_execution(self, place: ProgramOp) -> None:
+        """Count an execution at the last recorded op of a place."""
         # None is recorded after the limit.
         for index in place.ops[-1:]:
             self.recorder.count(index)
@@ -108,11 +110,13 @@ class TraceTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _keep_execution(place: ProgramOp, run: dict[str, Any]) -> None:
+        """Note the recorded op of an execution, for its backward ops."""
         run["traced"] = place.last
 
     @staticmethod
     @amanda.observer
     def _resume_execution(place: ProgramOp, run: dict[str, Any]) -> None:
+        """Tell a backward op which recorded op its execution belongs to; None without one."""
         place.resumed = run.get("traced")
 
     def tracker(self, context: amanda.OpContext) -> ExecutionTracker:
@@ -191,7 +195,9 @@ class GraphSoFar:
 
 
 _MOST_ITEMS = 64
+"""Longest list or dict inside an argument that is recorded item by item."""
 _LONGEST_TEXT = 200
+"""Characters of a text that is recorded."""
 
 
 def plain_value(value: Any, depth: int = 0) -> Any:

@@ -27,7 +27,9 @@ from amanda.tools.trace._values import FrameworkValues, MemorySpan
 _WRITES_LIMIT = 128
 """Most writes kept for one memory; a tensor that was not read since misses earlier writes."""
 _BASE = 1 << 20
+"""Address that stands for the start of a memory."""
 _WORK: Any = 10_000
+"""Bound of the work of np.shares_memory."""
 _STATE = ("parameter", "buffer")
 """Kinds that a tensor keeps when it is written."""
 
@@ -107,10 +109,10 @@ class LiveTensors:
     def writes_since(self, tensor: Any, serial: int) -> list[MemoryWrite]:
         """Return the writes since a serial number that changed a tensor, in their order."""
         writes: list[MemoryWrite] = []
-        place = None if serial == self.serial else self.values.memory(tensor)
-        if place is None:
+        memory_and_span = None if serial == self.serial else self.values.memory(tensor)
+        if memory_and_span is None:
             return writes
-        memory, span = place
+        memory, span = memory_and_span
         # newest first, so that a write of the same span ends the search
         for write in reversed(self._writes.get(memory, ())):
             if write.serial <= serial:
@@ -123,18 +125,18 @@ class LiveTensors:
                 writes.append(write)
         return writes[::-1]
 
-    def add_version(self, op: int, before: int | None, tensor: Any) -> int:
+    def add_version(self, op: int, earlier_index: int | None, tensor: Any) -> int:
         """Record a tensor after an op wrote it or a part of its memory; return the new index.
 
-        before: index until then; None for a new gradient.
+        earlier_index: index until then; None for a new gradient.
         """
         kind, name = "gradient", None
-        if before is not None:
-            old = self._recorder.values[before]
-            kind, name = old.tensor.kind, old.tensor.name
+        if earlier_index is not None:
+            earlier = self._recorder.values[earlier_index]
+            kind, name = earlier.tensor.kind, earlier.tensor.name
             # A write of a part leaves the rest, so the op reads the earlier tensor as well.
-            old.consumers[op] = None
-        described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=before)
+            earlier.consumers[op] = None
+        described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=earlier_index)
         return self._recorder.add_tensor(described, same=True)
 
     def set_index(self, tensor: Any, index: int) -> None:
@@ -157,23 +159,28 @@ class LiveTensors:
         self, values: Sequence[Any], positions: Sequence[Position], only_changed: bool = False
     ) -> None:
         """Set the indices of tensors.  only_changed: only of unknown tensors, or those written since."""
-        for tensor, index in self._pairs(values, positions):
+        for tensor, index in self._tensors_with_indices(values, positions):
             live = self._live.get(id(tensor)) if only_changed else None
             if live is None or self.writes_since(tensor, live.serial):
                 self.set_index(tensor, index)
 
-    def _pairs(self, values: Sequence[Any], positions: Sequence[Position]) -> Iterator[tuple[Any, int]]:
-        """Yield each tensor with its index."""
+    def _tensors_with_indices(
+        self, values: Sequence[Any], positions: Sequence[Position]
+    ) -> Iterator[tuple[Any, int]]:
+        """Yield each tensor among values with its index, those in lists too."""
         # A repeated execution may give fewer values than the first one.
         for value, position in zip(values, positions, strict=False):
             if isinstance(position, tuple):
                 if isinstance(value, (list, tuple)):
-                    yield from self._pairs(value, position)
+                    yield from self._tensors_with_indices(value, position)
             elif position is not None and self.values.is_tensor(value):
                 yield value, position
 
     def root_of(self, value: Any) -> int | None:
-        """Return the index that a tensor had before it was first written; UNKNOWN for an unknown tensor."""
+        """Return the index that a tensor had before it was first written.
+
+        UNKNOWN for a tensor that is not recorded, and for a handle; None for no tensor.
+        """
         if not self.values.is_tensor(value):
             return None
         # The handle of a variable or an iterator is another object at each execution.
@@ -181,7 +188,10 @@ class LiveTensors:
         return UNKNOWN if index is None else self._recorder.values[index].root
 
     def record_input(self, value: Any, kind: str | None = None) -> int | None:
-        """Return the index of an input; record an input from outside.  kind: of an input from outside."""
+        """Return the index of an input, which is recorded if it comes from outside; None for no tensor.
+
+        kind: of an input from outside; None to ask the framework.
+        """
         if not self.values.is_tensor(value):
             return None
         index = self.current_index(value)
@@ -199,26 +209,26 @@ class LiveTensors:
     def record_output(
         self, place: ProgramOp, value: Any, op: int, input_states: Sequence[InputState]
     ) -> int | None:
-        """Record an output; return its index.  input_states: of the tensors among the inputs."""
+        """Record an output; return its index, None for no tensor.  input_states: of tensors among inputs."""
         if not self.values.is_tensor(value):
             return None
         alias = self.last_index(value)
         kind, name = place.facts.makes, self.values.name(value)
         # Known already: the op gave back an input, as ops in place do.
-        same = alias is not None
+        is_known = alias is not None
         if alias is None:
             # symbols have no memory to share
             inputs = () if place.symbolic else input_states
             # A view has memory that an input has; what the first input's kind says goes to the output too.
             alias = self._input_sharing_memory(value, inputs) if kind else input_states[0].tensor
         owner = None if alias is None else self._recorder.values[alias]
-        if owner is not None and same and place.symbolic and owner.tensor.producer is None:
+        if owner is not None and is_known and place.symbolic and owner.tensor.producer is None:
             owner.tensor = replace(owner.tensor, producer=op, kind=kind)  # a loop reads it before it is made
             return alias
-        if owner is not None and (not kind or (owner.tensor.kind in _STATE and same)):
+        if owner is not None and (not kind or (owner.tensor.kind in _STATE and is_known)):
             kind, name = owner.tensor.kind, owner.tensor.name
         described = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
-        return self._recorder.add_tensor(described, same, from_outside=place.facts.brings_in)
+        return self._recorder.add_tensor(described, is_known, from_outside=place.facts.brings_in)
 
     def _input_sharing_memory(self, value: Any, input_states: Sequence[InputState]) -> int | None:
         """Return the index of the input whose memory a value shares; None without one."""
@@ -271,20 +281,20 @@ class ExecutionTracker:
 
     @amanda.observer
     def before_op(self, *inputs: Any, place: ProgramOp, recomputed: bool = False) -> None:
-        """Record the inputs of an op before it runs."""
+        """Record the inputs of an op before it runs; none of a new op after the limit."""
         if self._recorder.drops(place):
             return
         # A repeated execution adds no op: its tensors take the indices of the first one.
         target = self._matching_op(place, inputs, recomputed)
         if target is None:
-            read = tuple(map_position(self._tensors.record_input, value) for value in inputs)
+            input_positions = tuple(map_position(self._tensors.record_input, value) for value in inputs)
         else:
-            read = self._recorder.ops[target].op.inputs
-            self._tensors.set_indices(inputs, read, only_changed=True)
+            input_positions = self._recorder.ops[target].op.inputs
+            self._tensors.set_indices(inputs, input_positions, only_changed=True)
         # Versions before the op: one that has changed afterwards tells an input that was written.
         input_states = [self._tensors.input_state(value) for value in leaves(inputs)]
         serial, number = self._tensors.serial, self.values.next_node_number()
-        place.begin(OpenExecution(read, target, None, input_states, serial, number))
+        place.begin(OpenExecution(input_positions, target, None, input_states, serial, number))
 
     @amanda.observer
     def after_op(self, *outputs: Any, place: ProgramOp, recomputed: bool = False) -> None:
@@ -293,24 +303,24 @@ class ExecutionTracker:
         if frame is None:
             return
         # Before the outputs are recorded, as an output may be a written input.
-        written = self._written_inputs(place, frame)
+        written_tensors = self._written_inputs(place, frame)
         index, executed = self._count_or_add_op(place, frame, recomputed)
         number = self.values.next_node_number()
         # The op has made nodes: their numbers lead from the backward pass to this execution.
         if number is not None and frame.number is not None and number != frame.number:
             place.nodes.append((frame.number, number, index))
             del place.nodes[:-_NODES_KEPT]
-        for tensor in written.values():
+        for tensor in written_tensors.values():
             self._tensors.note_write(tensor, index)
         self._record_outputs(place, frame, executed, outputs)
-        for position, tensor in written.items():
+        for position, tensor in written_tensors.items():
             if frame.target is None:
                 # An op in place gives back its input, which is among the outputs then and has its new index
                 # already.
-                after = self._tensors.last_index(tensor)
-                if after is None or place.symbolic or after not in indices_at(executed.outputs):
-                    after = self._tensors.add_version(index, frame.input_states[position].tensor, tensor)
-                executed.written[position] = after
+                new_index = self._tensors.last_index(tensor)
+                if new_index is None or place.symbolic or new_index not in indices_at(executed.outputs):
+                    new_index = self._tensors.add_version(index, frame.input_states[position].tensor, tensor)
+                executed.written[position] = new_index
             if position in executed.written:
                 self._tensors.set_index(tensor, executed.written[position])
 
@@ -329,16 +339,16 @@ class ExecutionTracker:
         # After the limit further executions are counted at the last op.
         if target is None and self._recorder.is_full:
             target = place.ops[-1]
-        read: list[Position] = []
+        input_positions: list[Position] = []
         for gradient, sent_indices in zip(gradients, arrived, strict=True) if target is None else ():
             if len(sent_indices) > 1:
-                read.append(tuple(sent_indices))
+                input_positions.append(tuple(sent_indices))
             elif sent_indices:
-                read.append(sent_indices[0])
+                input_positions.append(sent_indices[0])
             else:
                 record = partial(self._tensors.record_input, kind="gradient")
-                read.append(map_position(record, gradient))
-        place.begin(OpenExecution(tuple(read), target, forward))
+                input_positions.append(map_position(record, gradient))
+        place.begin(OpenExecution(tuple(input_positions), target, forward))
 
     @amanda.observer
     def after_backward_op(self, *gradients: Any, place: ProgramOp) -> None:
@@ -354,8 +364,8 @@ class ExecutionTracker:
         total = self.values.send_gradients(sent)
         # A leaf's gradient is written by each pass: a new version of the same tensor.
         if total is not None and frame.target is None:
-            before = self._tensors.current_index(total)
-            executed.parts.append(self._tensors.add_version(index, before, total))
+            earlier_index = self._tensors.current_index(total)
+            executed.parts.append(self._tensors.add_version(index, earlier_index, total))
         if total is not None and executed.parts:
             self._tensors.set_index(total, executed.parts[0])
 
@@ -418,18 +428,18 @@ class ExecutionTracker:
         self._tensors.set_indices(outputs, executed.outputs)
 
     def _written_inputs(self, place: ProgramOp, frame: OpenExecution) -> dict[int, Any]:
-        """Return by flat position the inputs that the op wrote, without those that ops within it wrote."""
-        written: dict[int, Any] = {}
+        """Return the inputs that the op wrote, by flat position, without those that ops within it wrote."""
+        written_tensors: dict[int, Any] = {}
         for position, state in enumerate(frame.input_states):
             tensor = None if state is None else state.reference()
             # An op may be given a tensor twice.
-            if tensor is None or any(tensor is other for other in written.values()):
+            if tensor is None or any(tensor is other for other in written_tensors.values()):
                 continue
-            wrote = position in place.facts.written or self.values.version(tensor) != state.version
+            is_written = position in place.facts.written or self.values.version(tensor) != state.version
             # What ops within this one have written is recorded at those ops.
-            if wrote and not self._tensors.writes_since(tensor, frame.serial):
-                written[position] = tensor
-        return written
+            if is_written and not self._tensors.writes_since(tensor, frame.serial):
+                written_tensors[position] = tensor
+        return written_tensors
 
 
 def roots_agree(roots: Any, recorded_roots: Any) -> bool:

@@ -170,7 +170,10 @@ class PytorchValues(FrameworkValues):
             return None
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
-        """Return kind and path of a parameter or buffer in the outermost called module."""
+        """Return kind and path of a parameter or buffer in the outermost called module.
+
+        Without such a path, "parameter" or "input", and None.
+        """
         parameter = isinstance(tensor, self._torch.nn.Parameter)
         modules = [
             subject for subject in interceptor.subjects() if isinstance(subject, self._torch.nn.Module)
@@ -210,8 +213,8 @@ class PytorchValues(FrameworkValues):
         if node is None or sent is None:
             return number, [()] * count
         # `get` for a look ahead of the op, `pop` when the op runs.
-        name, look = self._node_key(node), sent.pop if take else sent.get
-        return number, [look((name, position), ()) for position in range(count)]
+        key, get_summands = self._node_key(node), sent.pop if take else sent.get
+        return number, [get_summands((key, position), ()) for position in range(count)]
 
     def send_gradients(self, gradients: Sequence[int | None]) -> Any:
         """Send gradients on to the nodes that come next; return the gradient of a leaf."""
@@ -219,9 +222,9 @@ class PytorchValues(FrameworkValues):
         if node is None:
             return None
         sent = self._sent.setdefault(self._torch._C._current_graph_task_id(), {})
-        for (after, position), gradient in zip(node.next_functions, gradients, strict=False):
-            if after is not None and gradient is not None:
-                sent.setdefault((self._node_key(after), position), []).append(gradient)
+        for (next_node, position), gradient in zip(node.next_functions, gradients, strict=False):
+            if next_node is not None and gradient is not None:
+                sent.setdefault((self._node_key(next_node), position), []).append(gradient)
         # A pass that fails never takes what was sent to its nodes.
         while len(self._sent) > _PASSES_LIMIT:
             del self._sent[next(iter(self._sent))]
@@ -299,7 +302,7 @@ class TensorflowValues(FrameworkValues):
         return TraceFacts(str(context.get_op().name), makes, written, kind.startswith("IteratorGetNext"))
 
     def captured_tensor(self, tensor: Any) -> Any:
-        """Return the tensor that a function captured, or the index of an argument of its call."""
+        """Return the tensor that a function captured, or the index of an argument of its call; else None."""
         graph = getattr(tensor, "graph", None)
         if graph is None or not hasattr(graph, "captures"):
             return None
@@ -321,12 +324,12 @@ class TensorflowValues(FrameworkValues):
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the arguments of the functions that an op calls, whose ops come next."""
         # The first input of these chooses the branch, and is no argument of a function.
-        skipped = 1 if context.get_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+        num_skipped = 1 if context.get_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
         for value in context.get_attrs().values():
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict) and "name" in item:
                     name = _FUNCTION.sub(r"\1", str(item["name"]))
-                    self._arguments[name] = arguments[skipped:]
+                    self._arguments[name] = arguments[num_skipped:]
 
 
 class JaxValues(FrameworkValues):
@@ -354,7 +357,7 @@ class JaxValues(FrameworkValues):
         return super().facts(context)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
-        """Return kind and path of a weight."""
+        """Return "parameter" and the path of a weight; "input" and None for other arrays."""
         path = self._weights.get(tensor)
         return ("input", None) if path is None else ("parameter", path)
 

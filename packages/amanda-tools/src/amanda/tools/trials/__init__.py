@@ -104,10 +104,10 @@ class SearchResult(PlottedResult):
 
     def draw(self, axes: Axes) -> None:
         """Draw the metric of each trial against the first cost, or the trials, and the front as a line."""
-        done = [(number, trial) for number, trial in enumerate(self.trials) if trial.metric is not None]
+        evaluated = [(number, trial) for number, trial in enumerate(self.trials) if trial.metric is not None]
         axes.scatter(
-            [_x_position(trial, number) for number, trial in done],
-            [trial.metric or 0.0 for _, trial in done],
+            [_x_position(trial, number) for number, trial in evaluated],
+            [trial.metric or 0.0 for _, trial in evaluated],
             s=14, color="gray", label="evaluated",
         )  # fmt: skip
         if self.costs:
@@ -122,7 +122,7 @@ class SearchResult(PlottedResult):
             )
         axes.set_xlabel(self.costs[0] if self.costs else "trial")
         axes.set_ylabel(self.metric)
-        if done:
+        if evaluated:
             axes.legend(frameon=False)
 
 

@@ -140,7 +140,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
     """Return columns and rows, with the ops of each row.
 
     `ops` is None where the table is about something else.  As many rows as there are ops of one key are
-    theirs in turn, unless words tell the rows apart; otherwise each is about all of them.
+    theirs in turn, unless texts in other columns tell the rows apart; otherwise each is about all of them.
     """
     columns = _columns(source)
     rows = source.list_of("rows")
@@ -159,13 +159,13 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
 def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
     """Return the ops of each row, one alone where rows and ops go in pairs."""
     ops_of_rows = [ops.about(row) for row in rows]
-    words = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
-    if any(isinstance(row.get(word), str) for row in rows for word in words):
+    text_columns = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
+    if any(isinstance(row.get(word), str) for row in rows for word in text_columns):
         return ops_of_rows  # which may tell rows of one op apart, as the name of a tensor does
-    rivals: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    rows_by_ops: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for row, indices in enumerate(ops_of_rows):
-        rivals[tuple(indices)].append(row)
-    for claimed, claimants in rivals.items():
+        rows_by_ops[tuple(indices)].append(row)
+    for claimed, claimants in rows_by_ops.items():
         # As many rows as ops of one key: they are in the order of execution, one each.
         if len(claimed) == len(claimants) > 1:
             for row, index in zip(claimants, claimed, strict=True):
@@ -193,13 +193,15 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    there = [number_of(value) for value in values if value is not None]
-    return bool(there) and all(
-        isinstance(number, (int, float)) and not isinstance(number, bool) for number in there
+    """Return True if all values but None are numbers, or words for NaN and infinities, and there are some."""
+    present = [number_of(value) for value in values if value is not None]
+    return bool(present) and all(
+        isinstance(number, (int, float)) and not isinstance(number, bool) for number in present
     )
 
 
 def _text_of(value: Any) -> str:
+    """Return text; "" for any other value of a file."""
     return value if isinstance(value, str) else ""
 
 
@@ -210,12 +212,12 @@ _TENSOR = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "
 
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return a list for each field that any op has."""
-    words = {
+    texts = {
         name: ["" if value is None else str(value) for value in values]
         for name, values in by_column(_WORDS, ops).items()
     }
-    further = by_column((name for name in _OTHERS if any(op.get(name) is not None for op in ops)), ops)
-    return {**words, **further}
+    other_columns = by_column((name for name in _OTHERS if any(op.get(name) is not None for op in ops)), ops)
+    return {**texts, **other_columns}
 
 
 def graph(source: Source) -> dict[str, Any]:
@@ -303,6 +305,7 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
 
 
 def _notes(source: Source) -> list[str]:
+    """Return the notes of a source that are text."""
     notes = source.content.get("notes")
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
@@ -342,12 +345,14 @@ def _digest(text: str) -> str:
 
 
 def _script() -> str:
+    """Return the script of the page."""
     # One function around all, so that the page has no globals; browsers load no modules from files.
     modules = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     return f'"use strict";\n(() => {{\n{modules}\n}})();\n'
 
 
 def _asset(name: str) -> str:
+    """Return the text of a file that the page is made of."""
     return (files("amanda.tools.view") / "page" / name).read_text(encoding="utf-8")
 
 
@@ -370,7 +375,7 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
     a result's save(), also gzipped. Several files go on one page, which joins their data on each op.
     Chrome traces open in https://ui.perfetto.dev instead.
     """
-    page = output or _beside(files[0])
+    page = output or _default_page(files[0])
     write_file(page, to_page(*files, title=title))
     sys.stdout.write(f"{page}\n")
     if shown:
@@ -382,5 +387,6 @@ def main(arguments: Sequence[str]) -> int:
     return exit_status(_command, "amanda view", arguments)
 
 
-def _beside(file: Path) -> Path:
+def _default_page(file: Path) -> Path:
+    """Return the page for a file in the working directory: run.view.html for run.json.gz."""
     return Path(f"{file.name.removesuffix('.gz').removesuffix('.json')}.view.html")

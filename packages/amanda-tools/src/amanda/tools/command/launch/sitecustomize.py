@@ -84,6 +84,7 @@ class Process:
 
         @wraps(original)
         def opening(*args: Any, **kwargs: Any) -> Any:
+            """Open the scope, then call what is in the function's place."""
             if not self._waits:
                 return original(*args, **kwargs)
             self.open()
@@ -146,12 +147,14 @@ class Process:
         self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
 
     def _begin_in_child(self) -> None:
+        """Let signals through in a forked child; without a session they end it at once."""
         if self.session is None:
             # There is nothing to save, and a handler in Python may come too late to end a lock's wait.
             self._replace_handlers(self.end_by_signal, signal.SIG_DFL)
         self._let_signals_through()
 
     def _let_signals_through(self) -> None:
+        """Unblock the signals that were not blocked before the fork."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
 
     def end(self) -> None:
@@ -197,6 +200,7 @@ class Process:
 
 
 def _die(number: int) -> None:
+    """End the process by a signal, as it would end without a handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -211,6 +215,7 @@ def _say(*texts: str) -> None:
 
 
 def _begin() -> None:
+    """Begin the process under its tools; the program does not see the folder of this module on sys.path."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib is not loaded yet
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
     Process(json.loads(os.environ["AMANDA_TOOLS"])).begin()
