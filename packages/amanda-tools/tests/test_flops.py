@@ -203,7 +203,7 @@ def test_a_formula_of_the_users_comes_first() -> None:
 
 def test_an_unknown_key_or_total_is_named() -> None:
     result = counted(lambda: torch.ones(1) + 1).result
-    with pytest.raises(AmandaError, match="by phase, type, module, source, not by colour"):
+    with pytest.raises(AmandaError, match="keys phase, type, module, source, not colour"):
         result.by("colour")
     with pytest.raises(AmandaError, match="not of 'watts'"):
         result.total("watts")

@@ -492,7 +492,7 @@ def test_by_groups_and_adds_up() -> None:
     assert sum(row[5] for row in rows.values()) == pytest.approx(1)
     assert result.to_pandas()["calls"].sum() == sum(place.calls for place in result.places)
     assert result.wall >= result.total()
-    with pytest.raises(AmandaError, match="phase, type, module, source, not by colour"):
+    with pytest.raises(AmandaError, match="phase, type, module, source, not colour"):
         result.by("colour")
 
 
