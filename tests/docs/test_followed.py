@@ -45,7 +45,9 @@ def links(page: Path) -> list[tuple[str, Path]]:
 def defined(path: Path) -> set[str]:
     """Return the qualified names of the functions and classes of a Python or C file."""
     if path.suffix != ".py":
-        return set(re.findall(r"^(?:\w[\w *]*[ *])?(\w+)\(", path.read_text(), re.MULTILINE))
+        # Definitions begin in the first column, and unlike declarations do not end with a semicolon.
+        lines = re.findall(r"^\w.*[^;]$", path.read_text(), re.MULTILINE)
+        return {name for line in lines for name in re.findall(r"(\w+)\(", line)}
     names = set()
 
     def visit(node: ast.AST, prefix: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import children
@@ -54,3 +55,15 @@ def test_a_second_build_takes_the_first_ones_interceptor(tmp_path: Path) -> None
     done = build(tmp_path, AMANDA_REQUIRE_NATIVE="0")
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("compiling the native interceptor") == 1
+
+
+def test_the_source_distribution_has_every_native_source(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=CORE, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    native = CORE / "src" / "amanda" / "interceptor" / "native"
+    sources = {path.relative_to(CORE).as_posix() for path in native.rglob("*.[ch]")}
+    assert sources
+    assert sources <= packed

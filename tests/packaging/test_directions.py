@@ -123,7 +123,7 @@ def test_every_name_that_the_core_offers_to_drivers_is_used_by_one() -> None:
 
 def test_the_pages_have_a_row_for_each_name_of_the_driver_interface() -> None:
     assert rows(EAGER) | rows(GRAPHS) == set(amanda.backend.__all__)
-    assert rows(EAGER) & rows(GRAPHS) == set()
+    assert rows(EAGER) & rows(GRAPHS) == {"OpFacts"}  # each page says who makes them there
 
 
 def test_the_page_about_eager_drivers_has_all_that_one_needs() -> None:
@@ -234,3 +234,27 @@ def test_the_core_names_the_distribution_of_each_tool_and_command() -> None:
         assert sorted(offer.commands) == sorted(points.get("amanda.commands", ()))
         packages = {name for name in tools_of(distribution) if not name.startswith("_")}
         assert packages <= {*offer.tools, *offer.commands, *offer.packages, "command", "pytest"}
+
+
+NATIVE_FOLDERS = {
+    "interception": {"interception"},
+    "execution": {"interception", "execution"},
+    "pytorch": {"interception", "execution", "pytorch"},
+    "statistics": {"interception/base.h", "statistics"},
+}
+"""What the sources of a folder of native code include; tensors.h alone includes what defines it in line."""
+
+
+@pytest.mark.parametrize("folder", NATIVE_FOLDERS)
+def test_native_folders_include_downwards(folder: str) -> None:
+    native = PACKAGES / "amanda-core" / "src" / "amanda" / "interceptor" / "native"
+    sources = sorted((native / folder).glob("*.[ch]"))
+    assert sources
+    offending = [
+        f"{source.relative_to(native)}: {header}"
+        for source in sources
+        for header in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE)
+        if not NATIVE_FOLDERS[folder] & {header, header.partition("/")[0]}
+    ]
+    seam = ["execution/tensors.h: pytorch/layout.h"] if folder == "execution" else []
+    assert offending == seam

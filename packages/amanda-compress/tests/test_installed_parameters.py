@@ -139,12 +139,14 @@ class Handle:
 class HandleDriver(FakeDriver):
     handles: ClassVar[dict[int, Handle]] = {}
 
-    def variable_of(self, value: Any) -> Any:
+    def describe(self, call: Any, subjects: Any) -> Any:
+        facts = super().describe(call, subjects)
+        facts.variable_of, facts.path_of = self._handle_of, lambda variable: None
+        return facts
+
+    def _handle_of(self, value: Any) -> Any:
         is_parameter = isinstance(value, fake.Parameter)
         return self.handles.setdefault(id(value), Handle()) if is_parameter else None
-
-    def path_of(self, subjects: Any) -> Any:
-        return lambda variable: None
 
 
 @pytest.mark.usefixtures("installed")

@@ -42,7 +42,7 @@ class Tensor:
 def graphs(module: Any = interceptor, sample: Any = lambda op: None) -> Any:
     return module.Graphs(
         tensors=Tensor, leaf=Leaf, maker="maker", base="base", next="next", notes="notes", number="count",
-        key="mark", met=sample,
+        key="mark", sampled=sample,
     )  # fmt: skip
 
 

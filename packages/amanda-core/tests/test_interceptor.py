@@ -27,7 +27,7 @@ import children
 import pytest
 
 from amanda import interceptor
-from amanda.interceptor import ACTIVATION, Activation, Detour, PlanTable, Site, Suspension
+from amanda.interceptor import ACTIVATION, Activation, Detour, PlanTable, Site, Suspension, _fallback
 from amanda.interceptor.opid import digest
 
 native_only = pytest.mark.xfail(
@@ -551,3 +551,21 @@ def test_the_fallback_stands_in_for_properties_and_class_methods() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "0001-01-01", "True", "3"]
+
+
+def test_native_code_and_the_fallback_both_define_the_whole_face() -> None:
+    from amanda.interceptor import _fallback
+
+    face = {name for name in interceptor.__all__ if name in vars(_fallback)}
+    others = {"IMPLEMENTATION", "NATIVE", "ONE_PLACE", "REASON", "TRANSPARENT", "codes", "uninterrupted"}
+    assert set(interceptor.__all__) - face <= others
+    assert not interceptor.NATIVE or set(interceptor._names) - {"modules", "disturb_with"} == face - others
+
+
+def test_a_resumption_has_the_same_fields_on_both_interceptors() -> None:
+    fields = _fallback.Resumption._fields
+    assert all(hasattr(interceptor.Resumption, field) for field in fields)
+    values: Any = ("plan", 1, None, NotImplemented, [2])
+    for kind in (interceptor.Resumption, _fallback.Resumption):
+        resumption: Any = kind(*values) if kind is _fallback.Resumption else kind(values)
+        assert [getattr(resumption, field) for field in fields] == list(values) == list(resumption)

@@ -1,4 +1,4 @@
-"""The lock under which a tool's routines run, and what a memo and a program take."""
+"""The lock under which a tool's routines run, and what a cache and a program take."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ import children
 import pytest
 
 from amanda import interceptor
-from amanda.interceptor import Lock, Memo
+from amanda.interceptor import CallCache, Lock
 
 natively = pytest.mark.xfail(not interceptor.NATIVE, reason="never: Python makes no programs", run=False)
 
@@ -95,23 +95,23 @@ def test_a_forked_child_finds_it_free_though_another_thread_held_it() -> None:
 
 def test_a_memo_holds_plans_and_forgets_what_it_learned() -> None:
     plans: dict[Any, Any] = {}
-    memo = Memo(plans)
-    assert memo.plans is plans
-    memo.learn(5, None)
-    memo.forget()
-    assert len(memo) == 0
+    cache = CallCache(plans)
+    assert cache.plans is plans
+    cache.learn(5, None)
+    cache.forget()
+    assert len(cache) == 0
 
 
 @natively
 def test_a_memo_takes_programs_alone_and_stays_small() -> None:
-    memo = Memo({})
+    cache = CallCache({})
     with pytest.raises(TypeError, match="a Program or None is wanted"):
-        memo.learn(5, object())  # type: ignore[arg-type]
-    memo.learn(0, None)
-    assert len(memo) == 0
+        cache.learn(5, object())  # type: ignore[arg-type]
+    cache.learn(0, None)
+    assert len(cache) == 0
     for key in range(1, 1000):
-        memo.learn(key, None)
-    assert 0 < len(memo) <= 256
+        cache.learn(key, None)
+    assert 0 < len(cache) <= 256
 
 
 @natively

@@ -12,7 +12,7 @@ from amanda import interceptor
 from amanda.action import has_parameter, marks
 from amanda.interceptor import _fallback
 
-KINDS = pytest.mark.parametrize("kind", [interceptor.Tally, _fallback.Tally])
+KINDS = pytest.mark.parametrize("kind", [interceptor.ShapeCounter, _fallback.ShapeCounter])
 HUGE = 2**63
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 import amanda
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS, TRAINED, own, shared, trained_mixer
+from models import MODELS, TRAINED, shared, trained_mixer, with_weights_by_row
 
 pytestmark = pytest.mark.usefixtures("attached_driver")
 
@@ -164,7 +164,9 @@ def test_a_model_is_trained_to_the_bit_with_routines_in_its_program(name: str) -
 @pytest.mark.slow
 def test_routines_under_vmap_leave_every_bit_of_a_program_whose_rows_have_weights_of_their_own() -> None:
     """Each row of a mapped op has gradients for a backward routine, so their sum is taken behind it."""
-    shared_weights, own_weights = (bits(trained_mixer(STEPS, mapped=mapped)) for mapped in (shared, own))
+    shared_weights, own_weights = (
+        bits(trained_mixer(STEPS, mapped=mapped)) for mapped in (shared, with_weights_by_row)
+    )
     with amanda.apply(Native()):
         results = bits(trained_mixer(STEPS, start=amanda.disabled))
     assert results == own_weights != shared_weights

@@ -114,7 +114,7 @@ def test_symbolic_tracing_and_export_record_the_program_and_no_tool(harmless: am
 
 
 @warnings
-def test_function_transforms_are_correct_and_said_once(harmless: amanda.Tool) -> None:
+def test_function_transforms_are_correct_and_nothing_is_reported(harmless: amanda.Tool) -> None:
     from torch.func import functional_call, grad, hessian, jvp, vmap
 
     net = network()
@@ -136,7 +136,7 @@ def test_function_transforms_are_correct_and_said_once(harmless: amanda.Tool) ->
     with amanda.apply(harmless) as scope:
         for _ in range(2):
             assert all(map(torch.equal, bare, transformed()))
-    assert [entry.what for entry in scope.report] == ["a torch.func transform (vmap, grad, ...)"]
+    assert scope.report == []
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_a_torch_that_lacks_a_function_is_read_by_python_and_a_warning_says_so(
     monkeypatch.setattr(_reader, "_FUNCTION_MODE", "no_such_function")
     with caplog.at_level("WARNING", "amanda"):
         assert make_reader(torch.add) == (None, "it lacks no_such_function")
-    assert "a multiple of the time: it lacks no_such_function" in caplog.text
+    assert "it lacks no_such_function" in caplog.text
 
 
 @natively

@@ -32,7 +32,9 @@ DATA_READERS = names("""
     _validate_sparse_csr_tensor_args
 """)
 # They give back a tensor or are said to write one, and touch no data.
-BOOKKEEPERS = names("requires_grad_ retain_grad record_stream grad _add_batch_dim _remove_batch_dim")
+BOOKKEEPERS = names(
+    "requires_grad_ retain_grad record_stream grad _add_batch_dim _remove_batch_dim _make_dual _unpack_dual"
+)
 
 
 def native_callables() -> list[Any]:

@@ -113,7 +113,7 @@ def test_the_report_counts_by_type_module_and_bit() -> None:
     assert len(bits) > 10
     for word in ("60 trials", "95 % confidence", "3 executions"):
         assert word in str(result)
-    with pytest.raises(Exception, match=", not color"):
+    with pytest.raises(Exception, match="not color"):
         result.by("color")
 
 

@@ -87,10 +87,13 @@ class _PythonContinuation:
         self._facts = facts
 
     def __call__(
-        self, actions: list[Action], grads: tuple[Any, ...], stopped_at: Any, shapes: Any = None
+        self,
+        actions: list[Action],
+        grads: tuple[Any, ...],
+        resumption: interceptor.Resumption,
+        shapes: Any = None,
     ) -> tuple[Any, ...] | None:
-        # NotImplemented: native code has called no routine, so Python begins with the first.
-        step, returned = (-1, None) if stopped_at is NotImplemented else stopped_at
+        step, returned = resumption.step, resumption.returned
         values = changed = list(grads)
         with interceptor.Suspension(), self._ops.reading():
             for i, action in enumerate(actions):

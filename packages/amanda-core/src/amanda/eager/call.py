@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from amanda.plan.facts import OpFacts
 from amanda.plan.tensors import TensorOps, spread
 
 if TYPE_CHECKING:
     from amanda import interceptor
     from amanda.eager.views import Views
-    from amanda.plan.facts import OpFacts
     from amanda.plan.lifetime import SlotOf
     from amanda.plan.plan import Plan
     from amanda.plan.tool_stack import ToolStack
@@ -206,28 +206,18 @@ class EagerOps(TensorOps):
         """Return the values for analysis routines; overridden where a framework wraps values for autodiff."""
         return values
 
-    def variable_of(self, value: Any) -> Any:
-        """Return the variable that holds an input's value across executions; None where there is none."""
-        return None
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of the op of a call at its first execution, for the contexts of its tools.
 
-    def part_of(self, value: Any, variable: Any) -> str:
-        """Name the part of a variable that an input is a view of; "" for all of it, in any form."""
-        return ""
-
-    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
-        """Return a function of a variable that returns its path in the outermost module of the call stack.
-
-        The function keeps no module alive.
+        A driver extends what the call itself tells by the facts `scope`, `aliases`, `variable_of`, `path_of`
+        and `part_of`. Functions among the facts are called later, and keep no module alive.
+        subjects: objects of the enclosing calls, such as modules, the outermost first.
         """
-        return _no_path
-
-    def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Return the path of the innermost enclosing call's object within the outermost's."""
-        return ""
-
-    def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
-        """Return other paths of the innermost object, such as a path of layers' names."""
-        return ()
+        return OpFacts(
+            call.op, 0, self.namespace, call.names, self.unwrapped(call.inputs), attributes=call.attributes(),
+            op_type=call.op_type(), parameters=call.parameters(), compute=call.computation(),
+            device_of=self.device_of,
+        )  # fmt: skip
 
     def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
         """Return a description and a reason if a call cannot be instrumented at this moment, else None."""
@@ -257,16 +247,12 @@ class EagerOps(TensorOps):
         """
         raise NotImplementedError
 
-    def leaving(self, trace: Trace, writes: bool) -> Any:
+    def backward_marker(self, trace: Trace, writes: bool) -> Any:
         """Return an argument of a `Program` with which native code attaches this trace to each execution.
 
         writes: whether the op writes into an input tensor.
         """
         raise NotImplementedError
-
-
-def _no_path(variable: Any) -> str | None:
-    return None
 
 
 # Held by nodes of autodiff, so it dies with their graph; nothing else may refer to it for longer.

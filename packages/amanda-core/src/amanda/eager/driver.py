@@ -56,31 +56,34 @@ class EagerDriver(EagerOps, Driver):
     def handle(
         self,
         state: State,
-        memo: interceptor.Memo | None,
+        call_cache: interceptor.CallCache | None,
         op_id: int,
         site: interceptor.Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, ...] | None = None,
+        resumption: interceptor.Resumption | None = None,
     ) -> Any:
         """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
 
-        memo: native programs and plans of the op; None before its first execution.
+        call_cache: native programs and plans of the op; None before its first execution.
         key: key of the call's form, under which a program may be stored; 0 where none may.
-        done: state of a native execution that Python continues: plan, step, the routine's result, the outputs
-        and the inputs; None where the call starts here.
+        resumption: where to go on with an execution that native code has begun; None where the call starts.
         """
         stack = state.stack
         assert stack is not None
-        if done is not None:
-            return self._resume(self.bind(site, args, kwargs), state, op_id, *done)
+        if resumption is not None:
+            return self._resume(self.bind(site, args, kwargs), state, op_id, resumption)
         must_see_writes = self._must_see_writes(stack, op_id)
-        if memo is not None and len(memo.plans) == 1 and not (stack.guards or kwargs or must_see_writes):
-            (plan,) = memo.plans.values()
+        if (
+            call_cache is not None
+            and len(call_cache.plans) == 1
+            and not (stack.guards or kwargs or must_see_writes)
+        ):
+            (plan,) = call_cache.plans.values()
             # The op has one plan, without actions: store that for native code before the arguments are bound.
             if not plan and not plan.wants_backward(self.gradients(args)):
-                memo.learn(key, None)
+                call_cache.learn(key, None)
                 return self.invoke(site, args, kwargs)
         obstacle = self.obstacle(site)
         if obstacle is not None:
@@ -88,13 +91,13 @@ class EagerDriver(EagerOps, Driver):
             return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
         signature = stack.key(self, call.inputs, op_id)
-        if memo is None or signature not in memo.plans:
+        if call_cache is None or signature not in call_cache.plans:
             return self._execute_first(call, state, op_id, signature)
-        plan = memo.plans[signature]
+        plan = call_cache.plans[signature]
         # The answer of a callable guard is not part of native keys, and writes that views have to follow are
         # seen in Python alone.
         if key and not stack.keyed_by_callables and not must_see_writes:
-            cache_program(self, memo, key, plan, call, state)
+            cache_program(self, call_cache, key, plan, call, state)
         return self._execute_plan(plan, call, state, op_id)
 
     def _execute_first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
@@ -102,14 +105,10 @@ class EagerDriver(EagerOps, Driver):
         stack = state.stack
         assert stack is not None
         subjects = interceptor.subjects()
-        facts = OpFacts(
-            call.op, op_id, self.namespace, call.names, self.unwrapped(call.inputs),
-            attributes=call.attributes(), scope=self.scope_name(subjects), source=user_source(),
-            op_type=call.op_type(), parameters=call.parameters(), variable_of=self.variable_of,
-            path_of=self.path_of(subjects), part_of=self.part_of, device_of=self.device_of,
-            compute=call.computation(), aliases=self.scope_aliases(subjects),
-            input_shapes=self.shapes(call.inputs) if stack.keyed_by_shapes_read else (),
-        )  # fmt: skip
+        facts = self.describe(call, subjects)
+        facts.op_id, facts.source = op_id, user_source()
+        if stack.keyed_by_shapes_read:
+            facts.input_shapes = self.shapes(call.inputs)
         analysis = OpAnalysis(facts, self, stack, key, state.cache)
         result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:
@@ -117,7 +116,7 @@ class EagerDriver(EagerOps, Driver):
             if call.mutable or call.may_write_unseen():
                 # Recorded before any view is linked: from the first link on these ops have to run in Python.
                 stack.writing_ops.add(op_id)
-            self._store_memo(stack, op_id, analysis.plan)
+            self._store_call_cache(stack, op_id, analysis.plan)
             # The outermost module holds the others, so its death is that of the place.
             bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
         facts.drop_values()
@@ -320,23 +319,13 @@ class EagerDriver(EagerOps, Driver):
             values, returned = changed, NOT_CALLED
         return values
 
-    def _resume(
-        self,
-        call: Call,
-        state: State,
-        op_id: int,
-        plan: Plan,
-        step: int,
-        returned: Any,
-        outputs: Any,
-        changed_inputs: list[Any] | None,
-    ) -> Any:
+    def _resume(self, call: Call, state: State, op_id: int, resumption: interceptor.Resumption) -> Any:
         """Continue an execution that native code has stopped, with the plan that native code used.
 
         Native code stops after a routine that returned a value which it cannot put in place.  The plan is not
         looked up again, since an in-place op may have changed the dtype or shape of an argument.
-        outputs: NotImplemented where the op has not run.  changed_inputs: inputs from routines, if any.
         """
+        plan, step, returned, outputs, changed_inputs = resumption
         if outputs is NotImplemented:
             resumed = step, returned
             return self._execute_plan(
@@ -390,14 +379,14 @@ class EagerDriver(EagerOps, Driver):
         """Return the values that distinguish the call's op; its plan is dropped when any of these dies."""
         return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
-    def _store_memo(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
+    def _store_call_cache(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
         """Put the stack's plans of an op into the interceptor's table; None for an op without work."""
         entry = stack.table.get(op_id)
-        if isinstance(entry, interceptor.Memo):
+        if isinstance(entry, interceptor.CallCache):
             entry.forget()
         elif plan or plan.has_backward_routines or stack.guards or self._must_see_writes(stack, op_id):
             stack.table.set(
-                op_id, interceptor.Memo(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
+                op_id, interceptor.CallCache(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
             )
         else:
             # None in the table: native code runs the op without a look at its arguments.

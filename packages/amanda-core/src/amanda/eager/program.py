@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 def cache_program(
-    ops: EagerOps, memo: interceptor.Memo, key: int, plan: Plan, call: Call, state: State
+    ops: EagerOps, call_cache: interceptor.CallCache, key: int, plan: Plan, call: Call, state: State
 ) -> None:
     """Store a native program for calls of this form, if native code can execute the plan.
 
-    key: the memo's key of the form.  state: state of a thread; part of the key.
+    key: the call_cache's key of the form.  state: state of a thread; part of the key.
     """
     gradients = ops.gradients(call.inputs)
     traced = plan.has_backward_routines and plan.wants_backward(gradients)
     actions = plan.actions(state.recall is not None)
     if not (actions or traced):
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
-        memo.learn(key, None)
+        call_cache.learn(key, None)
         return
     facts = plan.chain[0].context._facts
     runs = plan.runs(ops, state.is_recorded)
-    trace = _trace_recorder(ops, memo, plan, actions, runs, call, gradients, facts) if traced else None
+    trace = _trace_recorder(ops, call_cache, plan, actions, runs, call, gradients, facts) if traced else None
     if traced and trace is None:
         return
     refuse = None
@@ -50,12 +50,12 @@ def cache_program(
         refuse = ops.saves_out_of_reach
     program = _build_program(ops, plan, actions, runs, call, facts, trace, refuse)
     if program is not None:
-        memo.learn(key, program)
+        call_cache.learn(key, program)
 
 
 def _trace_recorder(
     ops: EagerOps,
-    memo: interceptor.Memo,
+    call_cache: interceptor.CallCache,
     plan: Plan,
     actions: Actions,
     runs: RunDicts,
@@ -74,7 +74,7 @@ def _trace_recorder(
     if plan.is_complete(gradients) and not plan.takes_run:
         shared_trace = Trace(facts.op_id, gradients, plan, {})
         shared_trace.keep(ops, facts, [], [])
-        leave_shared_trace: Callable[..., None] = ops.leaving(shared_trace, bool(call.targets))
+        leave_shared_trace: Callable[..., None] = ops.backward_marker(shared_trace, bool(call.targets))
         return leave_shared_trace
 
     # Taken out of the call, which the function below would keep alive with its tensors.
@@ -88,7 +88,7 @@ def _trace_recorder(
         trace.keep(ops, facts, inputs, values)
         if plan.is_complete(gradients) and not plan.takes_run:
             # The program that called this function was built for incomplete analyses; build a faster one.
-            memo.forget()
+            call_cache.forget()
         nodes = ops.made_between(begin, start, end)
         ops.attach_trace(trace, nodes, [*values, *(inputs[i] for i in mutable)])
 

@@ -7,97 +7,25 @@ Python callable, which a `Detour` replaces. While an `Activation` is in force, a
 
     handler(state, plan, op_id, site, args, kwargs)
 
-A plan that is a `Memo` may learn what calls of an op come to: nothing, or the routines of a `Program`.
-Native code does that then, as far as it can, and a `Reader` says how it tells calls apart. The handler
-of such an op gets two arguments more: under which key the memo may learn of this call (0: it may not),
-and what is done of the program, None where nothing: the plan, the last step, what its routine returned, what
-the op returned (NotImplemented: it has not run), and the inputs where routines gave some (else None).
+A plan that is a `CallCache` may learn what calls of an op come to: nothing, or the routines of a `Program`.
+Native code does that then, as far as it can, and a `Reader` tells it the forms of calls apart. The handler
+of such an op gets two arguments more: the key under which the cache may learn the form of this call (0: it
+may not), and a `Resumption` where native code has begun the execution and Python goes on (else None).
 
 `Moments` are statistics of numbers in memory, for observers: they belong to no call.
 
 Without a C compiler at install time the same face is served in pure Python, where callables are
-replaced by attribute; `NATIVE` says which one is in force and `REASON` why.
+replaced by attribute; `NATIVE` tells which interceptor is in force and `REASON` why.
 """
 
+# ruff: noqa: F403, F405
+
+import importlib
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-NATIVE = False
-"""True if native code intercepts."""
-REASON: str | None = None
-"""Why native code does not; None where it does."""
-
-if os.environ.get("AMANDA_NATIVE") == "0":
-    REASON = "AMANDA_NATIVE=0 asks for the pure-Python interceptor"
-else:
-    try:
-        from amanda.interceptor import _native  # type: ignore[attr-defined]
-
-        _names: dict[str, object] = {"modules": sys.modules}
-        if _refusal := _native.lib.amanda_boot(_native.ffi.cast("void *", id(_names))):
-            raise ImportError(
-                "it serves the main interpreter alone" if _refusal > 0 else "the report is above"
-            )
-        NATIVE = True
-    except ImportError as error:
-        REASON = (
-            "the native interceptor cannot be loaded: " + str(error)
-            if importlib.util.find_spec("amanda.interceptor._native")
-            else "the native interceptor was not built; install a C compiler, then amanda-core again"
-        )
-
-if TYPE_CHECKING or not NATIVE:
-    from amanda.interceptor._fallback import (
-        ACTIVATION,
-        OCCURRENCE_CAP,
-        Activation,
-        Detour,
-        Enclosure,
-        Extent,
-        Graphs,
-        Hook,
-        Lock,
-        Mark,
-        Memo,
-        Moments,
-        PlanTable,
-        Program,
-        Reader,
-        Site,
-        Snapshot,
-        Suspension,
-        Tally,
-        active,
-        add_identity_type,
-        configure,
-        failure,
-        forget_code,
-        forget_failures,
-        forked,
-        keep_failure,
-        ordinal,
-        reset_root,
-        running,
-        set_leaf_type,
-        snapshot,
-        statistics,
-        subjects,
-        watch_outside,
-    )
-else:
-    globals().update({name: value for name, value in _names.items() if name != "modules"})
-
-from amanda.interceptor.interrupts import uninterrupted  # noqa: E402
-from amanda.interceptor.registry import codes  # noqa: E402 - it needs what is above
-
-TRANSPARENT = 1
-"""Flag of a site: ops called inside it are ops of their own."""
-IMPLEMENTATION = 2
-"""Flag of a site: called inside another op, it is no op."""
-ONE_PLACE = 4
-"""Flag of a site: the parameters that it is given do not tell its calls apart."""
 
 __all__ = [
     "ACTIVATION",
@@ -108,6 +36,7 @@ __all__ = [
     "REASON",
     "TRANSPARENT",
     "Activation",
+    "CallCache",
     "Detour",
     "Enclosure",
     "Extent",
@@ -115,15 +44,15 @@ __all__ = [
     "Hook",
     "Lock",
     "Mark",
-    "Memo",
     "Moments",
     "PlanTable",
     "Program",
     "Reader",
+    "Resumption",
+    "ShapeCounter",
     "Site",
     "Snapshot",
     "Suspension",
-    "Tally",
     "active",
     "add_identity_type",
     "codes",
@@ -143,3 +72,53 @@ __all__ = [
     "uninterrupted",
     "watch_outside",
 ]
+
+NATIVE = False
+"""True if native code intercepts."""
+REASON: str | None = None
+"""Why native code does not; None where it does."""
+
+if os.environ.get("AMANDA_NATIVE") == "0":
+    REASON = "AMANDA_NATIVE=0 asks for the pure-Python interceptor"
+else:
+    try:
+        from amanda.interceptor import _native  # type: ignore[attr-defined]
+
+        _names: dict[str, object] = {"modules": sys.modules}
+        # cffi passes no Python objects: native code gets the dict's address, and puts the face into it.
+        if _refusal := _native.lib.amanda_boot(_native.ffi.cast("void *", id(_names))):
+            raise ImportError(
+                "it serves the main interpreter alone" if _refusal > 0 else "the report is above"
+            )
+        NATIVE = True
+    except ImportError as error:
+        REASON = (
+            "the native interceptor cannot be loaded: " + str(error)
+            if importlib.util.find_spec("amanda.interceptor._native")
+            else "the native interceptor was not built; install a C compiler, then amanda-core again"
+        )
+
+if TYPE_CHECKING:
+    from amanda.interceptor._fallback import *
+else:
+    # The face stands once, in `__all__`: whichever interceptor is in force fills it.
+    _face = _names if NATIVE else vars(importlib.import_module("amanda.interceptor._fallback"))
+    globals().update({name: _face[name] for name in __all__ if name in _face})
+
+from amanda.interceptor.interrupts import uninterrupted  # noqa: E402
+from amanda.interceptor.opid import SKIPPED, CodeRegistry  # noqa: E402
+
+TRANSPARENT = 1
+"""Flag of a site: ops called inside it are ops of their own."""
+IMPLEMENTATION = 2
+"""Flag of a site: called inside another op, it is no op."""
+ONE_PLACE = 4
+"""Flag of a site: the parameters among its arguments do not tell its calls apart."""
+
+codes = CodeRegistry(forget_code)
+"""The one registry of code: which frames of a program belong to Amanda, to frameworks, or to the user."""
+_CORE = Path(__file__).parents[1]
+codes.add_root(f"{_CORE}/", SKIPPED)
+# The suite's programs are like the user's; its driver is Amanda's, as any driver.
+codes.add_root(f"{_CORE / 'testing'}/", 0)
+codes.add_root(f"{_CORE / 'testing' / '_fake_driver'}/", SKIPPED)

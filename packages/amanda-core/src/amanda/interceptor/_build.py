@@ -11,13 +11,15 @@ ffibuilder.cdef("int amanda_boot(void *names);")
 ffibuilder.set_source(
     "amanda.interceptor._native",
     "int amanda_boot(void *names);",
-    sources=[str(path) for path in sorted(NATIVE.glob("*.c"))],
-    depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
+    sources=[str(path) for path in sorted(NATIVE.rglob("*.c"))],
+    depends=[str(path) for path in sorted(NATIVE.rglob("*.h"))],
     include_dirs=[str(NATIVE)],
     define_macros=[("_CFFI_NO_LIMITED_API", None)],
     extra_compile_args=[
+        # initial-exec: a thread's state is read at every op; the general model calls a function for it.
         *("-O3", "-g0", "-fno-plt", "-fvisibility=hidden", "-ftls-model=initial-exec", "-fopenmp-simd"),
         *("-Wall", "-Wextra"),
     ],
+    # The stubs read structures that the limited API hides: one build serves one minor version of CPython.
     py_limited_api=False,
 )

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from amanda.interceptor import Enclosure
+from amanda.interceptor import Enclosure, codes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.interceptor.opid import BOUNDARY
-from amanda.interceptor.registry import codes
 
 _MISSING = object()
 
@@ -33,6 +32,7 @@ class Attributes:
         """
         if self.serves_again(holder, name):
             return
+        # Not `getattr`: an inherited attribute is deleted at the end, not set.
         before = vars(holder).get(name, _MISSING)
         self._before.append((holder, name, before, value))
         with _as_much_a_sequence(holder, name):
@@ -46,6 +46,7 @@ class Attributes:
         """
         by_target = {id(target): stand_in for target, stand_in in stand_ins.items()}
         for holder in holders:
+            # Programs import a target by any name: `torch.add` is in three modules, and stays one target.
             for name in dir(holder):
                 value = inspect.getattr_static(holder, name, None)
                 if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
@@ -70,6 +71,7 @@ class Attributes:
                 code,
                 *(inner for inner in code.co_consts if isinstance(inner, types.CodeType)),
             ):
+                # Walks of call sites end here, so that an op does not depend on who calls the module.
                 codes.add_code(region_code, BOUNDARY)
         call = vars(kind)["__call__"]
         self.set(kind, "__call__", Enclosure(call) if place is None else Enclosure(call, place))
@@ -93,9 +95,11 @@ class Attributes:
         An attribute that the program has set meanwhile is the program's.
         """
         undo(self._steps)
+        # Each entry is dropped after its attribute is back: an interrupt in between only repeats a step.
         while self._before:
             holder, name, value, ours = self._before[-1]
             if vars(holder).get(name, _MISSING) is not ours:  # or `set` was interrupted
+                # The program wrapped our function and will go on calling it: the next scope reuses that one.
                 if type(ours) is types.FunctionType:
                     _outlived[holder, name] = ours
                 self._before.pop()
@@ -137,6 +141,7 @@ def _as_much_a_sequence(holder: Any, name: str) -> Iterator[None]:
     if place is None or not made_in_python or sys.implementation.name != "cpython":
         yield
         return
+    # PySequence_Check asks this slot, and torch, numpy and json treat a sequence otherwise.
     function = _sequence_slot(holder, place).value
     try:
         yield
@@ -149,6 +154,7 @@ def _sequence_slot(holder: type, place: int) -> Any:
     import ctypes
 
     word = ctypes.sizeof(ctypes.c_void_p)
+    # tp_as_sequence is the eleventh pointer after the head of a type object, in all versions we run on.
     methods = ctypes.c_void_p.from_address(id(holder) + object.__basicsize__ + 11 * word).value or 0
     return ctypes.c_void_p.from_address(methods + place * word)
 

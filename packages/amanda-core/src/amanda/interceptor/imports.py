@@ -50,6 +50,7 @@ def _is_there(name: str) -> bool:
 
 
 def _under_way(name: str) -> bool:
+    # importlib sets it while the body runs; a module that was made by hand has no spec, and is complete.
     return bool(getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False))
 
 
@@ -74,6 +75,7 @@ class _Watch(MetaPathFinder):
         self._with_us: list[MetaPathFinder] = []
 
     def add(self, name: str, callback: Callback) -> Callable[[], object]:
+        # A function of its own for each call, because one callback may watch a module twice.
         def once() -> None:
             callback()
 
@@ -85,6 +87,7 @@ class _Watch(MetaPathFinder):
                 if not self._callbacks:
                     self._install()
                 self._callbacks.setdefault(name, []).append(once)
+            # Looked at after the watch is in place: an import on another thread may end at any moment.
             if is_imported(name):
                 if call_off():
                     callback()
@@ -130,6 +133,7 @@ class _Watch(MetaPathFinder):
             for callback in self._take(name):
                 try:
                     callback()
+                # It would end the program's import, which has nothing to do with what we watch for.
                 except Exception:
                     logger.exception("what was to happen after the import of %s failed", name)
         finally:

@@ -16,6 +16,7 @@ def uninterrupted(work: Callable[[], None]) -> None:
 
     Python runs the handlers on the main thread alone, so any other thread calls it as it is.
     """
+    # To set a handler on another thread is an error.
     if threading.current_thread() is not threading.main_thread():
         work()
         return
@@ -30,6 +31,7 @@ def uninterrupted(work: Callable[[], None]) -> None:
             _restore_handlers(handlers)
         finally:
             _restore_handlers(handlers)  # those that an exception has left
+    # In the order of arrival; the first that raises keeps the rest from running, as it would have done.
     for handler, number, frame in arrived:
         handler(number, frame)
 
@@ -37,7 +39,7 @@ def uninterrupted(work: Callable[[], None]) -> None:
 def undo(steps: list[Callable[[], object]]) -> None:
     """Call what undoes each step, last first; one that raises is called again the next time."""
     while steps:
-        steps[-1]()
+        steps[-1]()  # before it is dropped: an interrupted step is called again
         steps.pop()
 
 
@@ -79,7 +81,7 @@ def _replace_handlers(
     installed = ((number, signals.getsignal(number)) for number in range(1, signal.NSIG))
     originals = {number: handler for number, handler in installed if callable(handler)}
     for number, handler in originals.items():
-        handlers[number] = handler
+        handlers[number] = handler  # first: to set it again does no harm where an interrupt comes here
         signals.signal(number, replacement)
 
 

@@ -36,6 +36,7 @@ def digest(*parts: str | bytes | int) -> int:
     whole = blake2b(digest_size=8)
     for part in parts:
         encoded = part if isinstance(part, bytes) else str(part).encode()
+        # With lengths, since "ab", "c" and "a", "bc" are different names.
         whole.update(b"%d:" % len(encoded) + encoded)
     return int.from_bytes(whole.digest(), "little")
 
@@ -58,6 +59,7 @@ def first_instructions(code: CodeType) -> bytes:
 
 def code_hash(code: CodeType) -> int:
     """Hash of where code was written and what its lines are."""
+    # Not `hash(code)`: that differs between processes, and ids are stored in files.
     name = getattr(code, "co_qualname", code.co_name)
     lines = code.co_linetable if hasattr(code, "co_linetable") else code.co_lnotab
     return digest(code.co_filename, name, code.co_firstlineno, lines)
@@ -74,6 +76,7 @@ class CodeRegistry:
 
     def add_root(self, prefix: str, kind: int) -> None:
         """Mark code whose file name starts with `prefix` as of this kind; the longest prefix wins."""
+        # To describe all code again is slow: a driver that is attached anew changes nothing.
         if self._roots.get(prefix) != kind:
             self._roots[prefix] = kind
             self._files.clear()
@@ -115,6 +118,7 @@ class CodeRegistry:
         return self.kind(code) & (FRAMEWORK | SKIPPED) == SKIPPED
 
     def _kind_of_file(self, name: str) -> int:
+        # testing/ lies in our folder and is not ours: the longest root decides.
         matching = max((root for root in self._roots if name.startswith(root)), key=len, default="")
         return self._roots.get(matching, 0)
 

@@ -127,7 +127,7 @@ class Action:
         self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")
         # A tally has an attribute of that name, which counts recomputations, but no parameter.
-        self.takes_recomputed = not isinstance(func, interceptor.Tally) and self._takes("recomputed")
+        self.takes_recomputed = not isinstance(func, interceptor.ShapeCounter) and self._takes("recomputed")
         if self.takes_recomputed:
             self.kwargs = {**kwargs, "recomputed": False}
         # A replacement computes the op from its values, which have their shapes.
@@ -148,7 +148,7 @@ class Action:
         Observers were called in the first execution; those with a parameter `recomputed` are called again.
         A `Tally` counts recomputations in its attribute `recomputed`, if it has one.
         """
-        if isinstance(self.func, interceptor.Tally):
+        if isinstance(self.func, interceptor.ShapeCounter):
             recomputed_tally = getattr(self.func, "recomputed", None)
             return None if recomputed_tally is None else self._with_routine(recomputed_tally, self.kwargs)
         if self.takes_recomputed:
@@ -179,7 +179,7 @@ def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     """
     # The first argument of a bound method is `self`, which no caller passes.
     function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
-    if isinstance(func, interceptor.Tally):
+    if isinstance(func, interceptor.ShapeCounter):
         function, first = type(func).__call__, 1
     if isinstance(function, FunctionType) and not _has_other_signature(function.__dict__):
         # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.
@@ -255,6 +255,14 @@ def observer(func: RoutineT) -> RoutineT:
 def opening(func: RoutineT) -> RoutineT:
     """Mark a routine without values that a graph calls once at the start of each run, ahead of all ops."""
     return _add_mark(func, "opening")
+
+
+def all_samples(func: RoutineT) -> RoutineT:
+    """Mark an observer that reads values within a function transform as tensors outside of the transform.
+
+    A value under a vmap comes with the samples of all batches, whose axes are the first.
+    """
+    return _add_mark(func, "all_samples")
 
 
 @checked(error=RoutineError)

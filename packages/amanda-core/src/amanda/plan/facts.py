@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from amanda import interceptor
 from amanda.errors import ActionError, ReplaceConflictError
+from amanda.interceptor import codes
 from amanda.interceptor.opid import BOUNDARY, FRAMEWORK, SKIPPED, digest, mix
-from amanda.interceptor.registry import codes
 from amanda.namespace import Namespace
 from amanda.plan.action import Action, ActionType, InstrumentationPoint
 from amanda.plan.tensors import spread

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.interceptor.registry import codes
+from amanda.interceptor import codes
 
 if TYPE_CHECKING:
     from amanda.plan.tool_stack import ToolStack

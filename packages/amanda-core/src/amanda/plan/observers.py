@@ -7,6 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from amanda import interceptor
+from amanda.plan.batched_shape import sample_count
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # Native code finds these classes by their base, and adds to the table of the object without calling it.
-class Tally(interceptor.Tally):
+class Tally(interceptor.ShapeCounter):
     """An observer that counts executions; insert the object itself, with no values.
 
     >>> tally = Tally()
@@ -44,7 +45,7 @@ class Tally(interceptor.Tally):
 
 
 # A class of its own, as the signature decides whether native code builds the tuple of shapes.
-class ShapeTally(interceptor.Tally):
+class ShapeTally(interceptor.ShapeCounter):
     """An observer that counts executions by their shapes; insert the object itself, with no values.
 
     limit: native code counts so many different shapes by itself, and calls the object where there are more.
@@ -65,6 +66,15 @@ class ShapeTally(interceptor.Tally):
     def recomputed(self) -> ShapeTally | None:
         """Return what counts recomputations; None: they are not counted."""
         return None
+
+    @staticmethod
+    def samples(shapes: tuple[Any, ...]) -> int:
+        """Return how many samples an execution with these shapes computes: 1, unless a vmap maps the op.
+
+        >>> ShapeTally.samples((((2, 3),), ((2, 4),)))
+        1
+        """
+        return sample_count(shapes)
 
 
 # A protocol: drivers store more about a place than this room knows.

@@ -182,13 +182,13 @@ class ToolStack:
     def forget_programs(self, op_id: int) -> None:
         """Drop the native programs of an op, so that its next calls run in Python."""
         entry = self.table.get(op_id)
-        if isinstance(entry, interceptor.Memo):
+        if isinstance(entry, interceptor.CallCache):
             entry.forget()
 
     def watch_writes(self) -> None:
         """Run ops that write in Python from now on, also ops that have native programs."""
         for op_id in self.writing_ops:
-            # An op without work has no memo whose programs could be dropped; its entry itself is what makes
+            # An op without work has no call cache whose programs could be dropped; its entry itself makes
             # it run natively.
             if self.table.get(op_id) is None:
                 self.table.discard(op_id)

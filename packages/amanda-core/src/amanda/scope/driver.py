@@ -11,9 +11,9 @@ from functools import cached_property
 from types import CodeType
 from typing import ClassVar
 
+from amanda.interceptor import codes
 from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.opid import FRAMEWORK
-from amanda.interceptor.registry import codes
 from amanda.namespace import Namespace
 from amanda.scope.report import Report
 

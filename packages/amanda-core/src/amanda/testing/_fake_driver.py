@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.backend import BackwardStep, Call, EagerDriver, State, TensorOps, Trace, recomputed
+from amanda.backend import BackwardStep, Call, EagerDriver, OpFacts, State, TensorOps, Trace, recomputed
 from amanda.errors import RoutineError
 from amanda.interceptor import Detour, Site, Suspension
 from amanda.testing import fake
@@ -278,31 +278,12 @@ class FakeDriver(FakeTensors, EagerDriver):
         # Said in the report and not passed over: a user must know what tools did not see.
         return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
 
-    def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Path of the last module within the first."""
-        paths = (
-            path
-            for outer, inner in pairwise(subjects)
-            for path, module in outer.named_modules()
-            if module is inner
-        )
-        return ".".join(path for path in paths if path)
-
-    def variable_of(self, value: Any) -> fake.Parameter | None:
-        """Return the parameter that an input is; None for another value."""
-        return value if isinstance(value, fake.Parameter) else None
-
-    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
-        """Return a function from a parameter to its path in the outermost module; None where it is not in."""
-        modules = subjects[0].named_modules() if subjects else ()
-        paths = {
-            value: f"{path}.{name}".lstrip(".")
-            for path, module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, fake.Parameter)
-        }
-        # Weak: the function lives with the facts of the op, which must not keep the model alive.
-        return WeakKeyDictionary(paths).get
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
+        facts = super().describe(call, subjects)
+        facts.scope = _module_path(subjects)
+        facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
+        return facts
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """An operator's result as a list, and how to put it back into its form."""
@@ -336,3 +317,32 @@ def _code_of(function: Any, name: str) -> CodeType:
         for constant in function.__code__.co_consts
         if isinstance(constant, CodeType) and constant.co_name == name
     )
+
+
+def _module_path(subjects: Sequence[Any]) -> str:
+    """Path of the last module within the first."""
+    paths = (
+        path
+        for outer, inner in pairwise(subjects)
+        for path, module in outer.named_modules()
+        if module is inner
+    )
+    return ".".join(path for path in paths if path)
+
+
+def _parameter_of(value: Any) -> fake.Parameter | None:
+    """Return the parameter that an input is; None for another value."""
+    return value if isinstance(value, fake.Parameter) else None
+
+
+def _parameter_paths(subjects: Sequence[Any]) -> Callable[[Any], str | None]:
+    """Return a function from a parameter to its path in the outermost module; None where it is not in."""
+    modules = subjects[0].named_modules() if subjects else ()
+    paths = {
+        value: f"{path}.{name}".lstrip(".")
+        for path, module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, fake.Parameter)
+    }
+    # Weak: the function lives with the facts of the op, which must not keep the model alive.
+    return WeakKeyDictionary(paths).get

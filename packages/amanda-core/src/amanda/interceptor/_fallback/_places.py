@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from amanda.interceptor._fallback._tables import Lock
 from amanda.interceptor.opid import (
     BOUNDARY,
     FRAMEWORK,
@@ -48,6 +47,7 @@ class Region:
     def number_of_way(self, place: int, way: int) -> int:
         """Return which of the ways to the place this is: a loop comes by one."""
         ways = self.ways.setdefault(place, {})
+        # Unbounded counts would be a leak in a program that makes ways by recursion.
         if way not in ways and len(ways) == OCCURRENCE_CAP:
             return OCCURRENCE_CAP - 1
         return ways.setdefault(way, len(ways))
@@ -61,6 +61,7 @@ class Region:
         """The same place with the same counts, and call sites to add to those walked."""
         copied = Region(self.hash, self.parent, self.subject)
         copied.tail, copied.way = tail, way
+        # Copies, because a replay counts from the same state each time.
         copied.counts = dict(self.counts)
         copied.ways = {place: dict(ways) for place, ways in self.ways.items()}
         return copied
@@ -88,7 +89,7 @@ class Thread(threading.local):
         self.key: str | None = None
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
-        self.failure = Failure()
+        self.failure = Failure()  # an object, so that `forget_failures` reaches those of all threads
         self.watch_seen = 0  # number of the last watch that was told of this thread
 
     def region(self) -> Region:
@@ -102,16 +103,16 @@ Adopt = Callable[[Any, Any, int], tuple[int, bool]]
 class NumberedSubject:
     """The ordinal of an object, and how often it is still asked whether it lies in a slot."""
 
-    def __init__(self, ordinal: int, reference: Any, asks: int) -> None:
-        self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, asks
+    def __init__(self, ordinal: int, reference: Any, queries: int) -> None:
+        self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, queries
 
-    def ask_for_slot(self, subject: Any) -> None:
+    def query_slot(self, subject: Any) -> None:
         """Take over the ordinal of what lay first in the same slot of the object that encloses the call."""
         owner = thread.top and thread.top.subject
         if owner is None or place_state.adopt is None:
             self.slot_queries_left -= 1
             return
-        with thread.suspension:
+        with thread.suspension:  # a driver looks for slots by getattr, which may run ops
             self.ordinal, settled = place_state.adopt(owner, subject, self.ordinal)
         self.slot_queries_left = 0 if settled else self.slot_queries_left - 1
 
@@ -142,6 +143,7 @@ class PlaceState:
         """Return what is said of code: hash, kind, first instructions."""
         entry = self.notes.get(id(code))  # by address: code of another file may be equal
         if entry is None:
+            # Kept with the code object itself, so that its address is not used again.
             hash, kind, first = self.describe(code)
             entry = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
         return entry[1]
@@ -150,6 +152,7 @@ class PlaceState:
         """Drop the objects that nothing but their ordinal holds, once there are twice as many as survived."""
         if len(self.strong) < self.strong_limit:
             return
+        # A copy: a subject that dies may run code that asks for ordinals.
         for address in list(self.strong):
             if sys.getrefcount(self.strong[address]) <= _REFERENCES_OF_DEAD:
                 self.strong.pop(address, None)
@@ -177,11 +180,6 @@ def configure(
     place_state.on_death = on_death
     place_state.adopt = adopt
     forget_code()
-
-
-def forked() -> None:
-    """Start anew in a forked child."""
-    Lock._forks += 1
 
 
 def forget_code() -> None:
@@ -222,11 +220,11 @@ def ordinal(subject: Any) -> int:
             place_state.sweep()
             place_state.strong[address] = subject
         place_state.ordinals += 1
-        asks = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
-        place_state.named[address] = NumberedSubject(place_state.ordinals, reference, asks)
+        queries = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
+        place_state.named[address] = NumberedSubject(place_state.ordinals, reference, queries)
     named = place_state.named[address]
     if named.slot_queries_left:
-        named.ask_for_slot(subject)
+        named.query_slot(subject)
     return named.ordinal
 
 
@@ -241,12 +239,13 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
     while frame is not None and frame is not region.entry:
         if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or most == 0:
             break
-        most -= bool(way)
+        most -= bool(way)  # recursion of the program beyond the place is walked this far
         hash, kind, first = place_state.note(frame.f_code)
+        # The frame of an enclosing call that no activation saw, as of one that began before the scope.
         if not rooted and kind & BOUNDARY:
             break
         if not kind & SKIPPED:
-            word = frame.f_lasti // 2
+            word = frame.f_lasti // 2  # not the line: `f(x) + f(y)` are two places
             word = first[word] if word < len(first) else word
             site = (hash + (word + 1) * SITE_STEP) & MASK
             if not way:
@@ -254,6 +253,7 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
             if rooted and not kind & FRAMEWORK:
                 way.append(site)
         frame = frame.f_back
+    # A replay continues the walk that the snapshot had made.
     if not way:
         sites = (sites + region.tail)[:WALK_LIMIT]
     return sites, (way + region.way)[: WAY_LIMIT + 1]
@@ -271,6 +271,7 @@ def mix_leaf(way: int, value: Any) -> int:
 
 def mix_identities(hash: int, value: Any) -> int:
     """The hash mixed with the ordinal of each argument, also in a list, whose type distinguishes ops."""
+    # One level deep, as `torch.cat` takes its tensors; a deeper search would cost every call.
     for item in value if type(value) in (tuple, list) else (value,):
         if issubclass(type(item), place_state.identity_types):
             hash = mix(hash, ordinal(item))
@@ -288,6 +289,7 @@ class Snapshot:
         region = self._region.copy(self._region.tail, self._region.way)
         region.entry = sys._getframe(1)
         outer, key = thread.top, thread.key
+        # No op runs at the snapshot's place, though one may run here, such as a backward op.
         thread.top, thread.key = region, None
         try:
             return function(*args, **kwargs)

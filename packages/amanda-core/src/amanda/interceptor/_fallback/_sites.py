@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any
 
 from amanda.interceptor._copying import reduce_to_original
-from amanda.interceptor._fallback._native_alone import Reader
+from amanda.interceptor._fallback._activations import ACTIVATION, Activation
 from amanda.interceptor._fallback._places import (
     Failure,
     Region,
@@ -21,7 +21,7 @@ from amanda.interceptor._fallback._places import (
     ordinal,
     thread,
 )
-from amanda.interceptor._fallback._tables import ACTIVATION, Activation
+from amanda.interceptor._fallback._programs import Reader
 from amanda.interceptor.opid import ROOT_HASH, mix
 
 TRANSPARENT, IMPLEMENTATION, ONE_PLACE = 1, 2, 4
@@ -120,6 +120,7 @@ class Site:
 
     def invoke(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Call the target itself; what it calls in turn is intercepted."""
+        # A lock that nobody holds: what the target calls is intercepted, though a routine may be running.
         outer, thread.suspension = thread.suspension, RLock()
         try:
             return self.run(args, kwargs or {})
@@ -139,8 +140,9 @@ class Site:
         activation = active()
         if activation is None or (thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)):
             return self.original(*args, **kwargs)
-        thread.failure.error = None
+        thread.failure.error = None  # that of an earlier op has been seen, or dropped for good
         result = self._intercepted(activation, args, kwargs)
+        # An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again.
         if result is NotImplemented and thread.failure.error is not None:
             raise thread.failure.error
         return result
@@ -149,7 +151,7 @@ class Site:
         table, state = activation.table, activation.state  # which may change meanwhile
         op_id = _identify(self, args, kwargs)
         plan = NotImplemented if table is None else table.get(op_id)
-        if plan is None:
+        if plan is None:  # nothing is inserted: the op runs as outside of scopes
             return self.run(args, kwargs)
         _handed["pure Python"] += 1
         with thread.suspension:
@@ -160,7 +162,7 @@ class Site:
 def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     region = thread.region()
     place, way = mix(region.hash, site.hash), 0
-    sites, beyond = call_sites(region, sys._getframe(3))
+    sites, beyond = call_sites(region, sys._getframe(3))  # the caller of the detour
     for call_site in sites:
         place = mix(place, call_site)
     for call_site in beyond[1:]:
@@ -170,7 +172,7 @@ def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         place = mix_identities(place, value)
         way = mix_leaf(way, value) if rooted else way
     repeats = region.number_of_way(place, way) if rooted else region.occurrence(place)
-    return mix(place, repeats) or 1
+    return mix(place, repeats) or 1  # 0 is no id: native tables mark free cells by it
 
 
 class _Wrapped:
@@ -182,6 +184,7 @@ class _Wrapped:
         self.__module__ = getattr(function, "__module__", None)  # type: ignore[assignment]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # A classmethod binds itself to the class; the stand-in, which is none, has to do so.
         if isinstance(self.__wrapped__, types.ClassMethodDescriptorType):
             return types.MethodType(self, owner)
         return self if instance is None else types.MethodType(self, instance)
@@ -211,7 +214,7 @@ class _Wrapped:
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self
+        return self  # as functions are
 
     # Not in Python, where it could be interrupted: CPython crashes if that happens as it changes a class.
     __class__ = property(operator.attrgetter("__wrapped__.__class__"))
@@ -269,6 +272,7 @@ class Enclosure(_Wrapped):
             return self.__wrapped__(*args, **kwargs)
         finally:
             thread.top = outer
+            # Outside of modules an iteration ends with its outermost call: the next has the same ids.
             if outer is None:
                 thread.root.forget_counts()
 
@@ -278,9 +282,11 @@ class Enclosure(_Wrapped):
         else:
             with Suspension():
                 name, lasting = self._path(parent.subject, subject)
+            # Both get their ordinals now, in the order of native code: they count up.
             if lasting:
                 ordinal(subject), ordinal(parent.subject)
             place = mix(parent.hash, name)
+        # Not at the root, where the same module's call in the next iteration is the same place.
         if parent.hash != ROOT_HASH:
             place = mix(place, parent.occurrence(place))
         return Region(place, parent, subject)

@@ -1,4 +1,8 @@
-#include "amanda.h"
+#include "execution/program.h"
+#include "interception/lock.h"
+#include "interception/site.h"
+#include "pytorch/autograd.h"
+#include "statistics/moments.h"
 
 int add_function(PyObject *names, PyMethodDef *def) {
     PyObject *function = PyCFunction_New(def, NULL);
@@ -18,15 +22,22 @@ static int called_from_main(PyObject *names) {
     return PyInterpreterState_Get() == PyInterpreterState_Main() && modules == PySys_GetObject("modules");
 }
 
-/* Puts the interceptor's functions and types into the dict at `names`, which has sys.modules under
-   "modules": 0; 1 where another interpreter than the main one calls; -1 after a report on stderr.
-   cffi releases the GIL around a call, so it is taken here. */
+/* What Python tells apart: `interceptor/__init__.py` says why there is no native code. */
+enum { BOOT_FAILED = -1, BOOTED, OTHER_INTERPRETER };
+
+/* Put the interceptor's functions and types into the dict at `names`, which has sys.modules under "modules".
+   BOOT_FAILED: after a report on stderr.  cffi releases the GIL around a call, so it is taken here. */
 int amanda_boot(void *names) {
     PyGILState_STATE gil = PyGILState_Ensure();
-    int result = 1;
+    int result = OTHER_INTERPRETER;
     if (called_from_main(names)) {
-        result = stub_boot(names) || place_boot(names) || moments_boot(names) || extent_boot(names) || statistics_boot(names) ? -1 : 0;
-        if (result) PyErr_Print();
+        int failed = activation_boot(names) || site_boot(names) || place_boot(names) || region_boot(names) ||
+                     ordinal_boot(names) || lock_boot(names) || extent_boot(names) ||  /* interception */
+                     execution_boot(names) || statistics_boot(names) ||                /* execution */
+                     add_type(names, "Reader", &Reader_Type) || graph_boot(names) ||   /* pytorch */
+                     moments_boot(names);                                              /* statistics */
+        if (failed) PyErr_Print();
+        result = failed ? BOOT_FAILED : BOOTED;
     }
     PyGILState_Release(gil);
     return result;

@@ -249,17 +249,17 @@ class JaxDriver(Arrays, EagerDriver):
         """Attach the trace to the tapped execution."""
         execution.attach(trace)
 
-    def variable_of(self, value: Any) -> Any:
-        """Return the slot of a weight: an array of a model, or an argument of the traced function."""
-        return variable_of(value, places_among(interceptor.subjects()))
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op, with the calling module and the slots of weights that it reads."""
+        facts = super().describe(call, subjects)
+        facts.scope = module_path(places_among(subjects))
+        facts.variable_of, facts.path_of = _weight_slot_of, attrgetter("path")
+        return facts
 
-    def path_of(self, subjects: Sequence[Any]) -> Callable[[Any], str | None]:
-        """Return a function that returns the path of a weight, in the outermost module or in arguments."""
-        return attrgetter("path")
 
-    def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Return the path of the calling module."""
-        return module_path(places_among(subjects))
+def _weight_slot_of(value: Any) -> Any:
+    """Return the slot of a weight: an array of a model, or an argument of the traced function."""
+    return variable_of(value, places_among(interceptor.subjects()))
 
 
 def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:

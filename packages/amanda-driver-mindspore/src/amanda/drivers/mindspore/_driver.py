@@ -7,8 +7,8 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Call, Operation, State
-from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Memo, Site
+from amanda.backend import Call, Operation, OpFacts, State
+from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, CallCache, Detour, Resumption, Site
 from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _executor
@@ -100,18 +100,18 @@ class MindSporeDriver(MindSporeAutograd):
     def handle(
         self,
         state: State,
-        memo: Memo | None,
+        call_cache: CallCache | None,
         op_id: int,
         site: Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, ...] | None = None,
+        resumption: Resumption | None = None,
     ) -> Any:
         """Bring a call to the core, except for functions of MindSpore itself that compute nothing."""
         if site is self._apply and args[0].__module__.startswith("mindspore."):
             return site.invoke(args, kwargs)
-        return super().handle(state, memo, op_id, site, args, kwargs, key, done)
+        return super().handle(state, call_cache, op_id, site, args, kwargs, key, resumption)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in schema order."""
@@ -127,7 +127,7 @@ class MindSporeDriver(MindSporeAutograd):
                 self._memories[memory_of(value)] = weakref.ref(value)
         return values
 
-    def variable_of(self, value: Any) -> Any:
+    def _variable_of(self, value: Any) -> Any:
         """Return a parameter, the parameter that a tensor is a view of, or a leaf that needs a gradient."""
         if isinstance(value, Parameter) or not isinstance(value, Tensor):
             return value if isinstance(value, Parameter) else None
@@ -137,13 +137,17 @@ class MindSporeDriver(MindSporeAutograd):
             return parameter
         return value if value._is_leaf and node_of(value) is not None else None
 
-    def part_of(self, value: Any, variable: Any) -> str:
-        """Name the part of a parameter that a smaller view shows, by its offset."""
-        return f"@{value.storage_offset()}" if value.size < variable.size else ""
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op, with the calling cell and the parameters that the op reads."""
+        facts = super().describe(call, subjects)
+        facts.scope = cell_path(subjects)
+        facts.variable_of, facts.part_of = self._variable_of, _part_of
+        return facts
 
-    def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Return the path of the calling cell in the network."""
-        return cell_path(subjects)
+
+def _part_of(value: Any, variable: Any) -> str:
+    """Name the part of a parameter that a smaller view shows, by its offset."""
+    return f"@{value.storage_offset()}" if value.size < variable.size else ""
 
 
 def _place_of(target: NativeTarget) -> tuple[Any, str]:

@@ -25,6 +25,7 @@ from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._leaves import report_leaves
+from ._levels import all_layers
 from ._nodes import QuickHooks, free_without_recursion, place_hooks_quickly, remove_all
 from ._overrides import WithoutTorchFunction, reading_context
 from ._requirements import torch_attribute
@@ -39,7 +40,7 @@ _ORDER_STEP = 1 << 40
 _sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _marked_graphs = Graphs(
     tensors=torch.Tensor, leaf=AccumulateGrad, maker="grad_fn", base="_base", next="next_functions",
-    notes="metadata", number="_sequence_nr", key="amanda", met=free_without_recursion,
+    notes="metadata", number="_sequence_nr", key="amanda", sampled=free_without_recursion,
 )  # fmt: skip
 
 
@@ -65,10 +66,9 @@ class NodeBracket:
 class Autograd(EagerDriver):
     """The part of the driver that maps backward ops to forward ops and instruments them."""
 
-    @property
     @abstractmethod
-    def outside_overrides(self) -> "Autograd":
-        """Return this driver for calls under overrides of tensor subclasses, but no dispatch mode."""
+    def driver_of_pass(self) -> "Autograd":
+        """Return this driver for the routines of a backward pass that starts now."""
 
     def tracing(self) -> NodeBracket:
         """Return a context that brackets the nodes made by an op."""
@@ -85,12 +85,12 @@ class Autograd(EagerDriver):
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
-    def leaving(self, trace: Trace, writes: bool) -> Any:
+    def backward_marker(self, trace: Trace, writes: bool) -> Any:
         """Return a marker of the nodes of executions; writes: whether views are written.
 
         The base of a written view has a new node, which is marked too.
         """
-        return _marked_graphs.leaving(trace, writes)
+        return _marked_graphs.marker(trace, writes)
 
     def follow_backward(self, attributes: Attributes) -> None:
         """Make every backward pass bring its nodes to the tools."""
@@ -113,6 +113,8 @@ class Autograd(EagerDriver):
             activation = interceptor.active()
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
+            is_transform = _is_of_transform(sys._getframe(1))
+            create_graph = create_graph and not (is_transform and _records_nothing_below(outputs, *args))
             if activation is not None:
                 report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
             if activation is not None and create_graph:
@@ -122,7 +124,8 @@ class Autograd(EagerDriver):
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             remove_abandoned_hooks()
-            backward = _BackwardPass(self.outside_overrides, activation.state, create_graph, keeps_graph)
+            driver = self.driver_of_pass()
+            backward = _BackwardPass(driver, activation.state, create_graph, keeps_graph, is_transform)
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
@@ -138,6 +141,23 @@ class Autograd(EagerDriver):
         return run_backward
 
 
+def _is_of_transform(caller: FrameType) -> bool:
+    """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
+    caller_of_grad = caller.f_back
+    return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
+
+
+def _records_nothing_below(outputs: Sequence[Any], gradients: Sequence[Any] = (), *_: Any) -> bool:
+    """Return True if a pass of a transform makes no graph that another pass could follow.
+
+    Transforms always ask for a graph; what they make at their own level ends with them, so only tensors at
+    the levels below that need a gradient, and gradients that do, lead to backward ops of backward ops.
+    """
+    below = [layer for output in outputs for layer in all_layers([output])[1:]]
+    return not any(layer.requires_grad for layer in (*below, *all_layers(gradients)))
+
+
+_EAGER_TRANSFORMS = "torch._functorch.eager_transforms"
 _RUN_BACKWARD = "_engine_run_backward"
 _has_caller_object, _caller_object = (
     torch_attribute("_C._is_key_in_tls"),
@@ -182,8 +202,12 @@ class _BackwardPass:
     under_way: ClassVar[list["_BackwardPass"]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool) -> None:
+    def __init__(
+        self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool, is_transform: bool
+    ) -> None:
+        """is_transform: whether torch.func runs the pass, which stores no gradient in a leaf."""
         self._driver = driver
+        self._is_transform = is_transform
         self._state = state
         self._create_graph = create_graph
         self._is_last = not (create_graph or keeps_graph)
@@ -210,7 +234,7 @@ class _BackwardPass:
                 )
             self.under_way.append(self)
         # Looked up once, since the loop runs for every node of every pass.
-        settling = self._state.settles and not self._create_graph
+        settling = self._state.settles and not (self._create_graph or self._is_transform)
         stack, shared, keep = self._state.stack, self._shared, self._handles.append
         leaf_counts: dict[int, int] = {}  # of leaves that are no parameters, by the op that used them first
         for node, mark, number in marked_nodes:
@@ -223,7 +247,7 @@ class _BackwardPass:
             else:
                 leaf_counts[id(mark)] = leaf_counts.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + leaf_counts[id(mark)]
-            if shared and id(node) in shared:
+            if (shared and id(node) in shared) or (leaf and self._is_transform):
                 continue
             if mark.order:
                 place += mark.order * _ORDER_STEP
@@ -347,7 +371,7 @@ class _StepHooks(QuickHooks):
         trace = self._mark.trace.again(self._mark.shapes)
         mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
         with WithoutTorchFunction():
-            _marked_graphs.mark(grad_inputs, mark, False)
+            _marked_graphs.mark(all_layers(grad_inputs), mark, False)
 
 
 def _tuple_if_changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:

@@ -1,13 +1,14 @@
 """Calls of torch's ops: their inputs in schema order, and how to repeat a call with other inputs."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from amanda.backend import Call
 from amanda.interceptor import Site
 
+from ._levels import is_wrapped
 from ._schema import Binding
 from ._storages import in_memory_like, is_strided, laid_out_like
 from ._views import WrittenElements
@@ -62,7 +63,12 @@ class TorchCall(Call):
         if value is original or not _depends_on_layout(self._site.key):
             return inputs
         if self._site.key == "as_strided":
-            return [in_memory_like(original, value), *inputs[1:]]
+            # The memory of a wrapper of a transform cannot be read beyond its elements.
+            is_transformed = is_wrapped(original) or is_wrapped(value)
+            laid_out = (
+                torch.empty_like(original).copy_ if is_transformed else partial(in_memory_like, original)
+            )
+            return [laid_out(value), *inputs[1:]]
         if not (is_strided(original) and is_strided(value)) or original.stride() == value.stride():
             return inputs
         return [laid_out_like(original, value), *inputs[1:]] if original.shape == value.shape else inputs

@@ -8,16 +8,27 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Namespace, State, digest
-from amanda.interceptor import IMPLEMENTATION, ONE_PLACE, TRANSPARENT, Detour, Memo, Reader, Site
+from amanda.backend import Call, EagerDriver, Namespace, OpFacts, State, digest
+from amanda.interceptor import (
+    IMPLEMENTATION,
+    ONE_PLACE,
+    TRANSPARENT,
+    CallCache,
+    Detour,
+    Reader,
+    Resumption,
+    Site,
+)
 from amanda.plan import spread
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait_for_results
-from ._kernels import is_dispatched_again, is_part_of_op
-from ._modules import ParameterPaths, enclose_modules, module_path, part_of, slot_of
+from ._kernels import FUNCTION_CALL, is_dispatched_again, is_level_of_function, is_part_of_op
+from ._levels import in_transform, is_within_kernel
+from ._modules import ParameterPaths, enclose_modules, module_path, part_of, slot_of, variable_of
 from ._overrides import (
+    NO_OVERRIDES,
     WITH_SUBCLASSES,
     ProgramModes,
     WithoutTorchFunction,
@@ -35,6 +46,7 @@ from ._schema import binding
 from ._straight_through import plain_straight_through
 from ._targets import NAMESPACES, Target, targets
 from ._tensors import TorchTensors
+from ._transforms import TransformedTensors
 from ._views import TorchViews
 
 
@@ -127,17 +139,19 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def _detour_calls(self) -> None:
         """Replace `__call__` of operators and scripted functions, which have no native callables."""
-        flags_by_holder: list[tuple[Any, int]] = [
-            (torch._ops.OpOverload, IMPLEMENTATION),
-            (torch._ops.OpOverloadPacket, IMPLEMENTATION),
-            (torch._C.ScriptFunction, 0),
-            (torch._C.ScriptMethod, 0),
+        flags_by_holder: list[tuple[Any, str, int]] = [
+            (torch._ops.OpOverload, "OpOverload", IMPLEMENTATION),
+            (torch._ops.OpOverloadPacket, "OpOverloadPacket", IMPLEMENTATION),
+            (torch._C.ScriptFunction, "ScriptFunction", 0),
+            (torch._C.ScriptMethod, "ScriptMethod", 0),
+            # Under transforms `Function.apply` calls this, not the native `apply`.
+            (type(FUNCTION_CALL), "Function.apply", TRANSPARENT | IMPLEMENTATION),
         ]
-        for holder, flags in flags_by_holder:
+        for holder, key, flags in flags_by_holder:
             call = vars(holder)["__call__"]
             # The same detour in each scope, unless the program has patched `__call__` in between.
             if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
-                site = Site(call, call, holder.__name__, digest(holder.__name__), self.handle, flags)
+                site = Site(call, call, key, digest(key), self.handle, flags)
                 self._detours[holder] = Detour(site)
             self.attributes.set(holder, "__call__", self._detours[holder])
 
@@ -157,13 +171,13 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def handle(
         self,
         state: Any,
-        memo: Memo | None,
+        call_cache: CallCache | None,
         op_id: int,
         site: Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: int = 0,
-        done: tuple[Any, ...] | None = None,
+        resumption: Resumption | None = None,
     ) -> Any:
         """Bring a call to the core, outside of the overrides and modes of the program.
 
@@ -175,8 +189,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if site.key in _CALLEE_FIRST and _is_internal_to_torch(args[0]):
             return site.invoke(args, kwargs)
         caller = sys._getframe(1)
-        # `done` says that native code has begun the op: then it is known to be an op.
-        if done is None and (
+        if site.key == "Function.apply" and is_level_of_function(caller):
+            return site.invoke(args, kwargs)
+        # What native code has begun is known to be an op.
+        if resumption is None and (
             is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
         ):
             return site.invoke(args, kwargs)
@@ -189,16 +205,21 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if is_functional(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
-        arguments = state, memo, op_id, site, args, kwargs, key, done
+        arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
         unfinished = site.key == "alias" and site.target is _AS_SUBCLASS
         driver_class = DriverForUnfinishedResult if unfinished else DriverOutsideModes
+        if in_transform():
+            if is_within_kernel():
+                return site.invoke(args, kwargs)
+            driver_class = DriverInTransform
         # The common cases need no context manager: no override in force, or only those of subclasses.
         if torch._C._len_torch_dispatch_stack():
             with leave_overrides() as modes:
                 return EagerDriver.handle(driver_class(self, modes), *arguments)
         overrides = current_overrides()
         if overrides is None:
-            return EagerDriver.handle(self, *arguments)
+            driver = DriverInTransform(self, NO_OVERRIDES) if driver_class is DriverInTransform else self
+            return EagerDriver.handle(driver, *arguments)
         with WithoutTorchFunction():
             shared = overrides is WITH_SUBCLASSES and driver_class is DriverOutsideModes
             return EagerDriver.handle(
@@ -209,6 +230,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def outside_overrides(self) -> "TorchDriver":
         """Return this driver for calls under overrides of tensor subclasses, but no dispatch mode."""
         return DriverOutsideModes(self, WITH_SUBCLASSES)
+
+    def driver_of_pass(self) -> "TorchDriver":
+        """Return this driver for the routines of a backward pass that starts now."""
+        return DriverInTransform(self, WITH_SUBCLASSES) if in_transform() else self.outside_overrides
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -229,10 +254,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             bound = binding(site.target, args, kwargs)
             call_class = CollectiveCall if site.key.startswith("c10d::") else TorchCall
             return call_class(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
-        head, own_args = args[:1], args[1:]
-        op = ScriptedOp(head[0]) if site.key in _SCRIPTED else getattr(head[0], "overloadpacket", head[0])
+        count = 2 if args[0] is FUNCTION_CALL else 1
+        head, callee, own_args = args[:count], args[count - 1], args[count:]
+        op = ScriptedOp(callee) if site.key in _SCRIPTED else getattr(callee, "overloadpacket", callee)
         return TorchCall(
-            site, op, head, own_args, kwargs, binding(head[0], own_args, kwargs), False, self.invoke
+            site, op, head, own_args, kwargs, binding(callee, own_args, kwargs), False, self.invoke
         )
 
     def results(
@@ -246,8 +272,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return UNSEEN_TRANSFORM, RUNS_AS_IS
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace", RECORDED_AS_IS
         if torch._C._len_torch_dispatch_stack() and is_recorded():
@@ -269,34 +293,17 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 parameters += [item for item in spread([value]) if isinstance(item, self.identity_types)]
         return parameters
 
-    def variable_of(self, value: Any) -> Any:
-        """Return the parameter, or the leaf, that a tensor is or is a view of."""
-        if not isinstance(value, torch.Tensor):
-            return None
-        with WithoutTorchFunction():  # routines ask, too
-            base = value if value._base is None else value._base
-            is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
-            return base if is_held else None
-
-    def part_of(self, value: Any, variable: Any) -> str:
-        """Return the name of the part of a parameter that a view of it reads."""
-        with WithoutTorchFunction():
-            return part_of(value, variable)
-
-    def path_of(self, subjects: Any) -> ParameterPaths:
-        """Return a function that finds the paths of parameters in the enclosing modules."""
-        return ParameterPaths(subjects)
-
-    def scope_name(self, subjects: Any) -> str:
-        """Return the path of the calling module in the model."""
-        return module_path(subjects)
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
+        facts = super().describe(call, subjects)
+        facts.scope = module_path(subjects)
+        facts.variable_of, facts.part_of, facts.path_of = variable_of, part_of, ParameterPaths(subjects)
+        return facts
 
 
 _AS_SUBCLASS: Any = torch.Tensor.as_subclass
 _CALLABLE_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
 RECORDED_AS_IS = "the ops are recorded as they are"
-UNSEEN_TRANSFORM = "a torch.func transform (vmap, grad, ...)"
-RUNS_AS_IS = "the ops inside run as they are"
 _PROCESS_GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _TRANSFERS = frozenset({"to", "cpu", "cuda"})
@@ -363,6 +370,10 @@ class DriverForUnfinishedResult(DriverOutsideModes):
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in place of `original`, as an instance of the class of `original`."""
         return as_class_of(original, super().straight_through(original, value))  # type: ignore[no-any-return]
+
+
+class DriverInTransform(TransformedTensors, DriverOutsideModes):
+    """The driver within function transforms of torch.func."""
 
 
 class DetouredFunctions:

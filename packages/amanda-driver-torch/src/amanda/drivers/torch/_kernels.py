@@ -6,9 +6,12 @@ from types import FrameType
 
 import torch
 from amanda.interceptor import running
+from torch._functorch.autograd_function import custom_function_call
 
 from ._requirements import torch_attribute
 
+FUNCTION_CALL = custom_function_call
+"""The operator by which torch.func brings a program's autograd.Function to each transform."""
 _KERNELS = (
     "torch._meta_registrations", "torch._refs", "torch._decomp", "torch._prims", "torch._prims_common",
     "torch.nested._internal",
@@ -53,3 +56,17 @@ def is_dispatched_again(frame: FrameType | None) -> bool:
 
 _BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 """Code that calls the backward of a program's Function, whose calls are ops."""
+
+
+def is_level_of_function(frame: FrameType) -> bool:
+    """Return True for a call by which torch.func brings an autograd.Function to the next transform.
+
+    frame: of the call.  The program's own call, at the level of all transforms in force, is the op.
+    """
+    if frame.f_globals.get("__name__") == type(FUNCTION_CALL).__module__:
+        return True
+    caller = frame.f_back
+    return caller is not None and caller.f_code is _FUNCTION_CALL_CODE
+
+
+_FUNCTION_CALL_CODE = type(FUNCTION_CALL).__call__.__code__

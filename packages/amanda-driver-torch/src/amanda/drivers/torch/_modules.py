@@ -66,11 +66,22 @@ def module_path(subjects: Sequence[Any]) -> str:
     return ".".join(filter(None, parts))
 
 
+def variable_of(value: Any) -> Any:
+    """Return the parameter, or the leaf, that a tensor is or is a view of; None for any other value."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    with WithoutTorchFunction():  # routines ask, too
+        base = value if value._base is None else value._base
+        is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
+        return base if is_held else None
+
+
 def part_of(value: Any, variable: Any) -> str:
     """Return the part of a parameter that a view reads, as its offset: "@16"; "" for all elements."""
-    if value is variable or value.layout is not torch.strided or value.numel() >= variable.numel():
-        return ""
-    return f"@{value.storage_offset()}"
+    with WithoutTorchFunction():
+        if value is variable or value.layout is not torch.strided or value.numel() >= variable.numel():
+            return ""
+        return f"@{value.storage_offset()}"
 
 
 class ParameterPaths:

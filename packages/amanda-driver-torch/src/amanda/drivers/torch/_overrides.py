@@ -74,6 +74,15 @@ class ProgramModes:
                 pop_all()
 
 
+class NoOverrides(ProgramModes):
+    """A program that has switched all overrides off."""
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """Return a context in which no override is called."""
+        return WithoutTorchFunction()  # type: ignore[no-any-return]
+
+
+NO_OVERRIDES = NoOverrides()
 WITH_SUBCLASSES, MODES_ONLY = ProgramModes(), ProgramModes(subclasses=False)
 
 

@@ -40,6 +40,8 @@ INTERNAL_FUNCTIONS = {
     ("torch._subclasses.meta_utils", "MetaConverter.__call__"): None,
     ("torch._subclasses.fake_tensor", "FakeTensorMode.__torch_dispatch__"): None,
     ("torch._library.utils", "Kernel.__call__"): None,  # what a program registers by `register_fake`
+    # By which make_fx records an op, on fake tensors.
+    ("torch.fx.experimental.proxy_tensor", "ProxyTorchDispatchMode.__torch_dispatch__"): None,
     ("torch", "_as_tensor_fullprec"): None,  # by which compiled code is given a number
     ("torch.utils.checkpoint", "_detach_helper"): None,  # by which selective checkpoints keep what ops made
     # A distributed tensor's op is tried out on fake tensors, to know the shapes of what it gives.

@@ -131,7 +131,7 @@ def _reads_correctly(reader: interceptor.Reader) -> bool:
             inference = reader.version(torch.zeros(1)) is None
         view, equal = plain.view(6), torch.ones(2, 3)
         shared = reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0
-        fits = reader.fits(plain, equal) and reader.fits(trained, equal)
+        fits = reader.can_substitute(plain, equal) and reader.can_substitute(trained, equal)
         misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
-        fits = fits and not any(reader.fits(plain, misfit) for misfit in misfits)
+        fits = fits and not any(reader.can_substitute(plain, misfit) for misfit in misfits)
     return bool(same and apart and written and off and inference and shared and fits)

@@ -18,6 +18,8 @@ from amanda.backend import Call
 from amanda.eager import Saved
 from amanda.interceptor import Suspension
 
+from ._levels import innermost, is_wrapped
+
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 _VERSION_PHRASE = " is at version "
 _RAW = "_raw_saved_"
@@ -86,7 +88,7 @@ class SavedAtNodes(Saved):
             for node in self._nodes:
                 for saved, value in _saved_at(node):
                     if any(_share_memory(value, tensor) for tensor in self._written):
-                        saved.register_hooks(torch.clone, _identity)
+                        saved.register_hooks(_clone_below if is_wrapped(value) else torch.clone, _identity)
         self._written, self._nodes = [], set()
 
 
@@ -112,6 +114,12 @@ def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
                 continue
             pairs = zip(raw, values, strict=True) if isinstance(raw, tuple) else ((raw, values),)
             yield from ((saved, value) for saved, value in pairs if isinstance(value, torch.Tensor))
+
+
+def _clone_below(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor of a transform, which the transforms around it differentiate."""
+    with torch.enable_grad():  # torch calls hooks under no_grad, which would hold at the levels below too
+        return tensor.clone()
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,6 +176,8 @@ def _program_hooks() -> Any:
 
 
 def _share_memory(tensor: torch.Tensor, written: torch.Tensor) -> bool:
+    if is_wrapped(tensor) or is_wrapped(written):  # whose storage cannot be asked for
+        tensor, written = innermost(tensor), innermost(written)
     return tensor.layout == written.layout and bool(torch._C._is_alias_of(tensor, written))  # type: ignore[attr-defined]
 
 

@@ -8,6 +8,7 @@ import torch
 from amanda.interceptor import Suspension
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ._levels import innermost, is_wrapped
 from ._straight_through import straight_through
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -26,7 +27,7 @@ def storage_id(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (NotImplementedError, RuntimeError):  # a wrapper of functorch
-        return None
+        return storage_id(innermost(tensor)) if is_wrapped(tensor) else None
 
 
 def is_strided(value: Any) -> bool:

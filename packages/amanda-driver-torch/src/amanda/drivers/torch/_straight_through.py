@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ._levels import in_transform
+
 
 class StraightThrough(torch.autograd.Function):
     """A routine's value in the place of an original: the gradient goes to the original as it is."""
@@ -73,7 +75,7 @@ def straight_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
     if original.is_nested and original.layout is torch.strided:
         return _cloned_through(original, value) if recorded else value
-    if has_tangent(original) or (recorded and torch._C._are_functorch_transforms_active()):
+    if has_tangent(original) or in_transform():
         return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
     if recorded:
         return PlainStraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]

@@ -107,7 +107,7 @@ EXCLUDED = {
     "type promotion": _name_set("can_cast promote_types result_type"),
     "a handle on storage": _name_set("data_ptr const_data_ptr untyped_storage"),
     "autograd's bookkeeping": _name_set("""
-        requires_grad_ retain_grad _view_func _view_func_unsafe _rev_view_func_unsafe
+        requires_grad_ retain_grad _make_dual _unpack_dual _view_func _view_func_unsafe _rev_view_func_unsafe
     """),
     "the allocator's bookkeeping": _name_set("record_stream"),
     "the bookkeeping of vmap": _name_set("_add_batch_dim _remove_batch_dim"),

@@ -121,7 +121,7 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> SavingHooks | None:
+    def written_later(self, values: Sequence[Any]) -> Saved | None:
         """Return hooks to run an op under, if routines may write these tensors after it, else None.
 
         They are needed where `saved_of` cannot reach what the op saves.
@@ -195,7 +195,7 @@ class TorchTensors:
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of each tensor, also in lists."""
-        return tuple([_shape_of(value) for value in inputs])
+        return tuple([shape_of(value) for value in inputs])
 
     def known_to_autodiff(
         self, call_inputs: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], values: list[Any]
@@ -258,7 +258,7 @@ def _signatures_in_list(values: Sequence[Any]) -> Hashable:
     )
 
 
-def _shape_of(value: Any) -> Hashable:
+def shape_of(value: Any) -> Hashable:
     """Return the extents of a tensor, or of each tensor in a list; None for anything else."""
     if isinstance(value, torch.Tensor):
         if value.is_nested and value.layout is torch.strided:  # `shape` is an error
@@ -268,7 +268,7 @@ def _shape_of(value: Any) -> Hashable:
         except RuntimeError:  # of a parameter of a lazy module, which has none yet
             return None
     if isinstance(value, (list, tuple)):
-        return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
+        return tuple([shape_of(item) for item in value if isinstance(item, torch.Tensor)])
     return None
 
 

@@ -8,6 +8,8 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
+from ._level_ties import LevelTie
+from ._levels import innermost, is_wrapped, with_batches_first, without_transforms
 from ._overrides import as_class_of
 from ._storages import (
     PLAIN,
@@ -22,6 +24,10 @@ from ._storages import (
 
 class TorchViews(Views):
     """`Views` of PyTorch, where tensors with one storage share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._level_ties: list[LevelTie] = []
 
     def memory(self, value: Any) -> Hashable:
         """Return the storage of a strided tensor; None for one that consists of others."""
@@ -40,13 +46,16 @@ class TorchViews(Views):
 
     def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
         """Return True for the tensor itself and its views in autograd, unlike a `detach` or a part."""
-        return view is value or getattr(view, "_base", None) is (
-            value if value._base is None else value._base
+        # A tie of wrapped tensors holds the value itself.
+        return (
+            view is value
+            or is_wrapped(value)
+            or getattr(view, "_base", None) is (value if value._base is None else value._base)
         )
 
     def is_lent(self, value: torch.Tensor) -> bool:
         """Return True for memory from outside of torch, which torch cannot resize."""
-        return not value.untyped_storage().resizable()
+        return not innermost(value).untyped_storage().resizable()
 
     def tie(
         self,
@@ -57,6 +66,11 @@ class TorchViews(Views):
         holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
         """Link a value to a view; autograd records writes through the link unless the view is a `detach`."""
+        if any(map(is_wrapped, (view, value, *holders))):
+            self.drop_unused()
+            tie = LevelTie(self, view, value, on_death)
+            self._level_ties.append(tie)
+            return tie
         if holders:
             return PartTie(self, view, value, holders, on_death)
         is_known = is_input or (view._is_view() and (view._base is None or is_strided(view._base)))
@@ -64,8 +78,16 @@ class TorchViews(Views):
 
     def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
+        if is_wrapped(view):
+            return torch.empty_like(view).copy_(value)
         copy: torch.Tensor = as_class_of(value, laid_out_like(view, value))
         return copy
+
+    def drop_unused(self) -> None:
+        """End the ties of wrapped tensors whose memory nothing else uses any more."""
+        for tie in self._level_ties:
+            tie.drop_if_unused()
+        self._level_ties = [tie for tie in self._level_ties if tie.is_used]
 
     def shares(self, value: torch.Tensor) -> bool:
         """Return whether a tensor is a view of another, or a parameter."""
@@ -78,12 +100,14 @@ class TorchViews(Views):
     def parts(self, values: Sequence[Any]) -> dict[Hashable, "WrittenPart"]:
         """Return which elements of which storages the tensors are."""
         parts: dict[Hashable, WrittenPart] = {}
-        for value in values:
-            memory = self.memory(value)
-            if type(value) is WrittenElements:
-                parts[memory] = WrittenPart(value.tensor, value.marks)
-                continue
-            parts[memory] = parts[memory].add(value) if memory in parts else WrittenPart(value)
+        with without_transforms():
+            for value in values:
+                memory = self.memory(value)
+                if type(value) is WrittenElements:
+                    parts[memory] = value.part()
+                    continue
+                tensor = with_batches_first(value)[1] if is_wrapped(value) else value
+                parts[memory] = parts[memory].add(tensor) if memory in parts else WrittenPart(tensor)
         return parts
 
 
@@ -96,9 +120,18 @@ class WrittenElements(NamedTuple):
     @classmethod
     def at(cls, tensor: torch.Tensor, index: Any) -> "WrittenElements":
         """Return the elements of a tensor at an index, as `tensor[index] = y` writes them."""
-        marks = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+        if is_wrapped(tensor):
+            marks = torch.zeros_like(tensor, dtype=torch.bool)
+        else:
+            marks = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
         marks[index] = True
         return cls(tensor, marks)
+
+    def part(self) -> "WrittenPart":
+        """Return the elements as a part of their storage."""
+        if is_wrapped(self.tensor):
+            return WrittenPart(with_batches_first(self.tensor)[1], with_batches_first(self.marks)[1])
+        return WrittenPart(self.tensor, self.marks)
 
 
 class WrittenPart:

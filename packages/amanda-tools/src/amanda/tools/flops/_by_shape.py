@@ -9,6 +9,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops._cost import OpCost, are_known, shape_of
+from amanda.tools.flops._table import CONTRACTIONS
 from amanda.tools.kit import leaves
 
 MAX_SHAPES = 1024
@@ -77,7 +78,10 @@ class ShapeCounts(amanda.ShapeTally):
     key: anything else that decides the costs.
     """
 
-    __slots__ = ("_builders", "_context", "_costs", "_dtype", "_measure", "_recomputed", "_settle", "key")
+    __slots__ = (
+        "_batched", "_builders", "_context", "_costs", "_counts_all_sides", "_dtype", "_measure",
+        "_recomputed", "_settle", "key",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -95,6 +99,10 @@ class ShapeCounts(amanda.ShapeTally):
         self._costs = costs
         self._settle = settle
         self._recomputed: _RecomputationCounts | None = None
+        self._batched: dict[int, amanda.ShapeTally] = {}  # by the number of samples of a vmap
+        # The cost of products is that of the forward op, which may have had samples that the gradients lack.
+        product = str(context.get("backward_type", "")).removesuffix("_backward") in CONTRACTIONS
+        self._counts_all_sides = forward is None or product
         # A backward op may have no gradient at its analysis; its tensors then have the element type of the
         # forward op.
         kinds = [getattr(value, "dtype", None) for value in leaves(sides)]
@@ -122,9 +130,14 @@ class ShapeCounts(amanda.ShapeTally):
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
         """Count an execution with these shapes."""
-        super().__call__(shapes=shapes)
+        # Shapes are those of a sample: under a vmap so many samples are computed at once.
+        samples = self.samples(shapes if self._counts_all_sides else shapes[2:])
+        if samples == 1:
+            super().__call__(shapes=shapes)
+        else:
+            self._batched.setdefault(samples, amanda.ShapeTally())(shapes=shapes)
         # A program with ever new shapes, such as lengths of texts, must not grow without end.
-        if len(self) > MAX_SHAPES:
+        if len(self) + sum(map(len, self._batched.values())) > MAX_SHAPES:
             self._settle(self)
 
     @property
@@ -137,6 +150,7 @@ class ShapeCounts(amanda.ShapeTally):
     def clear(self) -> None:
         """Forget the executions."""
         super().clear()
+        self._batched.clear()
         if self._recomputed is not None:
             self._recomputed.clear()
 
@@ -147,6 +161,8 @@ class ShapeCounts(amanda.ShapeTally):
     def places(self) -> Iterator[OpCost]:
         """Yield where the executions are counted, those of equal shapes together."""
         yield from self._places(self)
+        for samples, counted in self._batched.items():
+            yield from (place.for_samples(samples) for place in self._places(counted))
         if self._recomputed is not None:
             yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
 
@@ -222,13 +238,15 @@ class FirstShapeCount:
     """Executions of a backward op whose cost is known for the shapes of its first execution alone.
 
     first, other: the places of executions with those shapes, and with others.
+    share: returns the place that equal ops share.
     """
 
-    __slots__ = ("_first", "_other", "_shapes")
+    __slots__ = ("_first", "_other", "_shapes", "_share")
 
-    def __init__(self, first: OpCost, other: OpCost) -> None:
+    def __init__(self, first: OpCost, other: OpCost, share: Callable[[OpCost], OpCost]) -> None:
         self._first = first
         self._other = other
+        self._share = share
         self._shapes: tuple[Any, ...] | None = None
 
     @amanda.observer
@@ -236,6 +254,9 @@ class FirstShapeCount:
         """Count an execution with these shapes."""
         if self._shapes is None:
             self._shapes = shapes
+            samples = amanda.ShapeTally.samples(shapes)
+            if samples != 1:
+                self._first = self._share(replace(self._first.for_samples(samples), calls=0))
         place = self._first if shapes == self._shapes else self._other
         place.calls += 1
 

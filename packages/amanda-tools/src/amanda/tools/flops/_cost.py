@@ -223,6 +223,13 @@ class OpCost:
     bytes: int = 0
     estimate: int = 0
 
+    def for_samples(self, samples: int) -> OpCost:
+        """Return the cost of executions that a vmap maps over so many samples."""
+        macs, flops = (None if n is None else n * samples for n in (self.macs, self.flops))
+        return replace(
+            self, macs=macs, flops=flops, bytes=self.bytes * samples, estimate=self.estimate * samples
+        )
+
 
 _COUNTS = (
     Column("calls", show="{:,}".format, total=True),

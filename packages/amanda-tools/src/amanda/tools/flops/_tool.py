@@ -174,6 +174,8 @@ class FlopsTool(amanda.Tool):
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
+        if is_eager:
+            place = place.for_samples(amanda.ShapeTally.samples(context.get_input_shapes()))
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
             # Not counted by itself; backward ops build their stand-ins from its values.
@@ -305,7 +307,7 @@ class FlopsTool(amanda.Tool):
             return
         unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
         # The cost came from a run of inner operators at the first shapes, and holds for no others.
-        counter = FirstShapeCount(place, self._shared_place(unknown))
+        counter = FirstShapeCount(place, self._shared_place(unknown), self._shared_place)
         context.insert_after_backward_op(counter.count, grad_inputs=[])
 
     def _is_decided_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:

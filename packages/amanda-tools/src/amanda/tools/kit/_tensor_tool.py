@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
-from amanda.action import Executions, Observed
+from amanda.action import Executions, Observed, all_samples
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit._tensors import tensors_of
 from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
@@ -247,6 +247,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         return self._records[key]
 
     @amanda.observer
+    @all_samples
     def _observe_execution(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,
@@ -258,6 +259,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             self.observe(record, tensors, execution)
 
     @amanda.observer
+    @all_samples
     def _observe_slice(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, run: dict[str, Any], first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None,

@@ -66,7 +66,7 @@ class TorchTensorLibrary(Tensors):
 
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             return False
-        return x.layout is torch.strided and not x.is_nested
+        return x.layout is torch.strided and not x.is_nested and not is_wrapped(x)
 
     def plain(self, x: Tensor) -> Tensor:
         """Return a tensor to compute with: without autograd, in float32 or wider."""

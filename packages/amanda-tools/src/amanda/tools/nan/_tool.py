@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import amanda
-from amanda.action import Executions, Observed
+from amanda.action import Executions, Observed, all_samples
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit import OpTensor, leaves, remarks_on_packed_inputs
@@ -198,12 +198,14 @@ class NanTool(amanda.Tool):
             context.insert_after_backward_op(self._end_in_graph, op=op)
 
     @amanda.observer
+    @all_samples
     def _begin(self, *values: Any, op: _CheckedOp) -> None:
         self._running[get_ident(), op] = op.recorder.record(
             values
         )  # an eager op ends on the thread it began on
 
     @amanda.observer
+    @all_samples
     def _end(self, *values: Any, op: _CheckedOp) -> None:
         self._check_outputs(values, self._running.pop((get_ident(), op), None), op)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
-from amanda.backend import Call, EagerDriver, Trace
+from amanda.backend import Call, EagerDriver, OpFacts, Trace
 from amanda.interceptor import Site
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
@@ -77,22 +77,16 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
             return f"the functions of {site.op.type}", "TensorFlow's native code runs them as they are"
         return None
 
-    def scope_name(self, subjects: Sequence[Any]) -> str:
-        """Return the path of the calling layer in the model, or the name scope outside of layers."""
-        return module_path(subjects) if subjects else str(ops.get_name_scope())
-
-    def scope_aliases(self, subjects: Sequence[Any]) -> Sequence[str]:
-        """Return the paths of the calling layer by the names of layers."""
-        return named_paths(subjects)
+    def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
+        """Return the facts of a call's op: its layer, or name scope outside of layers, and its variables."""
+        facts = super().describe(call, subjects)
+        facts.scope = module_path(subjects) if subjects else str(ops.get_name_scope())
+        facts.aliases, facts.variable_of = named_paths(subjects), _handle_of
+        return facts
 
     def identities(self, call: Call) -> list[Any]:
         """Return the variables among a call's arguments."""
         return list(call.identities) if isinstance(call, EagerCall) else []
-
-    def variable_of(self, value: Any) -> Any:
-        """Return the handle of the variable that a tensor is the handle of or was read from, if any."""
-        variable = variables.variable_of(value) if isinstance(value, EagerTensor) else None
-        return None if variable is None else variable.handle
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a result as a list, and a function that gives such a list the result's form."""
@@ -138,3 +132,9 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         if mark is not None and fresh is not original:
             TapeMark.by_output[fresh._id] = mark
         return fresh
+
+
+def _handle_of(value: Any) -> Any:
+    """Return the handle of the variable that a tensor is the handle of or was read from, if any."""
+    variable = variables.variable_of(value) if isinstance(value, EagerTensor) else None
+    return None if variable is None else variable.handle

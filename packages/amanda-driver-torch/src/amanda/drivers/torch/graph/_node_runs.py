@@ -15,8 +15,8 @@ from amanda.scope import in_force
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .._autograd import AccumulateGrad
-from .._driver import RUNS_AS_IS, UNSEEN_TRANSFORM
 from .._schema import flatten_outputs
+from .._transforms import RUNS_AS_IS
 
 if TYPE_CHECKING:
     from amanda.backend import Call
@@ -224,6 +224,9 @@ class NodeRun:
         self.subject = ""
 
 
+_UNSEEN_TRANSFORM = "a torch.func transform (vmap, grad, ...)"
+
+
 def run_graph(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str], Any]) -> dict[Node, NodeRun]:
     """Run a graph on tensors without data, whose mode is in force, and return the run of each node.
 
@@ -262,7 +265,7 @@ def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> N
     # Within a transform the tensors are wrappers, whose levels a replay would not know.
     if torch._C._functorch.peek_interpreter_stack() is not None:
         node_run = NodeRun(node, callee(node, module)(*args, **kwargs), [])
-        node_run.obstacle, node_run.subject = RUNS_AS_IS, UNSEEN_TRANSFORM
+        node_run.obstacle, node_run.subject = RUNS_AS_IS, _UNSEEN_TRANSFORM
         return node_run
     with recording_calls() as recorder:
         value = callee(node, module)(*args, **kwargs)

@@ -1,0 +1,98 @@
+/* Hooks: programs that a framework calls with a tuple of values. */
+#include "execution/program.h"
+#include <structmember.h>
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Program *program;  /* owned */
+    Reader *reader;    /* owned */
+    PyObject *resume;  /* owned; called where Python goes on */
+    PyObject *actions; /* owned; its first argument */
+    PyObject *shapes;  /* owned; those of the op; None: no routine takes any */
+} Hook;
+
+/* Add the shapes of the arguments to those of the op; those that entered the op come last. -1: an exception. */
+static int read_shapes(const Hook *hook, PyObject *const *args, Py_ssize_t sides, Shapes *shapes) {
+    const Program *program = hook->program;
+    shapes->objects = NULL;
+    shapes->code.count = program->tallied ? 0 : -1;
+    if (program->tallied) encode_shapes(&shapes->code, hook->shapes);
+    for (Py_ssize_t i = sides; shapes->code.count >= 0 && i--;)
+        if (PyTuple_Check(args[i]))
+            reader_shape_code(hook->reader, ((PyTupleObject *)args[i])->ob_item, PyTuple_GET_SIZE(args[i]), &shapes->code);
+    if (!program->shaped && !(program->tallied && shapes->code.count < 0)) return 0;
+    shapes->objects = Py_NewRef(hook->shapes);
+    for (Py_ssize_t i = sides; i--;)
+        if (PyTuple_Check(args[i]) && add_shapes(hook->reader, &shapes->objects, ((PyTupleObject *)args[i])->ob_item,
+                                                 PyTuple_GET_SIZE(args[i])))
+            return -1;
+    return 0;
+}
+
+static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *Py_UNUSED(names)) {
+    Hook *hook = (Hook *)self;
+    if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
+    Shapes shapes;
+    if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
+    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], &shapes), *values = resumption;
+    if (resumption && resumption != Py_None) {
+        int shaped = hook->program->shaped || hook->program->tallied;
+        PyObject *objects = shaped ? shapes_as_objects(&shapes) : NULL;
+        values = shaped && !objects
+                     ? NULL
+                     : PyObject_CallFunctionObjArgs(hook->resume, hook->actions, args[0], resumption, objects, NULL);
+        Py_DECREF(resumption);
+    }
+    Py_XDECREF(shapes.objects);
+    return values;
+}
+
+PyObject *program_hook(Program *self, PyObject *args) {
+    Reader *reader;
+    PyObject *resume, *actions, *shapes = Py_None;
+    if (!PyArg_ParseTuple(args, "O!OO|O!", &Reader_Type, &reader, &resume, &actions, &PyTuple_Type, &shapes)) return NULL;
+    if ((self->shaped || self->tallied) && shapes == Py_None)
+        return PyErr_Format(PyExc_TypeError, "routines take shapes: pass those of the op");
+    Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
+    if (!hook) return NULL;
+    hook->vectorcall = call_hook;
+    hook->program = (Program *)Py_NewRef(self);
+    hook->reader = (Reader *)Py_NewRef(reader);
+    hook->resume = Py_NewRef(resume);
+    hook->actions = Py_NewRef(actions);
+    hook->shapes = Py_NewRef(shapes);
+    PyObject_GC_Track(hook);
+    return (PyObject *)hook;
+}
+
+static int hook_traverse(Hook *self, visitproc visit, void *arg) {
+    Py_VISIT(self->program);
+    Py_VISIT(self->reader);
+    Py_VISIT(self->resume);
+    Py_VISIT(self->actions);
+    Py_VISIT(self->shapes);
+    return 0;
+}
+
+static void hook_dealloc(Hook *self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->program);
+    Py_CLEAR(self->reader);
+    Py_CLEAR(self->resume);
+    Py_CLEAR(self->actions);
+    Py_CLEAR(self->shapes);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+PyTypeObject Hook_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Hook",
+    .tp_basicsize = sizeof(Hook),
+    .tp_vectorcall_offset = offsetof(Hook, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_doc = "The routines of a program on a tuple of values that a framework calls it with.",
+    .tp_dealloc = (destructor)hook_dealloc,
+    .tp_traverse = (traverseproc)hook_traverse,
+};

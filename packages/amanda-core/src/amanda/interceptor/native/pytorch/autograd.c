@@ -1,0 +1,416 @@
+/* A framework's graph of backward ops, read by the names of its attributes: marks that executions leave
+   there, and in a backward pass, which execution each op comes from. */
+#include "execution/tensors.h"
+#include "pytorch/autograd.h"
+#include <structmember.h>
+
+#define SAMPLE 61 /* prime, so that no regular shape of a graph keeps a path clear of every sample */
+
+/* ---- marks ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *trace, *shapes; /* owned */
+    long long begin, start, end;
+    int order;
+} Mark;
+
+static Py_ssize_t alive;
+static PyTypeObject Mark_Type;
+
+static Mark *make_mark(PyTypeObject *type, PyObject *trace, long long begin, long long start, long long end, int order,
+                       PyObject *shapes) {
+    Mark *mark = (Mark *)type->tp_alloc(type, 0);
+    if (!mark) return NULL;
+    mark->trace = Py_NewRef(trace);
+    mark->shapes = Py_NewRef(shapes ? shapes : Py_None);
+    mark->begin = begin;
+    mark->start = start;
+    mark->end = end;
+    mark->order = order;
+    alive++;
+    return mark;
+}
+
+static PyObject *mark_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *trace, *shapes = NULL;
+    long long begin, start, end;
+    int order = 0;
+    if (!PyArg_ParseTuple(args, "OLLL|iO", &trace, &begin, &start, &end, &order, &shapes)) return NULL;
+    return (PyObject *)make_mark(type, trace, begin, start, end, order, shapes);
+}
+
+static void mark_dealloc(Mark *self) {
+    alive--;
+    Py_CLEAR(self->trace);
+    Py_CLEAR(self->shapes);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *mark_alive(PyObject *Py_UNUSED(type), PyObject *Py_UNUSED(none)) { return PyLong_FromSsize_t(alive); }
+
+static PyMethodDef mark_methods[] = {
+    {"alive", mark_alive, METH_NOARGS | METH_STATIC, "How many marks there are."}, {0}};
+
+static PyMemberDef mark_members[] = {
+    {"trace", T_OBJECT, offsetof(Mark, trace), READONLY, "What the execution left."},
+    {"begin", T_LONGLONG, offsetof(Mark, begin), READONLY, "The number before its routines, which may make ops too."},
+    {"start", T_LONGLONG, offsetof(Mark, start), READONLY, "The number before the op."},
+    {"end", T_LONGLONG, offsetof(Mark, end), READONLY, "The number after the op."},
+    {"shapes", T_OBJECT, offsetof(Mark, shapes), READONLY, "Those of the op's inputs and outputs; None: they were not asked for."},
+    {"order", T_INT, offsetof(Mark, order), READONLY,
+     "0 for the backward ops of an op, 1 for those of its backward ops, and so on."},
+    {0}};
+
+static PyTypeObject Mark_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Mark",
+    .tp_basicsize = sizeof(Mark),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Mark(trace, begin, start, end, order=0, shapes=None): which execution made backward ops, told by their numbers.",
+    .tp_new = mark_new,
+    .tp_dealloc = (destructor)mark_dealloc,
+    .tp_methods = mark_methods,
+    .tp_members = mark_members,
+};
+
+/* ---- the graph ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyTypeObject *tensors, *leaf;                               /* owned */
+    PyObject *maker, *base, *next, *notes, *number, *key, *sampled; /* owned */
+} Graphs;
+
+/* Word of an op that Python has got hold of, of one in SAMPLE. */
+static int sample_node(const Graphs *graphs, PyObject *op) {
+    if ((uintptr_t)op / 16 % SAMPLE) return 0;
+    PyObject *answer = PyObject_CallOneArg(graphs->sampled, op);
+    Py_XDECREF(answer);
+    return answer ? 0 : -1;
+}
+
+static int number_of(const Graphs *graphs, PyObject *op, long long *number) {
+    PyObject *answer = PyObject_CallMethodNoArgs(op, graphs->number);
+    if (!answer) return -1;
+    *number = (long long)PyLong_AsUnsignedLongLongMask(answer); /* the largest, which no op is given, is -1 */
+    Py_DECREF(answer);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Marks the op that made a tensor, if the mark's execution made it. */
+static int mark_maker(const Graphs *graphs, PyObject *tensor, Mark *mark) {
+    long long number;
+    disturb();
+    PyObject *notes = NULL, *op = PyObject_GetAttr(tensor, graphs->maker);
+    int failed = !op ? -1 : op == Py_None ? 0 : number_of(graphs, op, &number);
+    if (!failed && op != Py_None && mark->start <= number && number < mark->end) {
+        notes = PyObject_GetAttr(op, graphs->notes);
+        if (notes && !PyDict_Check(notes)) PyErr_SetString(PyExc_TypeError, "the notes of an op are no dict");
+        failed = PyErr_Occurred() || !PyDict_SetDefault(notes, graphs->key, (PyObject *)mark) || sample_node(graphs, op);
+    }
+    Py_XDECREF(notes);
+    Py_XDECREF(op);
+    return failed ? -1 : 0;
+}
+
+static int mark_value(const Graphs *graphs, PyObject *value, Mark *mark, int bases, int depth) {
+    if (PyObject_TypeCheck(value, graphs->tensors)) {
+        if (mark_maker(graphs, value, mark)) return -1;
+        if (!bases) return 0;
+        PyObject *base = PyObject_GetAttr(value, graphs->base);
+        int failed = !base || (base != Py_None && mark_maker(graphs, base, mark)) ? -1 : 0;
+        Py_XDECREF(base);
+        return failed;
+    }
+    if (depth && (PyTuple_Check(value) || PyList_Check(value)))
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
+            PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
+            int failed = mark_value(graphs, item, mark, bases, depth - 1);
+            Py_DECREF(item);
+            if (failed) return -1;
+        }
+    return 0;
+}
+
+static PyObject *graphs_mark(Graphs *self, PyObject *args) {
+    PyObject *values;
+    Mark *mark;
+    int bases = 1;
+    if (!PyArg_ParseTuple(args, "OO!|p", &values, &Mark_Type, &mark, &bases)) return NULL;
+    if (mark_value(self, values, mark, bases, 3)) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ---- which execution each op comes from ---- */
+
+typedef enum { NO_NUMBER = -1, UNNUMBERED, NUMBERED } Numbering; /* NO_NUMBER: an exception is set */
+
+typedef struct {
+    PyObject *op, *note;       /* owned; note: the mark among its notes, or NULL */
+    Mark *mark, *of_a_routine; /* its own, or another node's */
+    long long number;
+    Numbering numbering;
+    int leaf;
+} Node;
+
+typedef struct {
+    const Graphs *graphs;
+    Node *nodes;
+    size_t count, room;
+    uint32_t *edges; /* pairs: parent, child */
+    size_t edge_count, edge_room;
+    Map index; /* op -> its node, counted from 1 */
+} GraphWalk;
+
+static int grow(void **items, size_t *room, size_t size) {
+    size_t more = *room ? *room * 2 : 64;
+    void *grown = PyMem_Realloc(*items, more * size);
+    if (!grown) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *items = grown;
+    *room = more;
+    return 0;
+}
+
+/* The node of an op, counted from 1; 0 with an exception set. */
+static size_t node_of(GraphWalk *walk, PyObject *op) {
+    size_t index = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)op);
+    if (index) return index;
+    if (walk->count == walk->room && grow((void **)&walk->nodes, &walk->room, sizeof(Node))) return 0;
+    if (map_set(&walk->index, (uint64_t)(uintptr_t)op, (void *)(uintptr_t)(walk->count + 1))) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    walk->nodes[walk->count] = (Node){.op = Py_NewRef(op), .leaf = Py_TYPE(op) == walk->graphs->leaf};
+    return ++walk->count;
+}
+
+static int read_mark(GraphWalk *walk, size_t at) {
+    PyObject *notes = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->notes);
+    if (!notes) return -1;
+    PyObject *mark = PyDict_Check(notes) ? PyDict_GetItemWithError(notes, walk->graphs->key) : NULL;
+    if (mark && Py_IS_TYPE(mark, &Mark_Type)) {
+        walk->nodes[at].note = Py_NewRef(mark);
+        walk->nodes[at].mark = (Mark *)mark;
+    }
+    Py_DECREF(notes);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int visit(GraphWalk *walk, size_t at) {
+    if (walk->nodes[at].leaf) return 0;
+    if (read_mark(walk, at) || sample_node(walk->graphs, walk->nodes[at].op)) return -1;
+    PyObject *next = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->next);
+    int failed = !next || !PyTuple_Check(next);
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(next); i++) {
+        PyObject *pair = PyTuple_GET_ITEM(next, i);
+        PyObject *op = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) ? PyTuple_GET_ITEM(pair, 0) : Py_None;
+        if (op == Py_None) continue;
+        size_t child = node_of(walk, op);
+        failed = !child || (walk->edge_count + 2 > walk->edge_room &&
+                           grow((void **)&walk->edges, &walk->edge_room, sizeof(uint32_t)));
+        if (failed) break;
+        walk->edges[walk->edge_count++] = (uint32_t)at;
+        walk->edges[walk->edge_count++] = (uint32_t)(child - 1);
+    }
+    Py_XDECREF(next);
+    if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the next of an op are not a tuple of pairs");
+    return failed ? -1 : 0;
+}
+
+/* Most nodes are never asked for their number: a call of Python each. */
+static inline long long node_number(GraphWalk *walk, Node *node) {
+    if (node->numbering == UNNUMBERED)
+        node->numbering = number_of(walk->graphs, node->op, &node->number) ? NO_NUMBER : NUMBERED;
+    return node->number;
+}
+
+typedef enum { SPREAD_FAILED = -1, ALL_SPREAD, SPREADING } Spread; /* FAILED: an exception is set */
+
+/* One pass over the edges: SPREADING if a mark has spread from an op to one that leads on from it.
+   A leaf belongs to the op that used it first, be it through what a routine made of it. */
+static Spread spread_marks(GraphWalk *walk) {
+    Spread state = ALL_SPREAD;
+    for (size_t i = 0; i < walk->edge_count; i += 2) {
+        Node *parent = &walk->nodes[walk->edges[i]], *child = &walk->nodes[walk->edges[i + 1]];
+        Mark *mark = parent->mark ? parent->mark : parent->of_a_routine;
+        if (!mark) continue;
+        if (child->leaf) {
+            if (!child->mark || mark->start < child->mark->start) child->mark = mark;
+            continue;
+        }
+        if (child->mark && child->of_a_routine) continue;
+        long long number = node_number(walk, child);
+        if (child->numbering == NO_NUMBER) return SPREAD_FAILED;
+        if (!child->mark && mark->start <= number && number < mark->end) {
+            child->mark = mark;
+            state = SPREADING;
+        } else if (!child->of_a_routine && mark->begin <= number && number < mark->start) {
+            child->of_a_routine = mark;
+            state = SPREADING;
+        }
+    }
+    return state;
+}
+
+static PyObject *list_marks(GraphWalk *walk) {
+    PyObject *marks = PyList_New(0);
+    for (size_t i = 0; marks && i < walk->count; i++) {
+        Node *node = &walk->nodes[i];
+        if (!node->mark) continue;
+        long long number = node->leaf ? 0 : node_number(walk, node);
+        PyObject *item = node->numbering == NO_NUMBER ? NULL : Py_BuildValue("(OOL)", node->op, node->mark, number);
+        if (!item || PyList_Append(marks, item)) Py_CLEAR(marks);
+        Py_XDECREF(item);
+    }
+    return marks;
+}
+
+static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
+    GraphWalk walk = {.graphs = self};
+    PyObject *marks = NULL, *roots = PySequence_Tuple(ops);
+    int failed = !roots;
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(roots); i++)
+        failed = PyTuple_GET_ITEM(roots, i) != Py_None && !node_of(&walk, PyTuple_GET_ITEM(roots, i));
+    for (size_t at = 0; !failed && at < walk.count; at++) failed = visit(&walk, at); /* which adds nodes */
+    Spread spread = failed ? SPREAD_FAILED : SPREADING;
+    while (spread == SPREADING) spread = spread_marks(&walk);
+    if (spread == ALL_SPREAD) marks = list_marks(&walk);
+    Py_XDECREF(roots);
+    while (walk.count) {
+        Node *node = &walk.nodes[--walk.count];
+        Py_XDECREF(node->note);
+        Py_DECREF(node->op);
+    }
+    PyMem_Free(walk.nodes);
+    PyMem_Free(walk.edges);
+    map_clear(&walk.index);
+    return marks;
+}
+
+/* ---- marks left by native code ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Graphs *graphs;  /* owned */
+    PyObject *trace; /* owned */
+    int bases;
+} BackwardMarker;
+
+static PyObject *graphs_marker(Graphs *self, PyObject *args) {
+    PyObject *trace;
+    int bases;
+    if (!PyArg_ParseTuple(args, "Op", &trace, &bases)) return NULL;
+    BackwardMarker *marker = PyObject_GC_New(BackwardMarker, &BackwardMarker_Type);
+    if (!marker) return NULL;
+    marker->graphs = (Graphs *)Py_NewRef(self);
+    marker->trace = Py_NewRef(trace);
+    marker->bases = bases;
+    PyObject_GC_Track(marker);
+    return (PyObject *)marker;
+}
+
+int marker_reads_written(PyObject *marker) { return ((BackwardMarker *)marker)->bases; }
+
+int mark_backward_nodes(PyObject *marker, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
+               PyObject *shapes) {
+    BackwardMarker *self = (BackwardMarker *)marker;
+    Mark *mark = make_mark(&Mark_Type, self->trace, (long long)begin, (long long)start, (long long)end, 0, shapes);
+    int failed = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3) ||
+                (written && written != outputs && mark_value(self->graphs, written, mark, self->bases, 3));
+    Py_XDECREF(mark);
+    return failed ? -1 : 0;
+}
+
+static int marker_traverse(BackwardMarker *self, visitproc visit, void *arg) {
+    Py_VISIT(self->graphs);
+    Py_VISIT(self->trace);
+    return 0;
+}
+
+static void marker_dealloc(BackwardMarker *self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->graphs);
+    Py_CLEAR(self->trace);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+PyTypeObject BackwardMarker_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.BackwardMarker",
+    .tp_basicsize = sizeof(BackwardMarker),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_doc = "What a program leaves of an execution, with the backward ops that the op made.",
+    .tp_dealloc = (destructor)marker_dealloc,
+    .tp_traverse = (traverseproc)marker_traverse,
+};
+
+/* ---- the type ---- */
+
+static PyObject *graphs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"tensors", "leaf", "maker", "base", "next", "notes", "number", "key", "sampled", NULL};
+    PyObject *tensors, *leaf, *maker, *base, *next, *notes, *number, *key, *sampled;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!UUUUUUO", names, &PyType_Type, &tensors, &PyType_Type, &leaf,
+                                     &maker, &base, &next, &notes, &number, &key, &sampled))
+        return NULL;
+    Graphs *graphs = (Graphs *)type->tp_alloc(type, 0);
+    if (!graphs) return NULL;
+    graphs->tensors = (PyTypeObject *)Py_NewRef(tensors);
+    graphs->leaf = (PyTypeObject *)Py_NewRef(leaf);
+    graphs->maker = Py_NewRef(maker);
+    graphs->base = Py_NewRef(base);
+    graphs->next = Py_NewRef(next);
+    graphs->notes = Py_NewRef(notes);
+    graphs->number = Py_NewRef(number);
+    graphs->key = Py_NewRef(key);
+    graphs->sampled = Py_NewRef(sampled);
+    return (PyObject *)graphs;
+}
+
+static int graphs_traverse(Graphs *self, visitproc visit, void *arg) {
+    Py_VISIT(self->tensors);
+    Py_VISIT(self->leaf);
+    Py_VISIT(self->sampled);
+    return 0;
+}
+
+static void graphs_dealloc(Graphs *self) {
+    PyObject_GC_UnTrack(self);
+    PyObject **fields[] = {(PyObject **)&self->tensors, (PyObject **)&self->leaf, &self->maker, &self->base, &self->next,
+                         &self->notes, &self->number, &self->key, &self->sampled};
+    for (size_t i = 0; i < sizeof(fields) / sizeof(*fields); i++) Py_CLEAR(*fields[i]);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef graphs_methods[] = {
+    {"mark", (PyCFunction)graphs_mark, METH_VARARGS,
+     "mark(values, mark, bases=True): mark the ops that made these tensors, and what they are views of."},
+    {"marked", (PyCFunction)graphs_marked, METH_O,
+     "marked(ops): each op that leads on from these and comes from a known execution, its mark and its number.\n\n"
+     "One that an op made inside is told by the ops that lead to it; the number of a leaf is 0."},
+    {"marker", (PyCFunction)graphs_marker, METH_VARARGS,
+     "marker(trace, writes): for a program, whose executions leave this trace; writes: into the first input."},
+    {0}};
+
+PyTypeObject Graphs_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Graphs",
+    .tp_basicsize = sizeof(Graphs),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Graphs(tensors, leaf, maker, base, next, notes, number, key, sampled): graphs of backward ops.\n\n"
+              "tensors: their type.  leaf: type of the ops that store a gradient.\n"
+              "maker, base: attributes of a tensor: the op that made it, None for a leaf; what it is a view of.\n"
+              "next, notes, number: attributes of an op: a tuple of pairs of an op, or None, and more; a dict that\n"
+              "lives with it; a method whose result grows with each op that is made on a thread.\n"
+              "key: of the marks among the notes.\n"
+              "sampled(op): hears of some of the ops that Python has got hold of.",
+    .tp_new = graphs_new,
+    .tp_dealloc = (destructor)graphs_dealloc,
+    .tp_traverse = (traverseproc)graphs_traverse,
+    .tp_methods = graphs_methods,
+};
+
+int graph_boot(PyObject *names) {
+    if (PyType_Ready(&BackwardMarker_Type)) return -1;
+    return add_type(names, "Mark", &Mark_Type) || add_type(names, "Graphs", &Graphs_Type) ? -1 : 0;
+}

@@ -1,0 +1,8 @@
+/* The graph of backward ops. */
+#ifndef AMANDA_AUTOGRAD_H
+#define AMANDA_AUTOGRAD_H
+#include "interception/base.h"
+
+int graph_boot(PyObject *names);
+
+#endif

@@ -1,0 +1,99 @@
+"""Links between values and views that function transforms have wrapped, so that writes reach both."""
+
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from amanda.eager import Tie
+
+from ._levels import innermost, with_batches_first, without_transforms, wrapped_at
+
+if TYPE_CHECKING:
+    from ._views import TorchViews, WrittenPart
+
+_USES_OF_A_TIE = 2
+"""References to a storage that a tie itself holds: the tensor within the value, and the storage object."""
+_REFERENCES_OF_A_TIE = 2
+"""References to a value: the tie's attribute, and the argument of the function that counts."""
+
+
+class LevelTie(Tie):
+    """Link between wrappers: the value from a routine, and the view that the value replaced.
+
+    A wrapper cannot be made again from its memory, so the tie holds both sides, until nothing else uses the
+    memory of the value. Writes are copied at the level where they happen, where transforms see the copy.
+    """
+
+    def __init__(
+        self, views: "TorchViews", view: torch.Tensor, value: torch.Tensor, on_death: Callable[[Tie], None]
+    ) -> None:
+        self._on_death = on_death
+        self._value, self._view = value, view
+        self._storage = innermost(value).untyped_storage()
+        self.ends: tuple[Hashable, Hashable] = views.memory(value), views.memory(view)
+        self._versions = self._current_versions()
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """Return the value; None if only the tie still uses its memory."""
+        return self._value if self.is_used else None
+
+    @property
+    def is_used(self) -> bool:
+        """Return True if the program has the value, or anything else has a tensor in its memory."""
+        if sys.getrefcount(self._value) > _REFERENCES_OF_A_TIE:
+            return True
+        uses: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return uses > _USES_OF_A_TIE
+
+    @property
+    def view(self) -> torch.Tensor:
+        """Return the view."""
+        return self._view
+
+    def drop_if_unused(self) -> None:
+        """End the tie if nothing else uses the memory of the value."""
+        if not self.is_used:
+            self._on_death(self)
+
+    def carry(self, start: Hashable, written: "WrittenPart") -> "WrittenPart | None":
+        """Copy the elements that were written to the other side, as an op of the program would."""
+        source, target = (self._value, self._view)[:: 1 if start == self.ends[0] else -1]
+        with without_transforms(), torch.no_grad():
+            levels, data = with_batches_first(source)
+            marks = written.at(data)
+            if marks is not None and not bool(marks.any()):
+                return None  # the write was elsewhere in the storage
+        changed = source if marks is None else torch.where(wrapped_at(levels, marks), source, target)
+        target.copy_(changed)
+        self._versions = self._current_versions()
+        return written_part(target, marks)
+
+    def drifted(self) -> torch.Tensor | None:
+        """Return the side whose version has changed since the last copy."""
+        now, before = self._current_versions(), self._versions
+        return next(
+            (
+                side
+                for side, new, old in zip((self._value, self._view), now, before, strict=True)
+                if new != old
+            ),
+            None,
+        )
+
+    def rejoin(self) -> bool:
+        """Return False if the program still uses the value, which stays apart from the view."""
+        return not self.is_used
+
+    def _current_versions(self) -> Sequence[int | None]:
+        sides = innermost(self._value), innermost(self._view)
+        return [None if side.is_inference() else side._version for side in sides]
+
+
+def written_part(tensor: torch.Tensor, marks: torch.Tensor | None = None) -> "WrittenPart":
+    """Return the written elements of the memory within a wrapped tensor; marks: which, batches first."""
+    from ._views import WrittenPart  # which imports this module
+
+    with without_transforms(), torch.no_grad():
+        return WrittenPart(with_batches_first(tensor)[1], marks)

@@ -1,0 +1,108 @@
+"""Levels of function transforms: the wrappers that torch.func puts around tensors, one for each level."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_functorch: Any = torch._C._functorch
+in_transform = torch._C._are_functorch_transforms_active
+"""Return True while a function transform, such as vmap or grad, is in force."""
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+
+
+def is_within_kernel() -> bool:
+    """Return True within a custom op's rule for vmap, whose calls are part of the op."""
+    excluded: bool = _is_key_excluded(_BATCHED)
+    return excluded
+
+
+_is_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+_BATCHED: Any = torch._C.DispatchKey.FuncTorchBatched
+
+
+def layers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor, the tensor that it wraps, and so on to the plain tensor with the data."""
+    yield tensor
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        yield tensor
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor within the wrappers, with the axes of all batches."""
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def all_layers(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the layers of the tensors among some values."""
+    return [layer for value in values if isinstance(value, torch.Tensor) for layer in layers(value)]
+
+
+def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
+    """Return the axis of each batch in the innermost tensor, by the level of its vmap."""
+    axes: list[tuple[int, int]] = []
+    for layer in layers(tensor):
+        if _functorch.is_batchedtensor(layer):
+            axes.append((_functorch.maybe_get_level(layer), _functorch.maybe_get_bdim(layer)))
+    positions: dict[int, int] = {}
+    # An inner layer has the axes of outer batches too: theirs shift from its axis on.
+    for level, axis in axes:
+        positions = {other: place + (place >= axis) for other, place in positions.items()}
+        positions[level] = axis
+    return positions
+
+
+def batch_sizes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the level and the number of samples of each batch of a tensor, the outermost first."""
+    axes = batch_axes(tensor)
+    sizes = innermost(tensor).shape if axes else ()
+    return [(level, sizes[axes[level]]) for level in sorted(axes)]
+
+
+def with_batches_first(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Return the levels of a tensor's batches, and its data with an axis for each of them in front."""
+    axes = batch_axes(tensor)
+    levels = tuple(sorted(axes))
+    data, positions = innermost(tensor), [axes[level] for level in levels]
+    front = list(range(len(levels)))
+    # The tensor itself where that will do: tools recognise it when they read it again.
+    return levels, data if positions == front else data.movedim(positions, front)
+
+
+def wrapped_at(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
+    """Return data with an axis for each of some batches in front as the batched tensor of these levels."""
+    for level in levels:
+        data = _functorch._add_batch_dim(data, 0, level)
+    return data
+
+
+def interpreters() -> Sequence[Any]:
+    """Return the transforms in force, the outermost first."""
+    return _functorch.get_interpreter_stack() or ()
+
+
+def is_functionalized() -> bool:
+    """Return True under torch.func.functionalize, which replaces ops that write."""
+    return any(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
+
+
+def has_tangents() -> bool:
+    """Return True under a transform of forward-mode gradients, such as jvp."""
+    return any(item.key() == _functorch.TransformType.Jvp for item in interpreters())
+
+
+@contextmanager
+def without_transforms() -> Iterator[None]:
+    """Leave all transforms within the context, for work on innermost tensors."""
+    stack: list[Any] = []
+    try:
+        while _functorch.peek_interpreter_stack() is not None:
+            stack.append(_functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while stack:
+            _functorch.push_dynamic_layer_stack(stack.pop())

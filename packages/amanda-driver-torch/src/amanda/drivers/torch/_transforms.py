@@ -1,0 +1,219 @@
+"""The driver within function transforms of torch.func: an op is seen where the program calls it.
+
+Routines run at that place, under the same transforms, so their values are those of the level: a batched
+tensor under vmap, a tensor that a gradient tracks under grad. What torch asks of one tensor elsewhere (its
+version, its node, its memory) is asked of the layers of its wrapper.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from amanda.action import marks
+from amanda.backend import Call, Trace
+from amanda.eager import Saved
+from amanda.interceptor import Site
+from amanda.plan import BatchedShape, spread
+
+from ._autograd import NodeBracket
+from ._levels import (
+    all_layers,
+    batch_axes,
+    batch_sizes,
+    has_tangents,
+    innermost,
+    is_functionalized,
+    is_wrapped,
+    with_batches_first,
+    without_transforms,
+)
+from ._saved_tensors import SavedAtNodes
+from ._storages import same_bits
+from ._straight_through import StraightThrough
+from ._tensors import TorchTensors, cast_to_fit, shape_of
+
+RUNS_AS_IS = "the ops inside run as they are"
+
+
+class TransformedTensors(TorchTensors):
+    """`TensorOps` of tensors that function transforms have wrapped; mixed into a driver before its class."""
+
+    def obstacle(self, site: Site) -> tuple[str, str] | None:
+        """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
+        if is_functionalized():
+            return f"torch.func.functionalize of {site.key}", RUNS_AS_IS
+        obstacle: tuple[str, str] | None = super().obstacle(site)  # type: ignore[misc]
+        return obstacle
+
+    def version(self, value: Any) -> Any:
+        """Return the version of the innermost tensor, which counts the writes at all levels."""
+        if isinstance(value, torch.Tensor) and is_wrapped(value):
+            return super().version(innermost(value))
+        return super().version(value)
+
+    def versions(self, values: Sequence[Any]) -> list[Any]:
+        """Return the version of each value."""
+        return [self.version(value) for value in values]
+
+    def same(self, value: Any, other: Any) -> bool:
+        """Return True if two tensors are of one kind and hold the same bits in all samples of a batch."""
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return False
+        with without_transforms(), torch.no_grad():
+            (levels, data), (other_levels, other_data) = map(with_batches_first, (value, other))
+            return levels == other_levels and same_bits(data, other_data)
+
+    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+        """Return which tensors need a gradient at which levels; None where no node can be made."""
+        needs = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
+        return needs if any(needs) else None
+
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of a sample of each tensor, also in lists, with the sizes of its batches."""
+        return tuple([_shape_of(value) for value in inputs])
+
+    def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
+        """Attach the trace to the nodes of the op's results at all levels."""
+        super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
+
+    def written_later(self, values: Sequence[Any]) -> Saved | None:
+        """Return a context that runs an op in place beside tensors that a routine may write later."""
+        if torch.is_grad_enabled() and has_tangents():
+            return RunBeside()
+        return super().written_later(values)
+
+    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
+        """Return the written tensors that the nodes of inputs and outputs have saved, at all levels."""
+        tensors = all_layers(written)
+        return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)])
+
+    def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
+        value = self._batched_like(original, self._cast(original, value))
+        if not (original.is_floating_point() or original.is_complex()) or original.is_inference():
+            return value
+        result: torch.Tensor = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
+        return result
+
+    def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
+        """Copy a value into the user's tensor."""
+        if not isolated or not isinstance(value, torch.Tensor):
+            super().write(target, value, isolated)
+            return
+        # The tensor as it was gets the gradient of the tensor as it is: no Function with a rule for vmap
+        # can write into its argument.
+        target.copy_(self.straight_through(target.clone(), value))
+
+    def _cast(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        fitting: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
+        return fitting
+
+    def _batched_like(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return a value with the batches of an original: the program may write into each sample."""
+        if not (batch_axes(original).keys() - batch_axes(value).keys()):
+            return value
+        return self.call_isolated(_filled_like, (original, value), {})  # type: ignore[no-any-return]
+
+    def call_isolated(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine outside of autograd and modes; explain what it cannot do under a transform."""
+        with running_routine(values):
+            return super().call_isolated(func, values, kwargs)
+
+    def call_observer(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a routine that changes no value; explain what it cannot do under a transform."""
+        arguments = [_data_of(value) for value in values] if "all_samples" in marks(func) else values
+        with running_routine(arguments):
+            return super().call_observer(func, arguments, kwargs)
+
+    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine that computes for the program; explain what it cannot do under a transform."""
+        with running_routine(values):
+            return super().call(func, values, kwargs)
+
+
+class RunBeside(Saved):
+    """Runs an op in place on a copy, which the nodes of all levels save, and writes the result once more.
+
+    What the nodes of the levels below save cannot be found: those of a tangent are not at the tensor.
+    """
+
+    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+        """Run an op in place on a copy of its tensor; on the tensor if the op changes more than data."""
+        target = inputs[0]
+        if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
+            return call.invoke(inputs)
+        copy = target.clone()
+        layout = copy.shape, copy.stride(), copy.dtype
+        result = call.invoke([copy, *inputs[1:]])
+        if result is not copy or (copy.shape, copy.stride(), copy.dtype) != layout:
+            return call.invoke(inputs)
+        return target.copy_(copy)
+
+
+def _shape_of(value: Any) -> Hashable:
+    """Return the extents of a sample of a tensor, or of each tensor in a list; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        sizes = batch_sizes(value)
+        return BatchedShape(value.shape, sizes) if sizes else shape_of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
+    return None
+
+
+@contextmanager
+def running_routine(values: Sequence[Any]) -> Iterator[None]:
+    """Run a routine within the context, and explain what it cannot do with values of a transform.
+
+    A routine whose values no transform has wrapped, such as a weight that is no argument of the transform,
+    runs outside of all: what it makes and keeps is then no wrapper either.
+    """
+    if not any(map(is_wrapped, _tensors_among(values))):
+        with without_transforms():
+            yield
+        return
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        explain_levels(error, values)
+        raise
+
+
+def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in spread(values) if isinstance(value, torch.Tensor)]
+
+
+def _data_of(value: Any) -> Any:
+    """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front."""
+    if isinstance(value, torch.Tensor):
+        return with_batches_first(value)[1] if is_wrapped(value) else value
+    return [_data_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(original).copy_(value)
+
+
+def explain_levels(error: BaseException, values: Sequence[Any]) -> None:
+    """Add a note to an error of a routine whose values function transforms have wrapped."""
+    note = WITHOUT_NUMBERS if any(map(batch_axes, _tensors_among(values))) else WITHOUT_MEMORY
+    notes = getattr(error, "__notes__", [])
+    if note not in notes:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+
+
+_REMEDY = (
+    "compute with tensor operations; a routine that only looks may read "
+    "torch.func.debug_unwrap(value), which has the numbers"
+)
+WITHOUT_NUMBERS = (
+    "[amanda] under torch.func.vmap a routine gets all samples as one batched tensor, out of which no number "
+    f"and no branch can be read: {_REMEDY} of all samples"
+)
+WITHOUT_MEMORY = (
+    f"[amanda] under a transform of torch.func a routine gets a tensor without memory of its own: {_REMEDY}"
+)

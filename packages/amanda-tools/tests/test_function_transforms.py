@@ -1,0 +1,136 @@
+"""Tools that look, on programs of torch.func: every sample of a vmap is counted and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.func import functional_call, grad, hessian, stack_module_state, vmap  # noqa: E402
+
+import amanda  # noqa: E402
+from amanda.tools.flops import FlopsTool  # noqa: E402
+from amanda.tools.nan import NanTool  # noqa: E402
+from amanda.tools.stats import StatsTool  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+ROWS, FIRST, SECOND = 5, 3 * 4, 4 * 2
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+
+def macs(program: Callable[[], Any]) -> dict[str, int]:
+    """Return the multiply-accumulates of a program by phase."""
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        program()
+    counts = {"forward": 0, "backward": 0}
+    for place in tool.result.places:
+        assert place.macs is not None
+        counts[place.phase] += place.calls * place.macs
+    return counts
+
+
+def clipped_gradients(net: Any, x: Any) -> Any:
+    """Return the sum of the gradients of each sample, clipped to a norm of 1."""
+    parameters = {name: value.detach() for name, value in net.named_parameters()}
+
+    def loss(parameters: Any, x: Any) -> Any:
+        return functional_call(net, parameters, (x,)).square().sum()
+
+    gradients = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    norms = torch.stack([value.flatten(1).norm(dim=1) for value in gradients.values()]).norm(dim=0)
+    factors = (1 / norms).clamp(max=1)
+    return {name: torch.tensordot(factors, value, 1) for name, value in gradients.items()}
+
+
+def test_gradients_of_each_sample_cost_what_their_batch_costs() -> None:
+    net, x = network(), torch.rand(ROWS, 3)
+    clipping = sum(ROWS * value.numel() for value in net.parameters())
+    counts = macs(lambda: clipped_gradients(net, x))
+    assert counts == {
+        "forward": ROWS * (FIRST + SECOND) + clipping,
+        "backward": ROWS * (FIRST + 2 * SECOND),  # the input of the first layer needs no gradient
+    }
+    assert macs(lambda: net(x).square().sum().backward())["backward"] == counts["backward"]
+
+
+def test_every_model_of_an_ensemble_is_counted() -> None:
+    models = [network() for _ in range(3)]
+    parameters, buffers = stack_module_state(models)
+
+    def run(parameters: Any, buffers: Any, x: Any) -> Any:
+        return functional_call(models[0], (parameters, buffers), (x,))
+
+    x = torch.rand(ROWS, 3)
+    counts = macs(lambda: vmap(run, in_dims=(0, 0, None))(parameters, buffers, x))
+    assert counts == {"forward": 3 * ROWS * (FIRST + SECOND), "backward": 0}
+
+
+def test_a_batch_of_another_size_is_counted_too() -> None:
+    net, tool = network(), FlopsTool()
+    with amanda.apply(tool):
+        for rows in (2, 3, 3):
+            vmap(net)(torch.rand(rows, 3))
+        vmap(vmap(net))(torch.rand(2, 3, 3))
+        net(torch.rand(3))
+    total = sum(place.calls * (place.macs or 0) for place in tool.result.places)
+    assert total == (2 + 3 + 3 + 6 + 1) * (FIRST + SECOND)
+
+
+def test_second_derivatives_of_a_loss_have_backward_ops() -> None:
+    net, x = network(), torch.rand(ROWS, 3)
+    laplacians = vmap(hessian(lambda x: net(x).sum()))
+    counts = macs(lambda: laplacians(x).diagonal(dim1=1, dim2=2).sum())
+    assert counts["forward"] == ROWS * (FIRST + SECOND)
+    assert counts["backward"] == ROWS * (FIRST + SECOND)
+
+
+def test_a_step_that_differentiates_a_step_is_counted_at_both_levels() -> None:
+    x, weight, target = torch.rand(5, 3), torch.rand(3, 2), torch.rand(5, 2)
+
+    def loss(weight: Any) -> Any:
+        return (torch.mm(x, weight) - target).square().sum()
+
+    def adapted_loss(weight: Any) -> Any:
+        return loss(weight - 0.1 * grad(loss)(weight))
+
+    product = 5 * 3 * 2
+    counts = macs(lambda: grad(adapted_loss)(weight))
+    # Backward: the inner step, the outer one, and through the product of the inner one to both its factors.
+    assert counts == {"forward": 2 * product, "backward": 4 * product}
+
+
+def test_a_nan_of_one_sample_is_found_at_its_op() -> None:
+    rows = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+    def loss(x: Any) -> Any:
+        return (2 * x).log().sum()
+
+    tool = NanTool()
+    with amanda.apply(tool):
+        vmap(grad(loss))(rows)
+    (finding,) = tool.result.findings
+    assert finding.type == "log"
+
+
+def test_statistics_are_those_of_all_samples() -> None:
+    net, x = network(), torch.rand(ROWS, 3)
+    tool, plain, columns = StatsTool(), StatsTool(), x.t()
+    with amanda.apply(plain):
+        net(x)
+    with amanda.apply(tool):
+        vmap(net)(x)
+        vmap(net, in_dims=1)(columns)
+    elements = {entry.tensor: [] for entry in plain.result}
+    for entry in tool.result:
+        elements[entry.tensor].append(entry.statistics.elements)
+    expected = [entry.statistics.elements for entry in plain.result if entry.tensor == "output 0"]
+    assert elements["output 0"] == [2 * count for count in expected]
