@@ -132,6 +132,7 @@ class ModuleCalls:
             self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
 
         def enclosed(kind: Any, /, **kwargs: Any) -> None:
+            """Stand-in for `tf.Module.__init_subclass__`: makes calls of the new subclass a region."""
             # The stand-in is no method of a class, so it names the class after which the search for a method
             # begins.
             super(tf.Module, kind).__init_subclass__(**kwargs)

@@ -154,7 +154,10 @@ class OpValues:
         return {} if move is None else {"move": move}
 
     def attribute_or_input(self, *names: str, at: int | None = None, default: Any = None) -> Any:
-        """Return the first attribute of these names, else the input at a position if it is no list."""
+        """Return the first attribute of these names that is not None, else the input at a position.
+
+        A list among the inputs, and neither of both, give `default`.
+        """
         value = next((self.attributes[name] for name in names if self.attributes.get(name) is not None), None)
         if value is None and at is not None and at < len(self.inputs):
             value = None if isinstance(self.inputs[at], (list, tuple)) else self.inputs[at]
@@ -213,7 +216,10 @@ def _adaptive_windows(size: int, count: int) -> Indices:
 
 
 def _norm_scales(op: OpValues) -> Sequence[Any]:
-    """Return the scale of each channel in a batch norm; in training the variance is the batch's."""
+    """Return the scale of each channel in a batch norm; in training the variance is the batch's.
+
+    Returns a list with the scale of the first input alone, which broadcasts with it.
+    """
     data, gamma, _, _, variance = op.inputs[:5]
     # TensorFlow's attribute tells its op from those of frameworks with the channels in the second place.
     default_layout = "NHWC" if "is_training" in op.attributes else "NC"
@@ -283,9 +289,8 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
         return np.transpose(a, attributes.get("dims"))
 
     def transpose(a: NDArray[Any]) -> NDArray[Any]:
-        first, second = (
-            int(op.attribute_or_input(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2)
-        )  # mT has none
+        # The last two axes by default: `mT` has no arguments.
+        first, second = (int(op.attribute_or_input(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2))
         # `T` of a vector is the vector.
         return a.swapaxes(first, second) if a.ndim > 1 else a
 
@@ -305,6 +310,7 @@ def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of TensorFlow, whose arguments are constant inputs."""
 
     def slice_input(a: NDArray[Any]) -> Any:
+        """Return the part that a StridedSlice, or a Slice if there is no step, reads."""
         begin, end, *step = (op.integers(at=i) for i in range(1, len(op.inputs)))
         if step:
             return a[_strided_slice_index(begin, end, step[0], op.attributes)]
@@ -322,6 +328,7 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of ONNX, whose arguments are constant inputs, or attributes in older models."""
 
     def slice_input(a: NDArray[Any]) -> NDArray[Any]:
+        """Return the part that a Slice reads; axes that it does not name are read whole."""
         begin, end = op.integers("starts", at=1), op.integers("ends", at=2)
         axes = op.integers("axes", at=3) or range(len(begin))
         index = [slice(None)] * a.ndim
@@ -332,6 +339,7 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
         return a[tuple(index)]
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
+        # ONNX lists the widths before all axes first, then those behind them.
         widths = op.integers("pads", at=1)
         pairs, count = [(0, 0)] * a.ndim, len(widths) // 2
         for i, axis in enumerate(op.integers(at=3) or range(count)):
@@ -354,7 +362,7 @@ def _pad_indices(
 
 
 def _numpy_index(index: Any) -> Any:
-    """Return an index with arrays of NumPy for its tensors."""
+    """Return an index with arrays of NumPy for its tensors; a list of indices becomes a tuple."""
     if isinstance(index, (list, tuple)):
         return tuple(map(_numpy_index, index))
     return array(index) if hasattr(index, "detach") else index
@@ -372,6 +380,7 @@ def _strided_slice_index(
     """Return the index of NumPy for a StridedSlice."""
 
     def index(i: int) -> Any:
+        """Return entry i: an ellipsis, None for a new axis, an integer for an axis that goes, or a slice."""
         masks = ("ellipsis", "new_axis", "shrink_axis", "begin", "end")
         # Bit i of each mask is about entry i of the slice.
         masks_set = {mask for mask in masks if int(attributes.get(f"{mask}_mask", 0)) >> i & 1}

@@ -152,13 +152,16 @@ class Mesh:
         index = np.zeros(1, np.int64)
         for i, (name, extent) in enumerate(zip(names, extents, strict=True)):
             # An axis of extent 1 is broadcast; the coordinate stays negative outside of the tensor.
-            at = self.coordinates[name] if extent > 1 else np.minimum(self.coordinates[name], 0)
-            index = index + at * prod(extents[i + 1 :])
+            coordinate = self.coordinates[name] if extent > 1 else np.minimum(self.coordinates[name], 0)
+            index = index + coordinate * prod(extents[i + 1 :])
         return np.broadcast_to(index, self._shape).reshape(self._shape[0], -1)
 
 
 def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
-    """Return flat indices into an operand for rows, flat indices into the shape of its broadcast."""
+    """Return flat indices into an operand that is broadcast, for flat indices into the shape of the result.
+
+    rows: the indices into the result, which are returned as they are if the shapes are equal.
+    """
     if shape == operand:
         return rows
     mesh = Mesh(rows, dict(zip(range(-len(shape), 0), shape, strict=True)))
@@ -235,7 +238,10 @@ def einsum(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def attention(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the terms of softmax(q k^T) v: values, weighted by the softmax."""
+    """Return the terms of softmax(q k^T) v: values, weighted by the softmax.
+
+    Raises NotImplementedError where several heads of the query share one of the values.
+    """
     query, key, value = (np.asarray(tensor, np.float64) for tensor in step.inputs[:3])
     if query.shape[:-2] != value.shape[:-2]:
         raise NotImplementedError("whose heads are shared")

@@ -308,6 +308,7 @@ def _autograd_function() -> Any:
         def forward(
             ctx: Any, execution: ProtectedExecution, header: dict[str, Any], count: int, *tensors: Any
         ) -> Any:
+            """Run the op in the process; return its outputs.  count: of the tensors that are arguments."""
             ctx.execution, ctx.count = execution, count
             ctx.needs_gradient = header["trained"]
             outputs = execution.forward(header, tensors[:count])
@@ -320,6 +321,7 @@ def _autograd_function() -> Any:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
+            """Return the gradients of arguments, which the process computes; None for all other inputs."""
             with amanda.disabled():
                 reversed_gradients = list(ctx.execution.gradients(gradients))[::-1]
             argument_gradients = [

@@ -86,7 +86,7 @@ class RematStore:
                 storage.copy = storage.maker = None
 
     def _record_input(self, value: Any, is_scratch: bool = False) -> Any:
-        """Return an input with an InputRef or a ScratchInput for each tensor in it."""
+        """Return an input with an InputRef or a ScratchInput for each tensor in it; other values stay."""
         if type(value) in (list, tuple):
             return type(value)(map(self._record_input, value))
         if isinstance(value, slice):  # its bounds may be tensors, which the program may write later

@@ -361,7 +361,7 @@ class Choice:
         self.name = f"all {self.selection}"
         where = f"the choice at {self.selection}"
         self.candidates = [make_candidate(label_or_function, where) for label_or_function in candidates]
-        labels = [make_candidate.label for make_candidate in self.candidates]
+        labels = [candidate.label for candidate in self.candidates]
         # Architectures name candidates by their labels.
         repeated = {label for label in labels if labels.count(label) > 1}
         if repeated:

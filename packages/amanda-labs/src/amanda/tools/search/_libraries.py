@@ -274,6 +274,8 @@ class TensorFlowLibrary(SearchLibrary):
             return value
 
         def collect(x: Any) -> Any:
+            """Return an equal tensor, and a backward function that adds its gradient to the sum."""
+
             def backward(gradient: Any) -> Any:
                 gradients.add(gradient)
                 return gradient

@@ -215,6 +215,7 @@ class Search:
         begin, numbers = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
 
         def measure() -> float:
+            """Train, evaluate and measure costs; return the metric.  Raises ValueError unless finite."""
             # Each evaluation enters the scope again, so that between trials the program runs without the
             # tool.
             with self._scope:

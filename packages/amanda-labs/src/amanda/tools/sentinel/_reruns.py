@@ -126,8 +126,10 @@ def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable
         return None
 
     def again() -> list[Any]:
+        """Run the node again; return its gradients, in the shapes and types of the outgoing ones."""
         with undisturbed():
             outputs = tensors([node(*gradients)])
+        # Another number of gradients is a difference by itself.
         if len(outputs) != len(outgoing):
             return outputs
         pairs = zip(outputs, outgoing, strict=True)

@@ -200,6 +200,7 @@ class Interception:
         def quick_execute(
             op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: str | None = None
         ) -> Any:
+            """Run an op by the driver; call TensorFlow for functions, and for inputs of other types."""
             activation = interceptor.active()
             type = op_name if isinstance(op_name, str) else op_name.decode()
             is_op = (activation is not None or local.marking is not None) and not type.startswith(

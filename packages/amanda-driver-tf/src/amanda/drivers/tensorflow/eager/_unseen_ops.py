@@ -126,7 +126,7 @@ class Datasets:
         original = getattr(iterator_ops.OwnedIterator, name)
 
         @functools.wraps(original)
-        def method(iterator: Any, *args: Any) -> Any:
+        def report_earlier(iterator: Any, *args: Any) -> Any:
             result = original(iterator, *args)
             activation = interceptor.active()
             # A dataset that is built in a scope is reported when its op is called.
@@ -134,11 +134,12 @@ class Datasets:
                 activation.state.report(*REPORTED)
             return result
 
-        return method
+        return report_earlier
 
     def _is_earlier(self, iterator: Any) -> bool:
-        """Return whether a dataset with functions was built before the scope."""
+        """Return True if a dataset with functions, below an iterator, was built before the scope."""
         if iterator not in self._earlier_iterators:
+            # From the dataset of the iterator through the datasets that it reads.
             has_earlier_functions, datasets = False, [getattr(iterator, "_dataset", None)]
             while datasets:
                 dataset = datasets.pop()

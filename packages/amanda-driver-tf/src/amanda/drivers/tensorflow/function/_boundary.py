@@ -116,6 +116,7 @@ class FunctionBoundary:
 
         @functools.wraps(call)
         def call_flat(atomic: Any, *args: Any) -> Any:
+            """Stand-in for `call_flat`: calls the copy of the function in a scope, in eager mode."""
             activation = interceptor.active()
             # A call within a graph is an operation of that graph, which is rewritten with it.
             if activation is None or not atomic._bound_context.executing_eagerly():
@@ -163,6 +164,7 @@ class FunctionBoundary:
 
         @functools.wraps(call)
         def call_function(current: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
+            """Stand-in for `call_function`: calls the pending copy if the name is its function's."""
             pending = self._thread.pending
             check_threads(name)
             if pending is None or pending[0] != name:

@@ -58,6 +58,7 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
         return body.read_value(inputs[position + offset]) if position + offset < len(inputs) else None
 
     def argument_variable(position: int) -> Any:
+        """Return the variable that an argument of the callee was read from; None if there is none."""
         inputs = list(op.inputs)
         if position + offset >= len(inputs):
             return None

@@ -182,6 +182,7 @@ def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
     names = [argument.name for argument in definition.input_arg]
 
     def compute(inputs: Sequence[Any]) -> Any:
+        """Return the outputs; raise RoutineError for an op without a function, or other than its inputs."""
         function = getattr(tf.raw_ops, kind, None)
         if function is None or len(inputs) != len(names):
             raise RoutineError(

@@ -75,6 +75,7 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
 
 
 def _on_device(device: Any, value: Any) -> Any:
+    """Return an eager tensor on a device, copied if it is on another one."""
     if value.backing_device == device:
         return value
     with tf.device(device):
@@ -133,8 +134,8 @@ class RoutineNode(Insertion):
         if self.saved_as is not None:
             # Where readers may run several times, or never, nobody can count them: the values live as long as
             # the run.
-            count = self.readers.count if self.readers.read_once else 0
-            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, count))
+            num_reads = self.readers.count if self.readers.read_once else 0
+            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, num_reads))
         return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:

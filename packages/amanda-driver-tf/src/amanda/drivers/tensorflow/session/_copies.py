@@ -302,10 +302,12 @@ class SessionValueReader:
         self._session = ref(session)
 
     def __call__(self, tensor: Any) -> Any:
+        """Return the present value of a symbol, or the symbol if its value is out of reach."""
         session = self._session()
         if session is None or not _is_state(tensor.op):
             return tensor
         if tensor.dtype == tf.resource:
+            # A handle has no value; a read of the variable that the graph has gives the variable's.
             tensor = _read_tensor(tensor)
         if tensor is None or tensor.dtype == tf.resource:
             return tensor
