@@ -126,9 +126,9 @@ class SavedModelFolder(Artefact):
 
 def _append_description(path: Path, about: Mapping[str, Any]) -> None:
     """Append a description of the tools to the file that lists those of earlier copies."""
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"{json.dumps([*before, about], indent=1)}\n", encoding="utf-8")
+    path.write_text(f"{json.dumps([*earlier, about], indent=1)}\n", encoding="utf-8")
 
 
 def _check_files(path: Path) -> None:
@@ -155,6 +155,7 @@ def _read(path: Path) -> Any:
 
 
 def _concrete_names(node: Any) -> Sequence[str]:
+    """Return the names of the concrete functions of an object, which is one or has several."""
     if node.HasField("bare_concrete_function"):
         return [node.bare_concrete_function.concrete_function_name]
     return list(node.function.concrete_functions)
@@ -191,6 +192,7 @@ def _content_without_name(definition: Any) -> bytes:
 
 
 def _rewritten_files(root: Path) -> Callable[[str, list[str]], list[str]]:
+    """Return a function for `shutil.copytree` that leaves out the files which are written anew."""
     rewritten = (_MODEL, _KERAS, _FINGERPRINT)
     return lambda folder, names: [name for name in names if name in rewritten and Path(folder) == root]
 

@@ -36,7 +36,10 @@ def jax_attributes(context: amanda.OpContext) -> Mapping[str, Any]:
 
 
 def _dot_equation(ranks: Sequence[int], contracted: Sequence[Any], batch: Sequence[Any]) -> str:
-    """Return the einsum equation of a dot_general; contracted, batch: its axes in both factors."""
+    """Return the einsum equation of a dot_general: axes of the batch, of the first factor, of the second.
+
+    contracted, batch: pairs of lists of axes, one list for each factor.
+    """
     # Axes that both factors have get one letter; the letters that are free are those of one factor alone.
     letters = iter(ascii_letters)
     names = [[""] * rank for rank in ranks]
@@ -46,10 +49,10 @@ def _dot_equation(ranks: Sequence[int], contracted: Sequence[Any], batch: Sequen
         shared.append(names[0][first_axis])
     free_letters = []
     for axes in names:
-        free = [i for i, letter in enumerate(axes) if not letter]
-        for i in free:
+        free_axes = [i for i, letter in enumerate(axes) if not letter]
+        for i in free_axes:
             axes[i] = next(letters)
-        free_letters += [axes[i] for i in free]
+        free_letters += [axes[i] for i in free_axes]
     result = [*shared[: len(batch[0])], *free_letters]
     return f"{','.join(map(''.join, names))}->{''.join(result)}"
 
@@ -59,6 +62,7 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
     parameters = op.attributes
 
     def broadcast(a: NDArray[Any]) -> NDArray[Any]:
+        """Return an array in the shape of the result."""
         extents = [1] * len(parameters["shape"])
         # JAX names the axes of the result that the operand's axes become; all others are new.
         for axis, size in zip(parameters["broadcast_dimensions"], a.shape, strict=True):

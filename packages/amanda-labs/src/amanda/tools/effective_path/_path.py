@@ -340,7 +340,8 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
 def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:
     """Return the flat indices of keys for each sample, and the number of elements of a sample.
 
-    They are within the sample's block of a tensor, if all elements on the path lie in the samples' blocks.
+    Both are of the sample's block of the tensor, if each element on a path lies in the block of its sample;
+    else, and for a tensor that the samples share, of the whole tensor.
     """
     all_keys = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
     sample_of_key, indices = np.divmod(all_keys, max(size, 1))

@@ -297,10 +297,10 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
     weight_indices = mesh.indices(
         [axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape
     )
-    outside = data_indices < 0
+    is_outside = data_indices < 0
     values = data.reshape(-1)[data_indices].astype(np.float64) * weight.reshape(-1)[weight_indices]
-    sources = {(0, 0): data_indices, (step.weight, 0): np.where(outside, -1, weight_indices)}
-    return Terms(sources, np.where(outside, 0, values), count, weighted=True)
+    sources = {(0, 0): data_indices, (step.weight, 0): np.where(is_outside, -1, weight_indices)}
+    return Terms(sources, np.where(is_outside, 0, values), count, weighted=True)
 
 
 def _reduced_elements(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
@@ -317,7 +317,7 @@ def _reduced_elements(step: Step, rows: Indices, output: int) -> tuple[Indices, 
 
 
 def average(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the elements in the window of an output, or along the axes of a reduction."""
+    """Return the elements in the window of an output, or along the axes of a reduction, with their values."""
     read, count = _reduced_elements(step, rows, output)
     values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
     return Terms({step.data: read}, np.where(read < 0, 0, values), count)
@@ -356,7 +356,10 @@ def elementwise(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def reshaped(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the same elements in the same order, for an op that changes the shape."""
+    """Return the same elements in the same order, for an op that changes the shape.
+
+    Raises NotImplementedError for an op that drops or repeats elements.
+    """
     if step.tensor(step.data).size != step.outputs[output].size:
         raise NotImplementedError("it gives another number of elements than it reads")
     return Terms({step.data: rows[:, None]})

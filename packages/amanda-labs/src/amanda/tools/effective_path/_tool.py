@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import amanda
 from amanda.errors import OptionError
@@ -37,9 +37,6 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import Paths
 from amanda.tools.trace import Graph, ProgramOp, Tensor, TraceTool
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_EXECUTIONS = 64
 """Most ops that one line in a loop is in a path."""

@@ -105,10 +105,8 @@ class RematStore:
 
     def saving_handles(self, operation: ReplayableOp) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves handles instead of an op's tensors."""
-        reference, indices = (
-            weakref.ref(operation),
-            count(),
-        )  # the graph keeps the hooks, and with them `pack`
+        # Weak: the graph keeps the hooks, and with them `pack`.
+        reference, indices = weakref.ref(operation), count()
 
         def pack(tensor: Any) -> Handle:
             recorded_operation = reference()
@@ -153,6 +151,7 @@ class RematStore:
             operation.cut_history()
 
     def _add_product(self, operation: ReplayableOp, memory: Any, slot: tuple[int, bool]) -> Storage:
+        """Record memory that an op has made, which counts towards the budget; return its storage."""
         storage = operation.add_product(memory.nbytes(), slot)
         self.ledger.add(memory, storage, counts=True)
         return storage

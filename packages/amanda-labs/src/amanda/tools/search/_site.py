@@ -403,12 +403,12 @@ def _row_sum_function() -> Callable[..., Any]:
     from jax.custom_batching import custom_vmap
 
     @custom_vmap  # type: ignore[untyped-decorator]
-    def summed(gradient: Any) -> Any:
+    def sum_rows(gradient: Any) -> Any:
         return gradient
 
-    @summed.def_vmap  # type: ignore[untyped-decorator]
+    @sum_rows.def_vmap  # type: ignore[untyped-decorator]
     def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
         # One parameter serves all rows of the batch, so its gradient is their sum.
-        return summed(gradient.sum(0)), False
+        return sum_rows(gradient.sum(0)), False
 
-    return cast("Callable[..., Any]", summed)
+    return cast("Callable[..., Any]", sum_rows)

@@ -38,8 +38,8 @@ class Alarm:
     def __str__(self) -> str:
         module = f" of {self.module}" if self.module else ""
         source = f", {self.source}" if self.source else ""
-        where = f"{self.type} ({self.phase}){module}{source}: " if self.type else ""
-        return f"{self.kind} in step {self.step}: {where}{self.detail}"
+        op = f"{self.type} ({self.phase}){module}{source}: " if self.type else ""
+        return f"{self.kind} in step {self.step}: {op}{self.detail}"
 
 
 class SentinelError(AmandaError, RuntimeError):

@@ -94,7 +94,7 @@ class Schema:
     def split_outputs(
         self, result: Any, attributes: Callable[[], dict[str, Any]]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a result as a list of outputs, and a function that gives such a list the result's form."""
+        """Return a result as a list of outputs, and a function that restores the result's form."""
         if isinstance(result, EagerTensor):
             return [result], _single
         if result is None:

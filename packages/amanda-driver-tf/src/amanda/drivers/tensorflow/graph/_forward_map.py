@@ -165,6 +165,7 @@ class ForwardMap:
         return None
 
     def _captured_key(self, tensor: Any) -> tuple[Any, int]:
+        """Return the key of the forward graph's tensor that a placeholder stands for, or of the tensor."""
         captured = self._captured(tensor)
         return _tensor_key(tensor if captured is None else captured)
 
@@ -207,13 +208,18 @@ class ForwardMap:
             for tensor in op.inputs:
                 self._consumers.setdefault(tensor.op, []).append(op)
         for op in sums:
-            summed = [self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward]
-            if len(summed) == len(op.inputs):
-                read_for = [
+            summand_forwards = [
+                self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward
+            ]
+            if len(summand_forwards) == len(op.inputs):
+                reader_forwards = [
                     self._forward[reader] for reader in self._consumers.get(op, ()) if reader in self._forward
                 ]
-                readers = [reader for reader in read_for if self._order.get(reader, -1) < self._order[op]]
-                self._forward[op] = readers[0] if readers else summed[0]
+                # The operation that computed the output reads its gradient, and ran before the sum.
+                producers = [
+                    forward for forward in reader_forwards if self._order.get(forward, -1) < self._order[op]
+                ]
+                self._forward[op] = producers[0] if producers else summand_forwards[0]
 
 
 def _calls_function(op: tf.Operation, kind: str) -> bool:

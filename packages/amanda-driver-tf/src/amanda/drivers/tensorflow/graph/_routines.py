@@ -79,7 +79,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             )
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
-        """Replace an operation, or the gradients that a backward operation computes."""
+        """Replace an operation, or the gradients that a backward operation computes.
+
+        Returns False, with a report, for an operation that cannot be replaced.
+        """
         all_outputs = range(outputs.count)
         if facts.backward_op is not None:
             returned = outputs.where(all_outputs, is_plain)
@@ -151,11 +154,11 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Add places at the operations whose inputs a replacement reads, for gradients of these inputs."""
         replaced_place = self.rewriting.autodiff_places[facts.op_id][-1]
         # -1 stands for a value that is no input of the reader: first for those of the replaced operation.
-        own_positions = [-1] * (len(replaced_place.input_positions) - len(reads))
+        replaced_positions = [-1] * (len(replaced_place.input_positions) - len(reads))
         for reader_id in dict.fromkeys(foreign.op_id for foreign in reads):
             positions = [foreign.position if foreign.op_id == reader_id else -1 for foreign in reads]
             reader_place = replace(
-                replaced_place, side="past", input_positions=own_positions + positions,
+                replaced_place, side="past", input_positions=replaced_positions + positions,
                 replacement_id=facts.op_id,
             )  # fmt: skip
             self.rewriting.autodiff_places.setdefault(reader_id, []).append(reader_place)
@@ -185,6 +188,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
                 self._report_untraced(action, why)
 
     def _report_untraced(self, action: Action, why: str) -> None:
+        """Report that a routine runs as Python, if it is marked as traceable."""
         if action.traceable:
             self.rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 
@@ -243,6 +247,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         return list(map(Value, refs, symbols))
 
     def _control_inputs(self, op: tf.Operation) -> list[str]:
+        """Return the control inputs of an operation, which a node that replaces it takes over."""
         node = self.body.nodes[self.body.node_name(op)]
         return [text for text in node.input if text.startswith("^")]
 

@@ -328,7 +328,7 @@ class LentHandle:
     # two devices. A node beside each resource passes on a number, which is on no device.
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the number."""
+        """Store the handle, the first tensor; return the number as a tensor in a list."""
         number = next(_numbers)
         execution.store(_loan_key(number), flat[0])
         return [tf.constant(number, tf.int64)]
