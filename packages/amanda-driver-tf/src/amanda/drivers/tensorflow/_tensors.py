@@ -90,10 +90,12 @@ class EagerTensorOps:
 
 
 def _gradient_unchanged(*grads: Any) -> list[Any]:
+    """Return gradients as they are: the backward, and the forward-mode, function of an identity."""
     return list(grads)
 
 
 def _signature(value: Any) -> Hashable:
+    """Return dtype, rank and device of a tensor or variable; None for another value."""
     if isinstance(value, (tf.Tensor, tf.Variable)):
         return value.dtype, value.shape.rank, value.device
     return None

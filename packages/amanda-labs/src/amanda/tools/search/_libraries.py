@@ -38,6 +38,7 @@ _NUMPY: dict[str, Callable[[Any], Any]] = {
 
 
 def _erf(x: Any) -> Any:
+    """Return the error function of each element, which NumPy lacks, in float32."""
     return np.vectorize(erf, otypes=[np.float32])(x)
 
 
@@ -334,6 +335,7 @@ def library_rules() -> MappingTool:
 
 
 def _put_library(library: SearchLibrary, context: amanda.OpContext) -> None:
+    """Put the library of an op's framework into a context."""
     context["search"] = library
 
 

@@ -51,8 +51,8 @@ class SearchTool(amanda.Tool):
         seed: Seed = 0,
     ) -> None:
         super().__init__()
-        listed = [choices] if isinstance(choices, (str, Choice)) else choices
-        self.choices = [choice if isinstance(choice, Choice) else Choice.of(choice) for choice in listed]
+        choice_list = [choices] if isinstance(choices, (str, Choice)) else choices
+        self.choices = [choice if isinstance(choice, Choice) else Choice.of(choice) for choice in choice_list]
         self.mixture, self._seed = mixture, seed
         # Remembered: `settle` turns the mixture off, and the weights are still to be read.
         self._has_alphas = mixture
@@ -386,21 +386,21 @@ def settle_architecture(
     earlier_limits: list[tuple[Measure, float]] = []
     for cost, limit in limits.items():
         measure = measures[cost]
-        while (cost_now := measure(settled)) > limit:
-            steps = []
+        while (present_cost := measure(settled)) > limit:
+            changes = []
             for name, probabilities in shares.items():
                 for label, share in probabilities.items():
                     cheaper = settled | {name: label}
-                    saved = cost_now - measure(cheaper)
-                    if saved > 0 and all(
+                    saving = present_cost - measure(cheaper)
+                    if saving > 0 and all(
                         earlier_measure(cheaper) <= bound for earlier_measure, bound in earlier_limits
                     ):
                         # Greedy: the cheapest loss for each unit of cost, as all combinations are too many to
                         # try.
-                        steps.append((log(probabilities[settled[name]] / share) / saved, name, label))
-            if not steps:
-                raise SearchError(f"SearchTool.settle: {cost} are {cost_now:g} at least, above {limit:g}")
-            settled |= [min(steps)[1:]]
+                        changes.append((log(probabilities[settled[name]] / share) / saving, name, label))
+            if not changes:
+                raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")
+            settled |= [min(changes)[1:]]
         earlier_limits.append((measure, limit))
     return settled
 

@@ -25,7 +25,7 @@ _SUMS_AND_ZEROS = frozenset({"AddN", "Fill", "OnesLike", "ZerosLike"})
 
 
 class EarlierTapes:
-    """Distinguish ops that a tape recorded before the scope from those recorded in the scope."""
+    """Distinguishes ops that a tape recorded before the scope from those recorded in the scope."""
 
     def __init__(self) -> None:
         self._first_new_uid = 0
@@ -81,13 +81,14 @@ class EarlierTapes:
         activation.state.report("the backward ops of a custom gradient", _RECORDED_BEFORE)
 
     def _is_earlier(self, saved_tensors: Sequence[Any]) -> bool:
+        """Return True if an op was recorded before the scope; without tensors, if the tape may have been."""
         if saved_tensors:
             return all(tensor._id < self._first_new_uid for tensor in saved_tensors)
         return local.backward_pass is not None and local.backward_pass.may_be_earlier
 
 
 def _needs_no_mark(type: str, state: State) -> bool:
-    """Return True if an op of that type has no routines at its backward ops: such an op gets no mark."""
+    """Return True if some op of that type has no routines at its backward ops: such an op gets no mark."""
     chain = () if state.stack is None else state.stack.chain
     plans = [
         plan for stack in chain for plans_by_key in stack.plans.values() for plan in plans_by_key.values()

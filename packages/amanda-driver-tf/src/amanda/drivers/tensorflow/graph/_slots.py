@@ -206,7 +206,10 @@ class _PlacedObserver:
         ]
 
     def explain(self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]) -> None:
-        """Add a note with the op to an exception of the observer, or raise a clearer exception."""
+        """Add a note with the op to an exception of the observer, or raise a clearer exception.
+
+        flat: the tensors of the node.  values: those that the observer was called with.
+        """
         all_values = self.place.values([flat[i] for i in self.indices])
         explained = failed(error, self.action, all_values, values, self.facts)
         if explained is not None:
@@ -298,14 +301,14 @@ class PackedObservers:
                 raise
         for group in self._groups.values():
             if execution.runs_action(group.action):
-                self._lay_out(group, flat)
+                self._compute_layouts(group, flat)
                 observed = _LazyObserved(group.observers, flat, run_of)
                 Executions(observed, flat, group.prepared, observed.values).observe(group.action)
         return []
 
     @staticmethod
-    def _lay_out(group: _ObserverGroup, flat: Sequence[Any]) -> None:
-        """Find the layout of each observer in a group, so that errors name the observer."""
+    def _compute_layouts(group: _ObserverGroup, flat: Sequence[Any]) -> None:
+        """Find the layout of each observer in a group at its first run, so that errors name the observer."""
         if group.is_laid_out:
             return
         for observer in group.observers:
