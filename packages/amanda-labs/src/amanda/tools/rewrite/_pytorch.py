@@ -371,11 +371,11 @@ def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(method)
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def read_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The read is recorded first, also for a hook: it tells that the match must not be replaced.
         value = self._amanda_delay.read(name)
         if name in HOOKS:
             return method(self, *args, **kwargs)
         return getattr(value if self.requires_grad else value.detach(), name)(*args, **kwargs)
 
-    return read
+    return read_and_call

@@ -249,7 +249,7 @@ class StudyTrials:
             self.study.tell(proposal, state=self._optuna.trial.TrialState.FAIL)
 
     def add(self, trial: Trial) -> None:
-        """Add a trial that was evaluated to the study."""
+        """Add a trial that was evaluated to the study; one without a metric as a failed trial."""
         states = self._optuna.trial.TrialState
         state, values = states.FAIL, None
         if trial.metric is not None:

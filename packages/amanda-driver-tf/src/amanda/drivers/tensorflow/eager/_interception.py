@@ -127,6 +127,7 @@ class Interception:
         read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
+            """Run the op by its detour; as without tools for an op that no scope has seen."""
             gradient_call = local.gradient_call
             if gradient_call is UNMARKED:
                 return original(ctx, type, name, *args)

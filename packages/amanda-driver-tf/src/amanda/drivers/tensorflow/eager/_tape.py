@@ -104,6 +104,7 @@ class Tape:
                 self._earlier_tapes.report_op(type, (*(inputs or ()), *(outputs or ())))
             call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *positional)
             result = self._compute_gradients(mark, call, grads)
+            # The results of an unknown op still belong to the ops that computed its inputs.
             if mark is None and local.gradient_call is not UNMARKED:
                 input_ids = [getattr(tensor, "_id", 0) for tensor in inputs or ()]
                 local.backward_pass.claim_returned(_as_list(result), input_ids, None)

@@ -128,6 +128,7 @@ class Datasets:
 
         @functools.wraps(original)
         def report_earlier(iterator: Any, *args: Any) -> Any:
+            """Call the method, report an earlier dataset, and return the method's result."""
             result = original(iterator, *args)
             activation = interceptor.active()
             # A dataset that is built in a scope is reported when its op is called.
