@@ -26,6 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of `__all__` from its module at its first use, to import TensorFlow late."""
     from importlib import import_module
 
     if name not in _HOMES:

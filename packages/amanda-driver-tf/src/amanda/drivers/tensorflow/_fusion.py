@@ -31,12 +31,12 @@ def without_fusion() -> Iterator[None]:
     _check_that_onednn_does_not_fuse()
     # The options are of the process: functions that other threads call in the meantime run without fusion,
     # too.
-    before = tf.config.optimizer.get_experimental_options().get(_OPTION, False)
+    was_disabled = tf.config.optimizer.get_experimental_options().get(_OPTION, False)
     tf.config.optimizer.set_experimental_options({_OPTION: True})
     try:
         yield
     finally:
-        tf.config.optimizer.set_experimental_options({_OPTION: before})
+        tf.config.optimizer.set_experimental_options({_OPTION: was_disabled})
 
 
 @checked

@@ -131,20 +131,22 @@ class ModuleCalls:
         for kind in _callable_modules(tf.Module):
             self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
 
-        def enclosed(kind: Any, /, **kwargs: Any) -> None:
+        def init_subclass(kind: Any, /, **kwargs: Any) -> None:
+            """Stand-in for `tf.Module.__init_subclass__`: makes calls of the new subclass a region."""
             # The stand-in is no method of a class, so it names the class after which the search for a method
             # begins.
             super(tf.Module, kind).__init_subclass__(**kwargs)
             if isinstance(vars(kind).get("__call__"), types.FunctionType):
                 self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
 
-        self._attributes.set(tf.Module, "__init_subclass__", classmethod(enclosed))
+        self._attributes.set(tf.Module, "__init_subclass__", classmethod(init_subclass))
 
     def restore(self) -> None:
         """Restore the `__call__` of the classes."""
         self._attributes.restore()
 
     def _enclose_layer(self, module: str, name: str) -> None:
+        """Make calls of the layers of a version of Keras a region, unless they are one already."""
         kind = getattr(sys.modules[module], name, None)
         if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
             self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], hash_attribute_path))

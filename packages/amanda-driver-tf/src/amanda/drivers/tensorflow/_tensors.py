@@ -90,10 +90,12 @@ class EagerTensorOps:
 
 
 def _gradient_unchanged(*grads: Any) -> list[Any]:
+    """Return gradients as they are: the backward, and the forward-mode, function of an identity."""
     return list(grads)
 
 
 def _signature(value: Any) -> Hashable:
+    """Return dtype, rank and device of a tensor or variable; None for another value."""
     if isinstance(value, (tf.Tensor, tf.Variable)):
         return value.dtype, value.shape.rank, value.device
     return None
@@ -150,6 +152,7 @@ class Unrecorded:
     __slots__ = ("_was_stopped",)
 
     def __enter__(self) -> None:
+        """Stop recording, unless it is stopped already: then leaving the context does not restart it."""
         stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
         self._was_stopped = stopped
         _unrecorded.depth += 1
@@ -180,6 +183,7 @@ def allow_tapes_in_routines(attributes: Attributes) -> None:
 
     @functools.wraps(push)
     def _push_tape(tape: Any) -> None:
+        """Stand-in for `GradientTape._push_tape`: restarts recording within a routine."""
         if _unrecorded.depth and pywrap_tfe.TFE_Py_TapeSetIsStopped():
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
             # The tape remembers that it restarted recording: tapes may be closed in another order than they
@@ -189,6 +193,7 @@ def allow_tapes_in_routines(attributes: Attributes) -> None:
 
     @functools.wraps(pop)
     def _pop_tape(tape: Any) -> None:
+        """Stand-in for `GradientTape._pop_tape`: stops recording again if this tape restarted it."""
         pop(tape)
         if getattr(tape, "_amanda_restarted", False):
             tape._amanda_restarted = False

@@ -51,7 +51,7 @@ class SavedModelFolder(Artefact):
         self._added: dict[str, Any] = {}
         try:
             self._library = FunctionLibrary(self._file.meta_graphs[0].graph_def)
-            self._bound = LoadedObjects(self._file, path)
+            self._objects = LoadedObjects(self._file, path)
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise ArtefactError(f"{path} cannot be loaded by TensorFlow: {reason}") from error
@@ -76,7 +76,10 @@ class SavedModelFolder(Artefact):
         return (name for name in sorted(objects.concrete_functions) if name not in saving)
 
     def _edit(self, name: str, inlining: Inlining) -> None:
-        """Rewrite a function and those that it calls."""
+        """Rewrite a function and those that it calls; collect the edited definitions.
+
+        Raises ArtefactError for a function that the file lacks.
+        """
         function = self._library.find(name)
         if function is None:
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
@@ -88,9 +91,10 @@ class SavedModelFolder(Artefact):
             written=True,
             find_function=self._library.find,
         )
-        bound = self._bound.captured_inputs(name)
-        first = len(function.arguments) - len(bound)
-        body = function_body(function, digest("saved_model", name), rewriting, _argument(bound, first))
+        captured = self._objects.captured_inputs(name)
+        first = len(function.arguments) - len(captured)
+        read_argument = _argument_lookup(captured, first)
+        body = function_body(function, digest("saved_model", name), rewriting, read_argument)
         rewritten = rewrite(body, rewriting)
         rewriting.analysis.finish()
         inlining.take_over(rewriting)
@@ -126,9 +130,9 @@ class SavedModelFolder(Artefact):
 
 def _append_description(path: Path, about: Mapping[str, Any]) -> None:
     """Append a description of the tools to the file that lists those of earlier copies."""
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"{json.dumps([*before, about], indent=1)}\n", encoding="utf-8")
+    path.write_text(f"{json.dumps([*earlier, about], indent=1)}\n", encoding="utf-8")
 
 
 def _check_files(path: Path) -> None:
@@ -155,14 +159,18 @@ def _read(path: Path) -> Any:
 
 
 def _concrete_names(node: Any) -> Sequence[str]:
+    """Return the names of the concrete functions of an object, which is one or has several."""
     if node.HasField("bare_concrete_function"):
         return [node.bare_concrete_function.concrete_function_name]
     return list(node.function.concrete_functions)
 
 
-def _argument(bound: Sequence[Any], first: int) -> Callable[[int], Any]:
-    """Return a lookup of the present value of an argument; the captured tensors follow the arguments."""
-    return lambda position: bound[position - first] if position >= first else None
+def _argument_lookup(captured: Sequence[Any], first: int) -> Callable[[int], Any]:
+    """Return a lookup of the present value of an argument; None for one that a caller passes.
+
+    captured: tensors of the last arguments.  first: position of the first of these.
+    """
+    return lambda position: captured[position - first] if position >= first else None
 
 
 def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
@@ -191,6 +199,7 @@ def _content_without_name(definition: Any) -> bytes:
 
 
 def _rewritten_files(root: Path) -> Callable[[str, list[str]], list[str]]:
+    """Return a function for `shutil.copytree` that leaves out the files which are written anew."""
     rewritten = (_MODEL, _KERAS, _FINGERPRINT)
     return lambda folder, names: [name for name in names if name in rewritten and Path(folder) == root]
 

@@ -36,7 +36,10 @@ def jax_attributes(context: amanda.OpContext) -> Mapping[str, Any]:
 
 
 def _dot_equation(ranks: Sequence[int], contracted: Sequence[Any], batch: Sequence[Any]) -> str:
-    """Return the einsum equation of a dot_general; contracted, batch: its axes in both factors."""
+    """Return the einsum equation of a dot_general: axes of the batch, of the first factor, of the second.
+
+    contracted, batch: pairs of lists of axes, one list for each factor.
+    """
     # Axes that both factors have get one letter; the letters that are free are those of one factor alone.
     letters = iter(ascii_letters)
     names = [[""] * rank for rank in ranks]
@@ -46,10 +49,10 @@ def _dot_equation(ranks: Sequence[int], contracted: Sequence[Any], batch: Sequen
         shared.append(names[0][first_axis])
     free_letters = []
     for axes in names:
-        free = [i for i, letter in enumerate(axes) if not letter]
-        for i in free:
+        free_axes = [i for i, letter in enumerate(axes) if not letter]
+        for i in free_axes:
             axes[i] = next(letters)
-        free_letters += [axes[i] for i in free]
+        free_letters += [axes[i] for i in free_axes]
     result = [*shared[: len(batch[0])], *free_letters]
     return f"{','.join(map(''.join, names))}->{''.join(result)}"
 
@@ -59,6 +62,7 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
     parameters = op.attributes
 
     def broadcast(a: NDArray[Any]) -> NDArray[Any]:
+        """Return an array in the shape of the result."""
         extents = [1] * len(parameters["shape"])
         # JAX names the axes of the result that the operand's axes become; all others are new.
         for axis, size in zip(parameters["broadcast_dimensions"], a.shape, strict=True):
@@ -154,7 +158,10 @@ class OpValues:
         return {} if move is None else {"move": move}
 
     def attribute_or_input(self, *names: str, at: int | None = None, default: Any = None) -> Any:
-        """Return the first attribute of these names, else the input at a position if it is no list."""
+        """Return the first attribute of these names that is not None, else the input at a position.
+
+        A list among the inputs, and neither of both, give `default`.
+        """
         value = next((self.attributes[name] for name in names if self.attributes.get(name) is not None), None)
         if value is None and at is not None and at < len(self.inputs):
             value = None if isinstance(self.inputs[at], (list, tuple)) else self.inputs[at]
@@ -213,7 +220,10 @@ def _adaptive_windows(size: int, count: int) -> Indices:
 
 
 def _norm_scales(op: OpValues) -> Sequence[Any]:
-    """Return the scale of each channel in a batch norm; in training the variance is the batch's."""
+    """Return the scale of each channel in a batch norm; in training the variance is the batch's.
+
+    Returns a list with the scale of the first input alone, which broadcasts with it.
+    """
     data, gamma, _, _, variance = op.inputs[:5]
     # TensorFlow's attribute tells its op from those of frameworks with the channels in the second place.
     default_layout = "NHWC" if "is_training" in op.attributes else "NC"
@@ -283,9 +293,8 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
         return np.transpose(a, attributes.get("dims"))
 
     def transpose(a: NDArray[Any]) -> NDArray[Any]:
-        first, second = (
-            int(op.attribute_or_input(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2)
-        )  # mT has none
+        # The last two axes by default: `mT` has no arguments.
+        first, second = (int(op.attribute_or_input(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2))
         # `T` of a vector is the vector.
         return a.swapaxes(first, second) if a.ndim > 1 else a
 
@@ -305,6 +314,7 @@ def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of TensorFlow, whose arguments are constant inputs."""
 
     def slice_input(a: NDArray[Any]) -> Any:
+        """Return the part that a StridedSlice, or a Slice if there is no step, reads."""
         begin, end, *step = (op.integers(at=i) for i in range(1, len(op.inputs)))
         if step:
             return a[_strided_slice_index(begin, end, step[0], op.attributes)]
@@ -322,6 +332,7 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
     """Return the moves of ONNX, whose arguments are constant inputs, or attributes in older models."""
 
     def slice_input(a: NDArray[Any]) -> NDArray[Any]:
+        """Return the part that a Slice reads; axes that it does not name are read whole."""
         begin, end = op.integers("starts", at=1), op.integers("ends", at=2)
         axes = op.integers("axes", at=3) or range(len(begin))
         index = [slice(None)] * a.ndim
@@ -332,6 +343,7 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
         return a[tuple(index)]
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
+        # ONNX lists the widths before all axes first, then those behind them.
         widths = op.integers("pads", at=1)
         pairs, count = [(0, 0)] * a.ndim, len(widths) // 2
         for i, axis in enumerate(op.integers(at=3) or range(count)):
@@ -354,7 +366,7 @@ def _pad_indices(
 
 
 def _numpy_index(index: Any) -> Any:
-    """Return an index with arrays of NumPy for its tensors."""
+    """Return an index with arrays of NumPy for its tensors; a list of indices becomes a tuple."""
     if isinstance(index, (list, tuple)):
         return tuple(map(_numpy_index, index))
     return array(index) if hasattr(index, "detach") else index
@@ -372,6 +384,7 @@ def _strided_slice_index(
     """Return the index of NumPy for a StridedSlice."""
 
     def index(i: int) -> Any:
+        """Return entry i: an ellipsis, None for a new axis, an integer for an axis that goes, or a slice."""
         masks = ("ellipsis", "new_axis", "shrink_axis", "begin", "end")
         # Bit i of each mask is about entry i of the slice.
         masks_set = {mask for mask in masks if int(attributes.get(f"{mask}_mask", 0)) >> i & 1}

@@ -89,6 +89,7 @@ class Layer:
         return mask.reshape(shape)
 
     def __or__(self, other: Layer) -> Layer:
+        """Return the union of two layers; raise PathError if their sizes differ."""
         # Flat indices of other shapes would be joined without a sign that they mean other elements.
         if self.sizes != other.sizes:
             raise PathError(
@@ -109,6 +110,7 @@ class EffectivePath:
         self.layers, self.label = dict(layers), label
 
     def __or__(self, other: EffectivePath) -> EffectivePath:
+        """Return the union by layer; a layer of one path alone stays as it is."""
         if not isinstance(other, EffectivePath):
             return NotImplemented
         layers = {
@@ -202,8 +204,9 @@ def union(paths: Iterable[EffectivePath]) -> EffectivePath:
     return reduce(or_, all_paths)
 
 
-def _overlap_share(part: int, whole: int) -> float:
-    return part / whole if whole else 1.0
+def _overlap_share(common: int, total: int) -> float:
+    """Return the share of elements in common; 1 where there are none at all."""
+    return common / total if total else 1.0
 
 
 _COLOURS = ("#2563eb", "#d97706", "#059669")
@@ -241,9 +244,9 @@ class EffectivePathResult(PlottedResult):
             layers = [path.layers[name] for path in self.paths if name in path.layers]
             row: list[Any] = ["forward", layer.type, layer.module, layer.source]
             for part, size in zip(PARTS, layer.sizes, strict=True):
+                # A mean over the paths that have the layer.
                 count = fmean(len(sample_layer.part(part)) for sample_layer in layers)
                 row += [count, size, count / size] if size else [None, 0, None]
-            # Means over the paths that have the layer.
             rows.append(row)
         return rows
 
@@ -337,7 +340,8 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
 def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:
     """Return the flat indices of keys for each sample, and the number of elements of a sample.
 
-    They are within the sample's block of a tensor, if all elements on the path lie in the samples' blocks.
+    Both are of the sample's block of the tensor, if each element on a path lies in the block of its sample;
+    else, and for a tensor that the samples share, of the whole tensor.
     """
     all_keys = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
     sample_of_key, indices = np.divmod(all_keys, max(size, 1))

@@ -152,13 +152,16 @@ class Mesh:
         index = np.zeros(1, np.int64)
         for i, (name, extent) in enumerate(zip(names, extents, strict=True)):
             # An axis of extent 1 is broadcast; the coordinate stays negative outside of the tensor.
-            at = self.coordinates[name] if extent > 1 else np.minimum(self.coordinates[name], 0)
-            index = index + at * prod(extents[i + 1 :])
+            coordinate = self.coordinates[name] if extent > 1 else np.minimum(self.coordinates[name], 0)
+            index = index + coordinate * prod(extents[i + 1 :])
         return np.broadcast_to(index, self._shape).reshape(self._shape[0], -1)
 
 
 def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
-    """Return flat indices into an operand for rows, flat indices into the shape of its broadcast."""
+    """Return flat indices into an operand that is broadcast, for flat indices into the shape of the result.
+
+    rows: the indices into the result, which are returned as they are if the shapes are equal.
+    """
     if shape == operand:
         return rows
     mesh = Mesh(rows, dict(zip(range(-len(shape), 0), shape, strict=True)))
@@ -235,7 +238,10 @@ def einsum(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def attention(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the terms of softmax(q k^T) v: values, weighted by the softmax."""
+    """Return the terms of softmax(q k^T) v: values, weighted by the softmax.
+
+    Raises NotImplementedError where several heads of the query share one of the values.
+    """
     query, key, value = (np.asarray(tensor, np.float64) for tensor in step.inputs[:3])
     if query.shape[:-2] != value.shape[:-2]:
         raise NotImplementedError("whose heads are shared")
@@ -291,10 +297,10 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
     weight_indices = mesh.indices(
         [axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape
     )
-    outside = data_indices < 0
+    is_outside = data_indices < 0
     values = data.reshape(-1)[data_indices].astype(np.float64) * weight.reshape(-1)[weight_indices]
-    sources = {(0, 0): data_indices, (step.weight, 0): np.where(outside, -1, weight_indices)}
-    return Terms(sources, np.where(outside, 0, values), count, weighted=True)
+    sources = {(0, 0): data_indices, (step.weight, 0): np.where(is_outside, -1, weight_indices)}
+    return Terms(sources, np.where(is_outside, 0, values), count, weighted=True)
 
 
 def _reduced_elements(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
@@ -311,7 +317,7 @@ def _reduced_elements(step: Step, rows: Indices, output: int) -> tuple[Indices, 
 
 
 def average(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the elements in the window of an output, or along the axes of a reduction."""
+    """Return the elements in the window of an output, or along the axes of a reduction, with their values."""
     read, count = _reduced_elements(step, rows, output)
     values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
     return Terms({step.data: read}, np.where(read < 0, 0, values), count)
@@ -350,7 +356,10 @@ def elementwise(step: Step, rows: Indices, output: int) -> Terms:
 
 
 def reshaped(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the same elements in the same order, for an op that changes the shape."""
+    """Return the same elements in the same order, for an op that changes the shape.
+
+    Raises NotImplementedError for an op that drops or repeats elements.
+    """
     if step.tensor(step.data).size != step.outputs[output].size:
         raise NotImplementedError("it gives another number of elements than it reads")
     return Terms({step.data: rows[:, None]})

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import amanda
 from amanda.errors import OptionError
@@ -37,9 +37,6 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import Paths
 from amanda.tools.trace import Graph, ProgramOp, Tensor, TraceTool
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_EXECUTIONS = 64
 """Most ops that one line in a loop is in a path."""
@@ -126,6 +123,7 @@ class EffectivePathTool(amanda.Tool):
 
     @amanda.observer
     def _record_outputs(self, *outputs: Any, program_op: ProgramOp) -> None:
+        """Copy the outputs of an op whose inputs are recorded; others are left out."""
         values = self._values.get((program_op.op.id, program_op.position))
         if values is not None:
             values.outputs = [values.copy_for_rules(value) for value in outputs]
@@ -177,7 +175,10 @@ class EffectivePathTool(amanda.Tool):
         return steps
 
     def _scores_step(self, steps: Mapping[int, Step]) -> Step:
-        """Return the last step that makes (samples, classes), in a module of `output`."""
+        """Return the last step that makes (samples, classes), in a module of `output`.
+
+        Raises PathError if there is none.
+        """
         candidates = [
             step for step in steps.values()
             if step.varying and _is_scores(step.outputs) and self._output(step.op.module)
@@ -276,7 +277,9 @@ class Extraction:
         names = layer_names([op_on_path.step for op_on_path in reversed(ops_on_path)])
         layers = [layers_by_sample(op_on_path, samples) for op_on_path in reversed(ops_on_path)]
         return [
-            EffectivePath({name: each[i] for name, each in zip(names, layers, strict=True)}, int(label))
+            EffectivePath(
+                {name: by_sample[i] for name, by_sample in zip(names, layers, strict=True)}, int(label)
+            )
             for i, label in enumerate(labels)
         ]
 
@@ -292,7 +295,7 @@ class Extraction:
         return None
 
     def _follow_to_inputs(self, op_on_path: OpOnPath, keys: Indices, is_head: bool) -> None:
-        """Extend the paths from an output of an op to its inputs.
+        """Extend the paths from an output of an op to its inputs; no keys, no effect.
 
         keys: elements of the output that are on paths.  is_head: True for the op that makes the scores.
         """
@@ -321,8 +324,9 @@ class Extraction:
                 self._active.setdefault(tensor, []).extend(keys_of_input)
 
     def _terms_on_path(self, step: Step, rows: Indices, output: int, terms: Terms, is_head: bool) -> Indices:
-        """Return (outputs, terms), True for the terms on the path.
+        """Return (outputs, terms), True for the terms on the path: all terms of an op without contributions.
 
+        rows: flat indices of the output's elements.
         Contributions are taken with the sign of the sum, so that a negative neuron is explained by negative
         terms; the head's are not: what lowers a score does not explain it.
         """

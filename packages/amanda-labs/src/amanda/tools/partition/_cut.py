@@ -137,6 +137,7 @@ class _OrderedOps:
         """Return the fewest bytes across a cut whose stages and links cost at most `limit`, and the cut."""
 
         def link_bytes(stage: int, end: int, parameter_bytes: Floats) -> Floats:
+            """Return the bytes across the link ahead of a stage, for each start; inf beyond the limit."""
             # A stage that is too slow is no option, however few bytes cross ahead of it.
             bytes_across: Floats = np.where(
                 self._stage_load(stage, end, parameter_bytes) <= limit, self._crossing[:end], np.inf
@@ -227,6 +228,7 @@ def min_cut(work: StepWork, request: CutRequest) -> Stages:
 
 
 def _is_cut(span: TensorSpan, first_side: set[int]) -> bool:
+    """Return True if a tensor is produced or read on both sides."""
     return len({position in first_side for position in (span.produced_at, *span.read_at)}) > 1
 
 
@@ -238,8 +240,8 @@ def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
     """
     count, ends = len(work.ops), np.cumsum(work.total)
     max_load = 0.5 * (1 + tolerance) * float(ends[-1])
-    # In this order, the ops that are on the first side of every balanced cut, and on the second.
-    # Ops that come so early that all behind them are too much for the second side, and the reverse.
+    # The first op, and those that come so early that all behind them are too much for the second side;
+    # and the reverse.
     first_side = {0, *range(int(np.searchsorted(ends, ends[-1] - max_load, "right")))}
     second_side = {count - 1, *range(int(np.searchsorted(ends, max_load)) + 1, count)}
     flow = _flow_network(work)
@@ -327,9 +329,9 @@ def schedule_slots(
         for stage, tasks in enumerate(pending):
             while tasks:
                 microbatch, is_backward = tasks[-1]
-                before = stage + 1 if is_backward else stage - 1
+                sender = stage + 1 if is_backward else stage - 1
                 # The first stage of a direction waits for nobody.
-                ready = end_times.get((before, microbatch, is_backward)) if 0 <= before < count else 0.0
+                ready = end_times.get((sender, microbatch, is_backward)) if 0 <= sender < count else 0.0
                 if ready is None:
                     break
                 # A stage computes one micro-batch at a time.

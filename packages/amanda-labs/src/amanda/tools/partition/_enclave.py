@@ -168,7 +168,7 @@ class ProcessLink:
         self._wait_or_kill(10.0)
 
     def _wait_or_kill(self, timeout: float) -> None:
-        """Wait for the end of the process, and kill it after so many seconds."""
+        """Wait for the end of the process, and kill it if it has not ended after `timeout` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -288,6 +288,8 @@ class Enclave:
     ) -> tuple[Any, Any]:  # fmt: skip
         """Run an op; keep what its backward pass needs where `records` is true.
 
+        The answer names the type of the first output that is no tensor, and then has no tensors.  It has none
+        either for an op in place that gives back a parameter.
         dropped, failed: executions and backward passes to forget.
         """
         torch = self._torch
@@ -390,11 +392,11 @@ class Enclave:
     def step(
         self, tensors: PackedTensors, optimizer: int, name: str, groups: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
-        """Step the optimizer of this number, which begins without state."""
+        """Step the optimizer of this number, which the first step constructs, on the same parameters."""
         options = [
             {key: _list_to_tuple(value) for key, value in group["options"].items()} for group in groups
         ]
-        # Made at the first step, with state of its own, as in the program.
+        # At the first step, with state of its own, as in the program.
         if optimizer not in self._optimizers:
             parameters = [[self._parameters[path] for path in group["paths"]] for group in groups]
             pairs = zip(parameters, options, strict=True)
@@ -444,4 +446,5 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
 
 
 def _list_to_tuple(value: Any) -> Any:
+    """Return a tuple for a list, as JSON makes of the tuples in options; another value as it is."""
     return tuple(value) if isinstance(value, list) else value

@@ -103,8 +103,8 @@ def assign_parts(
         part_of_op.append(min_part + (min_part % 2 != is_protected))
     # Part 0 has no op if the first op is protected.
     used_parts = sorted(set(part_of_op))
-    kinds = ["protected" if level % 2 else "public" for level in used_parts]
-    stages = np.array([used_parts.index(level) for level in part_of_op])
+    kinds = ["protected" if part % 2 else "public" for part in used_parts]
+    stages = np.array([used_parts.index(part) for part in part_of_op])
     protected_names = _protected_constants(tool, is_selected)
     shared = list(_shared_constants(tool, is_selected, protected_names, folder))
     remarks = []
@@ -117,7 +117,10 @@ def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[st
     """Return the initializers, and the values computed from them alone, that protected ops read or make."""
     graph = tool.graph
     names_read = [
-        name for op, is_in in zip(graph.ops, is_selected, strict=True) if is_in for name in op.reads
+        name
+        for op, is_protected in zip(graph.ops, is_selected, strict=True)
+        if is_protected
+        for name in op.reads
     ]
     for op in graph.constants.values():
         # A constant may be selected itself, as a fake-quantised weight is.
@@ -139,8 +142,8 @@ def _shared_constants(
     """
     graph = tool.graph
     public: dict[str, str] = {}
-    for op, is_in in zip(graph.ops, is_selected, strict=True):
-        if not is_in:
+    for op, is_protected in zip(graph.ops, is_selected, strict=True):
+        if not is_protected:
             public |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
     # Outputs that no op makes: constants, or inputs handed on.
     passed_through = [name for name in graph.outputs if name not in graph.producer_of]
@@ -161,10 +164,10 @@ def _shared_constants(
                 f"{reader} reads {name}, which protected ops read: select this op too, or leave out the ops "
                 "that read it"
             )
-        elif (same := copies.get(_constant_bytes(graph, name, folder))) is not None:
+        elif (protected_twin := copies.get(_constant_bytes(graph, name, folder))) is not None:
             raise ProtectError(
-                f"{reader} reads {name}, which has the same values as {same}, which is protected: select "
-                "this op too, or leave out the ops that read it"
+                f"{reader} reads {name}, which has the same values as {protected_twin}, which is protected: "
+                "select this op too, or leave out the ops that read it"
             )
 
 
@@ -248,6 +251,7 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
 
 
 def _value_info(tool: FileFactsTool, name: str) -> ValueInfoProto:
+    """Return the declaration of a value that crosses between parts."""
     return ValueInfoProto(name=name, type=tool.type_of(name))
 
 

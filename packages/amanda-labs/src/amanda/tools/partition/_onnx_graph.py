@@ -107,12 +107,12 @@ class FileGraph:
     def with_constants(self, names: Iterable[str]) -> list[str]:
         """Return values, and the values from which the constants among them are computed."""
         collected: dict[str, None] = {}
-        waiting = list(names)
-        while waiting:
-            name = waiting.pop()
+        pending = list(names)
+        while pending:
+            name = pending.pop()
             if name not in collected:
                 collected[name] = None
-                waiting += self.constants[name].reads if name in self.constants else ()
+                pending += self.constants[name].reads if name in self.constants else ()
         return list(collected)
 
     def constant_tensor(self, name: str) -> TensorProto | None:
@@ -237,7 +237,10 @@ class FileFactsTool(amanda.Tool):
         return self.ops[self.graph.ops[position].outputs[0]]
 
     def describe_value(self, name: str) -> tuple[tuple[int | None, ...] | None, str | None, int | None]:
-        """Return shape, element type and bytes of a value."""
+        """Return shape, element type and bytes of a value; None for what is not known.
+
+        An extent of the shape may be None too; the value then has no number of bytes.
+        """
         constant, value_type = self.graph.constant_tensor(name), self.types.get(name)
         element_type = (
             constant.data_type

@@ -106,7 +106,10 @@ class CutGraph:
         return new_node
 
     def _send_to_later_stages(self, node: Any) -> None:
-        """Pass a value from its stage to the next, and so on to the last stage that reads it."""
+        """Pass a value from its stage to the next, and so on to the last stage that reads it.
+
+        A value that no later stage reads stays.  Raises PartitionError for a value that is no tensor.
+        """
         import torch
 
         first = self._stage_of(node)

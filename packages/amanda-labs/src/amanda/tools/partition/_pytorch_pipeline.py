@@ -287,7 +287,10 @@ def _tensors_by_path(program: Any) -> Any:
 
 
 def _accept_keywords(pipe: Any, traced: Any) -> None:
-    """Set the first stage's signature to the model's, keyword arguments too, as PyTorch's `pipeline` does."""
+    """Set the first stage's signature to the model's, keyword arguments too, as PyTorch's `pipeline` does.
+
+    A stage with another number of parameters keeps its own signature.
+    """
     first_stage = pipe.get_stage_module(0)
     if len(signature(first_stage.forward).parameters) == len(signature(traced.forward).parameters):
         first_stage.graph._codegen = deepcopy(traced.graph._codegen)
@@ -306,7 +309,7 @@ class _SumsSharedGradients:
     shared: Sequence[tuple[Any, Any]] = ()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step of the schedule."""
+        """Run one step of the schedule, add up gradients, and return what the schedule returns."""
         import torch
         import torch.distributed as dist
 

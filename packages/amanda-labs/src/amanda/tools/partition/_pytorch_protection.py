@@ -53,7 +53,7 @@ class Protection:
 
     @cached_property
     def link(self) -> ProcessLink:
-        """Start the process, and hook the steps of optimizers from now on."""
+        """Return the link to the process; the first use starts it, and hooks the steps of optimizers."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -134,7 +134,7 @@ class Protection:
         return {"dropped": dropped, "failed": failed}
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Step the optimizer's protected parameters in the process."""
+        """Step the optimizer's protected parameters in the process; no effect if it has none."""
         header = self._optimizers.step_message(optimizer, args, kwargs)
         if header is not None:
             _, _, size = self.link.call(header)
@@ -176,6 +176,7 @@ def _close_lost_link(link: ProcessLink, hook: Any) -> None:
 
 
 def _close_link(link: ProcessLink, hook: Any) -> None:
+    """Remove the hook of optimizers, and end the process."""
     hook.remove()
     link.close()
 
@@ -245,7 +246,10 @@ class ProtectedExecution:
     trained: Sequence[bool] = ()
 
     def forward(self, header: dict[str, Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the op in the process, and return its outputs."""
+        """Run the op in the process, and return its outputs.
+
+        Raises ProtectError for an op that returns other things than tensors.
+        """
         import torch
 
         protection = self.protection
@@ -270,7 +274,10 @@ class ProtectedExecution:
         return tuple(outputs)
 
     def gradients(self, gradients: Sequence[Any]) -> Iterator[Any]:
-        """Yield the gradients of the tensors that were sent and need a gradient, in their order."""
+        """Yield the gradients of the tensors that were sent and need a gradient, in their order.
+
+        None for a tensor that the outputs do not depend on.
+        """
         import torch
 
         protection = self.protection
@@ -308,6 +315,7 @@ def _autograd_function() -> Any:
         def forward(
             ctx: Any, execution: ProtectedExecution, header: dict[str, Any], count: int, *tensors: Any
         ) -> Any:
+            """Run the op in the process; return its outputs.  count: of the tensors that are arguments."""
             ctx.execution, ctx.count = execution, count
             ctx.needs_gradient = header["trained"]
             outputs = execution.forward(header, tensors[:count])
@@ -320,6 +328,7 @@ def _autograd_function() -> Any:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
+            """Return the gradients of arguments, which the process computes; None for all other inputs."""
             with amanda.disabled():
                 reversed_gradients = list(ctx.execution.gradients(gradients))[::-1]
             argument_gradients = [

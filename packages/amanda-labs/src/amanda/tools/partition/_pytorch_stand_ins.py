@@ -55,7 +55,7 @@ class ParameterStandIn:
         return grad is None or grad is not self.gradient or grad._version != self.version
 
     def fill_gradient(self) -> None:
-        """Give the program's tensor a gradient of NaN."""
+        """Give the program's tensor a gradient of NaN, in the memory of its gradient if it has one."""
         import torch
 
         with amanda.disabled(), torch.no_grad():
@@ -84,7 +84,7 @@ class ParameterStandIns:
         self._by_address.clear()
 
     def find(self, value: Any) -> ParameterStandIn | None:
-        """Return the stand-in in whose memory a value lies."""
+        """Return the stand-in in whose memory a value lies; None for other values."""
         return self._by_address.get(value.untyped_storage().data_ptr())
 
     def are_read_by(self, context: amanda.OpContext) -> bool:
@@ -146,7 +146,7 @@ class ParameterStandIns:
         )
 
     def check(self, context: amanda.OpContext) -> None:
-        """Raise ProtectError where an op that is not selected reads a stand-in."""
+        """Raise ProtectError where an op that is not selected reads a stand-in, else note its parameters."""
         import torch
 
         for value in tensors_in(context.get_inputs()):
@@ -161,6 +161,7 @@ class ParameterStandIns:
                 self._read_openly[id(value)] = value
 
     def _computes_from_parameters_alone(self, context: amanda.OpContext) -> bool:
+        """Return True if all tensors that an op reads are stand-ins, and its result is a new tensor."""
         inputs = tensors_in(context.get_inputs())
         # An op in place gives back the stand-in, whose values stay in the process.
         return bool(inputs) and all(map(self.find, inputs)) and not context["in_place"]
@@ -278,7 +279,10 @@ def tensors_in(values: Sequence[Any]) -> list[Any]:
 
 
 def parameter_path(value: Any) -> str | None:
-    """Return the path of a parameter or buffer in the outermost model that is being called."""
+    """Return the path of a parameter or buffer in the outermost model that is being called.
+
+    None for another tensor.  Raises ToolError for a parameter that is not of the model.
+    """
     import torch
 
     models = [model for model in interceptor.subjects() if isinstance(model, torch.nn.Module)]

@@ -107,7 +107,7 @@ class PartitionResult(PlottedResult):
         """Return the costs, the bytes and the ops of a stage."""
         work = self.work
         in_stage = stage_of == number
-        ops = [op for op, is_in in zip(work.ops, in_stage, strict=True) if is_in]
+        ops = [op for op, stage in zip(work.ops, stage_of, strict=True) if stage == number]
         parameter_indices = [
             index
             for index, reader_positions in work.parameters.items()
@@ -220,10 +220,10 @@ class PartitionResult(PlottedResult):
         work, request, stages = self.work, self.request, self.request.stages
         notes = [self._cut_note(number) for number in range(1, stages)]
         unit = "seconds" if work.unit == "s" else work.unit
-        equal = (stages - 1) / (request.microbatches + stages - 1)
+        equal_bubble = (stages - 1) / (request.microbatches + stages - 1)
         notes.append(
             f"Cost is {unit} of a step; `memory` is {request.copies_of(work)} x parameters and the "
-            f"activations in flight. Equal stages would wait {equal:.1%} of the time."
+            f"activations in flight. Equal stages would wait {equal_bubble:.1%} of the time."
         )
         if self.shared:
             listed = ", ".join(
@@ -245,13 +245,13 @@ class PartitionResult(PlottedResult):
             crossings = []
             for crossing in self.crossings:
                 # A tensor that skips a stage crosses every cut between the two.
-                before, after = sorted((crossing.source, crossing.target))
-                if before < number <= after and (crossing.source < crossing.target) == is_ahead:
+                first, last = sorted((crossing.source, crossing.target))
+                if first < number <= last and (crossing.source < crossing.target) == is_ahead:
                     crossings.append(crossing)
             size = amount(sum(crossing.tensor.bytes or 0 for crossing in crossings), unit="B")
             listed = ", ".join(f"{crossing.made_by} {crossing.tensor}" for crossing in crossings[:2])
-            more = f" and {len(crossings) - 2} more" if len(crossings) > 2 else ""
-            directions += [f"{size} {word} ({listed}{more})"] if crossings else []
+            further = f" and {len(crossings) - 2} more" if len(crossings) > 2 else ""
+            directions += [f"{size} {word} ({listed}{further})"] if crossings else []
         return f"Cut {number}: {'; '.join(directions) or 'nothing crosses'}."
 
     def facts(self) -> Mapping[str, Any]:
@@ -303,6 +303,7 @@ class PartitionResult(PlottedResult):
 
 
 def _op_label(op: Any) -> str:
+    """Return the module and the type of an op, the type alone outside of modules."""
     return f"{op.module}: {op.type}" if op.module else str(op.type)
 
 
@@ -409,9 +410,9 @@ class StageChain:
             names = [value.name for value in session.get_outputs()]
             outputs = session.run(names, {name: values[name] for name in names_read & values.keys()})
             values |= zip(names, outputs, strict=True)
-            later = set(requested).union(*reads[number + 1 :], *reads_default[number + 1 :])
+            names_needed = set(requested).union(*reads[number + 1 :], *reads_default[number + 1 :])
             # Activations of earlier parts are freed as early as in one session.
-            values = {name: value for name, value in values.items() if name in later}
+            values = {name: value for name, value in values.items() if name in names_needed}
         return [values[name] for name in requested]
 
 

@@ -78,11 +78,11 @@ class StepWork:
         """Yield pairs of positions of forward ops: the producer of a tensor, and a reader."""
         for op in self.ops:
             # A loop's graph may have an edge back, which no order could meet.
-            for maker in self.graph.producers(op):
-                producer_position = self._position.get(maker.index)
+            for producer in self.graph.producers(op):
+                producer_position = self._position.get(producer.index)
                 if (
                     producer_position is not None
-                    and maker.phase == "forward"
+                    and producer.phase == "forward"
                     and producer_position < self._position[op.index]
                 ):
                     yield producer_position, self._position[op.index]
@@ -96,7 +96,7 @@ class StepWork:
         return sums
 
     def position(self, op: Op) -> int | None:
-        """Return the position of an op's forward op; None for an op of another phase."""
+        """Return the position of an op, or of its forward op; None for an op of another phase."""
         return self._position.get(op.index)
 
     @cached_property

@@ -356,14 +356,20 @@ class ProtectTool(amanda.Tool):
         return result
 
     def end(self) -> None:
-        """Bring the parameters back into the program, and end the process, with its optimizers' state."""
+        """Bring the parameters back into the program, and end the process, with its optimizers' state.
+
+        No effect if nothing is protected.
+        """
         protection, self._protection = self._protection, None
         if protection is not None:
             self.load_state_dict({})  # drops the plans, which call the process
             protection.release()
 
     def _replace_op(self, context: amanda.OpContext) -> None:
-        """Replace a selected op by its execution in the process; check that no other op reads a stand-in."""
+        """Replace a selected op by its execution in the process; check that no other op reads a stand-in.
+
+        Backward ops, and views of tensors of the program, stay as they are.
+        """
         if context["phase"] != "forward":
             return
         if self._protection is None and "protection" in context:

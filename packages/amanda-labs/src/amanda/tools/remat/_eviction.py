@@ -92,8 +92,8 @@ class Eviction:
             storage = reference()
             if storage is None or not self._is_candidate(storage, refused):
                 heappop(self._order)
-            elif (now := self._score(storage)) > score:
-                heapreplace(self._order, (now, number, reference))
+            elif (present_score := self._score(storage)) > score:
+                heapreplace(self._order, (present_score, number, reference))
             else:
                 heappop(self._order)
                 self._victims_left -= 1
@@ -111,10 +111,12 @@ class Eviction:
         self._victims_left = self._victims_per_order
 
     def _score(self, storage: Storage) -> float:
+        """Return the present score of a storage; the lowest is evicted first."""
         # Above 0, since heuristics divide by the staleness.
         return self._heuristic(storage, self.ledger.clock - storage.last_read + 1e-9)
 
     def _is_candidate(self, storage: Storage, refused: set[Storage]) -> bool:
+        """Return True for a storage that can be made again, and that nothing but this tool holds."""
         if not storage.maker or storage.locks or not storage.size or storage in refused:
             return False
         return self._is_held_by_tool_alone(storage)
@@ -151,10 +153,10 @@ class Eviction:
         for handle in filled_handles:
             handle.tensor = None
         storage.copy = None
-        framework_storage = storage.live_memory
-        if framework_storage is not None:  # the program holds the storage itself, not by a tensor
+        memory = storage.live_memory
+        if memory is not None:  # the program holds the storage itself, not by a tensor
             for handle in filled_handles:
-                self.torch.refill(handle, framework_storage)
+                self.torch.refill(handle, memory)
             storage.maker = None
             return False
         self.ledger.process_deaths()
@@ -193,13 +195,13 @@ class Eviction:
 
     def _uncommitted_ancestors(self, target: ReplayableOp) -> list[ReplayableOp]:
         """Return an op and the ops that its inputs need, without committed ones, in execution order."""
-        ancestors, waiting = {target}, [target]
-        while waiting:
-            for ref in waiting.pop().refs:
+        ancestors, pending = {target}, [target]
+        while pending:
+            for ref in pending.pop().refs:
                 maker = ref.storage.maker
                 if maker is not None and maker not in ancestors and maker.committed != self._generation:
                     ancestors.add(maker)
-                    waiting.append(maker)
+                    pending.append(maker)
         # In the order of execution inputs are decided before the ops that read them.
         return sorted(ancestors, key=lambda operation: operation.number)
 
@@ -219,7 +221,10 @@ class Eviction:
         self.ledger.keep_alive(ref.storage, tensor.detach())
 
     def cut_history(self, storage: Storage) -> None:
-        """Mark a storage as one that cannot be made again, since autograd has detached its tensor."""
+        """Mark a storage as one that cannot be made again, since autograd has detached its tensor.
+
+        Its memory is held if a committed recomputation may read it.
+        """
         maker, storage.maker = storage.maker, None
         if maker is not None and maker.committed == self._generation and storage.copy is None:
             self.ledger.keep_alive(storage, self.torch.byte_tensor(storage.live_memory))
@@ -301,7 +306,10 @@ class StorageRecomputation:
         self._eviction.recomputed.add(storage)
 
     def _materialise_input(self, value: Any) -> Any:
-        """Return an input for a repeated run; raise RematError if it was written without instrumentation."""
+        """Return an input for a repeated run; raise RematError if it was written without instrumentation.
+
+        A tensor becomes a view of its storage, zeros if the op only writes it; other values stay.
+        """
         if isinstance(value, ScratchInput):
             geometry = value.geometry
             # Scratch: the op overwrites it, so that any memory will do.
@@ -334,5 +342,6 @@ def _lock_inputs(operation: ReplayableOp, locked: set[Storage]) -> Storage | Non
 
 
 def _unlock_storages(storages: set[Storage]) -> None:
+    """Allow storages to be evicted again, unless another recomputation has locked them too."""
     for storage in storages:
         storage.locks -= 1

@@ -84,7 +84,7 @@ class TorchRuntime:
         self._last_settings = Settings(None, [])
         # The use count includes references that are no tensors; a sample with one tensor shows how many.
         sample = torch.empty(1)
-        address = sample.untyped_storage()._cdata
+        address = sample.untyped_storage()._cdata  # of the storage in C++
         self._extra_uses: int = native._storage_Use_Count(address) - 1
 
     def will_record(self, tensors: Sequence[Any]) -> bool:
@@ -144,7 +144,7 @@ class TorchRuntime:
         handle.version = handle.tensor._version
 
     def settings(self, tensors: Sequence[Any]) -> Settings:
-        """Return the present settings, with autocast for the devices of the inputs."""
+        """Return the present settings, with autocast for the devices of these tensors, the op's inputs."""
         switches, torch = [get() for get, _ in self._switches], self.torch
         if not torch._C._is_any_autocast_enabled():
             if switches != self._last_settings.switches:
@@ -235,11 +235,11 @@ class TorchRuntime:
         meta_inputs = tree_map(self._on_meta_device, list(inputs))
         sizes: list[int] = []
 
-        def run() -> None:
+        def measure() -> None:
             with interceptor.Suspension(), suppress(Exception):  # the op itself will raise it again
                 sizes.append(self._bytes_made(compute, meta_inputs))
 
-        thread = threading.Thread(target=run, name="amanda-remat")
+        thread = threading.Thread(target=measure, name="amanda-remat")
         thread.start()
         thread.join()
         return sizes[0] if sizes else None

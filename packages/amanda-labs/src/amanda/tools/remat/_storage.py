@@ -282,7 +282,7 @@ class Ledger:
                     join_neighbours(storage)
 
     def forget_written(self, memory: Any) -> Storage | None:
-        """Drop and return the record of memory that is about to be written."""
+        """Drop and return the record of memory that is about to be written; None if there is no record."""
         entry = self.find(memory)
         storage = None if entry is None else entry.storage
         if entry is not None and storage is not None:
@@ -358,7 +358,7 @@ def _neighbour_clusters(storage: Storage) -> list[Cluster]:
 
 
 def join_neighbours(storage: Storage) -> None:
-    """Join the sets around a storage that has lost its memory."""
+    """Join the sets around a storage that has lost its memory; no effect if it still has memory."""
     if storage.is_gone:
         storage.cluster = Cluster(storage.cost)
         for cluster in _neighbour_clusters(storage):
@@ -381,20 +381,21 @@ def _evicted_cost(storage: Storage) -> float:
 
 def _reachable_cost(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> float:
     """Return the cost of the evicted storages that are reached in a direction; each op counts once."""
-    visited, waiting, cost = {storage}, [storage], 0.0
+    visited, pending, cost = {storage}, [storage], 0.0
     operations = set()
-    while waiting:
-        for storage_reached in direction(waiting.pop()):
-            if storage_reached not in visited:
-                visited.add(storage_reached)
-                waiting.append(storage_reached)
-                if storage_reached.maker not in operations:
-                    operations.add(storage_reached.maker)
-                    cost += storage_reached.cost
+    while pending:
+        for neighbour in direction(pending.pop()):
+            if neighbour not in visited:
+                visited.add(neighbour)
+                pending.append(neighbour)
+                if neighbour.maker not in operations:
+                    operations.add(neighbour.maker)
+                    cost += neighbour.cost
     return cost
 
 
 def _h_dtr_eq(storage: Storage, staleness: float) -> float:
+    """Return the cost of a storage and the sets around it, over bytes and staleness."""
     clusters = {cluster.root() for cluster in _neighbour_clusters(storage)}
     # Each set once, though several neighbours may be in it.
     return (storage.cost + sum(cluster.cost for cluster in clusters)) / (storage.size * staleness)

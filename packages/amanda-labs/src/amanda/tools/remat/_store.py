@@ -86,7 +86,7 @@ class RematStore:
                 storage.copy = storage.maker = None
 
     def _record_input(self, value: Any, is_scratch: bool = False) -> Any:
-        """Return an input with an InputRef or a ScratchInput for each tensor in it."""
+        """Return an input with an InputRef or a ScratchInput for each tensor in it; other values stay."""
         if type(value) in (list, tuple):
             return type(value)(map(self._record_input, value))
         if isinstance(value, slice):  # its bounds may be tensors, which the program may write later
@@ -105,10 +105,8 @@ class RematStore:
 
     def saving_handles(self, operation: ReplayableOp) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves handles instead of an op's tensors."""
-        reference, indices = (
-            weakref.ref(operation),
-            count(),
-        )  # the graph keeps the hooks, and with them `pack`
+        # Weak: the graph keeps the hooks, and with them `pack`.
+        reference, indices = weakref.ref(operation), count()
 
         def pack(tensor: Any) -> Handle:
             recorded_operation = reference()
@@ -153,6 +151,7 @@ class RematStore:
             operation.cut_history()
 
     def _add_product(self, operation: ReplayableOp, memory: Any, slot: tuple[int, bool]) -> Storage:
+        """Record memory that an op has made, which counts towards the budget; return its storage."""
         storage = operation.add_product(memory.nbytes(), slot)
         self.ledger.add(memory, storage, counts=True)
         return storage

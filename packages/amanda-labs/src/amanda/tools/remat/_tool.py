@@ -122,11 +122,15 @@ class RematTool(amanda.Tool):
             )
 
     def _before_write(self, *values: Any) -> None:
+        """Recompute evicted storages that depend on values, before the program writes these."""
         if self._store is not None:
             self._store.before_write(self._store.torch.tensors(values))
 
     def _run_op(self, *inputs: Any, rerun_facts: Rerun, counts: OpCounts, compute: _pytorch.Compute) -> Any:
-        """Run and record the op; return NotImplemented for an op without a backward pass."""
+        """Run and record the op; return NotImplemented, without a run, where autograd records nothing.
+
+        Raises BudgetError with `strict` if the op does not fit into the budget.
+        """
         if self._store is None:
             self._store = RematStore(self._totals, self._budget, self._heuristic, self._strict)
         store, key = self._store, None
@@ -143,7 +147,7 @@ class RematTool(amanda.Tool):
                     need = store.torch.expected_bytes(compute, inputs) or 0
                 store.eviction.make_room(need, counts, is_exact)
         # An op that writes its inputs, or draws random numbers unexpectedly, cannot be run again.
-        before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
+        state_before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
         begin = perf_counter()
         try:
             # Hooks around this op alone: other ops, and autograd's own, save as they always do.
@@ -156,8 +160,8 @@ class RematTool(amanda.Tool):
         seconds = perf_counter() - begin
         with store.lock:
             operation.cost = 1.0 if self._counts_ops else seconds
-            after = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
-            store.finish(operation, result, pure=before == after)
+            state_after = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
+            store.finish(operation, result, pure=state_before == state_after)
             if key is not None:
                 if len(self._sizes) >= _MAX_SIZES:  # numbers among the inputs may differ at each call
                     self._sizes.clear()
@@ -177,7 +181,7 @@ def _input_signature(value: Any) -> Hashable:
 
 
 def _budget_bytes(budget: int | str | None) -> int | None:
-    """Return a budget as a number of bytes."""
+    """Return a budget as a number of bytes; None for no bound.  Raises OptionError for another text."""
     if isinstance(budget, str) and (match := _AMOUNT.fullmatch(budget)) is not None:
         power = "kmgt".index(match[2].lower()) + 1 if match[2] else 0
         return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

@@ -142,6 +142,7 @@ class ProgramMatches:
             self._flow.made(node.flow, [value])
 
     def _producer_node(self, number: int | None) -> ProgramNode | None:
+        """Return the op that produced the tensor of a number; None if no recorded op did."""
         producer = self._flow.maker(number)
         return None if producer is None else self.nodes.get(producer.op_id)
 
@@ -355,6 +356,7 @@ class Match:
         }
 
     def __getitem__(self, name: str) -> Any:
+        """Return the value of a Capture; raise PatternError if the match has no value of this name."""
         if name not in self._captures:
             names = ", ".join(self._captures) or "nothing"
             raise PatternError(f"the match has captured {names}, not {name!r}; `in` tells what is there")
@@ -375,6 +377,7 @@ class Match:
         outputs: dict[int, Any] = {}
 
         def output_of(op_id: int) -> Any:
+            """Return the output of an op, after the outputs of the match that it reads."""
             # Each op once: several ops of the match may read one output.
             if op_id not in outputs:
                 inputs = list(self._calls[op_id].inputs)

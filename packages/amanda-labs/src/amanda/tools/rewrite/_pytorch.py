@@ -117,6 +117,7 @@ class DelayedExecution(OpExecution):
     has_stand_in: bool = False
 
     def __post_init__(self) -> None:
+        """Record the modes, dispatch keys and versions of inputs at the time of the call."""
         import torch
 
         # Autocast is a setting of each device.
@@ -243,6 +244,7 @@ def _storage_ids(values: Sequence[Any]) -> set[int]:
 
 
 def _tensor_versions(values: Sequence[Any]) -> list[int | None]:
+    """Return how often each tensor was written; None for tensors of inference mode, which do not count."""
     return [None if tensor.is_inference() else tensor._version for tensor in _tensors_in(values)]
 
 
@@ -301,6 +303,7 @@ def _torch_classes() -> tuple[Any, Any, Any]:
         def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            """Read the output of each stand-in among the arguments, and call the function on the outputs."""
             # Autograd detaches as it saves a tensor: that reads no element.
             if func is torch.ops.aten.detach.default:
                 (stand_in,) = args
@@ -322,6 +325,7 @@ def _torch_classes() -> tuple[Any, Any, Any]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            """Return the gradients of the delayed op's inputs; None for untrained ones, delay and form."""
             # The stand-in's node is entered only if the match was not replaced: the op's own gradient is
             # computed.
             inputs, create_graph = _tensors_in(ctx.delay.inputs), torch.is_grad_enabled()
@@ -367,11 +371,11 @@ def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(method)
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def read_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The read is recorded first, also for a hook: it tells that the match must not be replaced.
         value = self._amanda_delay.read(name)
         if name in HOOKS:
             return method(self, *args, **kwargs)
         return getattr(value if self.requires_grad else value.detach(), name)(*args, **kwargs)
 
-    return read
+    return read_and_call

@@ -113,6 +113,7 @@ class Rule:
     name: str = ""
 
     def __post_init__(self) -> None:
+        """Check the names of ops, and name the rule after its replacement if it has no name."""
         # A match gives its ops by name, so a name has to mean one op.
         names = [op.name for op in self.ops if op.name is not None]
         repeated = [name for name in names if names.count(name) > 1]
@@ -127,13 +128,13 @@ class Rule:
     def ops(self) -> tuple[Op, ...]:
         """Return each Op of the pattern once, the last one first."""
         ops: dict[Op, None] = {}
-        waiting: list[Pattern] = [self.pattern]
+        pending: list[Pattern] = [self.pattern]
         # The list grows while it is walked through.
-        for pattern in waiting:
+        for pattern in pending:
             op = pattern.op if isinstance(pattern, Maybe) else pattern
             if isinstance(op, Op) and op not in ops:
                 ops[op] = None
-                waiting += op.inputs
+                pending += op.inputs
         return tuple(ops)
 
 
@@ -325,8 +326,8 @@ _BUILTIN_RULES: dict[str, Callable[[], Sequence[Rule]]] = {
 
 def expand_rules(rules: Sequence[str | Rule] | str | Rule) -> Iterator[Rule]:
     """Yield rules, with the built-in rules for names; raise PatternError for an unknown name."""
-    listed = [rules] if isinstance(rules, (str, Rule)) else rules
-    for rule in listed:
+    rule_list = [rules] if isinstance(rules, (str, Rule)) else rules
+    for rule in rule_list:
         yield from [rule] if isinstance(rule, Rule) else _builtin_rules(rule)
 
 

@@ -120,7 +120,10 @@ class RewriteTool(amanda.Tool):
             self.analyse_again(changed)
 
     def _instrument_graph(self, context: amanda.OpContext, last: ProgramNode, site: MatchSite) -> None:
-        """Replace the last op of a match in a graph; the other ops stay, and run only if they are read."""
+        """Replace the last op of a match in a graph; the other ops stay, and run only if they are read.
+
+        Counts a fallback, and replaces nothing, if the rule's condition fails or the graph cannot do it.
+        """
         nodes, edges = self._program.nodes, site.binding.edges
         edges_read = [
             (index, i)
@@ -234,7 +237,10 @@ def _call_replacement(site: MatchSite, match: Match) -> Any:
 
 
 def _collect_executions(site: MatchSite, reader: int, executions: dict[int, OpExecution]) -> str:
-    """Collect the executions of a match, from a reader back; return why they are no match, or ""."""
+    """Collect the executions of a match, from a reader back; return why they are no match, or "".
+
+    reader: id of an op whose execution is among `executions`, to which those of its producers are added.
+    """
     if not executions[reader].is_intact:
         return INPUTS_WRITTEN
     for position, execution in enumerate(executions[reader].producers):

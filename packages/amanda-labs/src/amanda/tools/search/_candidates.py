@@ -93,7 +93,7 @@ class SkipCandidate(OpCandidate):
         extents = site.weight_shape
         product = product_of(context)
         # The first input takes the op's place: it has to be the factor that is no weight.
-        if product is None or product.factors != (0, site.weight):  # the first input takes the op's place
+        if product is None or product.factors != (0, site.weight):
             return False
         if site.type in MATRIX_PRODUCTS:
             # A square matrix keeps the last axis, and all others stay.
@@ -108,7 +108,7 @@ class SkipCandidate(OpCandidate):
         return is_same and shape[layout.index("C")] == extents[0]
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
-        """Return the input."""
+        """Return the first input, or the block's input for an addition."""
         return inputs[site.shortcut or 0]
 
     def cost_shares(self, site: Site) -> tuple[float, float]:
@@ -148,7 +148,7 @@ class WeightCandidate(OpCandidate):
         raise NotImplementedError
 
     def bias(self, value: Any, site: Site) -> Any:
-        """Return the bias that replaces the op's bias."""
+        """Return the bias that replaces the op's bias: the same unless a candidate overrides it."""
         return value
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
@@ -361,7 +361,7 @@ class Choice:
         self.name = f"all {self.selection}"
         where = f"the choice at {self.selection}"
         self.candidates = [make_candidate(label_or_function, where) for label_or_function in candidates]
-        labels = [make_candidate.label for make_candidate in self.candidates]
+        labels = [candidate.label for candidate in self.candidates]
         # Architectures name candidates by their labels.
         repeated = {label for label in labels if labels.count(label) > 1}
         if repeated:

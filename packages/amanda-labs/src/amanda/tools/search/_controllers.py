@@ -77,10 +77,14 @@ class Evolution(Random):
 
     @staticmethod
     def _count_dominators(scores: Sequence[float], sample: Sequence[tuple[Any, Sequence[float]]]) -> int:
+        """Return the number of members of a sample whose scores dominate these."""
         return sum(dominates(rival, scores) for _, rival in sample)
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
-        """Add an architecture to the population; from a full one, remove the oldest."""
+        """Add an architecture to the population; from a full one, remove the oldest.
+
+        With costs, the oldest that another member dominates is removed.  Without scores nothing is added.
+        """
         if scores:
             self._alive.append((dict(architecture), tuple(scores)))
         # Age decides who dies, not the score: an architecture that was lucky once does not stay for ever.
@@ -116,23 +120,27 @@ class PolicyGradient:
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return an architecture drawn from the policy."""
-        chances = self.probabilities(space)
+        probabilities = self.probabilities(space)
         return {
-            name: labels[int(numbers.choice(len(labels), p=chances[name]))] for name, labels in space.items()
+            name: labels[int(numbers.choice(len(labels), p=probabilities[name]))]
+            for name, labels in space.items()
         }
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
-        """Raise the probabilities of an architecture above the baseline, lower those of one below it."""
+        """Raise the probabilities of an architecture above the baseline, lower those of one below it.
+
+        Without scores nothing changes.
+        """
         if not scores:
             return
         reward = scores[0]
         # The first reward is its own baseline, and changes nothing.
         advantage = 0.0 if self._baseline is None else reward - self._baseline
-        for name, chances in self.probabilities(space).items():
-            drawn = np.zeros(len(chances))
+        for name, probabilities in self.probabilities(space).items():
+            drawn = np.zeros(len(probabilities))
             drawn[list(space[name]).index(architecture[name])] = 1
             # The gradient of the log probability of a softmax: one at what was drawn, less the probabilities.
-            self._logits[name] += self._rate * advantage * (drawn - chances)
+            self._logits[name] += self._rate * advantage * (drawn - probabilities)
         baseline = reward if self._baseline is None else self._baseline
         self._baseline = self._decay * baseline + (1 - self._decay) * reward
 
@@ -232,13 +240,16 @@ class StudyTrials:
         return {name: self._proposal.params[name] for name in self._space}
 
     def drop_proposal(self) -> None:
-        """Mark a proposal that was not evaluated as failed, since samplers ignore failed trials."""
+        """Mark a proposal that was not evaluated as failed, since samplers ignore failed trials.
+
+        No effect if there is no such proposal.
+        """
         proposal, self._proposal = self._proposal, None
         if proposal is not None:
             self.study.tell(proposal, state=self._optuna.trial.TrialState.FAIL)
 
     def add(self, trial: Trial) -> None:
-        """Add a trial that was evaluated to the study."""
+        """Add a trial that was evaluated to the study; one without a metric as a failed trial."""
         states = self._optuna.trial.TrialState
         state, values = states.FAIL, None
         if trial.metric is not None:

@@ -106,7 +106,10 @@ def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) 
 
 
 def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
-    """Return the module that computes a candidate."""
+    """Return the module that computes a candidate: a new one, or the module with other parameters.
+
+    Raises SearchError for a module that is no layer or activation of torch.nn.
+    """
     from torch import nn
 
     activation_classes: dict[str, Any] = {
@@ -188,6 +191,7 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
             raise not_a_module(site, candidate, f"{layer.name} is a {type(layer).__name__}")
 
     def clone_layer(layer: Any) -> Any:
+        """Return a layer with the settings of its candidate; an activation in place of a replaced one."""
         config = {**layer.get_config(), **settings[layer.name]}
         if layer.name in replaced:
             return keras.layers.Activation(config["activation"], name=layer.name)

@@ -38,6 +38,7 @@ _NUMPY: dict[str, Callable[[Any], Any]] = {
 
 
 def _erf(x: Any) -> Any:
+    """Return the error function of each element, which NumPy lacks, in float32."""
     return np.vectorize(erf, otypes=[np.float32])(x)
 
 
@@ -119,7 +120,7 @@ class JaxLibrary(SearchLibrary):
         self._attributes = attributes or {}
 
     def for_op(self, context: amanda.OpContext) -> SearchLibrary:
-        """Return the functions for an op: the padding of a convolution may depend on shapes."""
+        """Return the functions for an op; of a convolution, with its attributes."""
         # No other op depends on shapes.
         if not context["type"].startswith("conv"):
             return self
@@ -128,7 +129,7 @@ class JaxLibrary(SearchLibrary):
         return JaxLibrary(context.get_attrs())
 
     def weight_obstacle(self, context: amanda.OpContext, site: Site) -> str:
-        """Return a reason for a symbol of jit, which has no value."""
+        """Return a reason for a symbol of jit, which has no value; "" for an array."""
         import jax
 
         is_symbol = site.weight is not None and isinstance(context.get_value(site.weight), jax.core.Tracer)
@@ -274,6 +275,8 @@ class TensorFlowLibrary(SearchLibrary):
             return value
 
         def collect(x: Any) -> Any:
+            """Return an equal tensor, and a backward function that adds its gradient to the sum."""
+
             def backward(gradient: Any) -> Any:
                 gradients.add(gradient)
                 return gradient
@@ -312,7 +315,8 @@ class TensorFlowLibrary(SearchLibrary):
 def _jax_padding(attributes: Mapping[str, Any], change: Sequence[int]) -> list[tuple[int, int]]:
     """Return the padding before and after, by axis, that leaves the output its shape."""
     triples = zip(attributes["padding"], attributes["rhs_dilation"], change, strict=True)
-    return [(low + more * step // 2, high + more * step // 2) for (low, high), step, more in triples]
+    # A window with `growth` more elements reads growth * dilation more of the input, half at each side.
+    return [(low + growth * step // 2, high + growth * step // 2) for (low, high), step, growth in triples]
 
 
 def library_rules() -> MappingTool:
@@ -331,6 +335,7 @@ def library_rules() -> MappingTool:
 
 
 def _put_library(library: SearchLibrary, context: amanda.OpContext) -> None:
+    """Put the library of an op's framework into a context."""
     context["search"] = library
 
 
@@ -340,7 +345,7 @@ _TORCH_REQUIRED = RequiredNames(
 
 
 def padding_for_window(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
-    """Return the padding of each axis.  change: of the sizes of the window."""
+    """Return the padding of each axis for another window.  change: of the sizes of the window."""
     pads = list(padding) if isinstance(padding, (list, tuple)) else [padding]
     # One number stands for all axes.
     pads *= len(change) // len(pads)
@@ -348,7 +353,7 @@ def padding_for_window(padding: Any, dilation: Any, change: Sequence[int]) -> li
 
 
 def _padding_growth(dilation: Any, change: Sequence[int]) -> list[int]:
-    """Return the growth of the padding of each axis, at each side."""
+    """Return the growth of the padding of each axis, at each side; negative for a smaller window."""
     dilations = list(dilation) if isinstance(dilation, (list, tuple)) else [dilation]
     dilations *= len(change) // len(dilations)
     return [step * size // 2 for step, size in zip(dilations, change, strict=True)]
@@ -379,6 +384,7 @@ class ModulePadding:
         return cls(module.padding_mode, tuple(module._reversed_padding_repeated_twice))
 
     def _pads_for_window(self, dilation: Any, change: Sequence[int]) -> list[int]:
+        """Return the padding before and after each axis for another window, the last axis first."""
         # torch.nn.functional.pad begins with the last axis, and takes both sides of each.
         growth = [size for size in reversed(_padding_growth(dilation, change)) for _ in range(2)]
         return [pad + size for pad, size in zip(self.pads, growth, strict=True)]

@@ -160,7 +160,7 @@ class Search:
                 self._study.add(self._unwritten[0])
                 del self._unwritten[0]
             trials = self._study.read()
-        # By identity: two trials of one architecture are equal, and both are told.
+        # By identity: two trials of one architecture are equal, and the controller learns from both.
         earlier_ids = set(map(id, self._trials))
         self._trials = trials
         for trial in trials:
@@ -215,6 +215,7 @@ class Search:
         begin, numbers = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
 
         def measure() -> float:
+            """Train, evaluate and measure costs; return the metric.  Raises ValueError unless finite."""
             # Each evaluation enters the scope again, so that between trials the program runs without the
             # tool.
             with self._scope:

@@ -97,11 +97,11 @@ class Site:
     def keep_state(self, name: str, make: Callable[[], Any], trained: bool) -> None:
         """Create a tensor of state, or take the one that was loaded.  trained: an optimizer trains it."""
 
-        def state(value: Any) -> Any:
+        def to_state(value: Any) -> Any:
             return self._xp.state(value, self._like, trained)
 
         # The tool keeps it under the op's place, so that state dicts and later models find it.
-        self._states[name] = self._keep(name, lambda: state(make()), load=state, renew=self._xp.update)
+        self._states[name] = self._keep(name, lambda: to_state(make()), load=to_state, renew=self._xp.update)
         if trained:
             self._gradients[name] = self.library.gradient_sum(self._states[name], self.name)
 
@@ -191,15 +191,15 @@ def _ancestors(
     flow: Dataflow, number: int | None, until: int | None = None
 ) -> tuple[set[int | None], set[int]]:
     """Return the tensors from which a tensor is computed, back to `until`, and the ids of the ops."""
-    waiting, visited, ops = [number], set[int | None](), set[int]()
+    pending, visited, ops = [number], set[int | None](), set[int]()
     # Bounded: every addition of a large model would otherwise walk back to its input.
-    while waiting and len(visited) < _MAX_TENSORS:
-        number_read = waiting.pop()
+    while pending and len(visited) < _MAX_TENSORS:
+        number_read = pending.pop()
         producer = None if number_read in visited or number_read == until else flow.maker(number_read)
         visited.add(number_read)
         if producer is not None:
             ops.add(producer.op_id)
-            waiting.extend(producer.reads)
+            pending.extend(producer.reads)
     return visited, ops
 
 
@@ -245,12 +245,12 @@ class Decision:
             raise SearchError(f"SearchTool: {label!r} is no candidate of {self.name}{explanation}")
 
     def start_mixture(self, seed: int) -> None:
-        """Create the mixture weights, as state of the first op."""
+        """Create the mixture weights, as state of the first op; no effect if they exist."""
         if not self._mixture_labels:
             self._mixture_labels = self.labels
             # By name: the start does not depend on the order in which ops are met.
-            numbers = np.random.default_rng([seed, crc32(self.name.encode())])
-            start = _SPREAD * numbers.standard_normal(len(self.labels))
+            generator = np.random.default_rng([seed, crc32(self.name.encode())])
+            start = _SPREAD * generator.standard_normal(len(self.labels))
             # State belongs to an op; a shared decision keeps it at its first one.
             self.sites[0].keep_state("alpha", lambda: start, True)
 
@@ -403,12 +403,12 @@ def _row_sum_function() -> Callable[..., Any]:
     from jax.custom_batching import custom_vmap
 
     @custom_vmap  # type: ignore[untyped-decorator]
-    def summed(gradient: Any) -> Any:
+    def sum_rows(gradient: Any) -> Any:
         return gradient
 
-    @summed.def_vmap  # type: ignore[untyped-decorator]
+    @sum_rows.def_vmap  # type: ignore[untyped-decorator]
     def _(axis_size: int, in_batched: Any, gradient: Any) -> Any:
         # One parameter serves all rows of the batch, so its gradient is their sum.
-        return summed(gradient.sum(0)), False
+        return sum_rows(gradient.sum(0)), False
 
-    return cast("Callable[..., Any]", summed)
+    return cast("Callable[..., Any]", sum_rows)

@@ -51,8 +51,8 @@ class SearchTool(amanda.Tool):
         seed: Seed = 0,
     ) -> None:
         super().__init__()
-        listed = [choices] if isinstance(choices, (str, Choice)) else choices
-        self.choices = [choice if isinstance(choice, Choice) else Choice.of(choice) for choice in listed]
+        choice_list = [choices] if isinstance(choices, (str, Choice)) else choices
+        self.choices = [choice if isinstance(choice, Choice) else Choice.of(choice) for choice in choice_list]
         self.mixture, self._seed = mixture, seed
         # Remembered: `settle` turns the mixture off, and the weights are still to be read.
         self._has_alphas = mixture
@@ -96,6 +96,7 @@ class SearchTool(amanda.Tool):
 
     @architecture.setter
     def architecture(self, labels: Mapping[str, str]) -> None:
+        # Remembered also for names that no op has yet, which look their label up when they are met.
         self._check_architecture("architecture", labels)
         self._requested.update(labels)
         for name, label in labels.items():
@@ -210,12 +211,12 @@ class SearchTool(amanda.Tool):
 
     def unmatched(self) -> list[str]:
         """Return remarks on choices that select no op, and on names of an architecture without an op."""
-        unmet = [
+        names_without_op = [
             f"the architecture chooses {label} at {name}, which is no op with a choice"
             for name, label in self._requested.items() if name not in self._decisions
         ]  # fmt: skip
         selected = (text for choice in self.choices for text in choice.selection.unmatched())
-        return [*super().unmatched(), *selected, *unmet]
+        return [*super().unmatched(), *selected, *names_without_op]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters of candidates that `state_dict` returned; the architecture stays."""
@@ -254,7 +255,10 @@ class SearchTool(amanda.Tool):
         return self.architecture | dict(architecture or {})
 
     def _instrument_op(self, context: amanda.OpContext) -> None:
-        """Record a forward op, and replace an op of a choice by its candidates."""
+        """Record a forward op, and replace an op of a choice by its candidates.
+
+        Ops of other phases, and ops without two fitting candidates, stay as they are.
+        """
         if context["phase"] != "forward":
             return
         node = self._nodes[context.get_op_id()] = self._flow.node(context)
@@ -314,6 +318,7 @@ class SearchTool(amanda.Tool):
                 site.writers[context.get_op_id()] = writer
 
     def _record_outputs(self, context: amanda.OpContext) -> None:
+        """Record the outputs of a forward op that has run; no effect for other ops."""
         node = self._nodes.pop(context.get_op_id(), None)
         if node is not None:
             self._flow.made(node, leaves(context.get_outputs() or []))
@@ -324,6 +329,7 @@ class SearchTool(amanda.Tool):
 
 
 def _read_architecture(content: Any) -> dict[str, str]:
+    """Return the architecture in the content of a file; raise ValueError for other content."""
     if not isinstance(content, Mapping) or not all(isinstance(label, str) for label in content.values()):
         raise ValueError("it holds no object of labels by the names of ops")
     return dict(content)
@@ -380,21 +386,21 @@ def settle_architecture(
     earlier_limits: list[tuple[Measure, float]] = []
     for cost, limit in limits.items():
         measure = measures[cost]
-        while (cost_now := measure(settled)) > limit:
-            steps = []
+        while (present_cost := measure(settled)) > limit:
+            changes = []
             for name, probabilities in shares.items():
                 for label, share in probabilities.items():
                     cheaper = settled | {name: label}
-                    saved = cost_now - measure(cheaper)
-                    if saved > 0 and all(
+                    saving = present_cost - measure(cheaper)
+                    if saving > 0 and all(
                         earlier_measure(cheaper) <= bound for earlier_measure, bound in earlier_limits
                     ):
                         # Greedy: the cheapest loss for each unit of cost, as all combinations are too many to
                         # try.
-                        steps.append((log(probabilities[settled[name]] / share) / saved, name, label))
-            if not steps:
-                raise SearchError(f"SearchTool.settle: {cost} are {cost_now:g} at least, above {limit:g}")
-            settled |= [min(steps)[1:]]
+                        changes.append((log(probabilities[settled[name]] / share) / saving, name, label))
+            if not changes:
+                raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")
+            settled |= [min(changes)[1:]]
         earlier_limits.append((measure, limit))
     return settled
 

@@ -107,10 +107,11 @@ def compare_reruns(first: Sequence[Any], rerun: Callable[[], list[Any]]) -> tupl
     largest = max(map(len, groups))
     if largest < _RUNS:
         return "varies", ""
-    odd = next(group[0] for group in groups if len(group) == 1)
+    # One run differs from all others, which agree.
+    corrupt_run = next(group[0] for group in groups if len(group) == 1)
     majority = next(group[0] for group in groups if len(group) == largest)
-    prefix = "" if odd is first else "the second run of the op is the odd one: "
-    return "corruption", prefix + difference(odd, majority)
+    prefix = "" if corrupt_run is first else "the second run of the op is the odd one: "
+    return "corruption", prefix + difference(corrupt_run, majority)
 
 
 def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable[[], list[Any]] | None:
@@ -126,8 +127,10 @@ def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable
         return None
 
     def again() -> list[Any]:
+        """Run the node again; return its gradients, in the shapes and types of the outgoing ones."""
         with undisturbed():
             outputs = tensors([node(*gradients)])
+        # Another number of gradients is a difference by itself.
         if len(outputs) != len(outgoing):
             return outputs
         pairs = zip(outputs, outgoing, strict=True)

@@ -38,8 +38,8 @@ class Alarm:
     def __str__(self) -> str:
         module = f" of {self.module}" if self.module else ""
         source = f", {self.source}" if self.source else ""
-        where = f"{self.type} ({self.phase}){module}{source}: " if self.type else ""
-        return f"{self.kind} in step {self.step}: {where}{self.detail}"
+        op = f"{self.type} ({self.phase}){module}{source}: " if self.type else ""
+        return f"{self.kind} in step {self.step}: {op}{self.detail}"
 
 
 class SentinelError(AmandaError, RuntimeError):
@@ -212,6 +212,7 @@ class SentinelResult(Result):
 
 
 def _finite(value: float | None) -> float | None:
+    """Return a number; None for NaN, an infinity or None, which JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -304,7 +305,7 @@ class Ranks:
             ] = None
         # A group of its own: collectives of the program and of the tool cannot get in each other's order.
         if self._group is None and not self._begin_group(len(plain)):
-            self._next = 1 << 62
+            self._next = 1 << 62  # never again
             return alarms
         values, names = [], []
         for parameter in plain:
@@ -324,21 +325,25 @@ class Ranks:
         self._next = step + self._between
         return alarms
 
-    def _begin_group(self, number: int) -> bool:
-        """Make the process group; return True if all ranks have the same number of parameters, above 0."""
+    def _begin_group(self, num_parameters: int) -> bool:
+        """Make the process group; return True if all ranks have the same number of parameters, above 0.
+
+        Keeps a remark where the numbers differ.
+        """
         import torch
         import torch.distributed as distributed
 
         self._group = distributed.new_group()
-        mine = torch.tensor([number], device=self._group_device())
-        numbers = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(numbers, mine, group=self._group)
-        if len({int(number_of_rank) for number_of_rank in numbers}) > 1:
+        count = torch.tensor([num_parameters], device=self._group_device())
+        counts_by_rank = [torch.empty_like(count) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(counts_by_rank, count, group=self._group)
+        if len({int(rank_count) for rank_count in counts_by_rank}) > 1:
             self.remarks["The ranks hold different numbers of parameters, and were not compared."] = None
             return False
-        return number > 0
+        return num_parameters > 0
 
     def _group_device(self) -> str:
+        """Return the device on which the process group exchanges tensors."""
         import torch.distributed as distributed
 
         # NCCL has no collectives of tensors on the host.
@@ -356,28 +361,36 @@ class Ranks:
         work.wait()
         self._pending = None
         self.comparisons += 1
-        rows = torch.stack(hashes).tolist()
-        self._between = max(row[0] for row in rows)
-        return compare_hashes(step, [row[1:] for row in rows], names)
+        # The first number of each rank is the interval that it wants, the others are hashes.
+        values_by_rank = torch.stack(hashes).tolist()
+        self._between = max(values[0] for values in values_by_rank)
+        return compare_hashes(step, [values[1:] for values in values_by_rank], names)
 
 
 def compare_hashes(step: int, hashes: Sequence[Sequence[int]], names: Sequence[str]) -> list[Alarm]:
-    """Return an alarm for each rank that differs from the majority.  hashes: a row for each rank."""
+    """Return an alarm for each rank that differs from the majority, or one for all where there is none.
+
+    hashes: a row for each rank.
+    """
     differing_names: dict[int | None, list[str]] = {}
     for column, name in zip(zip(*hashes, strict=True), names, strict=True):
         (common, votes), *rarer = Counter(column).most_common()
         if not rarer:
             continue
-        odd: Sequence[int | None] = [rank for rank, rank_hash in enumerate(column) if rank_hash != common]
+        differing_ranks: Sequence[int | None] = [
+            rank for rank, rank_hash in enumerate(column) if rank_hash != common
+        ]
         # With two ranks, or a tie, nobody can tell which rank is wrong.
         if votes <= len(column) - votes:  # no majority
-            odd = [None]
-        for rank in odd:
+            differing_ranks = [None]
+        for rank in differing_ranks:
             differing_names.setdefault(rank, []).append(name)
     alarms = []
     for rank, differing in differing_names.items():
-        who = f"rank {rank} differs from the other ranks" if rank is not None else "the ranks differ"
+        verdict = f"rank {rank} differs from the other ranks" if rank is not None else "the ranks differ"
         module = differing[0].split(" ", 1)[1]
-        detail = f"{who} in {len(differing)} of {len(names)} gradients and parameters, first {differing[0]}"
+        detail = (
+            f"{verdict} in {len(differing)} of {len(names)} gradients and parameters, first {differing[0]}"
+        )
         alarms.append(Alarm("ranks", step, "optimizer", "", module, "", detail))
     return alarms

@@ -147,6 +147,7 @@ class SentinelTool(amanda.Tool):
         self._begin_step()
 
     def _hook_optimizers(self) -> None:
+        """Register hooks that run before and after the step of any optimizer of torch.optim."""
         from torch.optim import optimizer
 
         _REQUIRED.check()
@@ -174,8 +175,12 @@ class SentinelTool(amanda.Tool):
     def _alarm_for_parameters(self) -> list[Alarm]:
         """Return an alarm if a parameter is not finite although no watched step had an alarm for NaN."""
         optimizers = [optimizer for weak in self._optimizers if (optimizer := weak()) is not None]
-        every = [x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]]
-        floating = [x for x in every if _reruns.is_plain(x) and (x.is_floating_point() or x.is_complex())]
+        parameters = [
+            x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]
+        ]
+        floating = [
+            x for x in parameters if _reruns.is_plain(x) and (x.is_floating_point() or x.is_complex())
+        ]
         # The tool's own arithmetic is no op of the program.
         with amanda.disabled():
             norms = _reruns.to_host([_reruns.norm_of(x) for x in floating])
@@ -205,7 +210,10 @@ class SentinelTool(amanda.Tool):
             self._scope.stop()
 
     def _before_update(self, optimizer: Any, *arguments: Any) -> None:
-        """Compare the ranks: data-parallel ranks hold the same gradients before an update."""
+        """Compare the ranks, if that is due: data-parallel ranks hold the same gradients before an update.
+
+        Alarms are of comparisons that earlier steps began.
+        """
         self._optimizers.add(ref(optimizer))
         if not self._options[3] or get_ident() != self._thread:
             return
@@ -221,7 +229,10 @@ class SentinelTool(amanda.Tool):
         self._raise_or_keep(alarms)
 
     def _end_step(self) -> None:
-        """Judge the step, count its time, and begin the next; raise SentinelError with `stop`."""
+        """Judge the step, count its time, and begin the next; raise SentinelError for an alarm with `stop`.
+
+        On another thread than the one that opened the scope, only a remark is kept.
+        """
         if get_ident() != self._thread:
             self._remarks["Steps on other threads than the one that opened the scope were not watched."] = (
                 None
@@ -241,7 +252,10 @@ class SentinelTool(amanda.Tool):
             raise SentinelError(alarms[0])
 
     def _judge_step(self) -> list[Alarm]:
-        """Close the scope of a watched step, and return its alarms."""
+        """Close the scope of a watched step, and return its alarms; none for a step that was not watched.
+
+        A step whose gradients overflowed in mixed precision is skipped, as the optimizer skips it.
+        """
         if self._scope is None:
             return []
         self._close()
@@ -263,6 +277,7 @@ class SentinelTool(amanda.Tool):
         return [alarm for alarm in self._alarms if alarm.step == self._counts.steps]
 
     def _raise_or_keep(self, alarms: list[Alarm], stop: bool = True) -> None:
+        """Log and keep alarms; raise SentinelError for the first if `stop` and the tool's option say so."""
         for alarm in alarms:
             self._alarm(alarm)
         if alarms and stop and self._options[4]:
@@ -281,6 +296,7 @@ class SentinelTool(amanda.Tool):
             self._dropped += 1
 
     def _name_of(self, parameter: Any) -> str:
+        """Return the path of a parameter; its shape where no watched op has read it."""
         path = self._watch.paths.get(self.identity_of(parameter))
         return path or f"of shape {tuple(parameter.shape)}"
 
@@ -318,7 +334,7 @@ class Budget:
     def step_ended(self, seconds: float, inside: float, watched: bool, exhausted: bool = False) -> None:
         """Count a step; seconds: that it took, inside: of them in the tool's own code.
 
-        exhausted: whether watching ended in its midst, at the allowance.
+        exhausted: True if watching ended before the step did, at the allowance.
         """
         self.passed += seconds
         if not watched:
@@ -334,7 +350,7 @@ class Budget:
 
     @property
     def allowance(self) -> float:
-        """The seconds after which a watched step analyses no further forward ops."""
+        """Seconds after which a watched step analyses no further forward ops; infinite for all steps."""
         return math.inf if self.share is None else _BURST * median(self._plain)
 
     def allows(self) -> bool:

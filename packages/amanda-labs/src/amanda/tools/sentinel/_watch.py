@@ -69,6 +69,7 @@ class StepWatcher(amanda.Tool):
         return norms
 
     def _watched_op(self, context: amanda.OpContext, phase: str, kind: str, reason: str) -> WatchedOp:
+        """Return the record of an op; the first analysis makes it, with a reason not to run the op again."""
         key = context.get_op_id(), context.get_backward_op_id()
         if key not in self.ops:
             self.ops[key] = WatchedOp(phase, kind, context.get_scope(), context.get_source(), left=reason)
@@ -105,7 +106,7 @@ class StepWatcher(amanda.Tool):
 
     @_counts_time
     def _instrument_backward(self, context: amanda.OpContext) -> None:
-        """Insert the routines that check a backward op."""
+        """Insert the routines that check a backward op; none for the accumulation of a gradient."""
         kind, node = context["backward_type"], context.get_backward_op()
         if kind == "accumulate_grad":
             return
@@ -119,8 +120,8 @@ class StepWatcher(amanda.Tool):
         """Return True for a share of the executions: evenly spaced in a step, from a random start."""
         op.executions += 1
         # Evenly spaced ops cover a step better than ones that are drawn each by itself.
-        before, self._drawn = self._drawn, self._drawn + self.share
-        if int(self._drawn) > int(before):
+        previous, self._drawn = self._drawn, self._drawn + self.share
+        if int(self._drawn) > int(previous):
             return True
         self._open_inputs.pop((get_ident(), id(op)), None)  # of an execution that raised
         return False
@@ -149,6 +150,7 @@ class StepWatcher(amanda.Tool):
 
     @_counts_time
     def _check_inputs(self, op: WatchedOp, inputs: Sequence[Any], names: dict[int, str], dtype: Any) -> None:
+        """Record norms of leaves among the inputs, and hold the inputs until the op has run."""
         for position, value in enumerate(inputs):
             # Other inputs are outputs of ops, whose norms are taken there.
             if _is_floating(value, dtype) and value.is_leaf:
@@ -160,7 +162,10 @@ class StepWatcher(amanda.Tool):
         self, op: WatchedOp, outputs: Sequence[Any], inputs: Sequence[Any], input_tensors: Sequence[Any],
         compute: Compute, dtype: Any,
     ) -> None:  # fmt: skip
-        """Record norms of the outputs, and run the op again if that is possible."""
+        """Record norms of the outputs, and run the op again if that is possible.
+
+        An op whose outputs are all views of its inputs computes no numbers, and is not run again.
+        """
         tensors, has_new_memory = _reruns.tensors(outputs), False
         for i, output in enumerate(tensors):
             # A view has no numbers of its own.
@@ -168,7 +173,7 @@ class StepWatcher(amanda.Tool):
                 has_new_memory = True
                 if _is_floating(output, dtype):
                     self._record_norm(op, f"output {i}", output)
-        # Its dropout is an argument, so it is known at each execution alone.
+        # Its dropout is input 4, a number that is known at each execution alone.
         drops = op.type == "scaled_dot_product_attention" and len(inputs) > 4 and inputs[4]
         is_plain = all(map(_reruns.is_plain, [*input_tensors, *tensors]))
         if not (op.left or drops) and has_new_memory and input_tensors and is_plain:
@@ -201,6 +206,7 @@ class StepWatcher(amanda.Tool):
         self.overflowed = self.overflowed or bool(flag)
 
     def _record_norm(self, op: WatchedOp, tensor_name: str, value: Any, is_input: bool = False) -> None:
+        """Record the norm of a tensor; no effect for one that is empty or not plain."""
         if value.numel() and _reruns.is_plain(value):
             self._norms.append(WatchedNorm(op, tensor_name, is_input, _reruns.norm_of(value)))
 

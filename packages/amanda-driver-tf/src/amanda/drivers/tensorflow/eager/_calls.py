@@ -60,7 +60,7 @@ class EagerCall(Call):
         return self.schema.type
 
     def formed(self, result: Any) -> Any:
-        """Return a replacement's result as tensors: a list where the op has several outputs."""
+        """Return a replacement's result as tensors: a list for several outputs, None for none."""
         if isinstance(result, (list, tuple)):
             return [_as_tensor(value) for value in result]
         return None if result is None else _as_tensor(result)
@@ -99,7 +99,7 @@ class EagerCall(Call):
         return TensorFlowOperation(self.schema.type, attributes=self.schema.with_defaults(self.attrs))
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a result as a list of outputs, and a function that gives such a list the result's form."""
+        """Return a result as a list of outputs, and a function that restores the result's form."""
         return self.schema.split_outputs(result, self.attributes)
 
     def flatten_result(self, result: Any) -> list[Any]:
@@ -188,7 +188,7 @@ class SlowCall(EagerCall):
         return [] if formed is None else flatten([formed])
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a flat result as a list of outputs, and a function that makes such a list flat."""
+        """Return a flat result as a list of outputs, and a function that makes a list of outputs flat."""
         if not isinstance(result, list):
             result = flatten([result])
         return self.schema.group_outputs(result, self.attributes), flatten

@@ -61,6 +61,7 @@ class DetoursByType(dict[str, OpDetours]):
         self._schemas = Schemas()
 
     def __missing__(self, type: str) -> OpDetours:
+        """Return new detours of a type of op; not kept for a function's name, as functions come and go."""
         entry = OpDetours(type, self._schemas[type], self._interception)
         if type in self._schemas:
             self[type] = entry
@@ -81,7 +82,7 @@ class Interception:
         self._entries = DetoursByType(self)
 
     def patch(self, attributes: Attributes) -> None:
-        """Take the places until `attributes` are restored."""
+        """Put the stand-ins into TensorFlow's modules until `attributes` are restored."""
         quick, slow = execute.quick_execute, execute.execute
         # A program may have wrapped a stand-in of an earlier scope; the wrapper must not call itself.
         if not attributes.serves_again(pywrap_tfe, "TFE_Py_FastPathExecute"):
@@ -93,7 +94,7 @@ class Interception:
         if slow is quick:
             attributes.set(execute, "execute", self._stand_in_for_execute())
         # `execute_with_callbacks` calls `quick_execute`, so its ops are seen there already.
-        elif slow is not execute.execute_with_callbacks:  # which calls the one above
+        elif slow is not execute.execute_with_callbacks:
             patched = Interception(self._driver, self._backward)
             patched._use_functions(self.fast_path, slow)
             attributes.set(execute, "execute", patched._stand_in_for_execute())
@@ -126,6 +127,7 @@ class Interception:
         read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
+            """Run the op by its detour; as without tools for an op that no scope has seen."""
             gradient_call = local.gradient_call
             if gradient_call is UNMARKED:
                 return original(ctx, type, name, *args)
@@ -200,6 +202,7 @@ class Interception:
         def quick_execute(
             op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: str | None = None
         ) -> Any:
+            """Run an op by the driver; call TensorFlow for functions, and for inputs of other types."""
             activation = interceptor.active()
             type = op_name if isinstance(op_name, str) else op_name.decode()
             is_op = (activation is not None or local.marking is not None) and not type.startswith(
@@ -247,6 +250,7 @@ def _stand_in_for_record_gradient(original: Callable[..., Any]) -> Callable[...,
 
     @wraps(original)
     def record_gradient(op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
+        # Taken at once: the note is about the last op alone.
         recorded_outputs, local.recorded_outputs = local.recorded_outputs, None
         if recorded_outputs is None or outputs is not recorded_outputs:  # or it has been recorded
             original(op_name, inputs, attrs, outputs)
@@ -255,6 +259,7 @@ def _stand_in_for_record_gradient(original: Callable[..., Any]) -> Callable[...,
 
 
 def _call_fast_path(fast_path: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
+    """Call the fast path; the detour of the call reads the keyword `variables`."""
     return fast_path(*args)
 
 
@@ -264,7 +269,10 @@ def call_execute(execute: Callable[..., Any], *args: Any, variables: Any = ()) -
 
 
 def _note_variable(value: Any, argument_variables: list[Variable]) -> Any:
-    """Return a tensor or the value of a variable; append the variable to `argument_variables`."""
+    """Return a tensor or the value of a variable; append the variable to `argument_variables`.
+
+    Raises _FallbackException for other values.
+    """
     if value.__class__ is EagerTensor:
         if (variable := variables.variable_of(value)) is not None:
             argument_variables.append(variable)
@@ -275,7 +283,10 @@ def _note_variable(value: Any, argument_variables: list[Variable]) -> Any:
 
 
 def _number_as_tensor(value: Any, type: int) -> Any:
-    """Convert a number, list or array to a tensor of that element type, as TensorFlow's fast path does."""
+    """Convert a number, list or array to a tensor of that element type, as TensorFlow's fast path does.
+
+    Raises _FallbackException for type 0, for other values, and where the conversion fails.
+    """
     if not type or value.__class__ not in NUMBERS:
         raise core._FallbackException
     try:

@@ -94,7 +94,7 @@ class Schema:
     def split_outputs(
         self, result: Any, attributes: Callable[[], dict[str, Any]]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a result as a list of outputs, and a function that gives such a list the result's form."""
+        """Return a result as a list of outputs, and a function that restores the result's form."""
         if isinstance(result, EagerTensor):
             return [result], _single
         if result is None:
@@ -160,6 +160,7 @@ class Schemas(dict[str, Schema | None]):
     """Schemas by type of op; None for the name of a function, and for ops that call functions."""
 
     def __missing__(self, type: str) -> Schema | None:
+        """Return the schema of an op at its first use; None for the name of a function, or a call of one."""
         op_def = None if type in FUNCTION_CALLS else op_def_registry.get(type)
         schema = None if op_def is None else Schema(op_def)
         if op_def is not None or type in FUNCTION_CALLS:

@@ -123,7 +123,6 @@ class TapePass:
 
         is_maker: True if the op computed the gradient's tensor, False if the op read the tensor.
         """
-
         self.claims.setdefault(gradient._id, (gradient, {}))[1][mark] = is_maker, self.calls
 
     def claim_returned(self, gradients: Iterable[Any], inputs: Iterable[int], mark: TapeMark | None) -> None:
@@ -134,6 +133,7 @@ class TapePass:
         self.calls += 1
         for gradient, tensor_id in zip(gradients, inputs, strict=False):
             maker = TapeMark.by_output.get(tensor_id)
+            # Without a trace the op that computed the tensor was not seen, and cannot own the gradient.
             is_maker = maker is not None and maker.trace is not None
             owner = maker if is_maker else mark
             if owner is not None:
@@ -141,12 +141,14 @@ class TapePass:
                     self.claim(tensor, owner, is_maker)
 
     def owner(self, gradients: Iterable[Any]) -> TapeMark | None:
-        """Return the op that a sum of gradients belongs to.
+        """Return the op that a sum of gradients belongs to; None if no gradient was claimed.
 
         An op that passes a gradient on unchanged makes the gradient belong to several tensors. The sum
         belongs to the op that all its gradients have in common, or else to the op that was claimed last.
         """
-        claims_by_gradient = [self.claims[claims._id][1] for claims in gradients if claims._id in self.claims]
+        claims_by_gradient = [
+            self.claims[gradient._id][1] for gradient in gradients if gradient._id in self.claims
+        ]
         if not claims_by_gradient:
             return None
         # An op that computed a tensor owns its gradient; an op that read the tensor only if no such op is

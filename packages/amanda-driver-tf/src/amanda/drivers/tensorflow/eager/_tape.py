@@ -59,7 +59,8 @@ class Tape:
         original = imperative_grad.imperative_grad
 
         @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run_backward_pass(*args: Any, **kwargs: Any) -> Any:
+            """Run the pass in a TapePass; unmarked without routines, and as it is outside of a scope."""
             activation = interceptor.active()
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
@@ -84,7 +85,7 @@ class Tape:
                         self._driver.finish(trace)
             return result
 
-        return run
+        return run_backward_pass
 
     def _stand_in_for_gradient_function(self) -> Callable[..., Any]:
         """Stand-in for `_gradient_function`: its ops are backward ops of the op that the tape recorded."""
@@ -103,6 +104,7 @@ class Tape:
                 self._earlier_tapes.report_op(type, (*(inputs or ()), *(outputs or ())))
             call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *positional)
             result = self._compute_gradients(mark, call, grads)
+            # The results of an unknown op still belong to the ops that computed its inputs.
             if mark is None and local.gradient_call is not UNMARKED:
                 input_ids = [getattr(tensor, "_id", 0) for tensor in inputs or ()]
                 local.backward_pass.claim_returned(_as_list(result), input_ids, None)
@@ -121,11 +123,12 @@ class Tape:
         ) -> Any:  # fmt: skip
             if interceptor.active() is None or not _is_eager(output_tensors):
                 return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
-            maker = TapeMark.by_output.get(output_tensors[0]._id)
+            producer_mark = TapeMark.by_output.get(output_tensors[0]._id)
             mark = None
-            if maker is not None:
-                mark = TapeMark(maker.place, maker.order)
-                mark.trace = maker.trace
+            if producer_mark is not None:
+                # A mark of its own: this record has other inputs and outputs than the producer's.
+                mark = TapeMark(producer_mark.place, producer_mark.order)
+                mark.trace = producer_mark.trace
                 mark.record_tensors(tensors_of(input_tensors), tensors_of(output_tensors))
 
             def backward(*grads: Any) -> Any:
@@ -244,14 +247,15 @@ class Tape:
 
 
 def _as_list(result: Any) -> Any:
+    """Return a list or tuple as it is, and another result as a list of one."""
     return result if isinstance(result, (list, tuple)) else [result]
 
 
-def _run_unmarked(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass in which no tool has routines."""
+def _run_unmarked(run_pass: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass in which no tool has routines, so that its ops run as without tools."""
     outer_call, local.gradient_call = local.gradient_call, UNMARKED
     try:
-        return run(*args, **kwargs)
+        return run_pass(*args, **kwargs)
     finally:
         local.gradient_call = outer_call
         interceptor.reset_root()
@@ -263,18 +267,21 @@ def _stand_in_for_recompute_grad(original: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(original)
     def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(f)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call_recomputed(*args: Any, **kwargs: Any) -> Any:
+            """Call the function, whose backward pass calls it again with the same ids of ops."""
+            # Decided at each call: a function may be wrapped long before a scope opens.
             if interceptor.active() is None:
                 return original(f)(*args, **kwargs)
-            again = recomputed(f)
+            recompute = recomputed(f)
 
-            def outside(*values: Any, **named: Any) -> Any:
+            def compute_forward(*values: Any, **named: Any) -> Any:
+                # Recomputed within a backward pass, the ops are forward ops all the same.
                 with ForwardContext():
-                    return again(*values, **named)
+                    return recompute(*values, **named)
 
-            return original(outside)(*args, **kwargs)
+            return original(compute_forward)(*args, **kwargs)
 
-        return called
+        return call_recomputed
 
     return recompute_grad
 

@@ -25,7 +25,7 @@ _SUMS_AND_ZEROS = frozenset({"AddN", "Fill", "OnesLike", "ZerosLike"})
 
 
 class EarlierTapes:
-    """Distinguish ops that a tape recorded before the scope from those recorded in the scope."""
+    """Distinguishes ops that a tape recorded before the scope from those recorded in the scope."""
 
     def __init__(self) -> None:
         self._first_new_uid = 0
@@ -81,13 +81,14 @@ class EarlierTapes:
         activation.state.report("the backward ops of a custom gradient", _RECORDED_BEFORE)
 
     def _is_earlier(self, saved_tensors: Sequence[Any]) -> bool:
+        """Return True if an op was recorded before the scope; without tensors, if the tape may have been."""
         if saved_tensors:
             return all(tensor._id < self._first_new_uid for tensor in saved_tensors)
         return local.backward_pass is not None and local.backward_pass.may_be_earlier
 
 
 def _needs_no_mark(type: str, state: State) -> bool:
-    """Return True if an op of that type has no routines at its backward ops: such an op gets no mark."""
+    """Return True if some op of that type has no routines at its backward ops: such an op gets no mark."""
     chain = () if state.stack is None else state.stack.chain
     plans = [
         plan for stack in chain for plans_by_key in stack.plans.values() for plan in plans_by_key.values()
@@ -126,7 +127,8 @@ class Datasets:
         original = getattr(iterator_ops.OwnedIterator, name)
 
         @functools.wraps(original)
-        def method(iterator: Any, *args: Any) -> Any:
+        def report_earlier(iterator: Any, *args: Any) -> Any:
+            """Call the method, report an earlier dataset, and return the method's result."""
             result = original(iterator, *args)
             activation = interceptor.active()
             # A dataset that is built in a scope is reported when its op is called.
@@ -134,11 +136,12 @@ class Datasets:
                 activation.state.report(*REPORTED)
             return result
 
-        return method
+        return report_earlier
 
     def _is_earlier(self, iterator: Any) -> bool:
-        """Return whether a dataset with functions was built before the scope."""
+        """Return True if a dataset with functions, below an iterator, was built before the scope."""
         if iterator not in self._earlier_iterators:
+            # From the dataset of the iterator through the datasets that it reads.
             has_earlier_functions, datasets = False, [getattr(iterator, "_dataset", None)]
             while datasets:
                 dataset = datasets.pop()

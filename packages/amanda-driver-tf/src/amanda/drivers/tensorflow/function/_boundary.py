@@ -54,6 +54,7 @@ def _number_of_threads() -> int:
 
 
 def _user_name(function: Any) -> str:
+    """Return the user's name of a function, without the runtime's prefix and counter."""
     name = function.decode() if isinstance(function, bytes) else str(function)
     return name.removeprefix("__inference_").removeprefix("__forward_").rpartition("_")[0] or name
 
@@ -116,6 +117,7 @@ class FunctionBoundary:
 
         @functools.wraps(call)
         def call_flat(atomic: Any, *args: Any) -> Any:
+            """Stand-in for `call_flat`: calls the copy of the function in a scope, in eager mode."""
             activation = interceptor.active()
             # A call within a graph is an operation of that graph, which is rewritten with it.
             if activation is None or not atomic._bound_context.executing_eagerly():
@@ -163,6 +165,7 @@ class FunctionBoundary:
 
         @functools.wraps(call)
         def call_function(current: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
+            """Stand-in for `call_function`: calls the pending copy if the name is its function's."""
             pending = self._thread.pending
             check_threads(name)
             if pending is None or pending[0] != name:
@@ -214,12 +217,12 @@ class FunctionBoundary:
         Does what TensorFlow's `_call_flat` does, with the copy instead of the function.
         """
         recorded = None
-        watched = gradients_util.PossibleTapeGradientTypes(args)
-        if watched == gradients_util.POSSIBLE_GRADIENT_TYPES_NONE:
+        gradient_types = gradients_util.PossibleTapeGradientTypes(args)
+        if gradient_types == gradients_util.POSSIBLE_GRADIENT_TYPES_NONE:
             atomic, arguments = backward._inference_function, args
         else:
             # A tape around the pass asks for second gradients, so the backward function needs one itself.
-            recorded = backward._select_forward_and_backward_functions(args, watched, True)
+            recorded = backward._select_forward_and_backward_functions(args, gradient_types, True)
             atomic, arguments = recorded.forward()
         state = forward_record.state_outside
         copy = self._copy(state, atomic, arguments, forward_record)

@@ -107,15 +107,15 @@ def is_unfusable(definitions: Sequence[Any]) -> bool:
 def call_unoptimized(call: Callable[..., Any], *args: Any) -> Any:
     """Call the runtime without its graph optimizer, which takes most of the time of a first call."""
     current = context.context()
-    before = current.function_call_options
+    earlier_options = current.function_call_options
     # The options are those of a thread, so calls on other threads keep theirs.
     current.function_call_options = _options_without_optimizer(
-        before.config_proto_serialized, before.executor_type
+        earlier_options.config_proto_serialized, earlier_options.executor_type
     )
     try:
         return call(*args)
     finally:
-        current.function_call_options = before
+        current.function_call_options = earlier_options
 
 
 @lru_cache(maxsize=16)

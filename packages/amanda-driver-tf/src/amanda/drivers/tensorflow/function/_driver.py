@@ -128,8 +128,8 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     ) -> RewrittenCopy[RegisteredCopy] | None:
         """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
         if forward_record is not None:
-            closed = _is_closed(state, forward_record)
-            return self.copy((atomic, args, forward_record), state, closed, atomic, forward_record.copy)
+            is_closed = _is_closed(state, forward_record)
+            return self.copy((atomic, args, forward_record), state, is_closed, atomic, forward_record.copy)
         if state.stack is None:
             return None
         # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
@@ -143,7 +143,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
 
 
 def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:
-    """Return True if no tool of a forward call is applied any more."""
+    """Return True if no tool of a forward call is applied any more; False without a forward call."""
     return forward_record is not None and not any(
         state.is_open(tool) for tool in forward_record.copy.stack.applied
     )
@@ -169,6 +169,7 @@ def _live_variables(graph: Any) -> list[Any]:
 
 
 def _find_definition(name: str) -> Any:
+    """Return the FunctionDef of a function of the runtime; None for an unknown name."""
     current = context.context()
     return current.get_function_def(name) if current.has_function(name) else None
 

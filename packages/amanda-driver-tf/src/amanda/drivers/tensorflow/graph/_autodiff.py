@@ -129,7 +129,7 @@ class RecalledTensor:
         self.depth = depth
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the tensor."""
+        """Return the tensor, in a list."""
         saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
         tensor: Any = saved.take()[self.side][self.index]
         return [tensor]
@@ -280,7 +280,7 @@ class Pullbacks:
         return {i: self._insertions.output_of(name, k) for k, (_, i) in enumerate(inputs)}
 
     def _output_of(self, forward: tf.Operation, gradient: Any) -> int | None:
-        """Return the position of the output that a gradient belongs to: the first that fits."""
+        """Return the position of the output that a gradient belongs to: the first that fits, or None."""
         entered = self._entered.get(forward, {})
         outputs: Sequence[Any] = forward.outputs
         for i, output in enumerate(outputs):

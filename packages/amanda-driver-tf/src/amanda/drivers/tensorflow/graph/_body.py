@@ -204,7 +204,7 @@ class TensorFlowRewriting(backend.Rewriting):
 
 def op_id(body: Body, name: str) -> int:
     """Return the id of an operation of a body."""
-    # The names of operations are unique in a graph.
+    # Names of operations are unique in a graph, and the same in every process.
     return digest(body.identity, name)
 
 

@@ -23,6 +23,7 @@ _STATEFUL_TYPES = {
 }  # fmt: skip
 _STATEFUL_TYPES |= {kind: kind for kind in _STATEFUL_TYPES.values()}
 _FIRST_ARGUMENT = {"If": 1, "Case": 1}
+"""Position of the first argument of the functions among an op's inputs, behind the predicate or index."""
 
 
 class EditedCall(NamedTuple):
@@ -40,7 +41,10 @@ Rewrite = Callable[[Body, TensorFlowRewriting], RewrittenBody]
 
 
 def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) -> EditedCall | None:
-    """Rewrite the functions that an operation calls; return None where nothing was inserted."""
+    """Rewrite the functions that an operation calls; return None where nothing was inserted.
+
+    A function that is out of reach, or that only XLA can run, is reported and stays.
+    """
     body, rewriting = rewriter.body, rewriter.rewriting
     name = body.node_name(op)
     node = body.nodes[name]
@@ -54,10 +58,12 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
     offset = _FIRST_ARGUMENT.get(stateful_type, 0)
 
     def read_argument(position: int) -> Any:
+        """Return the present value of an argument of the callee, or None for one beyond the inputs."""
         inputs = list(op.inputs)
         return body.read_value(inputs[position + offset]) if position + offset < len(inputs) else None
 
     def argument_variable(position: int) -> Any:
+        """Return the variable that an argument of the callee was read from; None if there is none."""
         inputs = list(op.inputs)
         if position + offset >= len(inputs):
             return None

@@ -30,16 +30,16 @@ def behind_control_flow(ops: Iterable[tf.Operation]) -> set[tf.Operation]:
 
     ops: in topological order.
     """
-    behind: set[tf.Operation] = set()
+    dependents: set[tf.Operation] = set()
     for op in ops:
         sources = (*(tensor.op for tensor in op.inputs), *op.control_inputs)
-        if op.type in CONTROL_FLOW_OPS or not behind.isdisjoint(sources):
-            behind.add(op)
-    return behind
+        if op.type in CONTROL_FLOW_OPS or not dependents.isdisjoint(sources):
+            dependents.add(op)
+    return dependents
 
 
 def loop_entries(merge: tf.Operation) -> dict[int, tf.Operation]:
-    """Return the Enter operations among the inputs of a loop's Merge, by position."""
+    """Return the Enter operations among the inputs of a loop's Merge, by position; none for another Merge."""
     entries = {i: tensor.op for i, tensor in enumerate(merge.inputs) if tensor.op.type in FRAME_OPS[:2]}
     return {i: op for i, op in entries.items() if not op.get_attr("is_constant")}
 

@@ -98,6 +98,7 @@ def _replace_nodes(definition: Any, rewritten: RewrittenBody) -> Any:
 
 
 def _name_by_content(copy: Any, definition: Any) -> Any:
+    """Name a copy of a function after the function and a digest of the copy's content; return the copy."""
     content = digest(copy.SerializeToString(deterministic=True))
     copy.signature.name = f"{definition.signature.name}_amanda_{content:016x}"
     return copy
@@ -117,6 +118,7 @@ def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number: str) -> tu
     control_inputs = [f"^{number.partition(':')[0]}"] if has_dead_values else []  # they run in the same frame
 
     def add(node: Any, output: str = "output") -> str:
+        """Insert a node; return the ref of its output, which a FunctionDef spells by the output's name."""
         inserted_nodes.append(node)
         return str(node.name) if has_dead_values else f"{node.name}:{output}:0"
 

@@ -63,7 +63,10 @@ def facts_of(
 
 
 def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable:
-    """Return the variables that an operation reads: ids of their handles, or their names in a graph."""
+    """Return the variables that an operation reads: ids of their handles, or their names in a graph.
+
+    None for a resource whose handle is unknown.
+    """
     variables = []
     for tensor in op.inputs:
         while tensor.op.type in VALUE_FORWARDING:
@@ -94,7 +97,8 @@ def grouped_outputs(op: tf.Operation, node: Any) -> list[Any]:
 def group_tensors(flat: Sequence[Any], layout: Sequence[tuple[str, int | None]]) -> list[Any]:
     """Return flat tensors as values, each a tensor or a list.
 
-    layout: name and length of each value; None as the length of a single tensor.
+    layout: name and length of each value; None as the length of a single tensor.  The tensors are returned
+    as they are if their number is another, as for a function that is called by its name.
     """
     if sum(1 if size is None else size for _, size in layout) != len(flat):
         return list(flat)
@@ -182,6 +186,7 @@ def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
     names = [argument.name for argument in definition.input_arg]
 
     def compute(inputs: Sequence[Any]) -> Any:
+        """Return the outputs; raise RoutineError for an op without a function, or other than its inputs."""
         function = getattr(tf.raw_ops, kind, None)
         if function is None or len(inputs) != len(names):
             raise RoutineError(

@@ -165,6 +165,7 @@ class ForwardMap:
         return None
 
     def _captured_key(self, tensor: Any) -> tuple[Any, int]:
+        """Return the key of the forward graph's tensor that a placeholder stands for, or of the tensor."""
         captured = self._captured(tensor)
         return _tensor_key(tensor if captured is None else captured)
 
@@ -207,13 +208,18 @@ class ForwardMap:
             for tensor in op.inputs:
                 self._consumers.setdefault(tensor.op, []).append(op)
         for op in sums:
-            summed = [self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward]
-            if len(summed) == len(op.inputs):
-                read_for = [
+            summand_forwards = [
+                self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward
+            ]
+            if len(summand_forwards) == len(op.inputs):
+                reader_forwards = [
                     self._forward[reader] for reader in self._consumers.get(op, ()) if reader in self._forward
                 ]
-                readers = [reader for reader in read_for if self._order.get(reader, -1) < self._order[op]]
-                self._forward[op] = readers[0] if readers else summed[0]
+                # The operation that computed the output reads its gradient, and ran before the sum.
+                producers = [
+                    forward for forward in reader_forwards if self._order.get(forward, -1) < self._order[op]
+                ]
+                self._forward[op] = producers[0] if producers else summand_forwards[0]
 
 
 def _calls_function(op: tf.Operation, kind: str) -> bool:
@@ -298,6 +304,7 @@ def _patch_tapes(attributes: Attributes) -> None:
 
     @functools.wraps(record)
     def record_gradient(op_name: str, inputs: Any, attrs: Any, outputs: Any) -> Any:
+        """Stand-in for `record_gradient`: marks the record of a graph op with a reference to the op."""
         first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else None
         if first is not None and not isinstance(first, ops.EagerTensor) and hasattr(first, "op"):
             # A tape passes attributes to the gradient function unread; the stand-in below takes the mark out
@@ -307,6 +314,7 @@ def _patch_tapes(attributes: Attributes) -> None:
 
     @functools.wraps(compute)
     def gradient_function(op_name: str, attr_tuple: Any, *positional: Any) -> Any:
+        """Stand-in for `_gradient_function`: its ops are gradient ops of the op in the mark, if any."""
         if not attr_tuple or _MARK not in attr_tuple[-2:]:
             return compute(op_name, attr_tuple, *positional)
         with _record_gradient_ops_of(attr_tuple[-1]()):
@@ -335,14 +343,15 @@ def _stand_in_for_record_operation(original: Any) -> Any:
         op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, *positional: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
+        # Eager outputs have no op; an eager driver records theirs.
         first = output_tensors[0] if output_tensors else None
         if first is None or isinstance(first, ops.EagerTensor) or not hasattr(first, "op"):
             return original(op_type, output_tensors, input_tensors, backward_function, *positional, **named)
         # A strong reference would keep the graph alive as long as the tape's record.
-        maker = weakref.ref(first.op)
+        producer = weakref.ref(first.op)
 
         def backward(*gradients: Any) -> Any:
-            with _record_gradient_ops_of(maker()):
+            with _record_gradient_ops_of(producer()):
                 return backward_function(*gradients)
 
         return original(op_type, output_tensors, input_tensors, backward, *positional, **named)

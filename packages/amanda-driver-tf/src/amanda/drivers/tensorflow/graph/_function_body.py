@@ -119,6 +119,7 @@ def _capture_lookup(graph: Any, branch: Any, outer: CaptureLookup | None) -> Cap
         return outer_tensor
 
     def find_captured(tensor: Any) -> Any:
+        """Return the symbol of another graph that a symbol stands for; None if there is none."""
         op = tensor.op
         # Loops of gradients pop what the rounds of the forward loop have pushed.
         if op.type == "TensorListPopBack" and tensor.value_index == 1:
@@ -155,6 +156,7 @@ class _ValueReader:
         self._positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
 
     def __call__(self, tensor: Any) -> Any:
+        """Return the present value of a symbol as an eager tensor, or the symbol if no value is known."""
         op = tensor.op
         if op.name in self._positions and op.type == "Placeholder":
             value = self._read_argument(self._positions[op.name])
@@ -174,14 +176,17 @@ class _ValueReader:
             return tf.reshape(value, parameters) if op.type == "Reshape" else tf.transpose(value, parameters)
         if op.type in ("ExpandDims", "Squeeze", "StridedSlice"):
             values = [self(operand) for operand in op.inputs]
-            are_known = all(isinstance(operand_value, ops.EagerTensor) for operand_value in values)
-            return eager_computation(op)(values) if are_known else tensor
+            are_eager = all(isinstance(operand_value, ops.EagerTensor) for operand_value in values)
+            return eager_computation(op)(values) if are_eager else tensor
         value = tensor_util.constant_value(tensor)
         return tensor if value is None else tf.convert_to_tensor(value, tensor.dtype)
 
 
 def _variable_lookup(graph: Any, argument_variable: Callable[[int], Any]) -> Callable[[Any], Any]:
-    """Return a lookup of the holder of the variable that a function's symbol was read from."""
+    """Return a lookup of the holder of the variable that a function's symbol was read from; None without one.
+
+    argument_variable: function of an argument's position that returns the holder of its variable.
+    """
     positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
 
     def argument(placeholder: Any) -> Any:

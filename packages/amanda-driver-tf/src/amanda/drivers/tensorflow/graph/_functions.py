@@ -115,14 +115,14 @@ def executed_nodes(definition: Any) -> set[str]:
     # Stateful nodes run even if no result needs them.
     pending += [node.name for node in definition.node_def
                 if (op_definition := op_def(node.op)) is not None and op_definition.is_stateful]  # fmt: skip
-    reached: set[str] = set()
+    executed: set[str] = set()
     while pending:
         name = pending.pop()
-        if name in reached or name not in nodes:
+        if name in executed or name not in nodes:  # arguments are no nodes
             continue
-        reached.add(name)
+        executed.add(name)
         pending += [text.removeprefix("^").partition(":")[0] for text in nodes[name].input]
-    return reached
+    return executed
 
 
 def ops_with_generators(functions: Iterable[Any]) -> list[str]:
@@ -240,6 +240,7 @@ def _add_trial_definition(function: RuntimeFunction, definitions: dict[str, Any]
 
 
 def _remove_xla_marks(attributes: Any) -> None:
+    """Remove the attributes by which XLA compiles a function or a call."""
     for attribute in (MUST_COMPILE, "_xla_compile_id"):
         attributes.pop(attribute, None)
 

@@ -35,15 +35,15 @@ class GradientEdges:
             if op in forward:
                 self.groups.setdefault(forward[op], []).append(op)
                 receives_gradient = _receives_gradient(op)
-                entering = [
+                gradient_positions = [
                     i
                     for i, value in enumerate(op.inputs)
                     if receives_gradient or self._is_gradient(value, forward[op])
                 ]
                 if op.type == "ZerosLike":  # stands for a gradient that no operation computes
                     self._entering[op] = []
-                elif entering:
-                    self._entering[op] = entering
+                elif gradient_positions:
+                    self._entering[op] = gradient_positions
             for i, tensor in enumerate(op.inputs):
                 if tensor.op in self._entering:
                     self._consumers.setdefault(tensor_key(tensor), []).append(op)
@@ -54,7 +54,7 @@ class GradientEdges:
         return self._readers.get(tensor_key(tensor), [])
 
     def entering(self, op: tf.Operation) -> list[int]:
-        """Return the positions of the inputs that are gradients."""
+        """Return the positions of the inputs that are gradients; empty if there are none."""
         return self._entering.get(op, [])
 
     def leaving(self, op: tf.Operation) -> list[int]:
@@ -158,10 +158,12 @@ class GradientEdges:
         return [op for op in self.groups.get(forward, ()) if op.type != "AddN"]
 
     def _captured_or_self(self, tensor: Any) -> Any:
+        """Return the forward graph's tensor that a placeholder stands for, or the tensor itself."""
         captured = self._body.captured(tensor)
         return tensor if captured is None else captured
 
     def _is_read_outside(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
+        """Return True if an operation out of a group reads a gradient, or none in the body does."""
         readers = self._consumers.get(tensor_key(tensor), [])
         return not readers or any(reader not in group for reader in readers)
 
@@ -212,6 +214,7 @@ def _receives_gradient(op: tf.Operation) -> bool:
 
 
 def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
+    """Return True if a tensor may have the shape of an output, as the gradient of that output has."""
     return any(tensor.shape.is_compatible_with(output.shape) for output in forward.outputs)
 
 
@@ -249,26 +252,29 @@ class PassThroughOps:
 
         op: the backward operation that is being edited.  vanilla: the ref of the unchanged gradient.
         """
-        maker = value.op
+        producer = value.op
         if ref != vanilla:
-            self._redirect_gradient_readers(maker, gradient, ref)
-        positions = self.positions(maker)
-        if not positions or maker in self._edges.groups:
-            return  # the maker's last backward operation continues from there
-        self._crossed.add(maker)
-        analysed = self._rewriter.analysed_forward(maker)
+            self._redirect_gradient_readers(producer, gradient, ref)
+        positions = self.positions(producer)
+        if not positions or producer in self._edges.groups:
+            return  # the producer's last backward operation continues from there
+        self._crossed.add(producer)
+        analysed = self._rewriter.analysed_forward(producer)
         if analysed is None:
             return
         refs = self._rewriter.pullbacks.insert_past(op, analysed[0], gradient, ref, positions)
         for i in positions:
-            self.redirect_gradient(op, maker.inputs[i], gradient, refs.get(i, ref), vanilla)
+            self.redirect_gradient(op, producer.inputs[i], gradient, refs.get(i, ref), vanilla)
 
-    def _redirect_gradient_readers(self, maker: tf.Operation, gradient: Any, ref: str) -> None:
-        """Make backward operations of `maker` read `ref`; for the last maker, also sums and results."""
-        is_last = maker not in self._edges.groups and not self.positions(maker)
+    def _redirect_gradient_readers(self, producer: tf.Operation, gradient: Any, ref: str) -> None:
+        """Make backward operations of a value's producer read `ref` instead of the value's gradient.
+
+        For a producer at which the way back ends, also sums and the body's results.
+        """
+        is_last = producer not in self._edges.groups and not self.positions(producer)
         for reader, i in self._edges.readers(gradient):
             forward = self._rewriter.forward.get(reader)
-            if forward is maker or (is_last and (forward is None or reader.type == "AddN")):
+            if forward is producer or (is_last and (forward is None or reader.type == "AddN")):
                 self._rewriter.redirect(reader, i, ref)
         if is_last:
             self._rewriter.returned_refs[self._rewriter.edge(gradient)] = ref

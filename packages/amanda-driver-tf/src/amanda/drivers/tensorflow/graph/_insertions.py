@@ -101,7 +101,7 @@ class Insertions:
             return
         name = self.body.node_name(op)
         forward = self.forward.get(name)
-        for packed_group in [packed_group for packed_group in self._packs if packed_group != group]:
+        for packed_group in [other_group for other_group in self._packs if other_group != group]:
             # Routines at a gradient op wait for the node with the routines of its forward op, so that node
             # has to exist.
             if forward in self._packs[packed_group].names or frames.encloses(packed_group, group):
@@ -267,12 +267,12 @@ class ControlDependencies:
             return [f"^{node_name}" for node_name in nodes]
         nodes = list(nodes)
         in_frame = [node for node in nodes if self.numbers[node] == number]
-        waited: list[str | None] = [node for node in in_frame if node not in self._may_be_left_out]
-        unsure = tuple(node for node in in_frame if node in self._may_be_left_out)
-        if unsure:
-            waited.append(self._trigger_after(unsure, number))
-        waited += [frames.end_of(self.numbers[node], number) for node in nodes if node not in in_frame]
-        return [f"^{node}" for node in waited if node is not None]
+        names: list[str | None] = [node for node in in_frame if node not in self._may_be_left_out]
+        conditional_nodes = tuple(node for node in in_frame if node in self._may_be_left_out)
+        if conditional_nodes:
+            names.append(self._trigger_after(conditional_nodes, number))
+        names += [frames.end_of(self.numbers[node], number) for node in nodes if node not in in_frame]
+        return [f"^{name}" for name in names if name is not None]
 
     def number_after(self, number: str, rank: int, control_inputs: Sequence[str]) -> str:
         """Add a node that passes a number on after other nodes have run; return its ref.

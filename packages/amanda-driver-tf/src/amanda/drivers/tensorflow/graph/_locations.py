@@ -189,13 +189,13 @@ def _candidates(part: str, pool: LayersByName) -> Sequence[Any]:
     # Keras 3 enters the scope of a layer twice, at first to build the layer, so the scope of a call has a
     # number.
     name = _NUMBER_SUFFIX.sub("", part)
-    counted = pool.get(name, ()) if name != part else ()
-    entered_twice = [layer for layer in counted if is_of_keras_3(layer)]
-    return entered_twice or [*pool.get(part, ()), *counted]
+    layers_without_number = pool.get(name, ()) if name != part else ()
+    entered_twice = [layer for layer in layers_without_number if is_of_keras_3(layer)]
+    return entered_twice or [*pool.get(part, ()), *layers_without_number]
 
 
 def _index_layers(layers: Iterable[Any]) -> LayersByName:
-    """Return layers by name."""
+    """Return layers by name, without models within a Sequential of the same name."""
     layers_by_name: dict[str, list[Any]] = {}
     for layer in layers:
         layers_by_name.setdefault(str(layer.name), []).append(layer)
@@ -217,10 +217,12 @@ def _nested_layers(layer: Any) -> Iterator[Any]:
 
 
 def _variable_keys(layer: Any) -> set[Any]:
+    """Return the keys of the variables of a layer; see `_handle_key`."""
     if isinstance(layer, NamedLayer):
         return layer.handles
     return {_handle_key(handle) for handle in handles_of(layer)}
 
 
 def _handle_key(handle: Any) -> Any:
+    """Return the id of an eager handle, or the name of the operation that makes a symbolic one."""
     return handle._id if isinstance(handle, ops.EagerTensor) else handle.op.name

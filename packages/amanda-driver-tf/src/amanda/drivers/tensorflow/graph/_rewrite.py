@@ -119,7 +119,7 @@ class BodyRewriter(RoutineRewriter):
         self.leave(op, False)
 
     def leave(self, op: tf.Operation, replaced: bool) -> None:
-        """Rewrite the functions that an operation calls."""
+        """Rewrite the functions that an operation calls; no effect if it calls none."""
         edited_call, dependencies = rewrite_calls(self, op, rewrite), self.insertions.dependencies
         if edited_call is None:
             return
@@ -170,6 +170,7 @@ class BodyRewriter(RoutineRewriter):
         return self._inputs_of(op), OpSide(op, False, refs, outputs, output_sizes(node), by_reference)
 
     def _inputs_of(self, op: tf.Operation) -> OpSide:
+        """Return the inputs of an operation with their present refs."""
         node = self._node(op)
         refs = [self._ref_at(node.name, i, edge) for i, edge in enumerate(self._edges(node))]
         return OpSide(op, True, refs, inputs_of(op, node), input_sizes(node), references(node))
@@ -400,6 +401,7 @@ class BodyRewriter(RoutineRewriter):
         return self._ref_at(node.name, index, self._edges(node)[index])
 
     def _ref_of(self, edge: Edge) -> str:
+        """Return the present ref of a tensor by its node and index."""
         ref = self.body.syntax.write(edge)
         return str(self.current.get(ref, ref))
 
@@ -412,12 +414,12 @@ class BodyRewriter(RoutineRewriter):
         for name, node in self.body.nodes.items():
             if name in self.removed:
                 continue
-            controls = [text[1:] for text in node.input if text.startswith("^")]
+            control_names = [text[1:] for text in node.input if text.startswith("^")]
             refs = [self._ref_at(name, i, edge) for i, edge in enumerate(self._edges(node))]
-            waited = [behind for control in controls for behind in self._nodes_behind(control)]
-            waited += self.insertions.ahead.get(name, [])
+            nodes_ahead = [behind for control in control_names for behind in self._nodes_behind(control)]
+            nodes_ahead += self.insertions.ahead.get(name, [])
             number = [self.call_numbers[name]] if self.call_numbers.get(name) else []
-            inputs = [*refs, *number, *dict.fromkeys(f"^{control}" for control in waited)]
+            inputs = [*refs, *number, *dict.fromkeys(f"^{node_ahead}" for node_ahead in nodes_ahead)]
             # A session copies only nodes that differ from the user's, so unchanged nodes stay untouched.
             if list(node.input) != inputs:
                 del node.input[:]
@@ -429,4 +431,5 @@ class BodyRewriter(RoutineRewriter):
                     node.input[i] = f"^{self.removed[text[1:]]}"
 
     def _nodes_behind(self, name: str) -> list[str]:
+        """Return the node that runs for a node of the body, and those that were inserted behind it."""
         return [self.removed.get(name, name), *self.insertions.behind.get(name, ())]

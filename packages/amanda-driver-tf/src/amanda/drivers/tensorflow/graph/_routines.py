@@ -79,7 +79,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             )
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
-        """Replace an operation, or the gradients that a backward operation computes."""
+        """Replace an operation, or the gradients that a backward operation computes.
+
+        Returns False, with a report, for an operation that cannot be replaced.
+        """
         all_outputs = range(outputs.count)
         if facts.backward_op is not None:
             returned = outputs.where(all_outputs, is_plain)
@@ -151,11 +154,11 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Add places at the operations whose inputs a replacement reads, for gradients of these inputs."""
         replaced_place = self.rewriting.autodiff_places[facts.op_id][-1]
         # -1 stands for a value that is no input of the reader: first for those of the replaced operation.
-        own_positions = [-1] * (len(replaced_place.input_positions) - len(reads))
+        replaced_positions = [-1] * (len(replaced_place.input_positions) - len(reads))
         for reader_id in dict.fromkeys(foreign.op_id for foreign in reads):
             positions = [foreign.position if foreign.op_id == reader_id else -1 for foreign in reads]
             reader_place = replace(
-                replaced_place, side="past", input_positions=own_positions + positions,
+                replaced_place, side="past", input_positions=replaced_positions + positions,
                 replacement_id=facts.op_id,
             )  # fmt: skip
             self.rewriting.autodiff_places.setdefault(reader_id, []).append(reader_place)
@@ -185,44 +188,45 @@ class RoutineRewriter(Rewriter[tf.Operation]):
                 self._report_untraced(action, why)
 
     def _report_untraced(self, action: Action, why: str) -> None:
+        """Report that a routine runs as Python, if it is marked as traceable."""
         if action.traceable:
             self.rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 
     def inline(
-        self, place: Insertion, values: Sequence[Value], symbols: Sequence[Any], side: Side
+        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Trace routines into a function, and add a node that calls it; return the node's results."""
         assert isinstance(place, RoutineNode)
         try:
-            routine = TracedRoutine(place, [value.symbol for value in values], self.rewriting)
+            routine = TracedRoutine(place, [value.symbol for value in inputs], self.rewriting)
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise NotTraceable(f"it cannot be traced: {reason}") from error
         self.rewriting.traced += [(action, routine.constants) for action in place.actions]
-        op, refs = op_side(side).op, [value.ref for value in values]
-        result_types = list(map(dtype_enum, symbols))
+        op, refs = op_side(side).op, [value.ref for value in inputs]
+        result_types = list(map(dtype_enum, outputs))
         control_inputs = self._control_inputs(op) if place.replaces else ()
         ahead = op_side(side).ahead and not place.replaces
         name = self.insertions.call_function(op, routine, refs, result_types, ahead, control_inputs)
-        return self._register_values(place, name, values, symbols, side)
+        return self._register_values(place, name, inputs, outputs, side)
 
     def call(
-        self, place: Insertion, values: Sequence[Value], symbols: Sequence[Any], side: Side
+        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Add a node that calls routines in Python; observers share nodes with those of other operations."""
         assert isinstance(place, RoutineNode)
-        op, refs = op_side(side).op, [value.ref for value in values]
-        value_symbols = [value.symbol for value in values]
+        op, refs = op_side(side).op, [value.ref for value in inputs]
+        input_symbols = [value.symbol for value in inputs]
         ahead, instead = op_side(side).ahead, place.replaces
         if place.actions[0].observer:
-            self.insertions.observe(op, place, refs, value_symbols, ahead)
+            self.insertions.observe(op, place, refs, input_symbols, ahead)
             return []
         if place.facts.backward_op is not None and place.replaces:
             ahead, instead = False, False  # the backward operation itself still runs
-        result_types, types = list(map(dtype_enum, symbols)), list(map(dtype_enum, value_symbols))
+        result_types, types = list(map(dtype_enum, outputs)), list(map(dtype_enum, input_symbols))
         control_inputs = self._control_inputs(op) if place.reads else None
         name = self.insertions.add(op, place, refs, types, result_types, ahead, instead, control_inputs)
-        return self._register_values(place, name, values, symbols, side)
+        return self._register_values(place, name, inputs, outputs, side)
 
     def _register_values(
         self, place: RoutineNode, name: str, values: Sequence[Value], symbols: Sequence[Any], side: Side
@@ -243,6 +247,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         return list(map(Value, refs, symbols))
 
     def _control_inputs(self, op: tf.Operation) -> list[str]:
+        """Return the control inputs of an operation, which a node that replaces it takes over."""
         node = self.body.nodes[self.body.node_name(op)]
         return [text for text in node.input if text.startswith("^")]
 

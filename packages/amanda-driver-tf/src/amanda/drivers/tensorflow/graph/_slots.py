@@ -75,6 +75,7 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
 
 
 def _on_device(device: Any, value: Any) -> Any:
+    """Return an eager tensor on a device, copied if it is on another one."""
     if value.backing_device == device:
         return value
     with tf.device(device):
@@ -133,8 +134,8 @@ class RoutineNode(Insertion):
         if self.saved_as is not None:
             # Where readers may run several times, or never, nobody can count them: the values live as long as
             # the run.
-            count = self.readers.count if self.readers.read_once else 0
-            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, count))
+            num_reads = self.readers.count if self.readers.read_once else 0
+            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, num_reads))
         return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
@@ -205,7 +206,10 @@ class _PlacedObserver:
         ]
 
     def explain(self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]) -> None:
-        """Add a note with the op to an exception of the observer, or raise a clearer exception."""
+        """Add a note with the op to an exception of the observer, or raise a clearer exception.
+
+        flat: the tensors of the node.  values: those that the observer was called with.
+        """
         all_values = self.place.values([flat[i] for i in self.indices])
         explained = failed(error, self.action, all_values, values, self.facts)
         if explained is not None:
@@ -297,14 +301,14 @@ class PackedObservers:
                 raise
         for group in self._groups.values():
             if execution.runs_action(group.action):
-                self._lay_out(group, flat)
+                self._compute_layouts(group, flat)
                 observed = _LazyObserved(group.observers, flat, run_of)
                 Executions(observed, flat, group.prepared, observed.values).observe(group.action)
         return []
 
     @staticmethod
-    def _lay_out(group: _ObserverGroup, flat: Sequence[Any]) -> None:
-        """Find the layout of each observer in a group, so that errors name the observer."""
+    def _compute_layouts(group: _ObserverGroup, flat: Sequence[Any]) -> None:
+        """Find the layout of each observer in a group at its first run, so that errors name the observer."""
         if group.is_laid_out:
             return
         for observer in group.observers:
@@ -327,7 +331,7 @@ class LentHandle:
     # two devices. A node beside each resource passes on a number, which is on no device.
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the number."""
+        """Store the handle, the first tensor; return the number as a tensor in a list."""
         number = next(_numbers)
         execution.store(_loan_key(number), flat[0])
         return [tf.constant(number, tf.int64)]

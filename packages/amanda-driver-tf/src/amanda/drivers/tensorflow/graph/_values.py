@@ -66,6 +66,7 @@ def variable_of(tensor: Any, argument: Callable[[Any], Any] = lambda placeholder
 
 
 def _signature(value: Any) -> Hashable:
+    """Return dtype and rank of a tensor, those of each tensor of a list, None for another value."""
     if isinstance(value, tf.Tensor):
         return (value.dtype.as_datatype_enum, value.shape.rank)
     return tuple([_signature(element) for element in value]) if isinstance(value, list) else None

@@ -77,7 +77,7 @@ class SessionBoundary:
 
     @contextmanager
     def run_context(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
-        """Return a context around a run, or around a part of a partial run.
+        """Return a context around a run, or, where `whole` is False, around a part of a partial run.
 
         Errors of routines are raised as they are; errors of TensorFlow name the user's nodes, not the copy's.
         """
@@ -116,7 +116,7 @@ class SessionBoundary:
     def _set_up_partial_run(
         self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
     ) -> Any:
-        """Set up a partial run on the instrumented copy, if there is one."""
+        """Set up a partial run on the instrumented copy, if there is one; return TensorFlow's handle."""
         prepared = self._prepare_in_scope(session, feeds, fetches, targets)
         if prepared is None:
             return call(session, function, c_session, feeds, fetches, targets)
@@ -168,10 +168,10 @@ def _method_with_original(stand_in: Callable[..., Any], original: Callable[..., 
     """Return a method that calls a stand-in with the original method ahead of the arguments."""
 
     @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def call_stand_in(*args: Any, **kwargs: Any) -> Any:
         return stand_in(original, *args, **kwargs)
 
-    return method
+    return call_stand_in
 
 
 class Callables:
@@ -210,7 +210,7 @@ class Callables:
             return call(stand_in, *args, **kwargs)
 
     def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:
-        """Return a callable with the names of a route's nodes; each callable has one for its last route."""
+        """Return a callable with the names of a route's nodes; the one of the last route is used again."""
         routed = self._routed.get(session_callable)
         # A callable has fixed options, so each route needs one of its own.
         if routed is None or routed[0] is not route:
@@ -230,6 +230,7 @@ def _request(options: Any) -> RunRequest:
 
 
 def _parse_endpoint(name: str) -> Endpoint:
+    """Return the operation and the index in a tensor's name; a name without an index means output 0."""
     op, _, index = name.partition(":")
     return op, int(index or 0)
 

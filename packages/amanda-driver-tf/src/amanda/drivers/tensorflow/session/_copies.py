@@ -102,7 +102,7 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     targets = {name: node for name in request.targets if (node := rewritten.removed.get(name, name)) in names}
     extra = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
     # An import returns C operations for those names only that were asked for.
-    ends = {
+    result_names = {
         NUMBER,
         *extra,
         *targets.values(),
@@ -110,7 +110,7 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
         *(name for name, _ in endpoints.values()),
     }
     try:
-        hidden = HiddenNodes.of_graph(graph).add(session, copied, rewriting.library, sorted(ends))
+        hidden = HiddenNodes.of_graph(graph).add(session, copied, rewriting.library, sorted(result_names))
     except errors_impl.OpError as error:
         raise CannotInstrument(
             "a run of a session", f"TensorFlow refuses the copy: {error.message}"
@@ -202,6 +202,7 @@ class _FedPlaceholders:
 
 
 def _copy_node(node: Any) -> Any:
+    """Return a copy of a NodeDef, which an edit of the original does not change."""
     copy = node_def_pb2.NodeDef()
     copy.CopyFrom(node)
     return copy
@@ -302,10 +303,12 @@ class SessionValueReader:
         self._session = ref(session)
 
     def __call__(self, tensor: Any) -> Any:
+        """Return the present value of a symbol, or the symbol if its value is out of reach."""
         session = self._session()
         if session is None or not _is_state(tensor.op):
             return tensor
         if tensor.dtype == tf.resource:
+            # A handle has no value; a read of the variable that the graph has gives the variable's.
             tensor = _read_tensor(tensor)
         if tensor is None or tensor.dtype == tf.resource:
             return tensor

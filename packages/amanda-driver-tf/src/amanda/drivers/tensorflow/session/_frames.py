@@ -53,19 +53,19 @@ class Frames:
 
     def _add_op(self, op: Any) -> None:
         """Find the frame and the guards of an operation from those of its inputs."""
-        placed = [
+        placed_sources = [
             source
             for source in (*(t.op for t in op.inputs), *op.control_inputs)
             if source.name in self._frame
         ]
-        frame: Frame = max((self._frame[source.name] for source in placed), key=len, default=())
-        read_guards = [self._guards[t.op.name, t.value_index] for t in op.inputs if t.op.name in self._frame]
-        waited_guards = [self._guards.get((source.name, 0), frozenset()) for source in op.control_inputs]
+        frame: Frame = max((self._frame[source.name] for source in placed_sources), key=len, default=())
+        input_guards = [self._guards[t.op.name, t.value_index] for t in op.inputs if t.op.name in self._frame]
+        control_guards = [self._guards.get((source.name, 0), frozenset()) for source in op.control_inputs]
         is_merge = op.type in ("Merge", "RefMerge")
-        guards = frozenset[Guard]().union(*waited_guards)
-        if read_guards:
+        guards = frozenset[Guard]().union(*control_guards)
+        if input_guards:
             # A Merge runs if one of its inputs is alive, so only guards of all inputs hold behind it.
-            guards |= frozenset.intersection(*read_guards) if is_merge else frozenset.union(*read_guards)
+            guards |= frozenset.intersection(*input_guards) if is_merge else frozenset.union(*input_guards)
         if op.type in ("Enter", "RefEnter"):
             frame = (*frame, op.get_attr("frame_name").decode())
             self._entries.setdefault(frame, []).append(op)
@@ -132,6 +132,7 @@ class Frames:
         return self._depth(frame[:-1] if op.type in ("Enter", "RefEnter") else frame)
 
     def _depth(self, frame: Frame) -> int:
+        """Return the number of loops in a frame's path; a frame without a condition counts no rounds."""
         return sum(frame[: i + 1] in self._conditions for i in range(len(frame)))
 
     def number_at(self, op: Any, ahead: bool) -> str:
@@ -150,10 +151,11 @@ class Frames:
 
         inner, outer: the numbers that a node in the loop and one outside read.  None if no loop lies between.
         """
-        around, frame = self._frame_by_carrier[outer], self._frame_by_carrier[inner]
-        loop = frame[: len(around) + 1]
-        between = loop != around and loop[:-1] == around and loop in self._conditions
-        return _end_name(self._carrier(loop)) if between else None
+        outer_frame, inner_frame = self._frame_by_carrier[outer], self._frame_by_carrier[inner]
+        # The outermost of the loops between both: it ends last.
+        loop = inner_frame[: len(outer_frame) + 1]
+        is_between = loop != outer_frame and loop[:-1] == outer_frame and loop in self._conditions
+        return _end_name(self._carrier(loop)) if is_between else None
 
     def carriers(self, rewritten: RewrittenBody) -> list[Any]:
         """Return the nodes that bring the execution's number into each frame and count the rounds there."""
@@ -166,13 +168,15 @@ class Frames:
             # forward loop has left by each Exit, its routines have ended, and those at its entry have run.
             forward_loop = self._forward_loop(frame)
             if forward_loop is not None:
-                waited = [exit_name for exit_name, loop in self._loop_by_exit.items() if loop == forward_loop]
-                waited += {_end_name(self._carrier(forward_loop))} & ends
-                entered = self._nodes_at_entry(forward_loop, rewritten)
-                if entered:
-                    nodes.append(control_trigger(f"{name}/begun", entered))
-                    waited.append(f"{name}/begun")
-                node.input.extend(f"^{waited_name}" for waited_name in waited)
+                nodes_before = [
+                    exit_name for exit_name, loop in self._loop_by_exit.items() if loop == forward_loop
+                ]
+                nodes_before += {_end_name(self._carrier(forward_loop))} & ends
+                entry_nodes = self._nodes_at_entry(forward_loop, rewritten)
+                if entry_nodes:
+                    nodes.append(control_trigger(f"{name}/begun", entry_nodes))
+                    nodes_before.append(f"{name}/begun")
+                node.input.extend(f"^{node_before}" for node_before in nodes_before)
             nodes.append(node)
             if frame in self._conditions:
                 nodes += self._round_nodes(name, frame, node)
@@ -208,23 +212,23 @@ class Frames:
         """Return nodes that leave a loop when all routines in it have run, in every round."""
         # The loop's own values may leave before observers have ended, since nothing reads an observer's
         # result. So a token goes round the loop, and in each round waits for all nodes with routines.
-        inside = defaultdict[Frame, list[str]](list)
+        nodes_by_frame = defaultdict[Frame, list[str]](list)
         for node, carrier in rewritten.numbers.items():
-            inside[self._frame_by_carrier[carrier]].append(node)
+            nodes_by_frame[self._frame_by_carrier[carrier]].append(node)
         nodes: list[Any] = []
         # Inner loops first: their ends are nodes that the loops around wait for.
         for frame in sorted(self._conditions, key=len, reverse=True):
             name = self._carrier(frame)
-            if not inside[frame]:
+            if not nodes_by_frame[frame]:
                 continue
             enter = self._enter_node(f"{name}/token", frame, False)
-            ran = control_trigger(f"{name}/ran", inside[frame])
+            ran = control_trigger(f"{name}/ran", nodes_by_frame[frame])
             merge = _node(f"{name}/begin", "Merge", [enter.name, f"{name}/again"], N=2)
             token = _node(f"{name}/all", "Identity", [merge.name, f"^{ran.name}"])
             switch = _node(f"{name}/goes_on", "Switch", [token.name, self._conditions[frame]])
             again = _node(f"{name}/again", "NextIteration", [f"{switch.name}:1"])
             nodes += [enter, ran, merge, token, switch, again, _node(_end_name(name), "Exit", [switch.name])]
-            inside[frame[:-1]].append(_end_name(name))
+            nodes_by_frame[frame[:-1]].append(_end_name(name))
         return nodes
 
     def _round_nodes(self, name: str, frame: Frame, outer: Any) -> list[Any]:
@@ -250,16 +254,16 @@ class Frames:
         number = self._append_round(name, outer.name, merge.name, frame)
         return [*first, *entering, enter, merge, switch, step, changed, again, *number]
 
-    def _append_round(self, name: str, around: str, round: str, frame: Frame) -> list[Any]:
+    def _append_round(self, name: str, number: str, round: str, frame: Frame) -> list[Any]:
         """Return nodes that append a round to the number around a frame; the last one is named `name`."""
-        axis = constant(f"{name}/axis", np.int32(0), [f"^{around}"])
+        axis = constant(f"{name}/axis", np.int32(0), [f"^{number}"])
         nodes = [axis]
         # Outside of loops the number is a scalar, which becomes the first element of the vector.
         if not self._depth(frame[:-1]):
-            vector = _node(f"{name}/vector", "ExpandDims", [around, axis.name], Tdim=DT_INT32)
-            around = vector.name
+            vector = _node(f"{name}/vector", "ExpandDims", [number, axis.name], Tdim=DT_INT32)
+            number = vector.name
             nodes.append(vector)
-        return [*nodes, _node(name, "ConcatV2", [around, round, axis.name], N=2, Tidx=DT_INT32)]
+        return [*nodes, _node(name, "ConcatV2", [number, round, axis.name], N=2, Tidx=DT_INT32)]
 
     def _carrier(self, frame: Frame) -> str:
         """Return the name of the node with the number in a frame."""

@@ -165,7 +165,10 @@ def _try_import(session: Any, graph_def: Any) -> None:
 
 
 def _placeholder_for(name: str, op: Any, index: str) -> Any:
-    """Return a node with an output like that of an operation: a reference, a value, or none."""
+    """Return a node with an output like that of an operation: a reference, a value, or none.
+
+    index: of the output, "" for the first or for an operation that is only waited for.
+    """
     if not op.outputs:
         return node_def_pb2.NodeDef(name=name, op="NoOp")
     tensor = op.outputs[int(index or 0)]
@@ -186,11 +189,11 @@ def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, 
         copy.CopyFrom(node)
         copy.name = prefix + node.name
         for position, read in enumerate(node.input):
-            control = read.startswith("^")
+            is_control = read.startswith("^")
             name, _, index = read.lstrip("^").partition(":")
             if name in names:
-                copy.input[position] = f"{'^' if control else ''}{prefix}{read.lstrip('^')}"
-            elif control:
+                copy.input[position] = f"{'^' if is_control else ''}{prefix}{read.lstrip('^')}"
+            elif is_control:
                 controls.add(name)
             else:
                 outputs.add((name, int(index or 0)))

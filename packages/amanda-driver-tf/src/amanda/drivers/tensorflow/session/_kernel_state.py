@@ -43,9 +43,9 @@ def partition(vanilla_nodes: Mapping[str, Any], rewritten: Sequence[Any]) -> Par
         return Partition([], [])
     stateful = [node for node in rewritten if holds_state(node)]
     # The kernels of these nodes hold state that the program goes on using, so they run, not copies of them.
-    stay = _ancestors([node.name for node in stateful if node.name not in changed], rewritten)
+    vanilla_names = _ancestors([node.name for node in stateful if node.name not in changed], rewritten)
     return Partition(
-        [node for node in rewritten if node.name not in stay],
+        [node for node in rewritten if node.name not in vanilla_names],
         [node for node in stateful if node.name in changed],
     )
 
@@ -78,10 +78,10 @@ def _state_kind(type: str) -> str:
     if {"seed", "seed2"} <= attributes:
         return "kernel"
     # An op without inputs that returns a resource has created it in its kernel.
-    handle = any(
+    returns_handle = any(
         argument.is_ref or argument.type == types_pb2.DT_RESOURCE for argument in definition.output_arg
     )
-    return "kernel" if handle and not definition.input_arg else ""
+    return "kernel" if returns_handle and not definition.input_arg else ""
 
 
 def _changed_names(vanilla_nodes: Mapping[str, Any], rewritten: Sequence[Any]) -> set[str]:
@@ -94,27 +94,27 @@ def _changed_names(vanilla_nodes: Mapping[str, Any], rewritten: Sequence[Any]) -
         vanilla = vanilla_nodes.get(node.name)
         if vanilla is None or (vanilla is not node and vanilla != node):
             pending.append(node.name)
-    reached = set(pending)
+    changed = set(pending)
     while pending:
         for name in readers[pending.pop()]:
-            if name not in reached:
-                reached.add(name)
+            if name not in changed:
+                changed.add(name)
                 pending.append(name)
-    return reached
+    return changed
 
 
 def _ancestors(names: Iterable[str], nodes: Sequence[Any]) -> Collection[str]:
     """Return the names of nodes, and of all nodes that they depend on."""
     by_name = {node.name: node for node in nodes}
-    reached = set(names)
-    pending = list(reached)
+    ancestors = set(names)
+    pending = list(ancestors)
     while pending:
         for read in by_name[pending.pop()].input:
             name = source_name(read)
-            if name in by_name and name not in reached:
-                reached.add(name)
+            if name in by_name and name not in ancestors:
+                ancestors.add(name)
                 pending.append(name)
-    return reached
+    return ancestors
 
 
 _OPTIONS = config_pb2.RunOptions(inter_op_thread_pool=-1).SerializeToString()
@@ -147,19 +147,21 @@ class OriginalDraw:
         options = c_api.TF_NewBufferFromString(_OPTIONS)
         try:
             # The C API, since the stand-ins would take this run within a run for one of the program's.
-            drawn = c_api.TF_SessionRun_wrapper(session._session, options, feeds, fetches, [], None)
+            values_drawn = c_api.TF_SessionRun_wrapper(session._session, options, feeds, fetches, [], None)
         finally:
             c_api.TF_DeleteBuffer(options)
-        return [tf.constant(value, tensor.dtype) for value, tensor in zip(drawn, op.outputs, strict=True)]
+        return [
+            tf.constant(value, tensor.dtype) for value, tensor in zip(values_drawn, op.outputs, strict=True)
+        ]
 
 
 def can_run_alone(op: Any) -> bool:
     """Return True if an operation can run by itself, on values fed for all its inputs."""
-    plain = all(
+    has_plain_tensors = all(
         tensor.dtype not in (tf.resource, tf.variant) and not tensor.dtype._is_ref_dtype
         for tensor in (*op.inputs, *op.outputs)
     )
-    return plain and bool(op.inputs) and not op.control_inputs
+    return has_plain_tensors and bool(op.inputs) and not op.control_inputs
 
 
 def draw_node(node: Any, op: Any, slot: int, number: str) -> Any:

@@ -134,7 +134,7 @@ class ForwardOps:
         return {scope for scope in scopes if scope is not None}
 
     def _map_by_names(self, ops: Sequence[Any]) -> None:
-        """Map gradient operations without a record by their names."""
+        """Map gradient operations without a record by their names, and set `guessed` if there are some."""
         graph = ops[0].graph if ops else None
         for op in ops:
             if _SUFFIX in op.name:
@@ -170,17 +170,18 @@ class ForwardOps:
         """Return the only operation whose output all summands are gradients of, or None."""
         if op.type != "AddN":
             return None
-        common: set[Any] | None = None
+        common_producers: set[Any] | None = None
         for tensor in op.inputs:
             forward = self.by_gradient.get(tensor.op.name)
             if forward is None:
                 return None
-            sources = {read.op for read in forward.inputs}
-            common = sources if common is None else common & sources
-        return common.pop() if common and len(common) == 1 else None
+            producers = {read.op for read in forward.inputs}
+            common_producers = producers if common_producers is None else common_producers & producers
+        return common_producers.pop() if common_producers and len(common_producers) == 1 else None
 
 
 def _is_accumulation(op: Any) -> bool:
+    """Return True for a sum of gradients, or for zeros in the place of a gradient."""
     return op.type in ("AddN", "ZerosLike") or "_gradient_sum/" in op.name
 
 
