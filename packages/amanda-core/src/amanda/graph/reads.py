@@ -59,7 +59,7 @@ class Reads:
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], Reading] = {}
         # With the objects, so that no id is given to another object meanwhile.
-        self._reached: dict[int, Any] = {}
+        self._visited: dict[int, Any] = {}
         self._holders: list[Any] = []
         self._names: dict[str, None] = {}
         self._stored: dict[str, None] = {}
@@ -172,13 +172,13 @@ class Reads:
 
     def reach(self, value: Any) -> None:
         """Follow a value: record the attributes, cells and elements that it leads to."""
-        if isinstance(value, self.plain) or id(value) in self._reached:
+        if isinstance(value, self.plain) or id(value) in self._visited:
             return
         if isinstance(value, FunctionType):
             self.reach(getattr(value, "__wrapped__", None))  # the decorator may be of another package
         if isinstance(value, (FunctionType, ModuleType, type)) and _home_package(value) not in self._packages:
             return
-        self._reached[id(value)] = value
+        self._visited[id(value)] = value
         if isinstance(value, FunctionType):
             self._follow_code(value)
         elif isinstance(value, _FUNCTIONS):
@@ -202,7 +202,7 @@ class Reads:
         return self._read_place(_attribute, holder, name)
 
     def __contains__(self, value: Any) -> bool:
-        return id(value) in self._reached
+        return id(value) in self._visited
 
     def __iter__(self) -> Iterator[Reading]:
         return iter(self._places.values())
