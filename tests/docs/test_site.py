@@ -73,6 +73,9 @@ def described(module: ModuleType, name: str) -> bool:
             for one in node.names:
                 if (one.asname or one.name) == name:
                     return described(importlib.import_module(str(node.module)), one.name)
+                source = importlib.import_module(str(node.module)) if one.name == "*" else None
+                if source is not None and hasattr(source, name) and described(source, name):
+                    return True
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if name in map(ast.unparse, targets):

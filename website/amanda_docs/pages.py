@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from amanda_docs.gaps import MARKER, gaps_table
+from amanda_docs import contents, gaps
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,7 +44,8 @@ def write_pages() -> None:
     shutil.copytree(ROOT / "website" / "assets", PAGES / "assets")
     for page in PAGES.rglob("*.md"):
         at = DOCS / page.relative_to(PAGES)
-        text = page.read_text().replace(MARKER, gaps_table())
+        text = page.read_text().replace(gaps.MARKER, gaps.gaps_table())
+        text = text.replace(contents.MARKER, contents.contents())
         page.write_text(relinked(text + _api_of(at), at, page))
     (PAGES / TOOLS).write_text(relinked(_list_of_tools(), DOCS / "tools.md", PAGES / TOOLS))
     for guide in sorted(ROOT.glob("*.md")):

@@ -523,10 +523,12 @@ def test_a_search_that_cannot_be_is_said(model: Digits, digits: tuple[Tensor, Te
         Sweep(lambda: loss(model, digits), Scale, [2.0], cost="size")
     with pytest.raises(SweepError, match="of which fewer bits save none"):
         BitsSweep(lambda: 1.0, cost="flops")
-    with pytest.raises(SweepError, match=r"budgets is \[1.5\]; give a list of numbers above 0 and at most 1"):
+    with pytest.raises(
+        SweepError, match=r"budgets is \[1.5\]; give a non-empty list of numbers above 0 and at most 1"
+    ):
         BitsSweep(lambda: 1.0).search([1.5])
     for budgets in (0.5, ["half"]):
-        with pytest.raises(SweepError, match="give a list of numbers above 0 and at most 1"):
+        with pytest.raises(SweepError, match="give a non-empty list of numbers above 0 and at most 1"):
             BitsSweep(lambda: 1.0).search(budgets)  # type: ignore[arg-type]
     for levels in ([0.9000001, 0.9000002], ["half"]):
         with pytest.raises(SweepError, match=r"sparsities is|all different in six digits"):

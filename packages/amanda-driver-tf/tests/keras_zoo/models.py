@@ -20,8 +20,8 @@ SIZES = {
 }  # fmt: skip
 """The least height and width that each takes."""
 
-SAMPLE = {"SmallCNN", "TransformerEncoder"}
-SAMPLE_TOGETHER = {("Recurrent", "function")}
+SAMPLE = {"SmallCNN"}
+SAMPLE_TOGETHER = {("Recurrent", "function"), ("TransformerEncoder", "function")}
 """Models by the mode in which a default run has them too, under all tools at once."""
 VOCABULARY, WIDTH, HEADS, LENGTH = 50, 16, 2, 6
 

@@ -121,4 +121,4 @@ _CORE = Path(__file__).parents[1]
 codes.add_root(f"{_CORE}/", SKIPPED)
 # The suite's programs are like the user's; its driver is Amanda's, as any driver.
 codes.add_root(f"{_CORE / 'testing'}/", 0)
-codes.add_root(f"{_CORE / 'testing' / '_fake_driver'}/", SKIPPED)
+codes.add_root(f"{_CORE / 'testing' / '_fake_driver.py'}", SKIPPED)

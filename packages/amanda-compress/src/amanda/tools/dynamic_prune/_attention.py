@@ -38,8 +38,6 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 
@@ -60,6 +58,7 @@ def scaled_dot_product_attention(
     """Stand in for PyTorch's function of this name: `prune` changes the probabilities.
 
     run, recomputed: arguments of the routine, which are passed on to `prune`.
+    Returns NotImplemented, which runs the original, where queries are not as many as keys.
     """
     import torch
     from torch.nn import functional
@@ -79,9 +78,9 @@ def scaled_dot_product_attention(
         is_boolean = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if is_boolean else scores + attn_mask
     # Rows that a mask hides completely: PyTorch's function returns 0 there, and a softmax NaN.
-    blind = scores.isneginf().all(-1, keepdim=True)
+    is_hidden = scores.isneginf().all(-1, keepdim=True)
     # Taken apart because no fused kernel returns probabilities.
-    probabilities = scores.softmax(-1).masked_fill(blind, 0.0)
+    probabilities = scores.softmax(-1).masked_fill(is_hidden, 0.0)
     return functional.dropout(prune(probabilities, run=run, recomputed=recomputed), dropout_p) @ value
 
 
@@ -114,7 +113,7 @@ class _TokenMasks:
     """The decision of an attention for the last input.
 
     alive: 0/1, (N, T), of the tokens that reach the attention; None for all.  later: of those that reach the
-    next one.  count: number of units in `later`, if it is the same for each input.  carries: whether later
+    next one.  count: number of units in `later`, if it is the same for each input.  carries: True if later
     layers have the same sequences, as far as residual connections show; windows of images differ by layer.
     state: at a residual connection, the tensor that the branch is added to.
     """
@@ -130,7 +129,7 @@ class _TokenMasks:
 class _ResidualSum:
     """A residual connection behind an attention.
 
-    is_normed: whether the branch is added to the output of a normalisation; then the normalisation that
+    is_normed: True if the branch is added to the output of a normalisation; then the normalisation that
     follows restores the state of dropped tokens.
     """
 
@@ -212,10 +211,10 @@ class AttentionPruneTool(DynamicPruneTool):
         elif (connection := residual_at(self._flow, node)) is not None:
             self._analyse_residual(context, node, connection)
         elif kind == "layer_norm":
-            added = self._flow.maker(node.inputs[0])
-            if added is not None and "sum" in added.notes:
+            residual_sum = self._flow.maker(node.inputs[0])
+            if residual_sum is not None and "sum" in residual_sum.notes:
                 context.insert_after_op(
-                    self._restore_dropped_tokens, outputs=[0], node=node, residual=added.notes["sum"]
+                    self._restore_dropped_tokens, outputs=[0], node=node, residual=residual_sum.notes["sum"]
                 )
 
     def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> _Attention:
@@ -250,7 +249,10 @@ class AttentionPruneTool(DynamicPruneTool):
         return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
 
     def _analyse_residual(self, context: amanda.OpContext, node: DataflowNode, connection: Residual) -> None:
-        """Keep the state of dropped tokens at a residual connection whose branch follows an attention."""
+        """Keep the state of dropped tokens at a residual connection whose branch follows an attention.
+
+        Another branch, and one without a layer, stay unchanged.
+        """
         attention = self._flow.nearest([node.inputs[connection.branch]], "attention")
         products = [op for op in connection.ops if op.type in LAYERS]
         if attention is None or not products:
@@ -266,6 +268,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _prune_softmax(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
+        """Return the output of a softmax without dropped tokens, and record it in the dataflow."""
         pruned = self._attend(probabilities, attention, run, recomputed)
         # The dataflow knows tensors by identity, and later ops read this one.
         self._flow.made(attention.node, [pruned])
@@ -273,6 +276,8 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def _attend(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
         """Return probabilities without dropped tokens, and choose the tokens to drop next.
+
+        Attention to another sequence, or to a cache, stays unchanged.
 
         probabilities: (N, H, T, T), or (N * H, T, T).
         """
@@ -287,11 +292,11 @@ class AttentionPruneTool(DynamicPruneTool):
         if queries != keys:
             return probabilities
         previous = None if attention.previous is None else self._states.of(attention.previous)
-        before = previous.later if previous is not None and previous.carries else None
-        if before is not None and tuple(before.shape) == (batch, keys):
-            decision.alive = before
-            # Without `stop`, a key that took most attention would get an unbounded gradient.
-            alive = as_type_of(detached(before), probabilities)
+        alive_tokens = previous.later if previous is not None and previous.carries else None
+        if alive_tokens is not None and tuple(alive_tokens.shape) == (batch, keys):
+            decision.alive = alive_tokens
+            # Without `detached`, a key that took most attention would get an unbounded gradient.
+            alive = as_type_of(detached(alive_tokens), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * attention.width
         # Counted in the first execution already.
@@ -310,26 +315,29 @@ class AttentionPruneTool(DynamicPruneTool):
         self, probabilities: Any, attention: _Attention, decision: _TokenMasks, previous: _TokenMasks | None,
         noise: Callable[[Any], Any],
     ) -> Any:  # fmt: skip
-        """Return 0/1 of the tokens that later layers keep: (N, T)."""
+        """Return 0/1 of the tokens that later layers keep: (N, T).
+
+        Unless the choice is learned, sets `decision.count`.
+        """
         # In float32: sums over thousands of queries exceed the precision of half types.
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
         units = per_unit(alive, self._size)
-        count = int(units.shape[-1])
+        unit_count = int(units.shape[-1])
         if decision.alive is not None and previous is not None:
-            count = previous.count
-        guarded = np.arange(units.shape[-1]) * self._size < self._protect
-        first = tensors_of(received).cast(guarded[None].astype(np.float32), received)
+            unit_count = previous.count
+        protected_units = np.arange(units.shape[-1]) * self._size < self._protect
+        is_protected = tensors_of(received).cast(protected_units[None].astype(np.float32), received)
         if self._learned:
-            hard = self._predict_units(probabilities, received, attention, noise)
-            keep_mask = units * (first + (1 - first) * hard)
+            decisions = self._predict_units(probabilities, received, attention, noise)
+            keep_mask = units * (is_protected + (1 - is_protected) * decisions)
         else:
             score = detached(per_unit(do("sum", received, axis=1), self._size)) * units
-            decision.count = max(density_count(self._share, count), int(guarded.sum()))
+            decision.count = max(density_count(self._share, unit_count), int(protected_units.sum()))
             # Protected tokens rank first, dropped ones last: scores are at most heads times tokens, far below
             # a million.
-            keep_mask = top_mask(score + 1e6 * first + units - 1, decision.count) * units
+            keep_mask = top_mask(score + 1e6 * is_protected + units - 1, decision.count) * units
         return per_token(keep_mask, self._size, length)
 
     def _predict_units(
@@ -339,25 +347,28 @@ class AttentionPruneTool(DynamicPruneTool):
         self_attention = do("diagonal", tensors_of(probabilities).wide(probabilities), axis1=-2, axis2=-1)
         features = per_unit(do("concatenate", (received, self_attention), axis=1), self._size)
         features = do("transpose", as_type_of(features, attention.skim[0]), (0, 2, 1))
-        weight, bias, last, offset = attention.skim
+        weight, bias, output_weight, output_bias = attention.skim
         hidden = features @ weight + bias
-        logits = (do("tanh", hidden) @ last + offset)[..., 0]
+        logits = (do("tanh", hidden) @ output_weight + output_bias)[..., 0]
         return as_type_of(binary_gumbel(logits, noise(logits)), received)
 
     @amanda.differentiable
     def _hold_dropped_tokens(self, branch: Any, state: Any, residual: _ResidualSum) -> Any:
-        """Add nothing to dropped tokens at a residual connection."""
+        """Add nothing to dropped tokens at a residual connection; keep the state for a normalisation behind.
+
+        Returns None, for no change, without dropped tokens, and where a normalisation follows.
+        """
         decision = self._states.of(residual)
         decision.state = None
-        stays = self._tokens_alive(residual.attention, branch)
-        if stays is None:
+        alive = self._tokens_alive(residual.attention, branch)
+        if alive is None:
             return None
         # The normalisation behind would change a dropped token even if nothing was added, so that its state
         # is restored there.
         if residual.is_normed:
             decision.state = state
             return None
-        return branch * stays, state
+        return branch * alive, state
 
     @amanda.differentiable
     def _restore_dropped_tokens(self, normed: Any, node: DataflowNode, residual: _ResidualSum) -> Any:
@@ -365,10 +376,10 @@ class AttentionPruneTool(DynamicPruneTool):
         decision = self._states.of(residual)
         # Released at once: the tensor is as large as the activations.
         state, decision.state = decision.state, None
-        stays = None if state is None else self._tokens_alive(residual.attention, normed)
-        if stays is None:
+        alive = None if state is None else self._tokens_alive(residual.attention, normed)
+        if alive is None:
             return None
-        restored = normed * stays + state * (1 - stays)
+        restored = normed * alive + state * (1 - alive)
         self._flow.made(node, [restored])
         return restored
 

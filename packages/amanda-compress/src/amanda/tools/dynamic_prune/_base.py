@@ -129,7 +129,7 @@ class PerThreadState(Generic[T]):
         return state
 
     def last(self, key: Any) -> T | None:
-        """Return the state of this thread's last execution; None where that had no such key.
+        """Return the state of a key in this thread's last execution; None if that execution had no such key.
 
         Where this thread has executed nothing, the last execution of any thread counts.
         """
@@ -139,7 +139,10 @@ class PerThreadState(Generic[T]):
         return (self._last if states is None else states).get(key)
 
     def _states_of_caller(self) -> WeakKeyDictionary[Any, T]:
-        """Return the states of the calling thread, or of the only thread where a framework's thread calls."""
+        """Return the states of the calling thread, or of the only thread where a framework's thread calls.
+
+        Raises ToolError if a framework's thread calls for one of several threads.
+        """
         caller = amanda.Tool.caller()
         if caller is not None:
             states = self._states.get(caller)
@@ -170,7 +173,7 @@ _NOISE = "amanda.tools.dynamic_prune: noise"
 class DynamicPruneTool(amanda.Tool):
     """Base of tools that prune parts of ops, chosen for each input by predictors.
 
-    seed: of the predictors' initial values, and of the noise in training.  training: whether methods with
+    seed: of the predictors' initial values, and of the noise in training.  training: True if methods with
     noise add it; set by `train`, as for a module.
 
     Predictors are made as their ops are analysed; `prepare(model, *example)` analyses beforehand, so that
@@ -194,10 +197,10 @@ class DynamicPruneTool(amanda.Tool):
         self._ops: dict[str, Any] = {}
         self._rows: dict[str, PrunedOp] = {}
         self.depends_on(StandardMapping())
-        self.add_inst_for_op(self._enter)
+        self.add_inst_for_op(self._add_node)
         # Two routines for each op: a node of the dataflow is needed before the op, its outputs are there
         # after it.
-        self.add_inst_for_op(self._leave, require_outputs=True)
+        self.add_inst_for_op(self._record_outputs, require_outputs=True)
 
     @checked
     def train(self, mode: bool = True) -> None:
@@ -237,12 +240,14 @@ class DynamicPruneTool(amanda.Tool):
         self._rows[self.place(context)] = row
         return row
 
-    def _enter(self, context: amanda.OpContext) -> None:
+    def _add_node(self, context: amanda.OpContext) -> None:
+        """Add a forward op to the dataflow, and analyse it."""
         if context["phase"] == "forward":
             node = context["node"] = self._flow.node(context)
             self._analyse(context, node)
 
-    def _leave(self, context: amanda.OpContext) -> None:
+    def _record_outputs(self, context: amanda.OpContext) -> None:
+        """Record the outputs of a forward op in the dataflow."""
         if context["phase"] == "forward":
             self._flow.made(context["node"], context.get_outputs() or [])
 
@@ -267,7 +272,7 @@ class DynamicPruneTool(amanda.Tool):
             super().load_state_dict(state, strict)
 
     def _trainable(self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]) -> Any:
-        """Return a predictor's parameter at an op, on the device of `like`.
+        """Return a predictor's parameter at an op, on the device of `like`; `make` gives its initial value.
 
         Raises AmandaError if the loaded value has another shape.
         """
@@ -276,18 +281,19 @@ class DynamicPruneTool(amanda.Tool):
             "float64" if get_dtype_name(like) == "float64" else "float32"
         )  # half precision is too coarse to train
 
-        def state(value: Any) -> Any:
+        def make_parameter(value: Any) -> Any:
             return tensors.state(value, like, True, dtype)
 
         def load(loaded: Any) -> Any:
+            """Return the parameter with a loaded value; raise AmandaError for another shape."""
             if tuple(loaded.shape) != start.shape:
                 raise AmandaError(
                     f"{name} that was loaded for {self.place(context)} is of shape {tuple(loaded.shape)}, "
                     f"not {start.shape}: it belongs to another model"
                 )
-            return state(loaded)
+            return make_parameter(loaded)
 
-        return self.keep(context, name, lambda: state(start), load=load, renew=tensors.update)
+        return self.keep(context, name, lambda: make_parameter(start), load=load, renew=tensors.update)
 
     def _noise(self, like: Any, run: Run, recomputed: bool) -> Any:
         """Return logistic noise for the logits of a gate; None outside of training.
@@ -296,16 +302,16 @@ class DynamicPruneTool(amanda.Tool):
         """
         if not self.training:
             return None
-        noises = self._noise_random
+        generator = self._noise_random
         if recomputed and run is not None and _NOISE in run:
             # A recomputation draws with the generator's state of the first execution, and leaves the tool's
             # generator where it is.
-            noises = np.random.default_rng()
-            noises.bit_generator.state = run[_NOISE]
+            generator = np.random.default_rng()
+            generator.bit_generator.state = run[_NOISE]
         elif run is not None:
-            run[_NOISE] = noises.bit_generator.state
+            run[_NOISE] = generator.bit_generator.state
         # Away from 0 and 1, whose logit is infinite.
-        uniform = noises.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
+        uniform = generator.uniform(1e-8, 1 - 1e-8, tuple(like.shape))
         return tensors_of(like).cast(np.log(uniform) - np.log1p(-uniform), like)
 
 
@@ -316,11 +322,13 @@ def without_run(context: amanda.OpContext) -> dict[str, Any]:
 
 
 def _update_in_place(value: Any, loaded: Any) -> bool:
+    """Write a loaded value into a parameter; return False where the framework cannot write in place."""
     tensors = tensors_of(value)
     return tensors.update(value, tensors.state(loaded, value, True, get_dtype_name(value))) is value
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of arrays by name."""
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
@@ -352,22 +360,28 @@ class Residual:
 
 
 def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
-    """Return the residual connection that an op ends, or None; the branch is the input with more ops."""
+    """Return the residual connection that an op ends, or None; the branch is the input with more ops.
+
+    None also for a sum with a vector, and where the inputs have no common origin.
+    """
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
     # A sum with a vector is a bias, and of matrices seldom a branch.
     if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
         return None
     # Both inputs are followed back until they meet, which is where the branch began.
-    ways = [list(flow.back(number)) for number in node.inputs[:2]]
-    first = {number: i for i, (number, _) in enumerate(ways[0])}
-    meeting = next(((first[number], i) for i, (number, _) in enumerate(ways[1]) if number in first), None)
+    paths = [list(flow.back(number)) for number in node.inputs[:2]]
+    index_by_number = {number: i for i, (number, _) in enumerate(paths[0])}
+    meeting = next(
+        ((index_by_number[number], i) for i, (number, _) in enumerate(paths[1]) if number in index_by_number),
+        None,
+    )
     if meeting is None or meeting[0] == meeting[1] == 0:
         return None
-    # The longer way computes; the other is the identity or a projection.
+    # The longer path computes; the other is the identity or a projection.
     branch = 0 if meeting[0] > meeting[1] else 1
-    ops = [op for _, op in ways[branch][: meeting[branch]] if op is not None]
-    return Residual(branch, tuple(ops), ways[1 - branch][0][0])
+    ops = [op for _, op in paths[branch][: meeting[branch]] if op is not None]
+    return Residual(branch, tuple(ops), paths[1 - branch][0][0])
 
 
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
@@ -379,9 +393,9 @@ def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
 
 def _inputs_of_layers(flow: Dataflow, number: int) -> set[int | None]:
     """Return the inputs of the layers that made a tensor or its parts, since caches concatenate keys."""
-    parts, layer_inputs, looked_at = [number], set[int | None](), 0
-    while parts and looked_at < _PARTS:
-        looked_at += 1
+    parts, layer_inputs, followed_count = [number], set[int | None](), 0
+    while parts and followed_count < _PARTS:
+        followed_count += 1
         for _, node in flow.back(parts.pop()):
             if node is not None and node.type in LAYERS:
                 layer_inputs.add(node.data)
@@ -394,9 +408,9 @@ def _inputs_of_layers(flow: Dataflow, number: int) -> set[int | None]:
 
 
 def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
-    """Return the product of queries and keys that a softmax reads, or None."""
-    size = node.shapes[0]
-    if size is None or len(size) not in (3, 4):
+    """Return the product of queries and keys that a softmax reads; None where other ops lie between."""
+    scores_shape = node.shapes[0]
+    if scores_shape is None or len(scores_shape) not in (3, 4):
         return None
     number = node.inputs[0]
     # Between scores and softmax lie scaling, masks and casts: a longer chain is another program.
@@ -406,17 +420,23 @@ def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
             return maker
         if maker.type not in _BETWEEN:
             return None
-        same = [
-            i for i, shape in zip(maker.inputs, maker.shapes, strict=True) if shape == size and i is not None
+        same_shape_inputs = [
+            i
+            for i, shape in zip(maker.inputs, maker.shapes, strict=True)
+            if shape == scores_shape and i is not None
         ]
-        number = next(iter(same), maker.data)
+        number = next(iter(same_shape_inputs), maker.data)
     return None
 
 
 def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
-    """Return the number of heads that share an axis with the batch, from the shape in the queries' layer."""
+    """Return the number of heads that share an axis with the batch, from the shape in the queries' layer.
+
+    None where no layer is found, or where the axis is no multiple of the batch.
+    """
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
+            # All axes of the layer's input but the features are those of the batch and the tokens.
             batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores[1] or 1)
             return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
     return None

@@ -30,6 +30,7 @@ from amanda.tools.mapping import CONVOLUTIONS, spatial_axes
 
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
+"""Types of ops by which TensorFlow computes the mean and variance of a normalisation."""
 
 
 @dataclass(eq=False)
@@ -82,7 +83,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
             prediction.saliency for prediction in self._predictions() if prediction.saliency is not None
         ]
         return (
-            self._penalty * sum(do("sum", do("mean", prediction, axis=0)) for prediction in saliencies)
+            self._penalty * sum(do("sum", do("mean", values, axis=0)) for values in saliencies)
             if saliencies
             else 0.0
         )
@@ -92,16 +93,19 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         for position, number in enumerate(node.inputs):
             maker = self._flow.maker(number)
             if maker is not None and "layer" in maker.notes:
-                self._gate_at(context, node, position, maker.notes)
+                self._insert_gate(context, node, position, maker.notes)
         if context["type"] in CONVOLUTIONS and "N" in (context["layout"] or ""):
-            layer = node.notes["layer"] = self._layer(context)
-            context.insert_before_op(self._predict, inputs=[0], layer=layer)
-            context.insert_after_op(self._count, outputs=[0], layer=layer)
+            layer = node.notes["layer"] = self._gated_convolution(context)
+            context.insert_before_op(self._predict_gate, inputs=[0], layer=layer)
+            context.insert_after_op(self._count_macs, outputs=[0], layer=layer)
 
-    def _gate_at(
+    def _insert_gate(
         self, context: amanda.OpContext, node: DataflowNode, position: int, notes: dict[str, Any]
     ) -> None:
-        """Insert the pruning of a convolution's channels at an op that reads them."""
+        """Insert the pruning of a convolution's channels at an op that reads them, or behind a normalisation.
+
+        An op of a normalisation hands the notes on to the next op instead.
+        """
         kind, layer = context["type"], notes["layer"]
         with_vector = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
         # The normalisation would undo a factor before it, so that the saliency takes the place of the scale
@@ -119,11 +123,12 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
             context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
 
-    def _layer(self, context: amanda.OpContext) -> _GatedConvolution:
+    def _gated_convolution(self, context: amanda.OpContext) -> _GatedConvolution:
         """Return the record of a convolution, with the parameters of its predictor."""
         x, kernel = context.get_inputs()[0], context.get_inputs()[context["weight_index"]]
         extents = dict(zip(context["weight_layout"], context["shape"](kernel), strict=True))
         in_channels = context["shape"](x)[context["layout"].index("C")]
+        # A depthwise kernel has M outputs for each input.
         out_channels = extents["O"] if "O" in extents else extents["I"] * extents["M"]
         normal = self._initial_random.normal
         return self._op_record(context, lambda: _GatedConvolution(
@@ -138,26 +143,27 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         ))  # fmt: skip
 
     @amanda.differentiable
-    def _predict(self, x: Any, layer: _GatedConvolution) -> None:
+    def _predict_gate(self, x: Any, layer: _GatedConvolution) -> None:
         """Compute saliencies and gate of a convolution from its input."""
-        squeezed = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
+        channel_means = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
         # Predictors are in float32 under mixed precision.
-        squeezed = as_type_of(squeezed, layer.weight)
+        channel_means = as_type_of(channel_means, layer.weight)
         prediction = self._states.of(layer)
-        prediction.saliency = saliency(squeezed, layer.weight, layer.bias)
+        prediction.saliency = saliency(channel_means, layer.weight, layer.bias)
         count = density_count(self._density, int(layer.bias.shape[0]))
         keep_mask = top_mask(prediction.saliency, count)
         prediction.gate = prediction.saliency * keep_mask
         share_kept = do("mean", as_type_of(detached(prediction.gate) > 0, keep_mask), axis=-1)
         # Input channels that are 0, as pruned ones of the layer before, need no products either.
-        share_nonzero = do("mean", as_type_of(detached(squeezed) > 0, keep_mask), axis=-1)
+        share_nonzero = do("mean", as_type_of(detached(channel_means) > 0, keep_mask), axis=-1)
         prediction.share_kept, prediction.share_computed = (
             do("mean", share_kept),
             do("mean", share_kept * share_nonzero),
         )
 
     @amanda.observer
-    def _count(self, output: Any, layer: _GatedConvolution) -> None:
+    def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
+        """Add an execution to the result, with the share of products that the gate saves."""
         positions, prediction = prod(output.shape) // int(layer.bias.shape[0]), self._states.of(layer)
         layer.pruned.add(1 - prediction.share_kept, layer.size * positions, 1 - prediction.share_computed)
 
@@ -313,12 +319,16 @@ class ActivationPruneTool(DynamicPruneTool):
         """Return the record of a branch, with the parameters of its mask unit."""
 
         def make() -> _Block:
-            channels, unit = convolutions[0][1], partial(self._trainable, context, context.get_inputs()[0])
+            """Create the record, and link the convolutions to it."""
+            channels, parameter = (
+                convolutions[0][1],
+                partial(self._trainable, context, context.get_inputs()[0]),
+            )
             block = _Block(
                 [convolution for convolution, _ in convolutions],
-                unit("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
-                unit("mask.weight", lambda: self._uniform(channels, channels, 1)),
-                unit("mask.bias", lambda: np.zeros(1)),
+                parameter("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
+                parameter("mask.weight", lambda: self._uniform(channels, channels, 1)),
+                parameter("mask.bias", lambda: np.zeros(1)),
             )
             for convolution, _ in convolutions:
                 convolution.block = block
@@ -327,11 +337,15 @@ class ActivationPruneTool(DynamicPruneTool):
         return self._op_record(context, make)
 
     def _uniform(self, fan_in: int, *shape: int) -> Any:
+        """Return random numbers within the inverse root of the fan-in, as layers of PyTorch begin with."""
         return self._initial_random.uniform(-(fan_in**-0.5), fan_in**-0.5, shape)
 
     @amanda.differentiable
     def _mask_input(self, x: Any, convolution: _Convolution, run: Run, recomputed: bool) -> Any:
-        """Predict masks at the first convolution of a branch; return the input that each one needs."""
+        """Predict masks at the first convolution of a branch; return the part of the input that is needed.
+
+        Returns None, for no change, for a convolution of no branch, and for the first one.
+        """
         block = convolution.block
         if block is None:
             return None
@@ -358,20 +372,26 @@ class ActivationPruneTool(DynamicPruneTool):
         return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
 
     def _predict_masks(self, x: Any, block: _Block, run: Run, recomputed: bool) -> None:
-        """Compute the masks of a branch from its input."""
+        """Compute the masks of all convolutions of a branch from its input, and the MACs that remain."""
         decision, layout = self._states.of(block), block.convolutions[0].layout
         x = as_type_of(x, block.kernel)
         logits = convolve_3x3(x, block.kernel, block.stride, layout)
-        mean = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
-        logits = logits + mean[:, :, None]
+        offset = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
+        # One number for each example, (N, 1, 1), is added at all positions.
+        logits = logits + offset[:, :, None]
         mask = decision.mask = binary_gumbel(logits, self._noise(logits, run, recomputed), self._temperature)
-        sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
+        input_sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for convolution in block.convolutions[:-1]:
-            sizes.append([at.places(size) for at, size in zip(convolution.windows, sizes[-1], strict=True)])
+            input_sizes.append(
+                [
+                    window.places(size)
+                    for window, size in zip(convolution.windows, input_sizes[-1], strict=True)
+                ]
+            )
         macs_used: Any = 0.0
         decision.macs_dense = 0
         # Backwards from the output: each convolution has to compute what the next one reads.
-        for convolution, size in zip(reversed(block.convolutions), reversed(sizes), strict=True):
+        for convolution, size in zip(reversed(block.convolutions), reversed(input_sizes), strict=True):
             macs = convolution.size * prod(mask.shape)
             macs_used, decision.macs_dense = macs_used + macs * do("mean", mask), decision.macs_dense + macs
             decision.output_masks[convolution], mask = mask, needed_inputs(mask, convolution.windows, size)

@@ -96,7 +96,7 @@ def needed_inputs(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> 
     ):
         return mask
     rows, columns = (
-        tensors_of(mask).cast(_reaches(window, extent, int(count)), mask)
+        tensors_of(mask).cast(_read_matrix(window, extent, int(count)), mask)
         for window, extent, count in zip(windows, size, mask.shape[1:], strict=True)
     )
     # A dilation of the mask, axis by axis, as two products with 0/1 matrices; sums count how many outputs
@@ -104,10 +104,10 @@ def needed_inputs(mask: Any, windows: Sequence[Window], size: Sequence[int]) -> 
     return as_type_of(do("transpose", rows, (1, 0)) @ detached(mask) @ columns > 0.5, mask)
 
 
-def _reaches(window: Window, size: int, count: int) -> Any:
+def _read_matrix(window: Window, size: int, count: int) -> Any:
     """Return (count, size), 1 where the window of an output reads an input, else 0."""
-    read = window.positions(size, count)[:, :, None] == np.arange(size)
-    return read.any(1).astype(np.float32)
+    is_read = window.positions(size, count)[:, :, None] == np.arange(size)
+    return is_read.any(1).astype(np.float32)
 
 
 def per_unit(values: Any, size: int) -> Any:
@@ -118,16 +118,16 @@ def per_unit(values: Any, size: int) -> Any:
     if size == 1:
         return values
     length = values.shape[-1]
-    parts = [do("mean", values[..., start : start + size], axis=-1) for start in range(0, length, size)]
-    return do("stack", parts, axis=-1)
+    unit_means = [do("mean", values[..., start : start + size], axis=-1) for start in range(0, length, size)]
+    return do("stack", unit_means, axis=-1)
 
 
 def per_token(units: Any, size: int, length: int) -> Any:
     """Return each unit's value for each of its `size` tokens: (..., length)."""
     if size == 1:
         return units
-    spread = do("stack", [units] * size, axis=-1)
-    return do("reshape", spread, (*units.shape[:-1], units.shape[-1] * size))[..., :length]
+    repeated = do("stack", [units] * size, axis=-1)
+    return do("reshape", repeated, (*units.shape[:-1], units.shape[-1] * size))[..., :length]
 
 
 def renormalised(probabilities: Any, keys: Any) -> Any:
@@ -151,17 +151,17 @@ def budget_loss(
 ) -> Any:
     """Return the squared distance of the blocks' cost from the target share, and from relaxing bounds.
 
-    used, macs_dense: multiply-accumulates of each block.  progress: of the training, from 0, where the
+    macs_used, macs_dense: multiply-accumulates of each block.  progress: of the training, from 0, where the
     bounds of each block are the target, to 1, where there are no bounds.
     Source: Verelst & Tuytelaars 2020, with the annealing of their code.
     """
     # Bounds of each block fade out, since the budget of all blocks together is the aim in the end.
-    strict = math.cos(min(max(progress, 0.0), 1.0) * math.pi / 2) ** 2
-    lower, upper = strict * target, 1 - strict * (1 - target)
+    strictness = math.cos(min(max(progress, 0.0), 1.0) * math.pi / 2) ** 2
+    lower, upper = strictness * target, 1 - strictness * (1 - target)
     shares = [block_macs / block_total for block_macs, block_total in zip(macs_used, macs_dense, strict=True)]
     loss = (sum(macs_used) / sum(macs_dense) - target) ** 2
     for share in shares:
-        below = as_type_of(share < lower, share) * (lower - share)
-        above = as_type_of(share > upper, share) * (share - upper)
-        loss = loss + (below**2 + above**2) / len(shares)
+        shortfall = as_type_of(share < lower, share) * (lower - share)
+        excess = as_type_of(share > upper, share) * (share - upper)
+        loss = loss + (shortfall**2 + excess**2) / len(shares)
     return loss

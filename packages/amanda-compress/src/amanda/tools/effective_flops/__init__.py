@@ -141,5 +141,6 @@ def _bits_of_ops(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
 
 
 def _rows_by_op(result: Result | None) -> Iterable[tuple[_Key, Mapping[str, Any]]]:
+    """Yield the rows of a result, each with the key of its op; nothing for None."""
     for row in result.to_dict()["rows"] if result is not None else ():
         yield (row["type"], row["module"], row["source"]), row

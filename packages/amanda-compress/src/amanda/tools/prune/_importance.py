@@ -70,7 +70,7 @@ def sparsegpt_matrix(
     # Row j of the factor belongs to the inverse without the columns before j, whose values are final.
     factor = do("moveaxis", do("linalg.cholesky", do("linalg.inv", hessian)), 0, 1)
     diagonal = do("diagonal", factor)
-    keep_mask = abs(new_weight) >= 0
+    keep_mask = abs(new_weight) >= 0  # all true, in the library of the weight
     for start in range(0, columns, block):
         end = min(start + block, columns)
         if n_m is None:
@@ -111,8 +111,8 @@ def sparsegpt(
     rows = do("reshape", weight, (groups, outputs // groups, columns))[:, :, order]
     ordered_products = products[:, order][:, :, order]
     pruned = [
-        sparsegpt_matrix(group_rows, products, sparsity, n_m)
-        for group_rows, products in zip(rows, ordered_products, strict=True)
+        sparsegpt_matrix(group_rows, group_products, sparsity, n_m)
+        for group_rows, group_products in zip(rows, ordered_products, strict=True)
     ]
     keep_mask, new_weight = (
         do("reshape", do("stack", parts)[:, :, order.argsort()], (outputs, *extents))

@@ -113,19 +113,23 @@ def block_mask(
 def element_keep_masks(magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return keep masks of weights of any shapes: the smallest elements of all weights are dropped."""
     tensors = tensors_of(magnitudes[0])
-    # One row of all weights makes "global" and "local" the same function of one or several weights.
-    row = tensors.flat(magnitudes)
-    return _split_in_shapes(tensors.keep_mask_of_highest(row, round(sparsity * len(row))), magnitudes)
+    # One flat array of all weights makes "global" and "local" the same function of one or several weights.
+    elements = tensors.flat(magnitudes)
+    return _split_in_shapes(
+        tensors.keep_mask_of_highest(elements, round(sparsity * len(elements))), magnitudes
+    )
 
 
 def n_m_keep_mask(magnitudes: Array, n: int, m: int) -> Array:
     """Return the keep mask of a weight (..., k): the n largest of each m along the last axis are kept."""
-    *outer, k = shape(magnitudes)
+    *outer_extents, k = shape(magnitudes)
     if not 0 < n <= m or k % m:
-        raise ShapeError(f"{n}:{m} does not fit shape {(*outer, k)}: its last extent is a multiple of {m}")
-    groups = do("reshape", magnitudes, (*outer, k // m, m))
+        raise ShapeError(
+            f"{n}:{m} does not fit shape {(*outer_extents, k)}: its last extent is a multiple of {m}"
+        )
+    groups = do("reshape", magnitudes, (*outer_extents, k // m, m))
     # Ranks and not a threshold: of equal magnitudes exactly n have to stay, which hardware demands.
-    return do("reshape", tensors_of(groups).ranks(groups) >= m - n, (*outer, k))
+    return do("reshape", tensors_of(groups).ranks(groups) >= m - n, (*outer_extents, k))
 
 
 def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
@@ -206,10 +210,11 @@ def block_keep_masks(
         grids.append(do("reshape", matrix, (extents[0] // height, height, extents[1] // width, width)))
     units = []
     for grid in grids:
-        dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
+        # -1 ranks blocks of dropped elements below blocks that are 0 and kept.
+        is_dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
         # Powers rank as their roots do, and no root rounds near ties apart.
         powers = tensors.to_numpy((_zero_where_dropped(grid) ** norm).sum((1, 3)))
-        units.append((np.where(dropped, -1, powers).reshape(-1), height * width))
+        units.append((np.where(is_dropped, -1, powers).reshape(-1), height * width))
     keep_masks = []
     for kept_blocks, grid in zip(unit_keep_masks(units, sparsity), grids, strict=True):
         rows, _, columns, _ = shape(grid)
@@ -247,9 +252,9 @@ def unit_keep_masks(units: Sequence[tuple[Any, int]], sparsity: float) -> list[A
     if len(set(sizes.tolist())) <= 1:
         count = round(sparsity * len(scores))
     else:
-        dropped = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
+        dropped_elements = np.concatenate([[0], np.cumsum(sizes[np.argsort(scores, kind="stable")])])
         # Units of several sizes meet a share only nearly: the nearest number of units is taken.
-        count = int(np.argmin(abs(dropped - sparsity * dropped[-1])))
+        count = int(np.argmin(abs(dropped_elements - sparsity * dropped_elements[-1])))
     keep_mask = tensors_of(scores).keep_mask_of_highest(scores, count)
     return np.split(keep_mask, np.cumsum([len(unit_scores) for unit_scores, _ in units])[:-1])
 
@@ -264,25 +269,25 @@ def regrown_keep_masks(
     Source: Mocanu et al. 2018 (SET); Evci et al. 2020 (RigL), algorithm 1.
     """
     tensors = tensors_of(magnitudes[0])
-    row, scores = tensors.flat(magnitudes), tensors.flat(growth)
-    total = len(row)
+    elements, scores = tensors.flat(magnitudes), tensors.flat(growth)
+    total = len(elements)
     keep_count = total - round(sparsity * total)
     # Where the sparsity falls, fewer elements are kept so far than are to stay.
-    stay = min(keep_count - round(fraction * keep_count), int((row > -inf).sum()))
-    staying = tensors.keep_mask_of_highest(row, total - stay)
+    stay_count = min(keep_count - round(fraction * keep_count), int((elements > -inf).sum()))
+    stay_mask = tensors.keep_mask_of_highest(elements, total - stay_count)
     # Growth is not negative, so that -1 keeps elements that stay from being chosen a second time.
-    candidates = do("where", staying, -do("ones_like", scores), scores)
-    grown = tensors.keep_mask_of_highest(candidates, total - (keep_count - stay))
-    return _split_in_shapes(staying | grown, magnitudes)
+    candidates = do("where", stay_mask, -do("ones_like", scores), scores)
+    grow_mask = tensors.keep_mask_of_highest(candidates, total - (keep_count - stay_count))
+    return _split_in_shapes(stay_mask | grow_mask, magnitudes)
 
 
-def _split_in_shapes(row: Array, arrays: Sequence[Array]) -> list[Array]:
-    """Return the parts of a row that holds the elements of several arrays, each in its array's shape."""
-    parts, first = [], 0
+def _split_in_shapes(elements: Array, arrays: Sequence[Array]) -> list[Array]:
+    """Return the parts of a flat array of the elements of several arrays, each in its array's shape."""
+    parts, start = [], 0
     for array in arrays:
-        end = first + prod(shape(array))
-        parts.append(do("reshape", row[first:end], shape(array)))
-        first = end
+        end = start + prod(shape(array))
+        parts.append(do("reshape", elements[start:end], shape(array)))
+        start = end
     return parts
 
 
@@ -310,36 +315,40 @@ def input_permutation(
         return order
     group = order // m
     # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
-    without = np.empty(k)  # magnitude that the group of channel i keeps without channel i
-    joining = np.empty((k, k))  # magnitude that this group gains by channel j
-    changed = np.arange(k // m)
+    rest_magnitudes = np.empty(k)  # magnitude that the group of channel i keeps without channel i
+    join_gains = np.empty((k, k))  # magnitude that this group gains by channel j
+    changed_groups = np.arange(k // m)
     for _ in range(rounds):
-        for changed_group in changed:
+        for changed_group in changed_groups:
             for i in order[changed_group * m : (changed_group + 1) * m]:
                 group_mates = [j for j in order[changed_group * m : (changed_group + 1) * m] if j != i]
                 largest = np.sort(channels[group_mates], 0)[-n:]
-                without[i] = largest.sum()
-                joining[i] = np.maximum(channels - largest[0], 0).sum(1)
-        replacement = without[:, None] + joining - (without + np.diag(joining))[:, None]
+                rest_magnitudes[i] = largest.sum()
+                join_gains[i] = np.maximum(channels - largest[0], 0).sum(1)
+        replacement = rest_magnitudes[:, None] + join_gains - (rest_magnitudes + np.diag(join_gains))[:, None]
         gains = replacement + replacement.T
         # Each pair once, and no pair within a group, whose order changes nothing.
         gains[group[:, None] >= group[None, :]] = 0
-        changed = _swap_best(gains, order, group, 1e-9 * channels.sum())
-        if not len(changed):
+        # Gains within rounding count as none: equal channels would be swapped in every round.
+        changed_groups = _swap_best(gains, order, group, 1e-9 * channels.sum())
+        if not len(changed_groups):
             break
     return order
 
 
 def _swap_best(
-    gains: _Floats, order: NDArray[np.intp], group: NDArray[np.intp], least: float
+    gains: _Floats, order: NDArray[np.intp], group: NDArray[np.intp], threshold: float
 ) -> NDArray[np.intp]:
-    """Swap pairs of channels in the order of their gains, no group twice; return the changed groups."""
+    """Swap pairs of channels in the order of their gains above a threshold, no group twice.
+
+    `order` and `group` are changed in place.  Returns the changed groups; an empty array without a swap.
+    """
     positions = np.argsort(order)
-    first_channels, second_channels = np.nonzero(gains > least)
+    first_channels, second_channels = np.nonzero(gains > threshold)
     changed_groups: set[int] = set()
     # Stable, so that equal gains give the same order on each machine.
-    for best in np.argsort(-gains[first_channels, second_channels], kind="stable"):
-        i, j = first_channels[best], second_channels[best]
+    for pair in np.argsort(-gains[first_channels, second_channels], kind="stable"):
+        i, j = first_channels[pair], second_channels[pair]
         # Gains were computed for the groups before any swap of the round.
         if not {group[i], group[j]} & changed_groups:
             changed_groups |= {group[i], group[j]}

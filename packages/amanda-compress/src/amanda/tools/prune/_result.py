@@ -119,9 +119,9 @@ class SemiStructured:
         """Raise PruneError, with the reasons, if no layer is left."""
         if not self._layers:
             # One path for each reason: models have hundreds of layers that stay dense for the same one.
-            first = {why: path for path, why in reversed(self.dense.items())}
+            path_of_reason = {why: path for path, why in reversed(self.dense.items())}
             counts = Counter(self.dense.values())
-            reasons = "; ".join(f"{first[why]} ({count} so): {why}" for why, count in counts.items())
+            reasons = "; ".join(f"{path_of_reason[why]} ({count} so): {why}" for why, count in counts.items())
             raise PruneError(
                 "semi_structured=True makes torch.sparse.to_sparse_semi_structured weights of linear layers, "
                 f"and none of this model can be one: {reasons or 'none of them is pruned'}"

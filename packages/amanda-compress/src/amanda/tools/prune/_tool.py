@@ -389,24 +389,24 @@ class PruneTool(WeightTool[PrunedWeight]):
             weight.gather_product(gradient)
 
     def _insert_gather_inputs(self, context: amanda.OpContext) -> None:
-        """Insert a routine that gathers the inputs which an op multiplies by its weight."""
+        """Insert a routine that gathers the inputs of a weight; none where these are not followed."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        data = read.multiplied_input(context)
-        if data is not None and self._key in context:
-            form = context[self._key]
+        multiplied = read.multiplied_input(context)
+        if multiplied is not None and self._key in context:
+            view = context[self._key]
             context.insert_before_op(
-                self._gather_inputs, inputs=[data.position], form=form, rows_of=data.rows
+                self._gather_inputs, inputs=[multiplied.position], view=view, rows_of=multiplied.rows
             )
 
     @amanda.observer
     def _gather_inputs(
-        self, value: Any, form: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
+        self, value: Any, view: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
     ) -> None:
         """Add the inputs of an execution to the sums of the weight, if the step gathers."""
         # An op in a loop may read another weight at each execution, which the forward routine has noted.
-        weight = run.get(self._key, form)
+        weight = run.get(self._key, view)
         if isinstance(weight, PrunedWeight) and self._mask_updater.is_gathering(weight):
             # In an observer, which gets no gradient: importance does not train.
             rows = rows_of(value, weight.canonical_shape)

@@ -67,19 +67,19 @@ class PrunedWeight(Weight):
         if self.offset is None or self.is_skipped:
             return
         value = self.plain(present())
-        dropped = ~self.like(self.mask, value)
+        is_dropped = ~self.like(self.mask, value)
         # Zeros at all dropped places are the trace of `finalize`; a weight of a training has values there,
         # which the mask hides.
-        if bool(dropped.any()) and not bool(((value != 0) & dropped).any()):
+        if bool(is_dropped.any()) and not bool(((value != 0) & is_dropped).any()):
             self["offset"] = 0
 
     def zero_regrown(self, present: Callable[[], Any]) -> None:
-        """Make elements that have just come back 0: subtract their present values from now on."""
+        """Make elements that have just come back 0, if any: subtract their present values from now on."""
         if self._regrown is None:
             return
-        start = self.plain(present())
-        regrown, offset = self.like(self._regrown, start), self.like(self.offset, start)
-        self["offset"] = do("where", regrown, start, offset)
+        present_value = self.plain(present())
+        regrown, offset = self.like(self._regrown, present_value), self.like(self.offset, present_value)
+        self["offset"] = do("where", regrown, present_value, offset)
         # A regrown element starts at 0 once: from then on the offset holds, and the optimizer moves the
         # element.
         self._regrown = None
@@ -123,7 +123,10 @@ class PrunedWeight(Weight):
             self.gradient = _add_to(self.gradient, self.ordered(gradient))
 
     def gather_product(self, gradient: Any) -> None:
-        """Add the weight times a gradient to the data of the step, and to the movement."""
+        """Add the weight times a gradient to the data of the step, and to the movement, if it is finite.
+
+        Does nothing in a step that does not gather.
+        """
         if self.value is None:
             return
         product = self.value * self.plain(gradient)
@@ -138,7 +141,7 @@ class PrunedWeight(Weight):
         self.inputs = _add_to(self.inputs, inputs)
 
     def check_inputs(self) -> None:
-        """Raise PruneError for NaN and infinity in the gathered sums of inputs."""
+        """Raise PruneError for NaN and infinity in the gathered sums of inputs; nothing without sums."""
         if self.inputs is not None and not is_finite(self.inputs):
             raise PruneError(
                 f"NaN or Inf in the inputs of the {self.type} of {self.name}, or in the sums of their squares"
@@ -168,8 +171,8 @@ def is_finite(array: Array) -> bool:
 
 
 def _add_to(total: Array | None, array: Array) -> Array:
-    """Return the sum; without a total a copy of the array, which a framework may overwrite."""
-    # Frameworks reuse the memory of gradients for the next step.
+    """Return the sum; without a total a copy of the array."""
+    # A copy, since frameworks reuse the memory of gradients for the next step.
     return array * 1 if total is None else total + array
 
 
@@ -178,8 +181,8 @@ def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Arr
 
     "magnitude": |w| (Han et al. 2015).  "gradient": |w * g|, the change of the loss to first order (Molchanov
     et al. 2019, eq. 8).  "movement": the sum of -w * g over all steps (Sanh et al. 2020, sec. 3).  "wanda":
-    |w| * ||x||_2 (Sun et al. 2023, eq. 1).  "random": seeded by the
-    weight's number and the step alone, so that every framework draws the same.
+    |w| * ||x||_2 (Sun et al. 2023, eq. 1).  "random": seeded by the weight's number and the step alone, so
+    that every framework draws the same.
     """
     magnitudes = weight.magnitudes
     if importance == "gradient":
@@ -190,6 +193,7 @@ def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Arr
     if importance == "wanda":
         return magnitudes * weight.permuted(_norms(weight))
     if importance == "random":
+        # The 1 gives other numbers than those by which dropped elements come back.
         return random_scores(weight, [seed, weight.number, update, 1])
     return magnitudes
 
@@ -286,7 +290,7 @@ class MaskUpdater:
         return weight.is_older_than(self._next_update)
 
     def gather_for_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Gather data for the final mask of a weight in a file, which `prepare` alone makes.
+        """Gather data for the final mask of a weight in a file, unless it has one; `prepare` sets the mask.
 
         Raises PruneError for an importance that is computed while a model runs.
         """
@@ -296,12 +300,16 @@ class MaskUpdater:
                     f"importance={self._options.importance!r} is computed while a model runs, not of a file: "
                     "prune the running model, and give tool.load_state_dict its state to write its masks"
                 )
+            # The end of `calibrating` makes the masks of a file by the end of the schedule.
             self._in_file = self.is_calibrating
             if weight.magnitudes is None:
                 weight.gather_magnitudes(present())
 
     def _gather(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again."""
+        """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again.
+
+        SparseGPT gets a copy of the value too.
+        """
         value = present()
         if weight.is_ready and not self._options.ranks_dropped:
             weight.zero_regrown(present)
@@ -387,12 +395,12 @@ class MaskUpdater:
             weight.check_inputs()
         if options.importance == "sparsegpt":
             for weight in weights:
-                self._compensate(weight, sparsity, update)
+                self._prune_by_sparsegpt(weight, sparsity, update)
             return
         importances = [self._importances(weight, update) for weight in weights]
         # The first masks have nothing to exchange.
         if options.exchanges and all(weight.is_ready for weight in weights):
-            growth = [self._growth(weight, update) for weight in weights]
+            growth = [self._growth_scores(weight, update) for weight in weights]
             fraction = self._schedule.exchanged_share(update, options.fraction)
             keep_masks = regrown_keep_masks(importances, growth, sparsity, fraction)
         else:
@@ -404,14 +412,17 @@ class MaskUpdater:
             weight.set_mask(keep_mask, update)
 
     def _importances(self, weight: PrunedWeight, update: int) -> Array:
-        """Return the importance of a weight's elements, the lowest of which are dropped."""
+        """Return the importance of a weight's elements, the lowest of which are dropped.
+
+        Before the first mask of a weight its permutation is chosen too, if it has one.
+        """
         options = self._options
         importances = scores(weight, options.importance, options.seed, update)
         if options.pattern.n_m and weight.permutation is not None and not weight.is_ready:
             importances = weight.choose_permutation(importances, *options.pattern.n_m)
         return importances if options.ranks_dropped else weight.without_dropped(importances)
 
-    def _compensate(self, weight: PrunedWeight, sparsity: float, update: int) -> None:
+    def _prune_by_sparsegpt(self, weight: PrunedWeight, sparsity: float, update: int) -> None:
         """Prune a weight by SparseGPT: set its mask, and as offset the change of its kept elements."""
         value = weight.ordered(weight.value)
         if not is_finite(value):
@@ -421,8 +432,8 @@ class MaskUpdater:
         weight["offset"] = weight.restored((value - weight.like(new_value, value)) * keep_mask)
         weight.set_mask(keep_mask, update)
 
-    def _growth(self, weight: PrunedWeight, update: int) -> Array:
-        """Return scores by which dropped elements come back."""
+    def _growth_scores(self, weight: PrunedWeight, update: int) -> Array:
+        """Return scores by which dropped elements come back: magnitudes of gradients, or random numbers."""
         if self._options.regrow == "gradient":
             return abs(weight.gradient)
         return random_scores(weight, [self._options.seed, weight.number, update])

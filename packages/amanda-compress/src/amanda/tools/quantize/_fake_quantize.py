@@ -37,7 +37,7 @@ class QuantizeError(AmandaError, ValueError):
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers low, low + 1, ..., high; symmetric: whether zero is always the zero point.
+    """The integers low, low + 1, ..., high; symmetric: True if zero is always the zero point.
 
     dtype: name of the floating type of a `FloatGrid`; "" for integers.
     """
@@ -126,22 +126,22 @@ class Groups:
     @classmethod
     def of_outputs(cls, shape: Sequence[int], layout: str) -> Groups:
         """Return a group for each output of a weight of this shape."""
-        way = Unfolding.of(shape, layout)
-        return cls(prod(way.canonical[way.outputs :]), layout, are_outputs=True)
+        unfolding = Unfolding.of(shape, layout)
+        return cls(prod(unfolding.canonical[unfolding.outputs :]), layout, are_outputs=True)
 
     def fit(self, shape: Sequence[int]) -> bool:
         """Return True if the inputs of a weight of this shape are a multiple of the size."""
-        way = Unfolding.of(shape, self.layout)
-        return prod(way.canonical[way.outputs :]) % self.size == 0
+        unfolding = Unfolding.of(shape, self.layout)
+        return prod(unfolding.canonical[unfolding.outputs :]) % self.size == 0
 
     def split(self, x: Any) -> Any:
         """Return a weight as (groups, size), output by output."""
         return tensors_of(x).reshape(canonical(x, self.layout), (-1, self.size))
 
     def joined(self, rows: Any, shape: Sequence[int]) -> Any:
-        """Return what `split` made of a weight of this shape in the weight's own form."""
-        whole = tensors_of(rows).reshape(rows, Unfolding.of(shape, self.layout).canonical)
-        return restored(whole, self.layout, shape)
+        """Return the rows that `split` gave of a weight in the form of the weight, whose shape is `shape`."""
+        canonical_weight = tensors_of(rows).reshape(rows, Unfolding.of(shape, self.layout).canonical)
+        return restored(canonical_weight, self.layout, shape)
 
 
 def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half_even") -> tuple[Any, Any]:
@@ -197,12 +197,12 @@ def broadcast_channels(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
     return tensors_of(parameter).reshape(parameter, shape)
 
 
-def summed(x: Any, axes: Sequence[int]) -> Any:
+def sum_by_channel(x: Any, axes: Sequence[int]) -> Any:
     """Return sums over all axes but `axes`, as (channels,); a scalar without axes."""
-    return flattened(tensors_of(x).sum(x, other_axes(x, axes)), axes)
+    return flatten_channels(tensors_of(x).sum(x, other_axes(x, axes)), axes)
 
 
-def flattened(x: Any, axes: Sequence[int]) -> Any:
+def flatten_channels(x: Any, axes: Sequence[int]) -> Any:
     """Return the result of a reduction as (channels,); a scalar without axes."""
     return tensors_of(x).reshape(x, (-1,)) if axes else x
 
@@ -256,7 +256,7 @@ def fake_quantize(
 
 
 def straight_through(x: Any, *qparams: Any) -> Any:
-    """Return `fake_quantize(x, *given)`, with `fake_quantize_gradient` as its gradient."""
+    """Return `fake_quantize(x, *qparams)`, with `fake_quantize_gradient` as its gradient."""
     # Kernels bring their own gradient.
     kernel_result = _run_kernel(x, *qparams)
     if kernel_result is not None:
@@ -281,15 +281,19 @@ def fake_quantize_fixed(x: Any, scales: Mapping[int | None, Scale], rounding: Ro
     scales: by the index in the list, or under None the scale of `x` itself.
     """
 
-    def fixed(item: int | None, tensor: Any) -> Any:  # without kernels, which need data that graphs lack
+    def quantise_item(item: int | None, tensor: Any) -> Any:
+        """Return a quantised tensor of the list; unchanged without a scale."""
         if item not in scales:
             return tensor
         scale, zero_point, grid, axes, groups = scales[item]
         rows = tensor if groups is None else groups.split(tensor)
+        # Without kernels, which need data that graphs lack.
         quantised = fake_quantize(rows, scale, zero_point, grid, axes, rounding, kernel=False)
         return quantised if groups is None else groups.joined(quantised, tensor.shape)
 
-    return fixed(None, x) if None in scales else [fixed(item, tensor) for item, tensor in enumerate(x)]
+    if None in scales:
+        return quantise_item(None, x)
+    return [quantise_item(item, tensor) for item, tensor in enumerate(x)]
 
 
 def fake_quantize_gradient(
@@ -338,7 +342,7 @@ def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
     Source: Esser et al. 2020, sec. 2.1.
     """
     xp = tensors_of(x)
-    mean = summed(xp.absolute(xp.wide(x)), axes) / group_size(x, axes)
+    mean = sum_by_channel(xp.absolute(xp.wide(x)), axes) / group_size(x, axes)
     return xp.maximum(2 * mean / sqrt(grid.high), EPSILON)
 
 
@@ -349,9 +353,9 @@ def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
     """
     xp, count = tensors_of(x), group_size(x, axes)
     wide = xp.wide(x)
-    mean = summed(wide, axes) / count
+    mean = sum_by_channel(wide, axes) / count
     # Two passes: the mean of squares less the square of the mean cancels in float32.
-    std = (summed((wide - broadcast_channels(mean, x, axes)) ** 2, axes) / count) ** 0.5
+    std = (sum_by_channel((wide - broadcast_channels(mean, x, axes)) ** 2, axes) / count) ** 0.5
     return xp.maximum((xp.absolute(mean) + 3 * std) / (1 << (grid.bits - 1)), EPSILON)
 
 
@@ -385,12 +389,12 @@ def lsq_gradients(
     integers = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high))
     # Strictly inside: at an end of the grid the scale moves as if the value were clipped (Esser et al. 2020,
     # eq. 3).
-    inside = xp.within(wide, v, grid.low, grid.high)
+    inner_gradient = xp.within(wide, v, grid.low, grid.high)
     # Outside the second term is 0, so that the end of the grid remains.
     by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
-    gradients = [xp.cast(inside, gradient), xp.cast(summed(by_scale, axes) * factor, scale)]
+    gradients = [xp.cast(inner_gradient, gradient), xp.cast(sum_by_channel(by_scale, axes) * factor, scale)]
     if offset is not None:
-        gradients.append(xp.cast(summed(wide - inside, axes) * factor, offset))
+        gradients.append(xp.cast(sum_by_channel(wide - inner_gradient, axes) * factor, offset))
     return tuple(gradients)
 
 
@@ -404,7 +408,7 @@ def gradient_scale(count: int, grid: Grid) -> float:
 
 
 def _divide_by_scale(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Return the scale and offset in x's shape, and (x - offset) / scale, in float32 or wider."""
+    """Return the scale and offset, or None, in x's shape, and (x - offset) / scale, in float32 or wider."""
     xp = tensors_of(x)
     wide = xp.wide(x)
     s = xp.cast(broadcast_channels(scale, x, axes), wide)

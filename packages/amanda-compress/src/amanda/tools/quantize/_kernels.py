@@ -85,7 +85,7 @@ def _run_fused_kernel(
 
 
 def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-    """Return what `_straight_through` does, with the gradient of a product, which autograd computes itself.
+    """Return fake-quantised values with a straight-through gradient, which autograd computes by a product.
 
     That takes one pass over the elements more, and no call of Python in the backward pass.
     """
@@ -103,6 +103,7 @@ def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Gr
 
 
 def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return x / scale, rounded, plus the zero point; not clipped."""
     # The reciprocal as in torch.ao, see `fake_quantize`.
     return (x * (1 / scale)).round_().add_(zero_point)
 
@@ -116,6 +117,8 @@ def _straight_through() -> Any:
     import torch
 
     class StraightThroughRounding(torch.autograd.Function):
+        """Fake quantisation, and a mask of the values that were not clipped, where the gradient passes."""
+
         generate_vmap_rule = True
 
         @staticmethod
@@ -161,8 +164,8 @@ def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Seq
     for a floating grid.
     """
     # Adjacent axes reshape to one without a copy.
-    follow = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
-    if grid.dtype or not (follow and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
+    are_adjacent = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
+    if grid.dtype or not (are_adjacent and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
         return None
     tensor, array = _empty(x.shape)
     clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
@@ -170,35 +173,35 @@ def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Seq
 
 
 def _write_on_grid(
-    x: Floats, scale: Floats, zero_point: Floats, grid: Grid, axes: Sequence[int], into: Floats
+    x: Floats, scale: Floats, zero_point: Floats, grid: Grid, axes: Sequence[int], target: Floats
 ) -> NDArray[np.intp]:
     """Write the quantised array piece by piece; return the flat positions of clipped values, and of NaN.
 
-    x, into: contiguous.
+    x, target: contiguous.
     """
     first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
     from_first = bool(axes) and not first
-    rows, out_rows = (array if from_first else array.reshape(-1, *x.shape[first:]) for array in (x, into))
-    inner = x.shape[first:last] + (1,) * (x.ndim - last)
-    shape = inner if from_first else (1, *inner)
+    rows, out_rows = (array if from_first else array.reshape(-1, *x.shape[first:]) for array in (x, target))
+    channel_extents = x.shape[first:last] + (1,) * (x.ndim - last)
+    shape = channel_extents if from_first else (1, *channel_extents)
     s, z = (np.asarray(qparam, np.float32).reshape(shape) for qparam in (scale, zero_point))
     inverse, length = np.float32(1) / s, prod(rows.shape[1:])
     # All passes over a piece find it in the cache, where passes over the whole array would go to memory.
-    each = max(1, _PIECE // length)
+    piece_length = max(1, _PIECE // length)
     clipped = []
-    for start in range(0, len(rows), each):
-        piece, out = rows[start : start + each], out_rows[start : start + each]
-        channels = slice(start, start + each) if len(s) > 1 else slice(None)
+    for start in range(0, len(rows), piece_length):
+        piece, out = rows[start : start + piece_length], out_rows[start : start + piece_length]
+        channels = slice(start, start + piece_length) if len(s) > 1 else slice(None)
         np.multiply(piece, inverse[channels], out=out)
         np.rint(out, out=out)
         np.add(out, z[channels], out=out)
-        inside = np.clip(out, np.float32(grid.low), np.float32(grid.high))
-        outside = inside != out
+        clamped = np.clip(out, np.float32(grid.low), np.float32(grid.high))
+        is_clipped = clamped != out
         # Most pieces clip nothing, and positions are fewer bytes than a mask.
-        if outside.any():
-            clipped.append(np.flatnonzero(outside) + start * length)
-        np.subtract(inside, z[channels], out=inside)
-        np.multiply(inside, s[channels], out=out)
+        if is_clipped.any():
+            clipped.append(np.flatnonzero(is_clipped) + start * length)
+        np.subtract(clamped, z[channels], out=clamped)
+        np.multiply(clamped, s[channels], out=out)
     return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
 
 
@@ -208,7 +211,7 @@ def _record_on_tape(tensor: Any, source: Any, clipped: NDArray[Any]) -> Any:
     from tensorflow.python.eager import record
 
     record.record_operation(
-        "FakeQuantize", [tensor], [source], lambda entering: [_pass_gradient(entering, clipped)]
+        "FakeQuantize", [tensor], [source], lambda gradient: [_pass_gradient(gradient, clipped)]
     )
     return tensor
 
@@ -261,7 +264,8 @@ def _raw_op(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
     if definition is None or raw is None or definition.is_stateful:
         return None
     inputs = definition.input_arg
-    inferred = {
+    # Raw ops infer these attributes from their inputs, and take no argument for them.
+    inferred_names = {
         name
         for argument in inputs
         for name in (argument.type_attr, argument.number_attr, argument.type_list_attr)
@@ -269,7 +273,7 @@ def _raw_op(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
     attributes = {
         attribute.name: values_by_name[attribute.name]
         for attribute in definition.attr
-        if attribute.name in values_by_name and attribute.name not in inferred
+        if attribute.name in values_by_name and attribute.name not in inferred_names
     }
 
     def recompute(values: Sequence[Any]) -> Any:

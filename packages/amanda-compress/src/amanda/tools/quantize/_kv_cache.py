@@ -108,7 +108,10 @@ class KVCacheTool(amanda.Tool):
     def _concatenate(
         self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any
     ) -> Tensor:
-        """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows."""
+        """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows.
+
+        Other concatenations stay unchanged, and so do caches that began outside of the scope.
+        """
         states: Tensor = original(tensors, dim)
         # The form of a cache: other concatenations of the model look otherwise.
         if len(tensors) != 2 or states.dim() != 4 or dim not in (-2, 2) or not states.is_floating_point():
@@ -171,20 +174,20 @@ class CachedStates:
                 f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have {before} of them now: "
                 'groups of tokens are for caches that only grow; let the axis be "token"'
             )
-        first, last = (self._complete(count) for count in (before, tokens))
-        self.shape, self.quantised_tokens, self.itemsize = tuple(states.shape), last, states.element_size()
+        begin, end = (self._complete(count) for count in (before, tokens))
+        self.shape, self.quantised_tokens, self.itemsize = tuple(states.shape), end, states.element_size()
         self.longest = max(self.longest, tokens)
-        if first == last:
+        if begin == end:
             return states
         # Written in place without autograd, which then sees torch.cat alone: a straight-through gradient.
         with torch.no_grad():
-            leaving = states[..., first:last, :]
-            rounded = quantized_states(leaving, tool.bits, tool.group_size, self.axis)
+            leaving_states = states[..., begin:end, :]
+            rounded = quantized_states(leaving_states, tool.bits, tool.group_size, self.axis)
             # Before `copy_`, which overwrites it.
-            exact = leaving.double()
+            exact = leaving_states.double()
             self._signal += exact.square().sum()
             self._noise += (rounded - exact).square().sum()
-            leaving.copy_(rounded)
+            leaving_states.copy_(rounded)
         return states
 
     def _complete(self, tokens: int) -> int:

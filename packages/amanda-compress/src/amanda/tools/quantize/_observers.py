@@ -16,7 +16,7 @@ from amanda.tools.quantize._fake_quantize import (
     as_array,
     choose_qparams,
     fake_quantize,
-    flattened,
+    flatten_channels,
     other_axes,
 )
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_UPSAMPLING = 16
-_STEP = 1e-5
-_LARGE = 1e9
+_UPSAMPLING = 16  # parts of an old bin that move to new bins, as in torch.ao
+_STEP = 1e-5  # share of the numbers that a step of the search drops, as in torch.ao
+_LARGE = 1e9  # float32 does not hold the cubes of larger numbers
 
 
 class Histogram:
@@ -46,29 +46,30 @@ class Histogram:
         values = values.reshape(-1).astype(np.float32, copy=False)
         # float32 and the order of these operations follow torch.ao, whose ranges are compared bit for bit.
         least, most = min(self.least, values.min()), max(self.most, values.max())
-        added = _bin_counts(values, self.bins, least, most)
-        # Before the first batch.
+        new_counts = _bin_counts(values, self.bins, least, most)
+        # Infinite bounds, the least one above the other, are those before the first batch.
         if self.least > self.most:
-            self.counts = added
+            self.counts = new_counts
         elif (least, most) == (self.least, self.most):
-            self.counts = self.counts + added
+            self.counts = self.counts + new_counts
         else:
-            self.counts = self._rebinned(least, most) + added
+            self.counts = self._rebinned(least, most) + new_counts
         self.least, self.most = least, most
 
     def _rebinned(self, least: Any, most: Any) -> NDArray[Any]:
         """Return the counts, moved to the bins of a wider range."""
+        # So far all numbers were equal, and lie in one bin.
         if self.least == self.most:
             return np.asarray(_bin_counts(np.array([self.least]), self.bins, least, most) * self.counts.sum())
         # Each old bin is split, and its parts move to the new bins of their middles, as in torch.ao.
-        fine = self.bins * _UPSAMPLING
+        fine_bins = self.bins * _UPSAMPLING
         counts = np.repeat(self.counts, _UPSAMPLING) / np.float32(_UPSAMPLING)
-        middles = _linspace(self.least, self.most, fine + 1)[:-1] + np.float32(0.5) * (
-            (self.most - self.least) / np.float32(fine)
+        middles = _linspace(self.least, self.most, fine_bins + 1)[:-1] + np.float32(0.5) * (
+            (self.most - self.least) / np.float32(fine_bins)
         )
         bounds = _linspace(least, most, self.bins + 1)
-        place = np.clip(np.searchsorted(bounds, middles, side="right") - 1, 0, self.bins - 1)
-        return np.asarray(np.bincount(place, counts, self.bins), np.float32)
+        indices = np.clip(np.searchsorted(bounds, middles, side="right") - 1, 0, self.bins - 1)
+        return np.asarray(np.bincount(indices, counts, self.bins), np.float32)
 
     @property
     def middles(self) -> NDArray[Any]:
@@ -82,17 +83,18 @@ class Histogram:
         The search drops bins at the end with fewer numbers while the error shrinks.
         """
         widest = max(-float(self.least), float(self.most))
-        if widest > _LARGE:  # float32 does not hold the cubes
-            unit = Histogram(self.bins)
-            unit.counts, unit.least, unit.most = (
+        if widest > _LARGE:
+            scaled = Histogram(self.bins)
+            scaled.counts, scaled.least, scaled.most = (
                 self.counts,
                 np.float32(self.least / widest),
                 np.float32(self.most / widest),
             )
-            least, most = unit.best_range(levels)
+            least, most = scaled.best_range(levels)
             return np.float32(float(least) * widest), np.float32(float(most) * widest)
         total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=np.float32)
-        # A greedy search from both ends, which drops the side with the larger step in bins.
+        # A greedy search from both ends, which drops the side with the larger step in bins. begin and end are
+        # bins; lower and upper are shares of the numbers below them.
         begin, end, lower, upper = 0, self.bins - 1, 0.0, 1.0
         error = np.inf
         while lower < upper:
@@ -123,13 +125,15 @@ class Histogram:
             return 0.0
         starts = (np.arange(self.bins) - begin).astype(np.float32) * np.float32(width)
         ends = starts + np.float32(width)
-        first, last = (np.clip(np.floor(edges / np.float32(step)), 0, levels - 1) for edges in (starts, ends))
+        first_levels, last_levels = (
+            np.clip(np.floor(edges / np.float32(step)), 0, levels - 1) for edges in (starts, ends)
+        )
         # Numbers are taken as spread evenly over a bin.
         density = self.counts / np.float32(width)
         half = np.float32(step / 2)
-        error = _integral(starts - (first + np.float32(0.5)) * np.float32(step), half, density)
-        error += (last - first - 1) * _integral(-half, half, density)
-        error += _integral(-half, ends - (last * np.float32(step) + half), density)
+        error = _integral(starts - (first_levels + np.float32(0.5)) * np.float32(step), half, density)
+        error += (last_levels - first_levels - 1) * _integral(-half, half, density)
+        error += _integral(-half, ends - (last_levels * np.float32(step) + half), density)
         return float(error.sum())
 
 
@@ -145,18 +149,18 @@ def _bin_counts(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArr
     if float(most) - float(least) > np.finfo(np.float32).max / bins:  # the end of float32 is near
         values, least, most = (np.asarray(array, np.float64) for array in (values, least, most))
     # A product before the quotient, as torch.histc rounds.
-    place = ((values - least) * bins / (most - least)).astype(np.int64)
-    return np.bincount(np.minimum(place, bins - 1), minlength=bins).astype(np.float32)
+    indices = ((values - least) * bins / (most - least)).astype(np.int64)
+    return np.bincount(np.minimum(indices, bins - 1), minlength=bins).astype(np.float32)
 
 
 def _linspace(begin: Any, end: Any, count: int) -> NDArray[Any]:
     """Return numbers at equal distances, from both ends as torch.linspace computes them."""
     step = (end - begin) / np.float32(count - 1)
-    places = np.arange(count)
-    upwards = begin + step * places.astype(np.float32)
-    downwards = end - step * (count - 1 - places).astype(np.float32)
+    indices = np.arange(count)
+    upwards = begin + step * indices.astype(np.float32)
+    downwards = end - step * (count - 1 - indices).astype(np.float32)
     # torch.linspace counts from both ends, so that both are exact.
-    return np.asarray(np.where(places < count // 2, upwards, downwards), np.float32)
+    return np.asarray(np.where(indices < count // 2, upwards, downwards), np.float32)
 
 
 Bins: TypeAlias = Annotated[int, Range(1, 1 << 24)]
@@ -167,7 +171,7 @@ def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
     """Return the least and the largest number of a tensor, in float32: scalars, or (channels,)."""
     xp = tensors_of(x)
     least, most = xp.extent(xp.wide(x), other_axes(x, axes))
-    return flattened(least, axes), flattened(most, axes)
+    return flatten_channels(least, axes), flatten_channels(most, axes)
 
 
 class Observer(ABC):
@@ -194,7 +198,8 @@ class Observer(ABC):
         self._add(array)
 
     @abstractmethod
-    def _add(self, array: NDArray[Any]) -> None: ...
+    def _add(self, array: NDArray[Any]) -> None:
+        """Add a batch that has elements, all of them finite."""
 
     @abstractmethod
     def range(self) -> tuple[Any, Any]:

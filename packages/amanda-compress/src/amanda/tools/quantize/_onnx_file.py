@@ -53,7 +53,7 @@ class InputsTool(amanda.Tool):
         analyse(self)
 
     def _record_inputs(self, context: amanda.OpContext) -> None:
-        """Record scale and value of each quantised input of the node of an op."""
+        """Record scale and value of each quantised input of the node of an op, if the op is quantised."""
         op = self._quantize.quantized_op(context)
         if op is None:
             return
@@ -78,6 +78,7 @@ class InputsTool(amanda.Tool):
 
 
 def _scale_values(inputs: Mapping[int, QuantizedInput]) -> Any:
+    """Return scales and zero points of inputs as lists, which compare by value."""
     return {
         i: (quantized_input.scale.scale.tolist(), quantized_input.scale.zero_point.tolist())
         for i, quantized_input in inputs.items()
@@ -92,10 +93,10 @@ def convert_file(
     model = _upgrade_opset(read_onnx(source, QuantizeError), tool.options)
     with tempfile.TemporaryDirectory(prefix="amanda") as folder:
         # Nodes are matched by name, so the upgraded model is analysed, and not the source.
-        plain = Path(folder, source.name)
-        save_onnx(model, plain)
+        upgraded_path = Path(folder, source.name)
+        save_onnx(model, upgraded_path)
         inputs_tool = InputsTool(tool)
-        instrumented = amanda.instrument(plain, inputs_tool, out=Path(folder, "parts"))
+        instrumented = amanda.instrument(upgraded_path, inputs_tool, out=Path(folder, "parts"))
     if waiting := tool.waiting_state():
         raise QuantizeError(f"no op of {source} has the scales of {', '.join(waiting[:4])}: of another model")
     if not inputs_tool.nodes:

@@ -61,7 +61,7 @@ class QuantizedOp:
     ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
         """Yield quantizers, each with the position of its input and the index in a list of tensors there."""
         read = weight_input(context)
-        # In a file it is an activation as any other.
+        # In a file, a weight that cannot be followed is an activation as any other.
         if read is not None and read.is_lost and context.is_static():
             read = None
         for position in context["operands"]:
@@ -93,37 +93,42 @@ class QuantizedOp:
         self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
         value: Any,
     ) -> Quantizer:  # fmt: skip
-        """Return the quantizer of an activation; it has a scale for each weight that the op reads."""
-        of_slice = partial(self._make_quantizer, name, None, (), value, context)
-        if read is not None and (of_slices := self._slice_quantizer(read, of_slice, key)) is not None:
-            return of_slices
+        """Return the quantizer of an activation, which has a scale for each weight that the op reads.
+
+        Registers the quantizers for other slices or parts in `_part_quantizers`.
+        """
+        make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
+        if read is not None and (first := self._slice_quantizer(read, make_for_slice, key)) is not None:
+            return first
         if read is None or not (read.is_part and read.is_followed):
             return self._make_quantizer(name, None, (), value, context)
         # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
-        def make(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
+        def make_for_part(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
+            """Return a new quantizer; raise QuantizeError for loaded state of an older version."""
             # The name under which older versions saved one scale for all rounds.
-            earlier = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
+            old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
             try:
                 return self._make_quantizer(name, None, (), value, reader, suffix)
             except ToolError as error:
-                if earlier not in self._tool.waiting_state():
+                if old_name not in self._tool.waiting_state():
                     raise
                 raise QuantizeError(
-                    f"the scale {earlier} that was loaded is of one round of a loop, as earlier versions "
+                    f"the scale {old_name} that was loaded is of one round of a loop, as earlier versions "
                     "saved it, and nothing tells which part of a parameter that round read: calibrate again"
                 ) from error
 
-        def of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+            """Return the quantizer for a part of a parameter; None where the op reads no part."""
             quantizer: Quantizer | None = self._tool.parts.state_of(
-                context, part_of, partial(make, value), line
+                context, part_of, partial(make_for_part, value), line
             )
             return quantizer
 
-        self._part_quantizers[key] = of_part
+        self._part_quantizers[key] = quantizer_of_part
         # The first execution is at hand in the analysis; later ones are found in the routine.
-        first = of_part(value, ParameterSlice.of_input(context, read.index))
+        first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
         return self._make_quantizer(name, None, (), value, context) if first is None else first
 
     def _slice_quantizer(
@@ -131,14 +136,14 @@ class QuantizedOp:
     ) -> Quantizer | None:
         """Create quantizers for all slices of a stack; return that of the first, None without a stack."""
         holder = read.holder
-        parts = () if holder is None else parameter_store(holder).slices(holder)
-        if not parts:
+        slices = () if holder is None else parameter_store(holder).slices(holder)
+        if not slices:
             return None
-        quantizers = {parameter: make(f" of {parameter.path}") for parameter in parts}
+        quantizers = {parameter: make(f" of {parameter.path}") for parameter in slices}
         self._part_quantizers[key] = lambda value, origin: quantizers.get(
             parameter_store(holder).current_slice(holder)
         )
-        return quantizers[parts[0]]
+        return quantizers[slices[0]]
 
     def _weight_quantizer(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
         """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped."""
@@ -157,20 +162,20 @@ class QuantizedOp:
         if groups is None and self._options.per_channel:
             groups = _output_groups(context["shape"](value), _weight_layout(context, read))
         make = partial(self._make_quantizer, "weight", read, self._axes(context, read, value), groups=groups)
-        if (
-            of_slices := self._slice_quantizer(read, partial(make, value, context), (read.index, None))
-        ) is not None:
-            return of_slices
+        first = self._slice_quantizer(read, partial(make, value, context), (read.index, None))
+        if first is not None:
+            return first
         if not read.is_part:
             return make(value, context)
 
-        def part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+            """Return the quantizer for a part of the parameter; None where the op reads no part."""
             quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value))
             return quantizer
 
         if read.is_followed:
-            self._part_quantizers[read.index, None] = part
-        return part(value, ParameterSlice.of_input(context, read.index))
+            self._part_quantizers[read.index, None] = quantizer_of_part
+        return quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
 
     def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
         """Return the groups of a weight; None, and set `skip_reason`, if groups do not fit."""
@@ -232,17 +237,17 @@ class QuantizedOp:
             quantizer.finish_calibration()
 
     def insert(self, context: amanda.OpContext) -> None:
-        """Insert the routines that quantise the inputs of the op."""
+        """Insert the routines that quantise the inputs of the op; none for an op without quantizers."""
         if context.is_static():
             self._insert_fixed(context)
         elif self._positions:
-            called = context["is_called_back"]
+            is_called_back = context["is_called_back"]
             # Inputs are recorded before they are quantised, in the order of insertion.
             if self._recompute is not None:
                 context.insert_before_op(self._record_inputs)
             routine: Any = self._read_in_eager_mode if context.is_eager() else self._read_in_graph
             # Autodiff does not pass through a routine that the program calls back (JAX).
-            if self._options.trains and called:
+            if self._options.trains and is_called_back:
                 routine = self._read_with_gradients
             elif self._options.trains:
                 routine = amanda.differentiable(routine)
@@ -276,30 +281,35 @@ class QuantizedOp:
 
     def _read_in_graph(self, *values: Any) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
-        read = self._values_to_quantise(values, None)
-        if self._must_calibrate(read):
-            self._calibrate(read)
+        read_values = self._values_to_quantise(values, None)
+        if self._must_calibrate(read_values):
+            self._calibrate(read_values)
             return None
-        return self._quantise_values(values, read, [()] * len(read))
+        return self._quantise_values(values, read_values, [()] * len(read_values))
 
     def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
         """Quantise or calibrate as `_read_in_graph`; a recomputation repeats the first execution exactly."""
-        read, first = self._values_to_quantise(values, ParameterSlice.of_execution(run)), run.get(self)
-        if first is None:
-            first = run[self] = _FirstExecution(self._must_calibrate(read), [()] * len(read))
-            if first.calibrates:
-                self._calibrate(read)
-        if first.calibrates:
+        read_values, first_execution = (
+            self._values_to_quantise(values, ParameterSlice.of_execution(run)),
+            run.get(self),
+        )
+        if first_execution is None:
+            first_execution = run[self] = _FirstExecution(
+                self._must_calibrate(read_values), [()] * len(read_values)
+            )
+            if first_execution.calibrates:
+                self._calibrate(read_values)
+        if first_execution.calibrates:
             return None
         # Checkpointing runs an op twice: other scales would give other values in the backward pass.
-        quantised = self._quantise_values(values, read, first.qparams, recomputed)
+        quantised = self._quantise_values(values, read_values, first_execution.qparams, recomputed)
         # Kept by execution, as the moving averages of "qat" have moved on when the op is recomputed.
-        first.qparams = [quantizer.qparams for *_, quantizer in read]
+        first_execution.qparams = [quantizer.qparams for *_, quantizer in read_values]
         return quantised
 
     def _values_to_quantise(self, values: Sequence[Any], part_of: ParameterSlice | None) -> list[_ReadValue]:
         """Return index, item, value and quantizer of each value to quantise; skip unreadable values."""
-        read: list[_ReadValue] = []
+        read_values: list[_ReadValue] = []
         for (position, item), quantizer in self.quantizers.items():
             # Values come in the order of positions, quantizers in that of operands.
             index = self._positions.index(position)
@@ -312,35 +322,35 @@ class QuantizedOp:
             part_quantizer = quantizer if part_quantizer is None else part_quantizer
             try:
                 if part_quantizer.xp.is_dense(value):
-                    read.append((index, item, value, part_quantizer))
+                    read_values.append((index, item, value, part_quantizer))
             except Exception as error:  # whatever the class of a tensor refuses
                 self.skip_reason = f"{type(value).__name__} refuses to be read: {error}"
-        return read
+        return read_values
 
-    def _must_calibrate(self, read: Sequence[_ReadValue]) -> bool:
+    def _must_calibrate(self, read_values: Sequence[_ReadValue]) -> bool:
         """Return True within `calibrating`, and for the first `calibration` executions of the op."""
         execution_count = self._options.calibration
         # A quantizer without state, of "dynamic", never waits; loaded scales are not calibrated over.
-        waiting = (quantizer for *_, quantizer in read if quantizer.state and not quantizer.has_scale)
+        waiting = (quantizer for *_, quantizer in read_values if quantizer.state and not quantizer.has_scale)
         return self._tool.is_calibrating or any(
             quantizer.calibrated < execution_count for quantizer in waiting
         )
 
-    def _calibrate(self, read: Sequence[_ReadValue]) -> None:
+    def _calibrate(self, read_values: Sequence[_ReadValue]) -> None:
         """Observe values, and set scales after the last of `calibration` executions."""
-        for _, _, value, quantizer in read:
+        for _, _, value, quantizer in read_values:
             quantizer.observe(value)
             quantizer.calibrated += 1
             if not self._tool.is_calibrating and quantizer.calibrated == self._options.calibration:
                 quantizer.finish_calibration()
 
     def _quantise_values(
-        self, values: Sequence[Any], read: Sequence[_ReadValue], first_qparams: Sequence[tuple[Any, ...]],
-        recomputed: bool = False,
+        self, values: Sequence[Any], read_values: Sequence[_ReadValue],
+        first_qparams: Sequence[tuple[Any, ...]], recomputed: bool = False,
     ) -> Any:  # fmt: skip
         """Return the quantised values.  first_qparams: of the first execution, for a recomputation."""
         tool, results = self._tool, list(values)
-        for (index, item, value, quantizer), qparams in zip(read, first_qparams, strict=True):
+        for (index, item, value, quantizer), qparams in zip(read_values, first_qparams, strict=True):
             quantised = quantizer(value, tool.is_frozen, qparams)
             quantizer.executions += not recomputed
             if tool.measures and not recomputed:
@@ -372,20 +382,21 @@ class QuantizedOp:
         return quantised
 
     def _clip_gradients(self, *gradients: Any, run: dict[str, Any]) -> Any:
-        """Set gradients to 0 where the forward values were clipped."""
+        """Set gradients to 0 where the forward values were clipped; others stay unchanged."""
         clipped = list(gradients)
         # Popped: the functions hold the values of the forward pass.
-        for i, stop in enumerate(run.pop(_CLIPPING, ())):
-            if stop is not None and clipped[i] is not None:
-                clipped[i] = stop(gradient=clipped[i])
+        for i, clip in enumerate(run.pop(_CLIPPING, ())):
+            if clip is not None and clipped[i] is not None:
+                clipped[i] = clip(gradient=clipped[i])
         return clipped if len(clipped) > 1 else clipped[0]
 
     def _record_inputs(self, *values: Any, run: dict[str, Any], recomputed: bool = False) -> None:
+        """Record unquantised inputs for `_measure_outputs`."""
         if not recomputed:
             run[_INPUTS] = values
 
     def _measure_outputs(self, *outputs: Any, run: dict[str, Any], recomputed: bool = False) -> None:
-        """Compare outputs with the outputs for unquantised inputs."""
+        """Compare outputs with those for unquantised inputs, unless they calibrate or are recomputed."""
         if recomputed:
             return
         inputs = run.pop(_INPUTS)
@@ -414,6 +425,7 @@ _ReadValue = tuple[int, "int | None", Any, Quantizer]
 
 
 def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:
+    """Return the axes of a weight, an embedding's rows as outputs; None where they are not known."""
     return "OI" if context["type"] == "embedding" else read.layout
 
 
@@ -426,7 +438,7 @@ def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups 
 
 
 def _computation_of(context: amanda.OpContext) -> Any:
-    """Return the op as a function of its inputs; None for an op that is random or in place."""
+    """Return the op as a function of its inputs; None for one that is random, in place, or not repeatable."""
     if "recompute" in context:
         return context["recompute"]
     # A second run would write twice, or draw other numbers.

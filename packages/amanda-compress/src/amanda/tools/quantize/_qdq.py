@@ -35,7 +35,7 @@ class StoredWeight(NamedTuple):
     """The integers of a weight, with scales and zero points in the shape that DequantizeLinear reads.
 
     axis: of the scales; None of one scale.  block: size of groups along the axis, 0 without groups.
-    way: from the weight to rows of `codes`, where groups made these; None for codes in the weight's form.
+    unfolding: from the weight to the rows of `codes`, of a weight in groups; None for codes in its own form.
     """
 
     codes: NDArray[Any]
@@ -78,6 +78,7 @@ def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWei
 
 
 def _codes(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:
+    """Return numbers of a grid in contiguous memory; near-integers are rounded, floating ones unchanged."""
     return np.ascontiguousarray(numbers if isinstance(grid, FloatGrid) else np.rint(numbers))
 
 
@@ -137,8 +138,8 @@ class QdqWriter:
         """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
         rewritten = self._rewrite(self._model.graph)
         # A scale that finds no node would be lost silently.
-        if missed := self._nodes.keys() - rewritten:
-            raise QuantizeError(f"{next(iter(missed))[:2]} is no node of the model that is written")
+        if missing_keys := self._nodes.keys() - rewritten:
+            raise QuantizeError(f"{next(iter(missing_keys))[:2]} is no node of the model that is written")
         remove_unread(self._model.graph)
 
     def _rewrite(self, graph: GraphProto) -> set[Key]:
@@ -161,14 +162,15 @@ class QdqWriter:
                         "writes nodes for float32"
                     )
                 write = self._quantize_activation if operand.value is None else self._quantize_weight
-                new, name, row = write(graph, node.input[position], operand, written_values)
-                nodes += new
+                new_nodes, name, row = write(graph, node.input[position], operand, written_values)
+                nodes += new_nodes
                 self.rows.append((node.name or node.op_type, *row))
                 node.input[position] = name
-            narrow = len(inputs) == 1 and all(
+            # With one quantised input the other factor of the product is of floats.
+            is_narrow = len(inputs) == 1 and all(
                 element_type(operand.scale.grid)[1] == 4 for operand in inputs.values()
             )
-            self.has_narrow_products |= node.op_type == "MatMul" and narrow
+            self.has_narrow_products |= node.op_type == "MatMul" and is_narrow
             # A node of a repeated field dies with the field, which is cleared below.
             copy = NodeProto()
             copy.CopyFrom(node)
@@ -180,7 +182,10 @@ class QdqWriter:
     def _quantize_activation(
         self, graph: GraphProto, name: str, operand: QuantizedInput, written_values: dict[Any, str]
     ) -> tuple[list[NodeProto], str, tuple[Any, ...]]:
-        """Return nodes that quantise and dequantise, the name of their result, and a row for the result."""
+        """Return nodes that quantise and dequantise, the name of their result, and a row for the result.
+
+        No nodes where an earlier input has the same value in the same grid.
+        """
         from onnx import helper
 
         scale, zero_point, grid, _, _ = operand.scale
@@ -219,7 +224,10 @@ class QdqWriter:
     def _quantize_weight(
         self, graph: GraphProto, name: str, operand: QuantizedInput, written_values: dict[Any, str]
     ) -> tuple[list[NodeProto], str, tuple[Any, ...]]:
-        """Return nodes that quantise and dequantise, the name of their result, and a row for the result."""
+        """Return nodes that dequantise integers, the name of their result, and a row for the result.
+
+        No nodes where an earlier weight has the same integers and scales.
+        """
         from onnx import helper
 
         assert operand.value is not None
@@ -237,8 +245,8 @@ class QdqWriter:
         row_start = f"{operand.tensor}, {kind.lower()}", grid.bits, size
         if key in written_values:
             return [], written_values[key], (*row_start, None, None)
-        after = sum(-(-array.size * bits // 8) for array in (stored.codes, stored.zero_point))
-        row = *row_start, operand.value.nbytes, after + stored.scale.nbytes
+        byte_count = sum(-(-array.size * bits // 8) for array in (stored.codes, stored.zero_point))
+        row = *row_start, operand.value.nbytes, byte_count + stored.scale.nbytes
         codes = self._add_initializer(graph, f"{name}_quantized", stored.codes, kind)
         scales = self._add_scales(graph, name, stored.scale, stored.zero_point, grid)
         value_name = self._unique_name(f"{name}_dequantized")
@@ -248,13 +256,15 @@ class QdqWriter:
         nodes = [
             helper.make_node("DequantizeLinear", [codes, *scales], [value_name], value_name, **attributes)
         ]
-        way = stored.unfolding
-        if way is not None and stored.codes.shape != way.turned:
-            value_name = self._add_reshape(graph, nodes, name, value_name, way.turned)
-        if way is not None and way.order != tuple(range(len(way.order))):
-            value_name, before = self._unique_name(f"{name}_transposed"), value_name
-            nodes.append(helper.make_node("Transpose", [before], [value_name], value_name, perm=way.back))
-        if way is not None and way.split != shape:
+        unfolding = stored.unfolding
+        if unfolding is not None and stored.codes.shape != unfolding.turned:
+            value_name = self._add_reshape(graph, nodes, name, value_name, unfolding.turned)
+        if unfolding is not None and unfolding.order != tuple(range(len(unfolding.order))):
+            value_name, input_name = self._unique_name(f"{name}_transposed"), value_name
+            nodes.append(
+                helper.make_node("Transpose", [input_name], [value_name], value_name, perm=unfolding.back)
+            )
+        if unfolding is not None and unfolding.split != shape:
             value_name = self._add_reshape(graph, nodes, name, value_name, shape)
         written_values[key] = value_name
         return nodes, value_name, row
@@ -282,9 +292,9 @@ class QdqWriter:
 
     def _add_initializer(self, graph: GraphProto, name: str, array: Any, kind: str) -> str:
         """Put an array into a graph, and return its name there."""
-        new = self._unique_name(name)
-        graph.initializer.append(initializer(new, np.asarray(array), kind))
-        return new
+        new_name = self._unique_name(name)
+        graph.initializer.append(initializer(new_name, np.asarray(array), kind))
+        return new_name
 
     def _unique_name(self, base: str) -> str:
         """Return a new name in the model that begins with `base`."""

@@ -111,7 +111,8 @@ class Quantizer:
     def __call__(self, x: Any, frozen: bool, qparams: Sequence[Any] = ()) -> Any:
         """Return the quantised value.
 
-        frozen: keep the scale as it is.  qparams: of the first execution, for a recomputation.
+        frozen: keep the scale as it is.  qparams: of the first execution, scale and zero point first, for a
+        recomputation.
         """
         full = whole(x)  # of a tensor in shards, a scale is of all of it
         x_split = self._split(full)
@@ -127,9 +128,11 @@ class Quantizer:
         return distributed(clipped, gradient, placed=True)
 
     def _split(self, x: Any) -> Any:
+        """Return a value as (groups, size); unchanged without groups."""
         return x if self.groups is None else self.groups.split(x)
 
     def _observe(self, x: Any) -> None:
+        """Add a value to the calibration, and begin one if none runs."""
         if self.observer is None:
             self.observer = self.options.make_observer(self.is_weight, self.axes)
         self.observer.observe(x)
@@ -197,6 +200,7 @@ class Quantizer:
         return choose_qparams(least, most, self.grid, self.options.rounding)
 
     def _fake_quantise(self, x: Any, scale: Any, zero_point: Any) -> Any:
+        """Return the quantised value, with a gradient if the method trains; store `qparams`."""
         # Only training needs a gradient, for which some kernels write a mask.
         compute = straight_through if self.options.trains else fake_quantize
         self.qparams = scale, zero_point, self.grid, self.axes, self.options.rounding
@@ -235,10 +239,11 @@ class QatQuantizer(Quantizer):
         # Of each value: the weight changes with each step of the optimizer.
         least, most = extremes(x, self.axes)
         if self.has_scale and not self.is_weight:
-            least, most = self._averaged("least", least), self._averaged("most", most)
+            least, most = self._moving_average("least", least), self._moving_average("most", most)
         return self._fake_quantise(x, *self._start_from(least, most))
 
-    def _averaged(self, part: str, new: Any) -> Any:
+    def _moving_average(self, part: str, new: Any) -> Any:
+        """Return the moving average of a bound with a new value; `part` of the state is the last average."""
         old = tensors_of(new).cast(self._read(part), new)
         # In this form as in torch.ao's MovingAverageMinMaxObserver, so that ranges are bit-equal.
         return old + (new - old) * np.float32(self.options.averaging)
@@ -257,6 +262,7 @@ class LsqQuantizer(Quantizer):
             self._shift_to(int(self.array("low")))
 
     def _shift_to(self, low: int) -> None:
+        """Move the grid so that the grid begins at `low` and has as many integers as before."""
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def _observe(self, x: Any) -> None:
@@ -271,8 +277,8 @@ class LsqQuantizer(Quantizer):
             signed = bool(as_array(x).min(initial=0) < 0)
             # ReLU's outputs would waste half of a signed grid.
             self._shift_to(-((self.grid.high - self.grid.low + 1) // 2) if signed else 0)
-        start = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
-        self._assign(low=self.grid.low, scale=start(x, self.grid, self.axes))
+        initial_scale = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
+        self._assign(low=self.grid.low, scale=initial_scale(x, self.grid, self.axes))
         self.has_scale = True
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
@@ -292,10 +298,11 @@ class LsqQuantizer(Quantizer):
             return lsq_gradients(gradient, x, scale, grid, offset, axes, factor)
 
         def collect(*gradients: Any) -> None:
+            """Add the gradients of the trained state to those that `QuantizeTool.gradients` returns."""
             for part, gradient in zip(self.trained, gradients, strict=True):
                 # An op that runs twice in a forward pass has two gradients for one scale.
-                earlier = self.collected.get(part)
-                self.collected[part] = gradient if earlier is None else earlier + gradient
+                total = self.collected.get(part)
+                self.collected[part] = gradient if total is None else total + gradient
 
         return self.xp.with_gradient(forward, backward, [x, *map(self._read, self.trained)], collect)
 

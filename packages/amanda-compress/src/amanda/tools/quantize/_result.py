@@ -125,7 +125,7 @@ class QuantizeResult(Result):
             (tensor.module, tensor.type, tensor.source, tensor.output_sqnr) for tensor in self.tensors
         )
         measured = [(module, kind, ratio) for module, kind, _, ratio in ops if ratio is not None]
-        return sorted(measured, key=lambda tensor: tensor[2])[:count]
+        return sorted(measured, key=lambda row: row[2])[:count]
 
     @property
     def leading(self) -> int:
@@ -172,7 +172,7 @@ def _finite(ratio: float | None) -> float | None:
 
 
 def _extent(tensor: Quantized) -> tuple[float | None, ...]:
-    """Return the largest scale, its zero point, and the ends of its range."""
+    """Return the largest scale, its zero point, and the ends of its range; None for each without a scale."""
     if tensor.scale is None or tensor.zero_point is None:
         return None, None, None, None
     # The channel with the largest scale has the coarsest steps.
@@ -202,8 +202,10 @@ def write_scales(path: str | Path, arrays: Arrays, about: Mapping[str, Any]) -> 
 
         # safetensors writes memory as it lies; ascontiguousarray makes a scalar an array of one, which the
         # reshape undoes.
-        plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-        return write_file(path, save(plain, {"amanda": to_json(description)}))
+        contiguous_arrays = {
+            name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()
+        }
+        return write_file(path, save(contiguous_arrays, {"amanda": to_json(description)}))
     raise QuantizeError(f"{path} has another suffix than .json and .safetensors")
 
 
@@ -223,7 +225,7 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
             about = json.loads(read_text(path))
-            arrays = {name: np.array(array["values"], _dtype(array["dtype"]))
+            arrays = {name: np.array(array["values"], _checked_dtype(array["dtype"]))
                       for name, array in about.pop("arrays").items()}  # fmt: skip
         # Before anything in the file is used.
         check_schema(about, _NAME, _VERSION)
@@ -233,7 +235,8 @@ def read_scales(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, An
     return arrays, about
 
 
-def _dtype(name: str) -> str:
+def _checked_dtype(name: str) -> str:
+    """Return the type of an array of a file; raise ValueError for a type that no scale has."""
     # Files come from elsewhere: NumPy would take a type such as "object".
     if name not in ("float32", "int32"):
         raise ValueError(f"arrays of {name}")

@@ -65,7 +65,7 @@ class QuantizeOptions:
             )
         if self.method.startswith("lsq") and self.rounding != "half_even":
             raise QuantizeError(f"{self.method} rounds half to even; rounding is {self.rounding!r}")
-        # These look at one batch, on the device of the tensor; the other observers need several, on the host.
+        # These methods look at one batch, on the device of the tensor; observers need several, on the host.
         if self.method in ("dynamic", "qat") and self.observer != "minmax":
             raise QuantizeError(
                 f"observer is {self.observer!r}, but {self.method} takes the extremes at each execution; "
@@ -76,11 +76,11 @@ class QuantizeOptions:
         """Raise QuantizeError for options that a grid of floating numbers does not support."""
         if not isinstance(grid, FloatGrid):
             return
-        unfit = {"method": self.method.startswith("lsq"), "rounding": self.rounding != "half_even",
-                 "observer": self.observer == "histogram",
-                 "weight_observer": self.weight_observer == "histogram"}  # fmt: skip
-        for name, is_so in unfit.items():
-            if is_so:
+        is_unfit = {"method": self.method.startswith("lsq"), "rounding": self.rounding != "half_even",
+                    "observer": self.observer == "histogram",
+                    "weight_observer": self.weight_observer == "histogram"}  # fmt: skip
+        for name, unfit in is_unfit.items():
+            if unfit:
                 raise QuantizeError(
                     f"{name} is {getattr(self, name)!r}, which is for integers, and bits are {grid.dtype}"
                 )
@@ -98,25 +98,25 @@ class QuantizeOptions:
 
     def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
         """Return the options for an op in modules with these paths; None for no quantisation."""
-        weight, activation = (
+        weight_bits, activation_bits = (
             # The first glob that matches counts, so that "*" at the end is a default.
             next((bits for layers, bits in bits_option if layers(*paths)), None)
             if isinstance(bits_option, list)
             else bits_option
             for bits_option in self._by_layer
         )
-        if weight is None and activation is None:
+        if weight_bits is None and activation_bits is None:
             return None
-        return replace(self, weight_bits=weight, activation_bits=activation)
+        return replace(self, weight_bits=weight_bits, activation_bits=activation_bits)
 
     @cached_property
     def _by_layer(self) -> list[Any]:
         """Return each of the two options of bits, a mapping as pairs of globs and bits."""
-        both = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
+        options = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
         return [
             [(Paths(name, glob), bits) for glob, bits in bits_option.items()]
             if isinstance(bits_option, Mapping) else bits_option
-            for name, bits_option in both.items()
+            for name, bits_option in options.items()
         ]  # fmt: skip
 
     def unmatched(self) -> list[str]:
@@ -165,6 +165,7 @@ def _write_is_called_back(is_called_back: bool, context: amanda.OpContext) -> No
 
 
 def _write_operands(context: amanda.OpContext) -> None:
+    """Write the positions of the factors of a product, of the first input, or of all inputs."""
     product, count = product_of(context), len(context.get_inputs())
     # A bias is added in the precision of the sum and stays as it is.
     factors = sorted(product.factors) if product else [0] if context["type"] in _DATA_ALONE else ()
@@ -328,11 +329,13 @@ class QuantizeTool(amanda.Tool):
         Raises QuantizeError for a file that a tool with other options wrote.
         """
         arrays, about = read_scales(path)
-        mine, theirs = self.options.scale_options(), about.get("options", {})
-        unlike = [f"{name} {theirs.get(name)!r}, not {mine[name]!r}" for name in mine
-                  if theirs.get(name) != mine[name]]  # fmt: skip
-        if unlike:
-            raise QuantizeError(f"{path} holds scales for {'; '.join(unlike)}")
+        options, file_options = self.options.scale_options(), about.get("options", {})
+        differences = [
+            f"{name} {file_options.get(name)!r}, not {option!r}"
+            for name, option in options.items() if file_options.get(name) != option
+        ]  # fmt: skip
+        if differences:
+            raise QuantizeError(f"{path} holds scales for {'; '.join(differences)}")
         self.load_state_dict(arrays)
 
     def gradients(self) -> list[tuple[Any, Any]]:
@@ -357,7 +360,10 @@ class QuantizeTool(amanda.Tool):
             yield from op.created
 
     def _quantise_op(self, context: amanda.OpContext) -> None:
-        """Create the quantizers of a selected op at its first analysis, and insert their routines."""
+        """Create the quantizers of a selected op at its first analysis, and insert their routines.
+
+        An op of several weights, such as an LSTM, is recorded as skipped.
+        """
         kind = context["type"]
         if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
@@ -383,6 +389,7 @@ class QuantizeTool(amanda.Tool):
         self._ops[name].insert(context)
 
     def _clip_gradients_of_op(self, context: amanda.OpContext) -> None:
+        """Insert the routine that clips gradients, where the program calls routines back."""
         op = self.quantized_op(context) if context["is_called_back"] else None
         if op is not None:
             op.insert_backward(context)

@@ -195,8 +195,8 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
         if len(survivors) > _MOST_ASSIGNMENTS:
             # Equal steps of saved cost leave assignments for every budget.
             cells = (saved[survivors] / saved[survivors[-1]] * _MOST_ASSIGNMENTS).astype(int)
-            firsts = np.unique(cells, return_index=True)[1]
-            survivors = survivors[np.union1d(firsts, len(survivors) - 1)]
+            first_indices = np.unique(cells, return_index=True)[1]
+            survivors = survivors[np.union1d(first_indices, len(survivors) - 1)]
         saved, drop = saved[survivors], drop[survivors]
         steps.append((outcomes, *divmod(survivors, len(outcomes))))
     # Backtrack from the whole assignments to the outcome that each group contributes.
@@ -207,8 +207,8 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
         rows = parent_rows[rows]
     levels: Iterable[tuple[str, ...]] = zip(*reversed(labels), strict=True) if labels else [()]
     return [
-        Assignment(float(s), float(d), chosen_levels)
-        for s, d, chosen_levels in zip(saved, drop, levels, strict=True)
+        Assignment(float(cost), float(loss), chosen_levels)
+        for cost, loss, chosen_levels in zip(saved, drop, levels, strict=True)
     ]
 
 
@@ -254,15 +254,15 @@ class Allocation:
         self._groups = group_by_weights(holders)
         self._outcomes = [[LevelOutcome(KEEP, 0.0, 0.0)] for _ in self._groups]
         self._saved: list[dict[str, float]] = [{KEEP: 0.0} for _ in self._groups]
-        for names, outcomes, all_saved in zip(self._groups, self._outcomes, self._saved, strict=True):
+        for names, outcomes, saved_by_level in zip(self._groups, self._outcomes, self._saved, strict=True):
             for level in levels:
                 group_points = [points[name, level] for name in names]
-                saved = cost_model.saved([sites[name] for name in names], level, group_points)
-                all_saved[f"{level:g}"] = saved
+                saved_cost = cost_model.saved([sites[name] for name in names], level, group_points)
+                saved_by_level[f"{level:g}"] = saved_cost
                 if not any(point.error for point in group_points):
                     # A metric that rises by chance must not pay for the loss of another op.
                     drop = sum(max(dense - (point.metric or 0.0), 0.0) for point in group_points)
-                    outcomes.append(LevelOutcome(f"{level:g}", saved, drop))
+                    outcomes.append(LevelOutcome(f"{level:g}", saved_cost, drop))
 
     @cached_property
     def _assignments(self) -> list[Assignment]:

@@ -76,7 +76,7 @@ def _sweep_command(
     amanda sweep bits evaluate.py:accuracy --levels 8,4,2 --budgets 0.25,0.125 --save front.svg
     """
     status = 0
-    failed: SweepError | None = None
+    sweep_error: SweepError | None = None
     try:
         options = {"metric": metric, "progress": not quiet, "type": types or None, "compiled": compiled}
         sweep = _make_sweep(kind, function_of(evaluate), levels, cost=cost, **options)
@@ -88,11 +88,11 @@ def _sweep_command(
                 sweep.run(retries)
         # Points take minutes: those that are measured are printed and saved.
         except KeyboardInterrupt:
-            status = 130
+            status = 130  # 128 + SIGINT, as of a program that Ctrl-C ends
         except SweepError as error:
             if not sweep.result.points:
                 raise
-            failed = error
+            sweep_error = error
     except AmandaError:
         raise
     except Exception as error:
@@ -102,8 +102,8 @@ def _sweep_command(
         # The search is what was asked for; the measurements are printed before it.
         results[-1].save(path)
     sys.stdout.write("\n".join(f"{result}\n" for result in results))
-    if failed is not None:
-        raise failed
+    if sweep_error is not None:
+        raise sweep_error
     return status
 
 

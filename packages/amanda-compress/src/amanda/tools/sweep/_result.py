@@ -98,6 +98,7 @@ class SweepResult(PlottedResult):
         return {"level": self.level, "metric": self.metric, "dense": self.dense, "complete": self.complete}
 
     def _drop(self, point: Point) -> float | None:
+        """Return the metric without a tool minus that of a point; None if either is missing."""
         return None if point.metric is None or self.dense is None else self.dense - point.metric
 
     def within(self, drop: float) -> dict[str, float]:
@@ -109,17 +110,17 @@ class SweepResult(PlottedResult):
         """
         if not isinstance(drop, (int, float)) or isnan(drop):
             raise SweepError(f"drop is {drop!r}; give a number, such as 0.01")
-        mildest_levels: dict[str, float] = {}
-        lost: set[str] = set()
+        harshest_levels: dict[str, float] = {}
+        exceeding_sites: set[str] = set()
         for point in self.points:
             point_drop, name = self._drop(point), point.site.name
-            if point_drop is None or point_drop > drop or name in lost:
+            if point_drop is None or point_drop > drop or name in exceeding_sites:
                 # From the first level with a larger drop on: a harsher one that does better does so by
                 # chance.
-                lost.add(name)
+                exceeding_sites.add(name)
             elif point.site is not ALL:
-                mildest_levels[name] = point.level
-        return mildest_levels
+                harshest_levels[name] = point.level
+        return harshest_levels
 
     def draw(self, axes: Axes) -> None:
         """Draw a line for each op, at most 20 that lose most, and a thick line for all ops together."""
@@ -127,22 +128,23 @@ class SweepResult(PlottedResult):
         for point in self.points:
             if point.metric is not None:
                 lines.setdefault(point.site, []).append(point)
-        together = lines.pop(ALL, [])
+        all_points = lines.pop(ALL, [])
         worst = sorted(lines, key=lambda site: min(point.metric or 0.0 for point in lines[site]))[
             :_MOST_LINES
         ]
         for site in worst:
             name = site.module or site.name
             axes.plot(*_coordinates(lines[site]), marker="o", markersize=3, linewidth=1, label=name)
-        if together:
-            axes.plot(*_coordinates(together), color="black", linewidth=2.5, label="all together")
+        if all_points:
+            axes.plot(*_coordinates(all_points), color="black", linewidth=2.5, label="all together")
         if self.dense is not None:
             axes.axhline(self.dense, color="gray", linestyle="--", linewidth=1, label="without")
         axes.set_xlabel(self.level)
         axes.set_ylabel(self.metric)
-        if lines or together:
+        if lines or all_points:
             axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _coordinates(points: Sequence[Point]) -> tuple[Any, Any]:
+    """Return the levels and the metrics of points."""
     return [point.level for point in points], [point.metric for point in points]

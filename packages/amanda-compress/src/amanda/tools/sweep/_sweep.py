@@ -82,7 +82,7 @@ class Sweep(Generic[Level]):
     @property
     def result(self) -> SweepResult:
         """The measurements so far."""
-        keys = [(site.name, at) for site in (ALL, *self._sites.values()) for at in self._levels]
+        keys = [(site.name, level) for site in (ALL, *self._sites.values()) for level in self._levels]
         points = [self._points[key] for key in keys if key in self._points]
         return SweepResult(points, self._dense, *self._names, self._is_complete())
 
@@ -157,7 +157,7 @@ class Sweep(Generic[Level]):
         return SearchResult(trials, self._names[1], [name], "")
 
     def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
-        """Return new tools for an architecture: for each level one that acts at the ops with that level.
+        """Return new tools for an architecture: for each level a tool that acts at the ops with this level.
 
         with amanda.apply(*sweep.tools(result.best.architecture)): ...
         """
@@ -195,6 +195,7 @@ class Sweep(Generic[Level]):
             self._make(level)
 
     def _is_complete(self) -> bool:
+        """Return True if all sites are evaluated at all levels."""
         point_count = len(self._levels) * (1 + len(self._sites))
         return self._dense is not None and len(self._points) == point_count
 
@@ -215,11 +216,15 @@ class Sweep(Generic[Level]):
     def _evaluate_with(
         self, description: str, *tools: amanda.Tool
     ) -> tuple[float | None, str, float, float | None]:
-        """Evaluate with tools; return the metric, the error text, the seconds, and a measured cost."""
+        """Evaluate with tools; return the metric, the error text, the seconds, and a measured cost.
+
+        The metric is None after an error, the cost without a function that measures it.
+        """
         # With the scope and the preparation, as a user of the tool pays for both.
-        begun = perf_counter()
+        start = perf_counter()
 
         def evaluate_with_tools() -> tuple[float, float | None]:
+            """Return the metric and a measured cost, from a scope with all tools prepared."""
             with self._scope(*tools):
                 for tool in tools:
                     if self._prepare is not None:
@@ -229,9 +234,10 @@ class Sweep(Generic[Level]):
 
         measurements, error = Progress.attempt(evaluate_with_tools, f"no {self._names[1]} of {description}")
         metric, cost = measurements or (None, None)
-        return metric, error, perf_counter() - begun, cost
+        return metric, error, perf_counter() - start, cost
 
     def _measured_cost(self, *tools: amanda.Tool) -> float | None:
+        """Return what the cost function returns for tools; None unless the cost is a function."""
         cost = self._cost_model.cost
         if not callable(cost):
             return None
@@ -240,6 +246,7 @@ class Sweep(Generic[Level]):
     def _make_tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
         """Make a tool that acts at the named ops alone; None: at all ops, and record them as sites."""
         tool = self._make(level)
+        # For the types of ops in sites.
         tool.depends_on(StandardMapping())
         if names is None:
             # Only the tool knows where it acts: ops at which it inserts no routine are no sites.
@@ -258,7 +265,7 @@ class Sweep(Generic[Level]):
 
 
 def _attempts(earlier: Point | Trial | None, retries: int) -> range:
-    """Return a range with one number for each evaluation that is still allowed."""
+    """Return a range with one number for each evaluation that is still allowed; none after a success."""
     return range(1 + retries if earlier is None else retries if earlier.error else 0)
 
 
@@ -298,9 +305,9 @@ class SparsitySweep(Sweep[float]):
                 with tool.calibrating():
                     evaluate()
 
-        mild = _sorted_levels("sparsities", sparsities)
+        levels = _sorted_levels("sparsities", sparsities)
         super().__init__(
-            evaluate, make, mild, prepare, "sparsity", metric, progress, compiled, cost,
+            evaluate, make, levels, prepare, "sparsity", metric, progress, compiled, cost,
             lambda level, weight: 1 - level,
         )  # fmt: skip
         self._check_levels()
@@ -346,11 +353,11 @@ class BitsSweep(Sweep[int]):
                 with tool.calibrating():
                     calibrate()
 
-        mild = _sorted_levels("bits", bits)[::-1]
+        levels = _sorted_levels("bits", bits)[::-1]
         if cost == "flops":
             raise SweepError("cost is 'flops', of which fewer bits save none; give 'size' or a function")
         super().__init__(
-            evaluate, make, mild, prepare, "bits", metric, progress, compiled, cost,
+            evaluate, make, levels, prepare, "bits", metric, progress, compiled, cost,
             lambda level, weight: level * weight.numbers / 8 / weight.size if weights else 1.0,
         )  # fmt: skip
         self._check_levels()

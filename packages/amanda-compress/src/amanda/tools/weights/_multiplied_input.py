@@ -56,8 +56,8 @@ class MultipliedInput(NamedTuple):
         # Axis by axis, a window of 7x7 is 7 + 7 copies of slices.  As 49 slices each copy would touch every
         # cache line of the rows for one element of it, and an index of all positions is slower still.
         for axis, (window, size) in reversed(list(enumerate(windows, 1))):
-            read = [plain[(slice(None),) * axis + (step,)] for step in window.slices(size)]
-            plain = do("stack", read, axis - len(windows) - 1)
+            slices = [plain[(slice(None),) * axis + (step,)] for step in window.slices(size)]
+            plain = do("stack", slices, axis - len(windows) - 1)
         rows = do("reshape", plain, (-1, channels // extents[1], prod(extents[1:])))
         return do("moveaxis", rows, 1, 0)
 

@@ -50,8 +50,8 @@ class StridedLayout(NamedTuple):
     @property
     def end(self) -> int:
         """The position after the last element."""
-        steps = zip(self.extents, self.strides, strict=True)
-        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+        axes = zip(self.extents, self.strides, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in axes)
 
 
 class StoredParameter:
@@ -115,11 +115,11 @@ class ParameterStore:
         return None
 
     def slices(self, parameter: Any) -> Sequence[Any]:
-        """Return the parameters that an op reads one at a time, of a stack of them; () for another."""
+        """Return the parameters of a stack, which an op reads one at a time; () for what is no stack."""
         return ()
 
     def current_slice(self, parameter: Any) -> Any:
-        """Return the one of `slices` that the op reads whose routine runs; None where that is unknown."""
+        """Return the slice, of `slices`, that the running op reads; None where that is unknown."""
         return None
 
     def read(self, parameter: Any, part: Any) -> Any:
@@ -216,7 +216,7 @@ class MindSporeParameters(StridedStore):
     def read(self, parameter: Any, part: Part) -> NDArray[Any]:
         """Return a part as an array."""
         array = parameter.asnumpy()
-        return array if part is None else _strided(array.reshape(-1), part)
+        return array if part is None else _view_in_layout(array.reshape(-1), part)
 
     def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if two parts have elements in common."""
@@ -227,6 +227,7 @@ class MindSporeParameters(StridedStore):
         return bool(self._shared_elements(part, other_part, whole).all())
 
     def _shared_elements(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
+        """Return which elements of another part are of a part too."""
         mask = np.ones((part or whole).extents, bool)
         return self.transfer([(mask, part)], other_part, whole, False)
 
@@ -236,10 +237,10 @@ class MindSporeParameters(StridedStore):
         """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
         # Pieces are tensors where an op has read them, and arrays where they are state.
         arrays = [value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value) for value, _ in pieces]
-        row = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
+        memory = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
         for array, (_, layout) in zip(arrays, pieces, strict=True):
-            _strided(row, layout or whole)[...] = array
-        values: NDArray[Any] = _strided(row, part or whole).copy()
+            _view_in_layout(memory, layout or whole)[...] = array
+        values: NDArray[Any] = _view_in_layout(memory, part or whole).copy()
         return values
 
     def parameters(self, model: Any) -> Iterator[MindSporeParameter]:
@@ -255,19 +256,19 @@ class MindSporeParameter(StoredParameter):
         """Write the values that `changed` returns for the present values of a part."""
         # A parameter of MindSpore cannot be written in part: the whole one is assigned again.
         old = self.read()
-        row = old.reshape(-1).copy()
-        view = row.reshape(old.shape) if part is None else _strided(row, part)
+        memory = old.reshape(-1).copy()
+        view = memory.reshape(old.shape) if part is None else _view_in_layout(memory, part)
         view[...] = changed(view.copy())
         if undo is not None:
             undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
-        do("assign", self._parameter, row.reshape(old.shape), like=self._parameter)
+        do("assign", self._parameter, memory.reshape(old.shape), like=self._parameter)
 
 
-def _strided(row: NDArray[Any], layout: StridedLayout) -> NDArray[Any]:
-    """Return a view of a row of numbers in a layout."""
+def _view_in_layout(memory: NDArray[Any], layout: StridedLayout) -> NDArray[Any]:
+    """Return a view of a flat array in a layout."""
     # MindSpore counts strides in elements, NumPy in bytes.
-    steps = [stride * row.itemsize for stride in layout.strides]
-    return np.lib.stride_tricks.as_strided(row[layout.offset :], layout.extents, steps)
+    byte_strides = [stride * memory.itemsize for stride in layout.strides]
+    return np.lib.stride_tricks.as_strided(memory[layout.offset :], layout.extents, byte_strides)
 
 
 class Initializers(ParameterStore):

@@ -85,7 +85,7 @@ def _merge_stack_changes(changes: Sequence[tuple[Any, Any, Changed]]) -> list[tu
     slot_changes = [change for change in changes if not hasattr(change[0], "stack")]
     return [
         *slot_changes,
-        *((stack, None, partial(_change_slices, change)) for stack, change in slices.items()),
+        *((stack, None, partial(_change_slices, slice_changes)) for stack, slice_changes in slices.items()),
     ]
 
 

@@ -41,7 +41,7 @@ class Variables(ParameterStore):
     """Variables, from their handles; in a session's graph the tensors that make them."""
 
     def identity(self, parameter: Any) -> Any:
-        """Return what tells the variable from others; in a session's graph its name."""
+        """Return the ordinal of a variable; in a session's graph the graph's, with the variable's name."""
         # In a session's graph the name of the op identifies a variable, whichever Python object stands for
         # it.
         op = getattr(parameter, "op", None)
@@ -70,7 +70,10 @@ class Variables(ParameterStore):
         return _to_form(_read_variable(parameter).numpy(), part)
 
     def transfer(self, pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
-        """Return what a form of a variable has of values in another form of it."""
+        """Return the values of a variable in one form, from the values in another form.
+
+        whole, fill: unused, since each form has all elements.
+        """
         values, form = pieces[-1]
         return _to_form(_from_form(np.asarray(values), form), part)
 
@@ -113,9 +116,8 @@ class TFVariable(StoredParameter):
         else:
             session, initializer = self._session(), self._parameter.initializer
 
-            def assign(
-                value: Array,
-            ) -> None:  # as Variable.load does, which wants its graph to be the default
+            # As Variable.load does, which needs the graph of the variable as the default one.
+            def assign(value: Array) -> None:
                 session.run(initializer, {initializer.inputs[1]: value})
 
         if undo is not None:
@@ -139,7 +141,10 @@ class TFVariable(StoredParameter):
 
 
 def _form_in_graph(weight: Any) -> Any:
-    """Return the form that the operations between a variable and its symbol come to."""
+    """Return the form in which the ops after a variable give a symbol.
+
+    None for the variable as it is; NotImplemented where no form is found.
+    """
     import tensorflow as tf
 
     # Backwards from what the op reads to the variable, through ops that move elements without a change.
@@ -148,21 +153,21 @@ def _form_in_graph(weight: Any) -> Any:
         if tensor.op.type in _RESHAPING:
             argument = tf.get_static_value(tensor.op.inputs[1])
             steps.append((tensor.op.type, tensor.shape.as_list() if argument is None else argument))
-            start = tensor.op.inputs[0].shape
+            start_shape = tensor.op.inputs[0].shape
         tensor = tensor.op.inputs[0]
     if not steps:
         return None
     # Arrays instead of algebra on shapes: a reshape between two transposes has no closed form.
-    numbered = np.arange(start.num_elements()).reshape(start)
+    numbered = np.arange(start_shape.num_elements()).reshape(start_shape)
     # Numbered elements pass through the same steps as the variable, in their order of execution.
     reshaped = numbered
-    for kind, form in reversed(steps):
-        reshaped = reshaped.reshape(form) if kind == "Reshape" else reshaped.transpose(form)
+    for kind, argument in reversed(steps):
+        reshaped = reshaped.reshape(argument) if kind == "Reshape" else reshaped.transpose(argument)
     return _find_form(numbered, reshaped)
 
 
 def _form_of_value(holder: Any, weight: Any) -> Any:
-    """Return the form that turns the present value of a variable into that of a weight."""
+    """Return the form that turns the present value of a variable into that of a weight, as `_find_form`."""
     import tensorflow as tf
 
     # Mixed precision casts variables at each read, so that values are compared in the type of the read.
@@ -176,7 +181,7 @@ def _read_variable(holder: Any) -> Any:
 
 
 def _find_form(value: Array, target: Array) -> Any:
-    """Return the form in which a value is what is wanted; None for the value as it is."""
+    """Return the form in which a value equals a target; None for the value as it is, else NotImplemented."""
     if value.shape == target.shape and _are_equal(value, target):
         return None
     # In eager mode nothing but the values tells through which transpose and reshape an op reads.
@@ -201,8 +206,8 @@ def _from_form(value: Array, part: Part) -> Array:
     if part is None:
         return value
     axes, _, extents = part
-    turned: Array = value.reshape([extents[axis] for axis in axes]).transpose(np.argsort(axes))
-    return turned
+    restored: Array = value.reshape([extents[axis] for axis in axes]).transpose(np.argsort(axes))
+    return restored
 
 
 def _handle(variable: Any) -> Any:
@@ -259,11 +264,13 @@ class VariableSlices:
         return (selection[1] or not by_data) if selection is not None else _is_selected(value, by_data)
 
     def _selection_of(self, value: Any) -> tuple[Any, bool] | None:
+        """Return a weak reference of a selected tensor, and True for a choice by data; else None."""
         selection = self._selections.get(id(value))
         # A new tensor may have the id of a freed one before its callback ran.
         return selection if selection is not None and selection[0]() is value else None
 
     def _record_selection(self, *outputs: Any, by_data: bool) -> None:
+        """Record the outputs of an op as selections, until they are freed."""
         for tensor in leaves(outputs):
             # Eager tensors of TensorFlow are not hashable, so that no WeakKeyDictionary holds them.
             self._selections[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), by_data

@@ -54,8 +54,8 @@ class TorchParameters(StridedStore):
         """Return True if two parts have elements in common."""
         first, second = part or whole, other_part or whole
         # Disjoint ranges of memory need no comparison of elements, which is slow.
-        apart = min(first.end, second.end) <= max(first.offset, second.offset)
-        return not apart and bool(self._shared_elements(first, second).any())
+        are_disjoint = min(first.end, second.end) <= max(first.offset, second.offset)
+        return not are_disjoint and bool(self._shared_elements(first, second).any())
 
     def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if a part has every element of another."""
@@ -76,21 +76,21 @@ class TorchParameters(StridedStore):
 
         parts = (part, *(piece_part for _, piece_part in pieces))
         layouts = [whole if layout is None else layout for layout in parts]
-        # The row spans the parts alone: a slice of an embedding of gigabytes costs what the slice has.
+        # The memory spans the parts alone: a slice of an embedding of gigabytes costs what the slice has.
         start = min(layout.offset for layout in layouts)
-        first, *piece_layouts = [layout._replace(offset=layout.offset - start) for layout in layouts]
+        part_layout, *piece_layouts = [layout._replace(offset=layout.offset - start) for layout in layouts]
         # State that is created in inference mode could not be used in training afterwards.
         with torch.inference_mode(False):
             like = pieces[0][0]
             end = max(layout.end for layout in layouts)
-            row = torch.full((end - start,), fill, dtype=like.dtype, device=like.device)
+            memory = torch.full((end - start,), fill, dtype=like.dtype, device=like.device)
             for layout, (values, _) in zip(piece_layouts, pieces, strict=True):
-                places = row.as_strided(*layout)
+                places = memory.as_strided(*layout)
                 for axis, stride in enumerate(layout.strides):
                     if stride == 0:  # of an expanded parameter, of which each element has one place
                         places, values = places.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
                 places.copy_(values)
-            return row.as_strided(*first).clone()
+            return memory.as_strided(*part_layout).clone()
 
     def sum_repeats(self, gradient: Tensor, part: Part) -> Tensor:
         """Return the gradient of a part in which elements of an expanded parameter come once each."""
@@ -153,23 +153,23 @@ class TorchParameter(StoredParameter):
         # The way back is registered before the write, so that an interrupt in between is undone too.
         undo = [] if undo is None else undo
         with torch.no_grad():
-            plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
-            if plain and hasattr(self._parameter, "__tensor_flatten__"):
+            is_plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
+            if is_plain and hasattr(self._parameter, "__tensor_flatten__"):
                 kind = type(self._parameter.data).__name__
                 raise ParameterError(
                     f"parameter {self._name} is a {kind}, which is packed: write the model before"
                 )
             # A part may span several ranks: shards are gathered, changed and distributed again.
-            whole = self._parameter if plain else self.read().clone()
+            whole = self._parameter if is_plain else self.read().clone()
             view = whole if part is None else whole.as_strided(*part)
             new = changed(view.detach())
             if self._parameter.is_meta:
                 undo.append(partial(self.write, whole.clone()))
             else:
-                local = view if plain else self._parameter.to_local()
+                local = view if is_plain else self._parameter.to_local()
                 undo.append(partial(_copy_into, local, local.detach().clone()))
             view.copy_(new)
-            if not plain:
+            if not is_plain:
                 self.write(whole)
 
     def write(self, values: Tensor) -> None:
@@ -193,6 +193,7 @@ class TorchParameter(StoredParameter):
 
 
 def _copy_into(tensor: Tensor, values: Tensor) -> None:
+    """Write values into a tensor, outside autograd."""
     import torch
 
     with torch.no_grad():

@@ -208,9 +208,9 @@ class WeightTool(amanda.Tool, Generic[W]):
             raise self.error(str(error)) from error
         if not written:
             remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not weights else ""
-            changed = f"none of the {len(weights)} weights that {type(self).__name__} has changed is"
+            subject = f"none of the {len(weights)} weights that {type(self).__name__} has changed is"
             raise self.error(
-                f"{changed if weights else f'{type(self).__name__} has changed no weight'} of this "
+                f"{subject if weights else f'{type(self).__name__} has changed no weight'} of this "
                 f"{type(model).__name__}{remark}; call it in a scope of the tool, or "
                 "tool.prepare(model, example)"
             )
@@ -230,7 +230,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Write finalized weights into a model; return the model and the written weights."""
         written: list[W] = []
 
-        def changed(weight: W, value: Any) -> Any:
+        def finalize_weight(weight: W, value: Any) -> Any:
             written.append(weight)
             return self.finalized(weight, value)
 
@@ -238,7 +238,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             # One call for each store, which walks the parameters of the model once however many weights there
             # are.
             changes = [
-                (weight.holder, weight.part, partial(changed, weight))
+                (weight.holder, weight.part, partial(finalize_weight, weight))
                 for weight in weights
                 if weight.store is store
             ]
@@ -272,7 +272,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return names
 
     def _analyse_forward(self, context: amanda.OpContext) -> None:
-        """Insert the routine that reads and changes the weight of a forward op."""
+        """Insert the routine that reads and changes the weight of a forward op; record an op without one."""
         outdated_ops = self.weights.record_readers(context)
         # Ops that have routines for a weight that turned out to be looked up are analysed anew, and have none
         # then.
@@ -302,7 +302,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         # Settled state is a constant of the compiled graph: the compiler fuses the product with it into the
         # op.
         if state is not None:
-            apply = self._on_read_value(self.transform, view)
+            apply = self._adapt_to_read_value(self.transform, view)
             context.insert_before_op(_apply_transform, inputs=[read.index], apply=apply, **state)
         elif find is not None:
             locating = self._read_located_in_autograd if in_autograd else self._read_located
@@ -312,7 +312,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             context.insert_before_op(routine, inputs=[read.index], view=view)
 
     def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, view: WeightView | None) -> None:
-        """Insert `transform` with constant state into the file of a model."""
+        """Insert `transform` with constant state into the file of a model; nothing for a skipped weight."""
         if isinstance(view, Weight):
             self.on_file(cast(W, view), partial(context.get_value, read.index))
         if view is None or not view.is_ready:
@@ -322,11 +322,14 @@ class WeightTool(amanda.Tool, Generic[W]):
             return
         # NumPy arrays become initializers of the file.
         arrays = view.numbers(self.state_names)
-        apply = self._on_read_value(self.transform, view)
+        apply = self._adapt_to_read_value(self.transform, view)
         context.insert_before_op(_apply_transform_in_file, inputs=[read.index], apply=apply, **arrays)
 
     def _final_state(self, context: amanda.OpContext, read: WeightInput, view: WeightView | None) -> Any:
-        """Return state as tensors that a compiler may inline, as it cannot change; None elsewhere."""
+        """Return state as tensors that a compiler may inline, as it cannot change; None elsewhere.
+
+        Calls `on_read` for weights whose state is not computed yet, or was loaded.
+        """
         is_inlinable = self.elementwise or isinstance(view, Weight)
         if view is None or not is_inlinable or not context.namespace.matches("pytorch/*/graph"):
             return None
@@ -341,7 +344,9 @@ class WeightTool(amanda.Tool, Generic[W]):
                 self.on_read(cast(W, weight), present)
         return view.tensors_like(value, self.state_names) if view.is_ready else None
 
-    def _on_read_value(self, function: Callable[..., Any], view: WeightView | None) -> Callable[..., Any]:
+    def _adapt_to_read_value(
+        self, function: Callable[..., Any], view: WeightView | None
+    ) -> Callable[..., Any]:
         """Return `transform` or `transform_gradient` as a function of the value that an op reads."""
         # A view of other forms brings its pieces into canonical order itself.
         if self.elementwise or not isinstance(view, Weight):
@@ -349,22 +354,22 @@ class WeightTool(amanda.Tool, Generic[W]):
         return partial(_apply_to_canonical, function, view.layout, view.shape)
 
     def _analyse_backward(self, context: amanda.OpContext) -> None:
-        """Insert the routine that reads or changes the weight gradient of a backward op."""
+        """Insert the routine that reads or changes the weight gradient of a backward op, if any is wanted."""
         index = context["weight_grad_index"]
         if self._key not in context or index is None:
             return
         view, state = context[self._key], context[self._state_key]
-        # There autograd has differentiated `transform`, and a second change of the gradient would apply masks
-        # twice.
-        within = context.namespace.matches("pytorch/*/eager")
+        # In eager PyTorch autograd has differentiated `transform`, and a second change of the gradient would
+        # apply masks twice.
+        in_autograd = context.namespace.matches("pytorch/*/eager")
         if state is not None and self.transform_gradient is not None and self.transforms_gradients:
-            apply = self._on_read_value(self.transform_gradient, view)
+            apply = self._adapt_to_read_value(self.transform_gradient, view)
             context.insert_after_backward_op(_apply_transform, grad_inputs=[index], apply=apply, **state)
-        elif state is None and (self.wants_gradients or (self.transforms_gradients and not within)):
+        elif state is None and (self.wants_gradients or (self.transforms_gradients and not in_autograd)):
             context.insert_after_backward_op(
                 self._read_gradient, grad_inputs=[index], view=view,
                 is_weights=partial(weight_gradient(context), index),
-                transforms=self.transforms_gradients and not within,
+                transforms=self.transforms_gradients and not in_autograd,
             )  # fmt: skip
 
     def _read(self, value: Any, view: WeightView) -> Any:
@@ -386,7 +391,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         self, gradient: Any, view: WeightView | None, is_weights: Callable[[Any], bool], transforms: bool,
         run: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """Pass the gradient of each weight to `on_gradient`; return the transformed gradient."""
+        """Pass the gradient of each weight to `on_gradient`; return the transformed gradient or None."""
         # The forward routine has left the view of this execution there, where executions differ.
         view = run.get(self._key, view)
         # The analysis of one backward pass serves all: another pass may have no gradient of the weight there,
@@ -413,5 +418,5 @@ def _apply_transform_in_file(value: Any, apply: Callable[..., Any], **arrays: An
 def _apply_to_canonical(
     function: Callable[..., Any], layout: str | None, extents: Sequence[int], value: Any, **state: Any
 ) -> Any:
-    """Apply a function to a weight with axes (outputs, inputs, window); return the result in its layout."""
+    """Apply a function to a weight with axes (outputs, inputs, window); return the result in `layout`."""
     return restored(function(canonical(value, layout), **state), layout, extents)

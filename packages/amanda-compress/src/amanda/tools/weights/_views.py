@@ -44,7 +44,7 @@ class AliasedWeightView(WeightView):
         return any(id(weight) in weights for weight in self._weights)
 
     def _covered(self) -> Iterator[tuple[Weight, bool]]:
-        """Yield each weight of the parameter, and True if the view has every element of it."""
+        """Return pairs of each weight of the parameter, and True if the view has every element of it."""
         # The list of weights grows as ops read further parts; what was compared once is not compared again,
         # since each comparison takes a pass over elements.
         new_weights = self._weights[len(self._covers) :]
@@ -136,7 +136,10 @@ class IndexedRows(WeightView):
         return self._rows.is_ready
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
-        """Yield every row, also rows that the op does not read."""
+        """Yield every row, also rows that the op does not read.
+
+        value: unused, since it has the selected rows alone.
+        """
         # All rows, as state of rows that are not read now would otherwise be missing when a later execution
         # selects them.
         whole = self._holder.detach()
@@ -171,14 +174,16 @@ def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None
     places = origin.of(torch.arange(holder.numel(), device=holder.device).reshape(holder.shape))
     if places.dim() < len(extents):
         return None
-    inner = places.reshape(-1, *places.shape[places.dim() - len(extents) :])
+    read_rows = places.reshape(-1, *places.shape[places.dim() - len(extents) :])
     size = extents.numel()
-    row = torch.arange(size, device=holder.device).reshape(extents)
+    row_places = torch.arange(size, device=holder.device).reshape(extents)
     # Rows may be selected in any order, and repeatedly: only the order within each row counts.
-    starts = (inner.reshape(len(inner), -1)[:, 0] // size * size).reshape(-1, *[1] * len(extents))
+    first_places = (read_rows.reshape(len(read_rows), -1)[:, 0] // size * size).reshape(
+        -1, *[1] * len(extents)
+    )
     for axes in permutations(range(len(extents))):
-        turned = row.permute(axes)
-        if turned.shape == inner.shape[1:] and torch.equal(inner, starts + turned):
+        permuted = row_places.permute(axes)
+        if permuted.shape == read_rows.shape[1:] and torch.equal(read_rows, first_places + permuted):
             return axes
     return None
 

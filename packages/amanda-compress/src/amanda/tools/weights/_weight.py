@@ -45,7 +45,7 @@ class WeightView:
         raise NotImplementedError
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
-        """Return state by name; of each element in the shape of the value that is read."""
+        """Return state by name; elementwise state has the shape of the value that is read."""
         raise NotImplementedError
 
     def numbers(self, names: Iterable[str]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class WeightView:
         return tool.transform(value, **self.tensors_like(value, tool.state_names))
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
-        """Return the gradient of the value from that of what was read instead; None for no change."""
+        """Return the gradient of the value from the gradient of the transformed value; None for no change."""
         assert tool.transform_gradient is not None
         return tool.transform_gradient(gradient, **self.tensors_like(gradient, tool.state_names))
 
@@ -139,7 +139,7 @@ class Weight(WeightView):
 
     @property
     def name(self) -> str:
-        """Return where it is, for people: its path, or the module or line of the op that reads it."""
+        """Name for people: its path, or the module or line of the op that reads it."""
         return self.path or self.module or self.source
 
     @property
@@ -165,7 +165,7 @@ class Weight(WeightView):
         return self._xp.plain(value)
 
     def like(self, array: Any, reference: Array) -> Array:
-        """Return an array where another one is, in its own element type."""
+        """Return an array on the device of a reference, in the array's own element type."""
         return self._xp.beside(array, reference)
 
     def to_numpy(self, array: Array) -> Any:
@@ -270,7 +270,7 @@ class Weight(WeightView):
         return {name: self._arrays[name] for name in names if name in self._arrays}
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
-        """Yield itself."""
+        """Yield the weight itself, with a function that gives the value."""
         yield self, lambda: value
 
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
@@ -284,7 +284,7 @@ class Weight(WeightView):
         return self.transformed(tool, value)
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
-        """Yield itself."""
+        """Yield the weight itself, with the whole gradient."""
         yield self, gradient
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:

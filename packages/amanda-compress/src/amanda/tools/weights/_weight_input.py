@@ -140,6 +140,7 @@ class WeightReads(amanda.Tool):
             return None
         layout: str | None = context["weight_layout"]
         if context["weight_index"] is None and context["type"] in MATRIX_PRODUCTS:
+            # As the first factor, weight @ x, a weight has its outputs first; as the second its inputs.
             layout = ("OI", "IO")[MATRIX_PRODUCTS[context["type"]].factors.index(index)]
         holder = context.get_variable(index)
         # A view of a parameter has the parameter as its variable; a copy or a selection has none, and needs
@@ -222,7 +223,7 @@ SELECTIONS = frozenset({"getitem", "index_select", "embedding"})
 READS, SLICE = "amanda.tools.weights: reads", "amanda.tools.weights: slice of the weight"
 """Keys of contexts and of executions."""
 
-_FIRST_SWEEP = 64
+_FIRST_SWEEP = 64  # number of copies at which freed ones are first looked for
 _instance_numbers = count()
 
 
@@ -276,8 +277,8 @@ def _torch_tensors_and_store() -> tuple[Tensors, ParameterStore]:
 class FollowedSlices:
     """Copies and selections of parameters' elements, as long as these live.
 
-    In eager mode routines follow each execution.  Of a graph's symbols no more is known than that they are
-    selections, which ops are analysed in the order in which they compute.
+    In eager mode routines follow each execution.  Of a graph's symbols it is only recorded that they are
+    selections: ops of a graph are analysed in the order in which they compute.
     """
 
     def __init__(self) -> None:
@@ -287,7 +288,7 @@ class FollowedSlices:
         self._inputs_key = f"inputs {next(_instance_numbers)}"  # several tools may follow one op
 
     def of(self, value: Tensor) -> ParameterSlice | None:
-        """Return the slice that a tensor is which is no view of a parameter; None for a computed tensor."""
+        """Return the slice that a tensor is a copy or selection of; None for a view or a computed tensor."""
         tensors, _ = _torch_tensors_and_store()
         # Keyed by storage and not by tensor: each view of a copy is another tensor, and Python may drop and
         # make tensor objects anew. `_cdata` is private; `data_ptr` is 0 for all empty storages.
@@ -300,8 +301,8 @@ class FollowedSlices:
         # The frequent case, in which the copy is read as it was made, needs no composition of layouts.
         if form == copied.layout:
             return ParameterSlice(holder, copied.of, copied.form)
-        part = None if copied.form is None else _composed(copied.form, copied.layout, form)
-        return ParameterSlice(holder, partial(_viewed_as, copied.of, copied.layout, form), part)
+        part = None if copied.form is None else _compose_layouts(copied.form, copied.layout, form)
+        return ParameterSlice(holder, partial(_view_elements, copied.of, copied.layout, form), part)
 
     def follow(self, context: amanda.OpContext) -> None:
         """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
@@ -354,21 +355,21 @@ class FollowedSlices:
         _REQUIRED.check()
         storage, of, form = output.untyped_storage(), source.of, source.form
         if compute is not None:
-            of, form = partial(_selected, compute, of, inputs[1:]), None
+            of, form = partial(_select_elements, compute, of, inputs[1:]), None
         lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         # Weak: a record must not keep a model alive that the program has dropped.
         holder = weakref.ref(source.holder)
         self._copies[storage._cdata] = _CopiedSlice(lives, StridedLayout.of(output), holder, of, form)
 
     def sweep(self) -> None:
-        """Forget what is freed, and with it the indices that selected it."""
+        """Forget freed copies, and with them the indices that selected them."""
         for key, copied in list(self._copies.items()):  # other threads may write meanwhile
             if copied.storage.expired() and self._copies.get(key) is copied:
                 self._copies.pop(key, None)
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._copies))
 
     def source(self, value: Any) -> ParameterSlice | None:
-        """Return the slice of a parameter that an input views, copies or selects; else None."""
+        """Return the slice of a parameter that an input views, copies or selects; None for another value."""
         tensors, store = _torch_tensors_and_store()
         if not tensors.is_strided(value):
             return None
@@ -376,7 +377,9 @@ class FollowedSlices:
         if holder is None:
             return self.of(value)
         form = StridedLayout.of(value)
-        return ParameterSlice(holder, partial(_viewed_as, _identity, StridedLayout.of(holder), form), form)
+        return ParameterSlice(
+            holder, partial(_view_elements, _identity, StridedLayout.of(holder), form), form
+        )
 
 
 @amanda.differentiable
@@ -388,36 +391,40 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _selected(
+def _select_elements(
     compute: Callable[[list[Any]], Tensor], of: Callable[[Tensor], Tensor], indices: Any, whole: Tensor
 ) -> Tensor:
+    """Return what an op selects by indices out of the elements that `of` gives of a whole tensor."""
     return compute([of(whole), *indices])
 
 
-def _viewed_as(
+def _view_elements(
     of: Callable[[Tensor], Tensor], layout: StridedLayout, form: StridedLayout, whole: Tensor
 ) -> Tensor:
-    """Return the values of `of` with the layout in memory of the tensor that they replace, as a view."""
+    """Return a view, in the layout `form`, of the elements that `of` gives of a whole tensor.
+
+    layout: of the copy in memory whose place these elements take.
+    """
     import torch
 
-    laid = of(whole)
+    elements = of(whole)
     extents, strides, offset = layout
     # as_strided needs the memory order of the replaced tensor, and a computed copy may have another.
-    if laid.stride() != strides or not laid.is_contiguous():
-        values, laid = laid, torch.empty_strided(extents, strides, dtype=laid.dtype, device=laid.device)
-        laid.copy_(values)
-    return laid.as_strided(form.extents, form.strides, form.offset - offset + laid.storage_offset())
+    if elements.stride() != strides or not elements.is_contiguous():
+        memory = torch.empty_strided(extents, strides, dtype=elements.dtype, device=elements.device)
+        elements = memory.copy_(elements)
+    return elements.as_strided(form.extents, form.strides, form.offset - offset + elements.storage_offset())
 
 
-def _composed(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -> StridedLayout | None:
-    """Return the part of a parameter that a view of a copy of a part is; None if no strides describe it."""
+def _compose_layouts(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -> StridedLayout | None:
+    """Return the layout in the parameter of a view of a copied part; None if no strides describe it."""
     import torch
 
     if not prod((*part.extents, *form.extents)):
         return None
     # Numbered elements show where the view lies; strides of views cannot be multiplied in general.
     places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
-    positions = _viewed_as(_identity, layout, form, places)
+    positions = _view_elements(_identity, layout, form, places)
     first = positions[(0,) * positions.dim()]
     steps = [int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
              for axis, size in enumerate(positions.shape)]  # fmt: skip

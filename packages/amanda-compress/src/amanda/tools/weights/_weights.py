@@ -60,7 +60,7 @@ class WeightSelection(Selection):
         return self.fits(context)
 
     def leaves_adapter(self, context: amanda.OpContext) -> bool:
-        """Return True if the op is left because it is of an adapter, and no path asks for that."""
+        """Return True if the op is left because it is of an adapter, and no module path is given."""
         return not self.has_modules and is_adapter(context) and self.fits(context)
 
     def fits(self, context: amanda.OpContext, *names: str) -> bool:
@@ -128,7 +128,7 @@ class Weights(Generic[W]):
         return f"{self._unselected_count} weights were met, of which {selection} selects none"
 
     def record_unweighted(self, context: amanda.OpContext) -> None:
-        """Record a product that reads no weight."""
+        """Record a forward product that reads no weight; other ops are of no concern."""
         self._has_unweighted_product |= context["phase"] == "forward" and context["type"] in PRODUCTS
 
     def record_readers(self, context: amanda.OpContext) -> set[int]:
@@ -170,9 +170,9 @@ class Weights(Generic[W]):
             if self._tool.selection(context):
                 self.skip(context, SELECTED)
             return None, None
-        parts = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
-        if parts:
-            views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in parts}
+        slices = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
+        if slices:
+            views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
             return None, partial(_current_view, views, read.holder)
         if not read.is_followed:
             return self._view_of(context, value, read.holder, read.layout), None
@@ -182,7 +182,7 @@ class Weights(Generic[W]):
     def _locate(
         self, context: amanda.OpContext, layout: str | None, value: Any, origin: ParameterSlice | None
     ) -> WeightView | None:
-        """Return the view of the slice that an execution reads; None for a skipped slice."""
+        """Return the view of the slice or of the rows that an execution reads; None for a skipped one."""
         if origin is None:
             self.skip(context, WeightReads.unknown_part)
             return None
@@ -194,7 +194,7 @@ class Weights(Generic[W]):
     def _view_of(
         self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None
     ) -> WeightView | None:
-        """Return the weight, or a view of a parameter that holds weights; None for a skipped weight."""
+        """Return the weight, or a view of a parameter that holds weights; None if skipped or not selected."""
         unread = tensors_of(value).unread(value) if context.is_eager() else None
         if getattr(value, "is_meta", False) or unread is not None:  # it may have numbers later
             if unread is not None and self._tool.selection(context):
@@ -236,7 +236,7 @@ class Weights(Generic[W]):
     def _rows(
         self, context: amanda.OpContext, origin: ParameterSlice, value: Any, layout: str | None
     ) -> AliasedWeightView | None:
-        """Return the view of all rows of a parameter, of which an op reads some; None for skipped rows."""
+        """Return the view of all rows of a parameter, some of which an op reads; None for skipped rows."""
         holder, store = origin.holder, parameter_store(value)
         if not value.numel() or holder.is_meta:
             return None
@@ -246,7 +246,7 @@ class Weights(Generic[W]):
             if self._tool.selection(context):
                 self.skip(context, self._skip_reasons[identity])
         elif key not in self._views and key not in self._skipped:
-            # Until all rows are added: a failure half way leaves the parameter as a whole.
+            # Skipped until all rows are added: a failure half way leaves the whole parameter unchanged.
             self._skipped.add(key)
             if self._tool.selection(context):
                 self._add_rows(context, store, key, origin, value, layout)
@@ -263,7 +263,7 @@ class Weights(Generic[W]):
         value: Any,
         layout: Any,
     ) -> None:
-        """Add a weight for each row of a parameter, and the view of all rows."""
+        """Add a weight for each row of a parameter, and the view of all rows; no view if rows are skipped."""
         holder = origin.holder
         axes = order_of_axes(origin, value) if holder.dim() > 2 else None
         if axes is None or self._tool.leaves_rows:
@@ -353,7 +353,10 @@ class Weights(Generic[W]):
 def _current_view(
     views: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
 ) -> WeightView | None:
-    """Return the weight view of the slice of a stack that the op reads now."""
+    """Return the weight view of the slice of a stack that the op reads now; None for a skipped slice.
+
+    value, origin: unused, since the driver knows the slice.
+    """
     return views.get(parameter_store(holder).current_slice(holder))
 
 

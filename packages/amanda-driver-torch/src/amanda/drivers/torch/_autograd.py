@@ -105,12 +105,14 @@ class Autograd(EagerDriver):
         # `remove_abandoned_hooks` looks for frames of this function by its name, and reads `backward` there.
         @functools.wraps(original)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none."""
             # A pass within a pass may run on a thread of the engine, to which no context variable comes.
             if (caller_activation := activation_of_pass()) is not None:
                 # Within it, `activation_of_pass` returns None: the call comes here once.
                 with in_force(caller_activation):
                     return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
+            # By place come after `outputs`: gradients, whether to keep the graph, whether to create one.
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
             is_transform = _is_of_transform(sys._getframe(1))
@@ -143,7 +145,7 @@ class Autograd(EagerDriver):
 
 def _is_of_transform(caller: FrameType) -> bool:
     """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
-    caller_of_grad = caller.f_back
+    caller_of_grad = caller.f_back  # `caller` is `torch.autograd.grad`, which the transforms call
     return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
 
 
@@ -234,33 +236,35 @@ class _BackwardPass:
                 )
             self.under_way.append(self)
         # Looked up once, since the loop runs for every node of every pass.
-        settling = self._state.settles and not (self._create_graph or self._is_transform)
+        may_use_settled = self._state.settles and not (self._create_graph or self._is_transform)
         stack, shared, keep = self._state.stack, self._shared, self._handles.append
         leaf_counts: dict[int, int] = {}  # of leaves that are no parameters, by the op that used them first
         for node, mark, number in marked_nodes:
-            kind, trace = type(node), mark.trace
-            leaf = kind is AccumulateGrad
-            if not leaf:
+            node_type, trace = type(node), mark.trace
+            is_leaf = node_type is AccumulateGrad
+            if not is_leaf:
                 place = number - mark.start
             elif isinstance(node.variable, torch.nn.Parameter):
                 place = LEAF_PLACE + interceptor.ordinal(node.variable)
             else:
+                # A leaf that is no parameter has no ordinal: it is counted, above all parameters.
                 leaf_counts[id(mark)] = leaf_counts.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + leaf_counts[id(mark)]
-            if (shared and id(node) in shared) or (leaf and self._is_transform):
+            # Another pass has hooks there; a transform stores no gradient in a leaf.
+            if (shared and id(node) in shared) or (is_leaf and self._is_transform):
                 continue
             if mark.order:
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
-            if settling and plan.stack is stack:
-                settled = plan.backward.steps.get((kind, place)) or BackwardStep.settled(
-                    self._driver, trace, kind, place
+            if may_use_settled and plan.stack is stack:
+                settled = plan.backward.steps.get((node_type, place)) or BackwardStep.settled(
+                    self._driver, trace, node_type, place
                 )
                 if settled is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
-                    before, after, at = settled
-                    if at is not None:
-                        before, after, _ = at(mark.shapes or trace.shapes)
+                    before, after, hooks_for_shapes = settled
+                    if hooks_for_shapes is not None:
+                        before, after, _ = hooks_for_shapes(mark.shapes or trace.shapes)
                     if before is not None:
                         keep((node, node.register_prehook(before)))
                     if after is not None:
@@ -268,7 +272,9 @@ class _BackwardPass:
                     continue
             self._steps.append(trace)
             order = mark.order + 1
-            step = BackwardStep(self._driver, trace, kind, place, self._state, not leaf, order, mark.shapes)
+            step = BackwardStep(
+                self._driver, trace, node_type, place, self._state, not is_leaf, order, mark.shapes
+            )
             if step.has_work or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _StepHooks(step, mark, self._driver, self._drop_values_after_last)
@@ -281,20 +287,23 @@ class _BackwardPass:
         An interrupt may come at any step: another call then does the rest.
         """
         with self._lock:
-            running = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
-            if not running:  # an interrupted call may have removed some: to remove a hook twice does nothing
+            other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
+            if (
+                not other_passes
+            ):  # an interrupted call may have removed some: to remove a hook twice does nothing
                 remove_all(self._handles)
             while self._handles:
                 node, handle = self._handles[-1]
                 heir = next(
-                    (backward_pass for backward_pass in running if id(node) in backward_pass._shared), None
+                    (backward_pass for backward_pass in other_passes if id(node) in backward_pass._shared),
+                    None,
                 )
                 if heir is None:
                     remove_all([(node, handle)])
                 else:
                     heir._handles.append((node, handle))
                 self._handles.pop()  # last, so that an interrupt before it only repeats the step
-            self.under_way[:] = running
+            self.under_way[:] = other_passes
 
     def _drop_values_after_last(self, trace: Trace) -> None:
         """Drop the inputs and outputs of an op as soon as the last of its backward ops has run."""
@@ -311,9 +320,11 @@ class _BackwardPass:
         """
         if self._create_graph:
             return
-        deep = {id(mark.trace.plan) for _, mark, _ in self._marked_nodes if mark.order}
+        second_order_plans = {id(mark.trace.plan) for _, mark, _ in self._marked_nodes if mark.order}
         for trace in {id(trace): trace for trace in self._steps}.values():
-            if not trace.pending and (not trace.stack.double_backward or id(trace.plan) in deep):
+            if not trace.pending and (
+                not trace.stack.double_backward or id(trace.plan) in second_order_plans
+            ):
                 self._driver.finish(trace, keeps_graph)
 
 
@@ -326,14 +337,14 @@ def remove_abandoned_hooks() -> None:
     if not unfinished:
         return
     # A pass is alive if its frame is on this thread's stack; an interrupt may have skipped its `finally`.
-    running = set()
+    running_ids = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "run_backward":
-            running.add(id(frame.f_locals.get("backward")))
+            running_ids.add(id(frame.f_locals.get("backward")))
         frame = frame.f_back
     for backward_pass in unfinished:
-        if id(backward_pass) not in running:
+        if id(backward_pass) not in running_ids:
             uninterrupted(backward_pass.remove_hooks)
 
 
@@ -343,6 +354,7 @@ class _StepHooks(QuickHooks):
     def __init__(
         self, step: BackwardStep, mark: Mark, driver: Autograd, done: Callable[[Trace], None]
     ) -> None:
+        """Hold the step of a node; done: called with the op's trace after each of its backward ops."""
         self._step = step
         self._driver = driver
         self._mark = mark
@@ -350,12 +362,14 @@ class _StepHooks(QuickHooks):
         self._start = 0
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the gradients for the node after the routines before it; None if none has changed."""
         with Suspension(), reading_context():
             grads = self._step.before(grad_outputs)
         self._start = _sequence()
         return _tuple_if_changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the node's gradients after the routines behind it; None if none has changed."""
         # Before the routines run, whose own ops would take sequence numbers too.
         self._map_second_order(grad_inputs)
         with Suspension(), reading_context():
@@ -375,4 +389,5 @@ class _StepHooks(QuickHooks):
 
 
 def _tuple_if_changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
+    """Return the new gradients, or None, which torch takes as no change, if all are the old objects."""
     return None if len(old) == len(new) and all(map(operator.is_, old, new)) else tuple(new)

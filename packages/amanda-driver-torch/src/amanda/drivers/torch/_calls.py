@@ -155,10 +155,11 @@ _OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
 
 @cache
 def _depends_on_layout(key: str) -> bool:
-    """Return True for an op that may return a view of its first input."""
+    """Return True for an op that may return a view of its first input, by its schemas in ATen."""
     # A result that aliases an input without writing it is a view, by any overload.
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{key}")
     aliases = [result.alias_info for schema in schemas for result in schema.returns]
+    # Indexing has no schema of that name in ATen.
     return key == "getitem" or any(alias and not alias.is_write for alias in aliases)
 
 
@@ -168,6 +169,7 @@ class CollectiveCall(TorchCall):
     __slots__ = ("_lengths",)
 
     def __init__(self, *arguments: Any) -> None:
+        """Bind a call, and flatten its lists of lists; their lengths are held, to nest them again."""
         super().__init__(*arguments)
         self._lengths = {
             i: [len(tensors) for tensors in value]
@@ -191,6 +193,7 @@ class CollectiveCall(TorchCall):
         return lambda inputs: compute(nested(inputs))
 
     def _with_nested_lists(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the inputs with the flattened lists nested as in the call, and the others as they are."""
         return [
             _split_by_lengths(value, self._lengths[i]) if i in self._lengths else value
             for i, value in enumerate(inputs)
@@ -198,11 +201,13 @@ class CollectiveCall(TorchCall):
 
 
 def _split_by_lengths(flat: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    """Return consecutive items of a list as lists of these lengths."""
     values = iter(flat)
     return [[next(values) for _ in range(length)] for length in lengths]
 
 
 def _target_positions(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
+    """Return the positions of the inputs that the call writes its results into: 0 for an op in place."""
     if in_place:
         return (0,)
     # rrelu's `noise` is written, but is no result: the op fills it for its backward op.

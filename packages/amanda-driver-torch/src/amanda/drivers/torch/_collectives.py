@@ -73,7 +73,7 @@ def is_functional(op: Any) -> bool:
 
 
 def wait_for_results(values: Sequence[Any]) -> None:
-    """Wait for the results of a functional collective."""
+    """Wait for the results of a functional collective; values that are no tensors are skipped."""
     wait_tensor = torch.ops._c10d_functional.wait_tensor
     with Suspension():  # a wait is no op of the program
         for value in values:
@@ -82,7 +82,10 @@ def wait_for_results(values: Sequence[Any]) -> None:
 
 
 def report_reducers(attributes: Attributes) -> None:
-    """Report, when DistributedDataParallel runs, that the collectives of its reducer are not instrumented."""
+    """Report, when DistributedDataParallel runs, that the collectives of its reducer are not instrumented.
+
+    Does nothing in builds of torch without the class.
+    """
     parallel_class: Any = getattr(torch.nn.parallel, "DistributedDataParallel", None)
     original: Callable[..., Any] | None = getattr(parallel_class, "_pre_forward", None)
     if original is None:
@@ -90,6 +93,7 @@ def report_reducers(attributes: Attributes) -> None:
 
     @functools.wraps(original)
     def pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        """Report the reducer if it will reduce gradients of this pass, then run torch's function."""
         activation = interceptor.active()
         # Under `no_sync` the reducer does nothing; a comm hook is Python, whose collectives tools see.
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync

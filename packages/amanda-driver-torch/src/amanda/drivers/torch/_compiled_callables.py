@@ -55,5 +55,5 @@ def op_by_op_entry(function: Callable[..., Any] | None) -> tuple[str, str, str]:
         function_name = getattr(function, "__qualname__", None)
         name = f"compiled function {function_name}" if function_name else "compiled code"
         code = getattr(function, "__code__", None)
-    where = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
-    return name, RAN_OP_BY_OP, where
+    location = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
+    return name, RAN_OP_BY_OP, location

@@ -19,7 +19,8 @@ _RUN_FUNCTION = "_maybe_compile_and_run_fn"
 def run_map_op_by_op(attributes: Attributes) -> None:
     """Make torch's `map` run its body op by op, on flat results as compiled code returns them.
 
-    Otherwise `map` takes a single result tensor for a list of tensors when gradients are recorded.
+    Otherwise `map` takes a single result tensor for a list of tensors when gradients are recorded.  Does
+    nothing before torch 2.7.
     """
     module = sys.modules[UTILS]
     original = getattr(module, _RUN_FUNCTION, None)
@@ -28,6 +29,7 @@ def run_map_op_by_op(attributes: Attributes) -> None:
 
     @functools.wraps(original)
     def run(fn: Callable[..., Any], *args: Any) -> Any:
+        """Run the body of `map` on flat results, which get their form back; run all else as torch does."""
         if torch.compiler.is_dynamo_compiling():  # dynamo would trace what follows
             return original(fn, *args)
         activation = interceptor.active()
@@ -37,12 +39,12 @@ def run_map_op_by_op(attributes: Attributes) -> None:
         body, *operands = args
         spec: Any = None
 
-        def flat(*inputs: Any) -> list[Any]:
+        def flat_body(*inputs: Any) -> list[Any]:
             nonlocal spec
             leaves, spec = tree_flatten(body(*inputs))
             return leaves
 
-        results = original(fn, flat, *operands)
+        results = original(fn, flat_body, *operands)
         return results if spec is None else tree_unflatten(results, spec)
 
     attributes.set(module, _RUN_FUNCTION, run)

@@ -254,8 +254,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             bound = binding(site.target, args, kwargs)
             call_class = CollectiveCall if site.key.startswith("c10d::") else TorchCall
             return call_class(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
+        # Under transforms an operator comes before the Function that it brings to each of them.
         count = 2 if args[0] is FUNCTION_CALL else 1
         head, callee, own_args = args[:count], args[count - 1], args[count:]
+        # The overloads of an operator are one op to tools.
         op = ScriptedOp(callee) if site.key in _SCRIPTED else getattr(callee, "overloadpacket", callee)
         return TorchCall(
             site, op, head, own_args, kwargs, binding(callee, own_args, kwargs), False, self.invoke
@@ -287,6 +289,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             value_type = type(value)
             if value_type is torch.nn.Parameter:
                 parameters.append(value)
+            # Torch's `isinstance` takes tensors of some other classes for parameters, too.
             elif isinstance(value, (list, tuple)) or (
                 value_type is not torch.Tensor and isinstance(value, torch.Tensor)
             ):

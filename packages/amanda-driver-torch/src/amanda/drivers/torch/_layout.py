@@ -67,10 +67,12 @@ def find_layout(libraries: Libraries) -> tuple[Layout | None, str]:
 def _words_at(
     word_type: "type[ctypes._SimpleCData[int]]", samples: Iterable[torch.Tensor], offset: int
 ) -> list[int]:
+    """Return the word at an offset in the TensorImpl of each sample."""
     return [word_type.from_address(sample._cdata + offset).value for sample in samples]
 
 
 def _first_offset(fits: Callable[[int], bool], step: int = _WORD, start: int = _WORD) -> int:
+    """Return the first offset that fits, within the searched bytes; raise LookupError if none does."""
     for offset in range(start, _END, step):
         if fits(offset):
             return offset
@@ -81,28 +83,29 @@ def _version_offsets() -> tuple[int, int]:
     """Return the offset of the pointer to a tensor's version counter, and of the version in the counter."""
     # Versions that differ from each other and from small constants, so that no other word equals them.
     samples = [torch.zeros(2) for _ in range(3)]
-    for times, sample in enumerate(samples):
-        for _ in range(300 + 77 * times):
+    for index, sample in enumerate(samples):
+        for _ in range(300 + 77 * index):
             sample.zero_()
     detached = [sample.detach() for sample in samples]
     with torch.inference_mode():
         unversioned = torch.zeros(2)
     versions = [sample._version for sample in samples]
-    numbers = range(2 * _WORD, 3 * _WORD, 4)
+    places = range(2 * _WORD, 3 * _WORD, 4)
 
     def offset_in_counter(offset: int) -> int | None:
+        """Return the version's offset in what the word at `offset` points to; None for any other word."""
         counters = _words_at(ctypes.c_uint64, samples, offset)
         # A tensor and what is detached from it share an object for this, and one for their memory: both are
-        # on the heap and longer than `numbers`.
+        # on the heap and longer than `places`. Four values: 0 and three different counters.
         if counters != _words_at(ctypes.c_uint64, detached, offset) or len({0, *counters}) != 4:
             return None
         if any(_words_at(ctypes.c_uint64, [unversioned], offset)):
             return None
         words = {
-            number: [ctypes.c_uint32.from_address(counter + number).value for counter in counters]
-            for number in numbers
+            place: [ctypes.c_uint32.from_address(counter + place).value for counter in counters]
+            for place in places
         }
-        return next((number for number in numbers if words[number] == versions), None)
+        return next((place for place in places if words[place] == versions), None)
 
     offset = _first_offset(lambda offset: offset < 8 * _WORD and offset_in_counter(offset) is not None)
     version_offset = offset_in_counter(offset)
@@ -119,13 +122,15 @@ def _dtype_offset() -> int:
     transposed = [torch.zeros(3, 4, dtype=dtype).t() for dtype in dtypes]
 
     def fits(offset: int) -> bool:
+        """Return True if the word differs by dtype and device alone, and has no device index."""
         cpu, meta = (_words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values())
-        same = cpu == _words_at(ctypes.c_uint32, transposed, offset)
-        numbers = [word & 0xFFFF for word in cpu]
+        ignores_strides = cpu == _words_at(ctypes.c_uint32, transposed, offset)
+        dtype_numbers = [word & 0xFFFF for word in cpu]
         devices = {word >> 16 & 0xFF for word in cpu}, {word >> 16 & 0xFF for word in meta}
-        apart = len(set(numbers)) == len(dtypes) and devices[0] != devices[1]
-        no_index = all(word >> 24 == 0xFF for word in (*cpu, *meta))
-        return same and apart and no_index and numbers == [word & 0xFFFF for word in meta]
+        has_distinct_words = len(set(dtype_numbers)) == len(dtypes) and devices[0] != devices[1]
+        has_no_index = all(word >> 24 == 0xFF for word in (*cpu, *meta))
+        is_dtype = dtype_numbers == [word & 0xFFFF for word in meta]
+        return ignores_strides and has_distinct_words and has_no_index and is_dtype
 
     return _first_offset(fits, step=4)
 
@@ -147,14 +152,19 @@ def _autograd_offset() -> int:
     recorded.append(recorded[0] * 2)
 
     def fits(offset: int) -> bool:
-        none = not any(_words_at(ctypes.c_uint64, plain, offset))
-        return none and len({0, *_words_at(ctypes.c_uint64, recorded, offset)}) == len(recorded) + 1
+        """Return True if the word is 0 in plain tensors, and another pointer in each recorded tensor."""
+        is_null = not any(_words_at(ctypes.c_uint64, plain, offset))
+        return is_null and len({0, *_words_at(ctypes.c_uint64, recorded, offset)}) == len(recorded) + 1
 
     return _first_offset(fits)
 
 
 def _grad_mode_bit(switches: int) -> tuple[int, int]:
-    """Return the byte of a thread's switches, and the bit in it, that is set while gradients are on."""
+    """Return the byte of a thread's switches, and the bit in it, that is set while gradients are on.
+
+    Raises LookupError unless the two modes differ in exactly one bit.  switches: address of the function
+    that returns the switches.
+    """
     # The switches are thread-local: native code calls this function once per thread, then reads the byte.
     address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(switches)() or 0
     with torch.no_grad():

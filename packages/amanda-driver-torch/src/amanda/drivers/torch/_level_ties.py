@@ -28,6 +28,7 @@ class LevelTie(Tie):
     def __init__(
         self, views: "TorchViews", view: torch.Tensor, value: torch.Tensor, on_death: Callable[[Tie], None]
     ) -> None:
+        """Hold both sides, and the versions from which later writes are told; on_death: ends the tie."""
         self._on_death = on_death
         self._value, self._view = value, view
         self._storage = innermost(value).untyped_storage()
@@ -58,7 +59,11 @@ class LevelTie(Tie):
             self._on_death(self)
 
     def carry(self, start: Hashable, written: "WrittenPart") -> "WrittenPart | None":
-        """Copy the elements that were written to the other side, as an op of the program would."""
+        """Copy written elements to the other side, as an op of the program would; return them there.
+
+        None is returned, and nothing copied, if the write was elsewhere in the storage.
+        """
+        # From the side that the write began at to the other.
         source, target = (self._value, self._view)[:: 1 if start == self.ends[0] else -1]
         with without_transforms(), torch.no_grad():
             levels, data = with_batches_first(source)
@@ -71,7 +76,7 @@ class LevelTie(Tie):
         return written_part(target, marks)
 
     def drifted(self) -> torch.Tensor | None:
-        """Return the side whose version has changed since the last copy."""
+        """Return the side whose version has changed since the last copy; None if neither has."""
         now, before = self._current_versions(), self._versions
         return next(
             (

@@ -59,6 +59,7 @@ def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
 def batch_sizes(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Return the level and the number of samples of each batch of a tensor, the outermost first."""
     axes = batch_axes(tensor)
+    # Levels count from the outermost transform.
     sizes = innermost(tensor).shape if axes else ()
     return [(level, sizes[axes[level]]) for level in sorted(axes)]
 
@@ -75,6 +76,7 @@ def with_batches_first(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Ten
 
 def wrapped_at(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
     """Return data with an axis for each of some batches in front as the batched tensor of these levels."""
+    # Each call takes the axis in front, so that the batches come in the order of the levels.
     for level in levels:
         data = _functorch._add_batch_dim(data, 0, level)
     return data
@@ -104,5 +106,5 @@ def without_transforms() -> Iterator[None]:
             stack.append(_functorch.pop_dynamic_layer_stack())
         yield
     finally:
-        while stack:
+        while stack:  # the outermost, which was left last, comes first
             _functorch.push_dynamic_layer_stack(stack.pop())

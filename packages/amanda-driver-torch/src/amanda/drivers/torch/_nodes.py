@@ -33,13 +33,15 @@ def remove_all(handles: list[tuple[Any, Any]]) -> None:
 def place_hooks_quickly(attributes: Attributes) -> None:
     """Make torch register the driver's hooks at nodes without a `RemovableHandle`.
 
-    A handle takes longer to make than the hook takes to run. Hooks of the program get handles as ever.
+    A handle takes longer to make than the hook takes to run. Hooks of the program get handles as ever, and so
+    do all hooks without native code.
     """
     original = getattr(torch.autograd.Function, "_register_hook", None)
     if original is None or not NATIVE:
         return
 
     def register_hook(hooks: Any, hook: Any) -> tuple[Any, Any]:
+        """Return a node's hooks with a new hook, and what `remove_all` removes it by."""
         # The program's hooks, and those of libraries, get the handle that torch promises.
         if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
             registered: tuple[Any, Any] = original(hooks, hook)
@@ -74,6 +76,7 @@ class FreedAfterNode:
         self._freeing = self._of_thread
 
     def __del__(self) -> None:
+        """Free the successors, or leave them to the loop that already runs on this thread."""
         freeing = self._freeing
         freeing.waiting.append(self._successors)
         del self._successors

@@ -90,29 +90,32 @@ def kinds_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
 
 
 def _with_least(candidates: list[CallForm], quality: str) -> list[CallForm]:
+    """Return the forms with the smallest count; quality: "missing" or "unknown"."""
     least = min((getattr(form, quality) for form in candidates), default=0)
     return [form for form in candidates if getattr(form, quality) == least]
 
 
 def _forms_of_signature(signature: Signature, nargs: int, keywords: tuple[str, ...]) -> Iterator[CallForm]:
     """Yield the form of a call by one signature, and the form with a size spread over the last arguments."""
-    by_name = tuple(signature.index(keyword) for keyword in keywords)
+    keyword_arguments = tuple(signature.index(keyword) for keyword in keywords)
     positional = signature.positional
     if nargs <= len(positional):
-        yield from _without_repeats(CallForm(signature, positional[:nargs] + by_name, keywords))
+        yield from _without_repeats(CallForm(signature, positional[:nargs] + keyword_arguments, keywords))
     if signature.spreads and nargs >= len(positional):
         sizes = (positional[-1],) * (nargs - len(positional))
-        bound = positional + sizes + by_name
+        bound = positional + sizes + keyword_arguments
         yield CallForm(signature, bound, keywords, spread=True)
 
 
 def _without_repeats(form: CallForm) -> Iterator[CallForm]:
+    """Yield a form unless two arguments of the call would fill the same input."""
     indices = [i for i in form.bound if i is not None]
     if len(set(indices)) == len(indices):
         yield form
 
 
 def _in_call_order(nargs: int, keywords: tuple[str, ...]) -> CallForm:
+    """Return the form of a call without a signature: inputs arg0, arg1, ..., then the keywords."""
     arguments = tuple(Argument(f"arg{i}", "Any") for i in range(nargs))
     order = tuple(range(nargs))
     return CallForm(Signature(arguments, order), order + (None,) * len(keywords), keywords)

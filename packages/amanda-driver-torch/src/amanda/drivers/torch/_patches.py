@@ -86,25 +86,27 @@ class TorchPatches:
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")
 
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+            """Run a checkpoint, in scopes so that its function recomputes at the place of the first run."""
             if interceptor.active() is None or not torch.is_grad_enabled():
                 return (yield from generator(fn, *args, **kwargs))
             # The generator surrounds the first run, and calls the function to recompute alone.
             recomputation = Recomputation()
-            again = _in_state_of_pass(functools.partial(recomputation.again, fn))
+            recompute = _in_state_of_pass(functools.partial(recomputation.again, fn))
             with recomputation.first():
-                return (yield from generator(again, *args, **kwargs))
+                return (yield from generator(recompute, *args, **kwargs))
 
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
             return forward(ctx, _in_state_of_pass(recomputed(run_function)), *args)
 
-        hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
+        original_init = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
 
         def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-            hook(self, *args, **kwargs)
+            original_init(self, *args, **kwargs)
             self.pack_hook = _without_tools(self.pack_hook)  # what it computes is no op of the program
 
-        if hook is not None:
-            attributes.set(checkpoint._recomputation_hook, "__init__", functools.wraps(hook)(make_hook))
+        if original_init is not None:
+            init = functools.wraps(original_init)(make_hook)
+            attributes.set(checkpoint._recomputation_hook, "__init__", init)
         if generator is not None:
             attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
         if forward is not None:
@@ -176,7 +178,10 @@ def _restore_stance(contexts: Sequence[Any]) -> None:
 
 
 def _run_frames_eagerly(attributes: Attributes) -> None:
-    """Keep a dynamo without stances from compiling in a scope, and from running compiled code."""
+    """Keep a dynamo without stances from compiling in a scope, and from running compiled code.
+
+    Logs a warning, and changes nothing, if dynamo lacks the functions to patch.
+    """
     module = sys.modules.get("torch._dynamo.eval_frame")
     names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
     skip_code = getattr(module, "skip_code", None)
@@ -186,6 +191,7 @@ def _run_frames_eagerly(attributes: Attributes) -> None:
     original = getattr(module, names[0])
 
     def set_eval_frame(callback: Any) -> Any:
+        """Set dynamo's callback, which in scopes stays off, with a report; return the callback before."""
         before = original(None)  # dynamo's callback off: nothing that the frame calls is compiled
         activation = interceptor.active()
         if activation is None or not callable(callback):
@@ -211,7 +217,10 @@ def forget_torch_callables() -> None:
 
 
 def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
-    """Patch an internal function of torch to run without tools, and to report if it runs a program."""
+    """Patch an internal function of torch to run without tools, and to report if it runs a program.
+
+    Does nothing if this torch lacks the function.
+    """
     *owners, method = name.split(".")
     holder: Any = sys.modules[module]
     for owner in owners:
@@ -223,6 +232,7 @@ def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
 
     @functools.wraps(function)
     def run_without_tools(*args: Any, **kwargs: Any) -> Any:
+        """Report the function if it has a report's entry, and run it without tools."""
         activation = interceptor.active()
         if activation is not None and report_entry is not None:
             activation.state.report(*report_entry)
@@ -233,20 +243,20 @@ def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
 
 
 def _report_loader_workers(attributes: Attributes) -> None:
-    """Patch DataLoader to report a pass whose ops run in worker processes."""
+    """Patch DataLoader to report a pass whose ops run in worker processes; do nothing if torch lacks it."""
     reset = torch_attribute(f"utils.data.dataloader.{_RESET}")
     if reset is None:
         return
 
     @functools.wraps(reset)
-    def reset_and_tell(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+    def report_and_reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
         activation = interceptor.active()
         if activation is not None:
             activation.state.report("worker processes of a DataLoader", UNSEEN_IN_WORKERS)
         return reset(iterator, *args, **kwargs)
 
     owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
-    attributes.set(owner, "_reset", reset_and_tell)
+    attributes.set(owner, "_reset", report_and_reset)
 
 
 def _replaying_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -117,21 +117,22 @@ def _reads_correctly(reader: interceptor.Reader) -> bool:
         trained = torch.zeros(2, 3, requires_grad=True)
         different = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
         key = reader.key((plain, 1))
-        same = key and key == reader.key((torch.ones(4, 5), 2))
-        apart = all(reader.key((tensor, 1)) not in (0, key) for tensor in different)
+        has_equal_keys = key and key == reader.key((torch.ones(4, 5), 2))
+        has_distinct_keys = all(reader.key((tensor, 1)) not in (0, key) for tensor in different)
         sized = reader.key((plain, 1), {}, True)
-        apart = apart and sized == reader.key((torch.ones(2, 3), 2), {}, True) != 0
-        apart = apart and sized != reader.key((torch.ones(3, 2), 1), {}, True)
-        before = reader.version(plain)
+        has_distinct_keys = has_distinct_keys and sized == reader.key((torch.ones(2, 3), 2), {}, True) != 0
+        has_distinct_keys = has_distinct_keys and sized != reader.key((torch.ones(3, 2), 1), {}, True)
+        first_version = reader.version(plain)
         plain.zero_()
-        written = before == 0 and reader.version(plain) == 1
+        counts_writes = first_version == 0 and reader.version(plain) == 1
         with torch.no_grad():
-            off = reader.key((trained, 1)) == reader.key((plain, 1)) != key
+            ignores_gradients = reader.key((trained, 1)) == reader.key((plain, 1)) != key
         with torch.inference_mode():
-            inference = reader.version(torch.zeros(1)) is None
+            has_no_version = reader.version(torch.zeros(1)) is None
         view, equal = plain.view(6), torch.ones(2, 3)
-        shared = reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0
+        tells_memory = reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0
         fits = reader.can_substitute(plain, equal) and reader.can_substitute(trained, equal)
         misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
         fits = fits and not any(reader.can_substitute(plain, misfit) for misfit in misfits)
-    return bool(same and apart and written and off and inference and shared and fits)
+    reads_keys = has_equal_keys and has_distinct_keys and ignores_gradients
+    return bool(reads_keys and counts_writes and has_no_version and tells_memory and fits)

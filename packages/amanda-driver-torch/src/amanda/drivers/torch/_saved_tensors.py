@@ -57,7 +57,7 @@ class SavingHooks(Saved):
             self._shared.pop().copy()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Stand-in for a pack hook: note a tensor that shares memory with those to be written."""
+        """Pack a saved tensor for autograd, and note it if it shares memory with those to be written."""
         with Suspension():
             shared = any(_share_memory(tensor, written) for written in self._written)
             if self._outer_pack is not None:
@@ -93,6 +93,7 @@ class SavedAtNodes(Saved):
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
+    """Return a tensor's node; None for a leaf, and for a view of which torch does not tell."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # of a view from under no_grad whose base was written since, torch does not tell
@@ -142,7 +143,7 @@ class SavedTensor:
             return  # the op itself has written what it saved, which is an error in the backward pass
         with Suspension(), torch.no_grad():
             self._tensor = self._tensor.clone()
-        self._version = 0
+        self._version = 0  # the clone's
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; raise torch's error if it was written since it was saved."""
@@ -169,6 +170,7 @@ def has_hooks() -> bool:
 
 
 def _program_hooks() -> Any:
+    """Return the innermost hooks of the user, to pack and to unpack; None without, and before torch 2.8."""
     try:
         return torch._C._autograd._top_saved_tensors_default_hooks(False)
     except AttributeError:  # before torch 2.8
@@ -176,6 +178,7 @@ def _program_hooks() -> Any:
 
 
 def _share_memory(tensor: torch.Tensor, written: torch.Tensor) -> bool:
+    """Return True if two tensors of one layout have a storage in common."""
     if is_wrapped(tensor) or is_wrapped(written):  # whose storage cannot be asked for
         tensor, written = innermost(tensor), innermost(written)
     return tensor.layout == written.layout and bool(torch._C._is_alias_of(tensor, written))  # type: ignore[attr-defined]
@@ -226,6 +229,7 @@ class TensorSpec(NamedTuple):
 
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a function's result for a value; for a list or tuple, results of its items at any depth."""
     if type(value) in (list, tuple):
         return type(value)(map_nested(function, item) for item in value)
     return function(value)
@@ -240,6 +244,7 @@ class MakerNode:
     __slots__ = ("_call", "_marker", "_name", "_number")
 
     def __init__(self, output: torch.Tensor, call: DatalessCall) -> None:
+        """Note the name of an output's node; a marker at the node tells later if it lives."""
         node = output.grad_fn
         assert node is not None
         self._call, self._name, self._number = call, node.name(), output.output_nr
@@ -284,7 +289,7 @@ class _SaveForBackward(torch.autograd.Function):
 
 
 def _error_text(tensor: torch.Tensor, version: int) -> str:
-    """Return torch's text for a tensor that was saved at an earlier version.
+    """Return torch's error text for a tensor that was saved at an earlier version.
 
     Torch itself writes the text: it saves the tensor under that version number and then finds a later one.
     """
@@ -314,4 +319,5 @@ def _names_are_short() -> bool:
 
 
 def _name_in_error(name: str) -> str:
+    """Return a node's name as this torch's errors have it: some lack the ending "Backward0"."""
     return re.sub(r"Backward\d+$", "", name) if _names_are_short() else name

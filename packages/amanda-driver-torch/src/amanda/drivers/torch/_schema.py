@@ -41,6 +41,7 @@ class Binding:
         self._optional_tensors = layout.optional_tensors
         self._indices = {name: i for i, name in enumerate(self.names)}
         self._statistics = _running_statistics(self._indices)
+        # Schemas say `self` where torch's Python functions say `input`: tools may use either name.
         if "self" in self._indices:
             self._indices.setdefault("input", self._indices["self"])
         elif "input" in self._indices:
@@ -101,6 +102,7 @@ class _ReorderedBinding(Binding):
         self._template = [layout.filled.get(i) for i in range(len(layout.names))]
 
     def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
+        """Return the inputs in the order of the schema, with defaults before the last that is given."""
         values = self._template.copy()
         for i, value in zip(self._positional, args, strict=False):
             values[i] = value
@@ -112,6 +114,7 @@ class _ReorderedBinding(Binding):
         return values
 
     def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
+        """Return the argument of each input; -1 for a default, a pair (start, end) for a spread size."""
         sources: list[int | tuple[int, int]] = [-1] * len(self._template)
         if self._spread is not None:
             sources[self._spread] = len(self._positional), nargs
@@ -122,6 +125,7 @@ class _ReorderedBinding(Binding):
         return tuple(sources)
 
     def call_arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments in the form of the call; a default that was changed becomes a keyword."""
         args = tuple(inputs[i] for i in self._positional)
         if self._spread is not None:
             size = inputs[self._spread]
@@ -195,6 +199,7 @@ def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding |
 
 
 def _new_binding(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _OverloadedBinding:
+    """Return the binding of a form of call, or, if its signatures differ, one that looks at the types."""
     candidates = call_forms(signatures(called), nargs, keywords)
     if len({candidate.layout for candidate in candidates}) == 1:
         return _binding_of_layout(candidates[0].layout)
@@ -202,6 +207,7 @@ def _new_binding(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding 
 
 
 def _binding_of_layout(layout: ArgumentLayout) -> Binding:
+    """Return the binding of a layout: the plain one if all arguments come in the order of the schema."""
     in_order = layout.positional == tuple(range(len(layout.names)))
     return Binding(layout) if in_order else _ReorderedBinding(layout)
 
@@ -211,6 +217,7 @@ _STATISTICS_FLAGS = ("training", "train", "use_input_stats")
 
 
 def _running_statistics(indices: Mapping[str, int]) -> tuple[int, tuple[int, ...]] | None:
+    """Return the positions of a normalisation's flag, and of its statistics; None for any other op."""
     if "running_mean" not in indices or "running_var" not in indices:
         return None
     flag = next((indices[name] for name in _STATISTICS_FLAGS if name in indices), None)
@@ -229,11 +236,13 @@ OutputSpec = Callable[[Sequence[Any]], Any]
 
 def flatten_outputs(output: Any) -> tuple[list[Any], OutputSpec]:
     """Return an operator's outputs as a list, and a function that puts a list back into their form.
+
     A tuple, a namedtuple and a list of tensors are their elements; None is no output.
     """
     if output is None:
         return [], _no_output
     if isinstance(output, tuple):
+        # The class of a named tuple takes its fields as separate arguments, `_make` as a list.
         return list(output), getattr(output, "_make", type(output))
     if isinstance(output, list) and holds_tensor(output):
         return output.copy(), list

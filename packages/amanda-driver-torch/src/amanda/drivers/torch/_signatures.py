@@ -186,6 +186,7 @@ def _convert_arguments(schema: Any) -> tuple[Argument, ...]:
 def _convert_argument(argument: Any, returned: Set[str] | None) -> Argument:
     """Convert an argument of a schema; returned: alias sets of the op's results, None if they are unknown."""
     element_type, is_list, is_optional = getattr(argument, "real_type", argument.type), False, False
+    # Optional elements of a list, which come within it, do not make the list optional.
     while element_type.kind() in ("OptionalType", "ListType"):
         is_optional |= element_type.kind() == "OptionalType" and not is_list
         is_list |= element_type.kind() == "ListType"
@@ -233,7 +234,7 @@ def _in_python_order(arguments: tuple[Argument, ...], target: Target) -> Signatu
     names = [argument.name for argument in arguments]
     is_method = target.kind != "function"
     if is_method and "self" in names:
-        positional.sort(key=lambda i: names[i] != "self")
+        positional.sort(key=lambda i: names[i] != "self")  # stable: the others keep their order
     size = arguments[positional[-1]] if len(positional) == 1 + is_method else None
     spreads = size is not None and size.is_list and size.type in ("Int", "SymInt")
     return Signature(arguments, tuple(positional), spreads)
@@ -251,6 +252,7 @@ def _deprecated_orders(schemas: Iterable[tuple[Argument, ...]], target: Target) 
 
 @cache
 def _testing_overrides() -> dict[Any, Any]:
+    # For its tests torch has a Python function with the parameters of each function that can be overridden.
     return dict(torch.overrides.get_testing_overrides())
 
 

@@ -212,9 +212,11 @@ class TorchTensors:
             for old, new in zip(outputs, values, strict=True)
         ]
         if not torch.is_grad_enabled():
-            through = {id(new): old for old, new in zip(spread(call_inputs), spread(inputs), strict=False)}
+            input_by_id = {
+                id(new): old for old, new in zip(spread(call_inputs), spread(inputs), strict=False)
+            }
             for i, (old, new) in enumerate(zip(outputs, placed, strict=True)):
-                original = through.get(id(old), old)
+                original = input_by_id.get(id(old), old)
                 if new is not original and isinstance(new, torch.Tensor) and _needs_gradient(original, new):
                     with torch.enable_grad():
                         placed[i] = StraightThrough.apply(original, new)  # type: ignore[no-untyped-call]

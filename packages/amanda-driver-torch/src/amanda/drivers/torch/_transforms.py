@@ -60,6 +60,7 @@ class TransformedTensors(TorchTensors):
         """Return True if two tensors are of one kind and hold the same bits in all samples of a batch."""
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             return False
+        # Within a transform no number can be read of a batch.
         with without_transforms(), torch.no_grad():
             (levels, data), (other_levels, other_data) = map(with_batches_first, (value, other))
             return levels == other_levels and same_bits(data, other_data)
@@ -91,6 +92,7 @@ class TransformedTensors(TorchTensors):
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
         value = self._batched_like(original, self._cast(original, value))
+        # Integers have no gradient, and an inference tensor enters no graph.
         if not (original.is_floating_point() or original.is_complex()) or original.is_inference():
             return value
         result: torch.Tensor = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
@@ -106,8 +108,8 @@ class TransformedTensors(TorchTensors):
         target.copy_(self.straight_through(target.clone(), value))
 
     def _cast(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        fitting: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
-        return fitting
+        cast_value: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
+        return cast_value
 
     def _batched_like(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return a value with the batches of an original: the program may write into each sample."""
@@ -150,6 +152,7 @@ class RunBeside(Saved):
         copy = target.clone()
         layout = copy.shape, copy.stride(), copy.dtype
         result = call.invoke([copy, *inputs[1:]])
+        # An op such as `t_` has changed the shape of the copy: only a call on the tensor changes that one.
         if result is not copy or (copy.shape, copy.stride(), copy.dtype) != layout:
             return call.invoke(inputs)
         return target.copy_(copy)
@@ -201,7 +204,7 @@ def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def explain_levels(error: BaseException, values: Sequence[Any]) -> None:
     """Add a note to an error of a routine whose values function transforms have wrapped."""
     note = WITHOUT_NUMBERS if any(map(batch_axes, _tensors_among(values))) else WITHOUT_MEMORY
-    notes = getattr(error, "__notes__", [])
+    notes = getattr(error, "__notes__", [])  # `add_note` comes with Python 3.11
     if note not in notes:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 

@@ -138,6 +138,7 @@ class WrittenPart:
     """Written elements of a storage: all elements of a tensor, or some of them."""
 
     def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
+        """Note the written elements of a tensor: those that `marks` selects, all without marks."""
         self.tensor = tensor
         self._whole = marks is None and _is_whole(tensor)
         self._flags: torch.Tensor | None = None
@@ -197,6 +198,7 @@ class TensorTie(Tie):
         recorded: bool,
         on_death: Callable[[Tie], None],
     ) -> None:
+        """Hold the memory of the view, and how the value lies in its own; on_death: called as that goes."""
         self._views = views
         self.ends = views.memory(value), views.memory(view)
         # The storage, not the value: other tensors of the program may share it and outlive the value.
@@ -208,8 +210,8 @@ class TensorTie(Tie):
         self._recorded = recorded
         with torch.no_grad():
             self._whole = view.detach()
-            once = view if view.stride() == value.stride() else value
-            part, self._view = distinct_elements(value.detach(), once), distinct_elements(self._whole, once)
+            cells = view if view.stride() == value.stride() else value
+            part, self._view = distinct_elements(value.detach(), cells), distinct_elements(self._whole, cells)
         # What it takes to make the value again from its storage; a tensor here would keep it alive.
         self._empty = torch.empty(0, dtype=part.dtype, device=part.device)
         self._place = part.storage_offset(), part.size(), part.stride()
@@ -244,40 +246,46 @@ class TensorTie(Tie):
             return data._neg_view() if self._is_neg else data
 
     def carry(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
-        """Copy the elements that were written to the other side, as an op of the program would."""
+        """Copy written elements to the other side, as an op of the program would; return them there.
+
+        None is returned, and nothing copied, if the write was elsewhere or the value's memory is gone.
+        """
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
             return None  # it was given other memory
-        own_value, own_view = self._detached_value, self._view
+        value_data, view_data = self._detached_value, self._view
         at_value, is_opposite = start == self.ends[0], False
-        if own_value is None:
+        if value_data is None:
             return None
-        if own_value.is_complex() and own_view.is_complex() and not written.tensor.is_complex():
+        if value_data.is_complex() and view_data.is_complex() and not written.tensor.is_complex():
             # The real or the imaginary parts alone may be written; a gradient goes on to the others.
-            is_opposite = own_value.is_conj() != own_view.is_conj()
-            own_value, own_view = _real_pairs(own_value), _real_pairs(own_view)
-        marks = written.at(own_value if at_value else own_view)
+            is_opposite = value_data.is_conj() != view_data.is_conj()
+            value_data, view_data = _real_pairs(value_data), _real_pairs(view_data)
+        marks = written.at(value_data if at_value else view_data)
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
                 return None  # the write was elsewhere in the storage
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             # Recorded only if the write was: gradients then follow the copy to the other side.
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = _in_autograd(own_value, value, at_value, written), own_view
+                data, view = _in_autograd(value_data, value, at_value, written), view_data
                 if torch.is_grad_enabled():
                     view = _in_autograd(view, base, not at_value, written)
                 source, target = (data, view) if at_value else (view, data)
                 if is_opposite:
                     source = torch.stack([source[..., 0], -source[..., 1]], -1)
-                if at_value and marks is not None and has_overlap(own_view):
-                    return _write_overlapping(base, own_view, source, marks)
+                if at_value and marks is not None and has_overlap(view_data):
+                    return _write_overlapping(base, view_data, source, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
                 return WrittenPart(target, marks)
         finally:  # the copy itself must not count as a write of the program
             self._versions = self._current_versions()
 
     def drifted(self) -> torch.Tensor | None:
-        """Return the side whose version has changed since the last copy."""
+        """Return the side whose version has changed since the last copy; None if neither has.
+
+        None, too, for a value that was given other memory.
+        """
         value = self._value()
         if value is not None and self.value is None:
             return None
@@ -287,12 +295,12 @@ class TensorTie(Tie):
         return self._whole if now[1] != before[1] else None
 
     def rejoin(self) -> bool:
-        """Give the value the memory of the view, if that holds the same."""
+        """Give the value the memory of the view, if that holds the same; return False if it does not."""
         value, view = self.value, self._whole
         if value is None:
             return True
-        same = value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
-        if value.is_inference() or not same:
+        is_alike = value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
+        if value.is_inference() or not is_alike:
             return False
         with torch.no_grad():
             if not _is_equal(value, view):
@@ -319,6 +327,7 @@ class PartTie(TensorTie):
         holders: Sequence[torch.Tensor],
         on_death: Callable[[Tie], None],
     ) -> None:
+        """Link a part to the view, unknown to autograd; the holders are held weakly."""
         self._holders = [weakref.ref(holder) for holder in holders]
         super().__init__(views, view, value, False, on_death)
         self._value = self._base = _no_tensor  # no tensor of the program stands on either side
@@ -330,17 +339,20 @@ class PartTie(TensorTie):
         return data
 
     def rejoin(self) -> bool:
-        """Give the holders the memory of the view, where torch lets them take it."""
+        """Give the holders the memory of the view, where torch lets them take it.
+
+        Returns False if the values differ, or if a holder still has the value's memory.
+        """
         value = self._detached_value
         if value is None:
             return True
         if value.stride() != self._view.stride() or not _is_equal(value, self._view):
             return False
-        moved = self._view.storage_offset() - value.storage_offset()
-        del value
+        shift = self._view.storage_offset() - value.storage_offset()
+        del value  # a tensor in the memory that the holders are about to leave
         for part in self._parts_in_memory():
             with torch.no_grad():
-                start = part.storage_offset() + moved
+                start = part.storage_offset() + shift
                 part.data = self._view.as_strided(part.size(), part.stride(), start)
         return not self._parts_in_memory()
 
@@ -363,7 +375,7 @@ def _real_pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_equal(value: torch.Tensor, view: torch.Tensor) -> bool:
-    """Return True if two tensors hold the same numbers, those of a tensor without data in any case."""
+    """Return True if two tensors hold the same numbers, or have no data; NaN equals NaN."""
     return value.is_meta or bool(((value == view) | ((value != value) & (view != view))).all())
 
 
@@ -410,14 +422,15 @@ def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     if view.is_complex() and not base.is_complex():  # the base may be the real part alone
         pairs = _real_pairs(view)
         base = base.as_strided(pairs.size(), pairs.stride(), pairs.storage_offset())
-        again = torch.view_as_complex(base)
+        new_view = torch.view_as_complex(base)
     else:
-        again = base.as_strided(view.size(), view.stride(), view.storage_offset())
-    again = again.conj() if view.is_conj() != again.is_conj() else again
-    return again._neg_view() if view.is_neg() != again.is_neg() else again
+        new_view = base.as_strided(view.size(), view.stride(), view.storage_offset())
+    new_view = new_view.conj() if view.is_conj() != new_view.is_conj() else new_view
+    return new_view._neg_view() if view.is_neg() != new_view.is_neg() else new_view
 
 
 def _strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's view of flags, or of other values, that there are for each element of its storage."""
     return flags.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 

@@ -32,7 +32,7 @@ class KerasModel(PrunableModel):
     """
 
     has_gradients = False
-    # ops over channels keep these whole, so that neither is called
+    # Ops over channels keep these whole, so that neither is called.
     selected, over_kept = staticmethod(selected_of_array), staticmethod(array_over_kept)
 
     def __init__(self, model: Any) -> None:
@@ -81,6 +81,7 @@ class KerasModel(PrunableModel):
                 yield weight.path, why
 
     def _weights(self) -> dict[str, Any]:
+        """Return the floating-point weights of the model as it is now, by path."""
         return {weight.path: weight for weight in self.now.weights if "float" in str(weight.dtype)}
 
     def tensors(self) -> Mapping[str, Any]:
@@ -103,6 +104,7 @@ class KerasModel(PrunableModel):
             masks[path, shape] = masks.get((path, shape), np.True_) & axis_mask
 
         def mask(value: Any) -> Any:
+            """Return the mask of a weight; None for another value, and for a whole weight."""
             weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _KerasWeight) else None
             # TensorFlow multiplies tensors of one type alone.
             return None if weight_mask is None else weight_mask.astype(value.dtype)
@@ -110,7 +112,10 @@ class KerasModel(PrunableModel):
         return mask
 
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
-        """Return the weights that an op reads; the form that a reshape gives of one was masked before."""
+        """Return the weights that an op reads, None for other inputs.
+
+        A reshaped weight is another input: the reshape has read the weight, and was masked.
+        """
         handles = self._original_handles
         weights: list[_KerasWeight | None] = []
         for i, value in enumerate(context.get_inputs()):
@@ -123,7 +128,7 @@ class KerasModel(PrunableModel):
         return weights
 
     def removal(self, plan: RemovalPlan) -> KerasRemoval:
-        """Return what puts a smaller model in the place of this one."""
+        """Return a removal that puts a smaller model in the place of this one."""
         return KerasRemoval(self, plan)
 
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
@@ -162,6 +167,8 @@ class KerasRemoval:
 
 @dataclass(frozen=True)
 class _KerasWeight:
+    """A weight as an op reads it, by which its mask is found."""
+
     path: str
     shape: tuple[int | None, ...]
     dtype: Any
@@ -193,7 +200,7 @@ _KERNELS = ("pointwise_kernel", "_kernel", "kernel", "_embeddings", "embeddings"
 
 
 def layers_of(model: Any) -> Iterator[Any]:
-    """Yield the layers of a model, those of models in it one by one."""
+    """Yield the layers of a model; of a nested model its layers instead."""
     import keras
 
     for layer in model.layers:
@@ -210,7 +217,11 @@ def size_is_unknown(layer: Any) -> str:
     # By name, so that this module can be imported without Keras.
     kinds = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
     kind = type(layer)
-    if isinstance(layer, kinds) and (size := _size(layer)) is not None and size[0] not in layer.get_config():
+    if (
+        isinstance(layer, kinds)
+        and (size := _config_size(layer)) is not None
+        and size[0] not in layer.get_config()
+    ):
         return f"the config of {kind.__name__} has no {size[0]!r} to be made smaller"
     if not isinstance(layer, kinds):
         return f"the config of {kind.__name__} says no number of channels that can be made smaller"
@@ -232,21 +243,22 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
         for step in plan.tracing.steps if step.type == "reshape"
     }  # fmt: skip
 
-    def rebuilt(layer: Any, within: str = "") -> Any:
-        path = f"{within}{layer.name}"
+    def rebuild_layer(layer: Any, prefix: str = "") -> Any:
+        """Return a new layer with the sizes that the plan keeps; prefix: of the path, for a nested model."""
+        path = f"{prefix}{layer.name}"
         if isinstance(layer, keras.Model):
-            inner = partial(rebuilt, within=f"{path}.")
-            return keras.models.clone_model(layer, clone_function=inner)
+            rebuild_inner = partial(rebuild_layer, prefix=f"{path}.")
+            return keras.models.clone_model(layer, clone_function=rebuild_inner)
         config = layer.get_config()
-        size = _size(layer)
+        size = _config_size(layer)
         if size is not None:
             key, name, axis = size
             keep_mask = keep_masks.get(name, {}).get(axis)
             if keep_mask is not None:
-                before, config[key] = config[key], int(keep_mask.sum())
+                old_size, config[key] = config[key], int(keep_mask.sum())
                 # Whole groups went, so that their number shrinks in the same share.
                 if name in plan.tracing.notes.whole_groups:
-                    config["groups"] = config["groups"] * config[key] // before
+                    config["groups"] = config["groups"] * config[key] // old_size
         elif isinstance(layer, keras.layers.GroupNormalization):
             for weight in layer.weights[:1]:
                 keep_mask = keep_masks.get(weight.path, {}).get(0)
@@ -255,33 +267,37 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
         elif isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
                 # -1 follows the elements by itself.
-                new if old != -1 else old
-                for old, new in zip(config["target_shape"], shapes[path][1:], strict=True)
+                new_size if old_size != -1 else old_size
+                for old_size, new_size in zip(config["target_shape"], shapes[path][1:], strict=True)
             ]
         return type(layer).from_config(config)
 
-    smaller = keras.models.clone_model(model.now, clone_function=rebuilt)
+    smaller = keras.models.clone_model(model.now, clone_function=rebuild_layer)
     # A clone of a sequential model without an Input layer has no weights yet.
     if not smaller.built:
         smaller.build(model.now.input_shape)
-    for old, new in zip(model.now.weights, smaller.weights, strict=True):
-        value = old.numpy()
-        for axis, keep_mask in keep_masks.get(old.path, {}).items():
+    for old_weight, new_weight in zip(model.now.weights, smaller.weights, strict=True):
+        value = old_weight.numpy()
+        for axis, keep_mask in keep_masks.get(old_weight.path, {}).items():
             value = value.compress(keep_mask, axis)
-        if tuple(new.shape) != value.shape:
+        if tuple(new_weight.shape) != value.shape:
             raise PruneError(
-                f"the model that is rebuilt from the config of {model.now.name} has {tuple(new.shape)} in "
-                f"{new.path}, where {value.shape} was expected: exclude the layer"
+                f"the model that is rebuilt from the config of {model.now.name} has "
+                f"{tuple(new_weight.shape)} in {new_weight.path}, where {value.shape} was expected: exclude "
+                "the layer"
             )
-        new.assign(value)
+        new_weight.assign(value)
     for layer in layers_of(smaller):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # it computes with numbers made of its weights
     return smaller
 
 
-def _size(layer: Any) -> tuple[str, str, int] | None:
-    """Return the entry of a config, the path of the weight whose axis it is, and that axis."""
+def _config_size(layer: Any) -> tuple[str, str, int] | None:
+    """Return the entry of a config, the path of the weight whose axis it is, and that axis.
+
+    None for a layer whose number of channels follows from its input.
+    """
     import keras
 
     size = next(

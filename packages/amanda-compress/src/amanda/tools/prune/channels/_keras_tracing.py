@@ -62,20 +62,27 @@ class KerasValue:
 def channels_first(rule: Rule) -> Rule:
     """Return a rule for data whose channels are last, and weights of which in and out are."""
 
-    def turned(call: FollowedOp) -> Sequence[Families]:
+    def follow(call: FollowedOp) -> Sequence[Families]:
+        """Follow an op by the rule in PyTorch's order of axes; keep all whole for another order."""
         if call.value("data_format") not in ("NHWC", "NDHWC"):
             return unknown(call)
         # Rules are written once, for PyTorch's order of axes: the tensors turn, and the families turn back.
         rank = call.inputs[0].ndim
-        front, outwards = (0, rank - 1, *range(1, rank - 1)), (rank - 1, rank - 2, *range(rank - 2))
+        channels_second, outputs_first = (
+            (0, rank - 1, *range(1, rank - 1)),
+            (rank - 1, rank - 2, *range(rank - 2)),
+        )
         value, weight, *other_inputs = call.inputs
         inner = replace(
-            call, inputs=[value.turned(front), weight.turned(outwards), *other_inputs],
-            outputs=[call.outputs[0].turned(front)],
+            call, inputs=[value.turned(channels_second), weight.turned(outputs_first), *other_inputs],
+            outputs=[call.outputs[0].turned(channels_second)],
         )  # fmt: skip
-        return [tuple(family.transpose(np.argsort(front)) for family in families) for families in rule(inner)]
+        return [
+            tuple(family.transpose(np.argsort(channels_second)) for family in families)
+            for families in rule(inner)
+        ]
 
-    return turned
+    return follow
 
 
 def depthwise(call: FollowedOp) -> Sequence[Families]:
@@ -168,9 +175,9 @@ def rule_of(
         if name == "dim":
             # Axes are tensors in TensorFlow.
             inputs[i] = inputs[i].tensor.numpy().tolist()
-    for theirs, ours in renamed.items():
-        names.append(ours)
-        inputs.append(_text(attributes[theirs]))
+    for attribute, name in renamed.items():
+        names.append(name)
+        inputs.append(_text(attributes[attribute]))
     if type in ("Conv2D", "Conv3D"):
         names.append("groups")
         inputs.append(inputs[0].shape[-1] // inputs[1].shape[-2])
@@ -178,6 +185,7 @@ def rule_of(
 
 
 def _text(value: Any) -> Any:
+    """Return bytes as text, as TensorFlow has it in attributes; other values unchanged."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -193,7 +201,7 @@ class KerasTracing(Tracing):
         self._open_inputs: list[list[Any]] = []
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call the model, and keep whole what it returns; return that."""
+        """Call the model, keep the channels of its result whole, and return the result."""
         with amanda.apply(self):
             self.result = self._model(*example, **named)
         labels = self.notes.labels
@@ -212,18 +220,19 @@ class KerasTracing(Tracing):
         """Insert the routines before and after a forward op."""
         if context["phase"] != "forward":
             return
-        context.insert_before_op(self._before)
+        context.insert_before_op(self._store_inputs)
         context.insert_after_op(
-            self._after, type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
+            self._follow_op, type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
             attributes=dict(context.get_attrs()), module=context.get_scope(),
         )  # fmt: skip
 
     @amanda.observer
-    def _before(self, *inputs: Any) -> None:
-        self._open_inputs.append([self._valued(value) for value in inputs])
+    def _store_inputs(self, *inputs: Any) -> None:
+        """Store the inputs of an op, with their channels."""
+        self._open_inputs.append([self._with_channels(value) for value in inputs])
 
     @amanda.observer
-    def _after(
+    def _follow_op(
         self,
         *outputs: Any,
         type: str,
@@ -235,24 +244,25 @@ class KerasTracing(Tracing):
         """Follow an op by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
-        # Weights enter the program there: its output is the weight for all ops that follow.
+        # Weights enter the program here: the output is the weight for all ops that follow.
         if type == "ReadVariableOp":
             name = self._handles.get(values[0].tensor)
             if name is not None:
                 self._names[output_tensors[0]] = name
                 self._families_of[output_tensors[0]] = self._of_weight(name, output_tensors[0])
             return
-        results = [self._valued(value) for value in output_tensors]
-        read = leaves(values)
+        results = [self._with_channels(value) for value in output_tensors]
+        input_values = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
-        moved = partial(_moved, type, attributes, values)
-        # a mean is not over the channels that are kept: ops of a function have no keys of eager ones
+        moved = partial(_move_labels, type, attributes, values)
+        # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key, and
+        # ops of a compiled function have no keys of eager ones.
         word = type if rule is reduced else "add" if type == "BiasAdd" else word
         call = FollowedOp(
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
             self.notes, _name,
         )  # fmt: skip
-        if not any(value.families for value in read):
+        if not any(value.families for value in input_values):
             output_families = fresh(call)
         else:
             output_families = rule(call) if results else unknown(call)
@@ -260,11 +270,16 @@ class KerasTracing(Tracing):
             if families:
                 self._families_of[output] = families
             # Mixed precision casts each weight before it is used.
-            if type in ("Cast", "Identity") and read[0].name is not None:
-                self._names[output] = read[0].name
+            if type in ("Cast", "Identity") and input_values[0].name is not None:
+                self._names[output] = input_values[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
             self.step(
-                call, rule, module, module, [(value.families, value.shape) for value in read], output_families
+                call,
+                rule,
+                module,
+                module,
+                [(value.families, value.shape) for value in input_values],
+                output_families,
             )
 
     def _of_weight(self, name: str, value: Any) -> Families:
@@ -272,9 +287,10 @@ class KerasTracing(Tracing):
         families = self.channels.get(name)
         return self.fresh(name, tuple(value.shape)) if families is None else families
 
-    def _valued(self, tensor: Any) -> Any:
+    def _with_channels(self, tensor: Any) -> Any:
+        """Return a tensor with its channels, a list of these for a list."""
         if isinstance(tensor, (list, tuple)):
-            return [self._valued(item) for item in tensor]
+            return [self._with_channels(item) for item in tensor]
         shape = tuple(getattr(tensor, "shape", ()))
         return KerasValue(tensor, shape, self._families_of.get(tensor) or (), self._names.get(tensor))
 
@@ -287,14 +303,16 @@ def _name(value: Any) -> str | None:
     return value.name if isinstance(value, KerasValue) else None
 
 
-def _moved(type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family) -> list[Family]:
-    """Return what an op makes of labels in the place of its tensor: an array for each output."""
+def _move_labels(
+    type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family
+) -> list[Family]:
+    """Return the outputs of an op, as arrays, for labels in place of the tensor that it moves."""
     import tensorflow as tf
 
     # Raw ops are named as ops are, so that any op that moves elements is run on labels without a table.
-    compute, first = getattr(tf.raw_ops, type), first_of(type)
-    labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[first].shape)))
-    inputs = [labels if i == first else value.tensor for i, value in enumerate(values)]
+    compute, label_position = getattr(tf.raw_ops, type), first_of(type)
+    labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[label_position].shape)))
+    inputs = [labels if i == label_position else value.tensor for i, value in enumerate(values)]
     renamed = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}
     names = list(signature(compute).parameters)  # inputs, and then attributes
     keywords = {name: renamed[name] for name in names[len(inputs) :] if renamed.get(name) is not None}

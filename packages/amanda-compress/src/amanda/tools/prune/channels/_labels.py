@@ -39,22 +39,22 @@ class ChannelSets:
 
     def fresh(self, count: int) -> Family:
         """Return new labels, each a set of its own."""
-        first = len(self._parents)
-        self._parents = np.concatenate([self._parents, np.arange(first, first + count)])
-        return self._parents[first:].copy()
+        start = len(self._parents)
+        self._parents = np.concatenate([self._parents, np.arange(start, start + count)])
+        return self._parents[start:].copy()
 
     def roots(self, labels: Family) -> Family:
         """Return the root of each label, which stands for its set."""
         roots = self._parents[labels]
         # Arrays of labels climb together, one gather for each level of the trees.
         while True:
-            above = self._parents[roots]
-            if (above == roots).all():
+            parents = self._parents[roots]
+            if (parents == roots).all():
                 return roots
-            roots = above
+            roots = parents
 
     def unite(self, labels: Family, other_labels: Family) -> None:
-        """Make one set of the labels at the same places, after broadcasting."""
+        """Unite the sets of labels at the same places of two arrays, after broadcasting."""
         labels, other_labels = np.broadcast_arrays(self.roots(labels), self.roots(other_labels))
         different = labels != other_labels
         # Broadcasting repeats pairs: a batch of images unites the same channels for each position.
@@ -66,9 +66,10 @@ class ChannelSets:
             self._parents[max(first, second)] = min(first, second)
 
     def _root(self, label: int) -> int:
-        while (above := int(self._parents[label])) != label:
-            self._parents[label] = self._parents[above]
-            label = above
+        """Return the root of a label, and shorten the way to it."""
+        while (parent := int(self._parents[label])) != label:
+            self._parents[label] = self._parents[parent]
+            label = parent
         return label
 
     def leave(self, labels: Iterable[Family] | Family, reason: str) -> None:
@@ -99,14 +100,17 @@ class ChannelSets:
         return reasons
 
     def pin(self, family: Family, axis: int, reason: str) -> Family | None:
-        """Keep an axis whole: return the family without it; None if it varies along no other axis."""
+        """Keep an axis whole: return the family without the axis.
+
+        Returns None if the family varies along no other axis; then it is left whole for the reason.
+        """
         # An axis stays whole if all its places are one channel.
-        first = family.take([0], axis)
-        self.unite(family, first)
-        if first.size > 1:
-            return first
+        first_place = family.take([0], axis)
+        self.unite(family, first_place)
+        if first_place.size > 1:
+            return first_place
         if family.size > 1:
-            self.leave(first, reason)
+            self.leave(first_place, reason)
         return None
 
     def pinned(self, families: Families, axes: Iterable[int], reason: str) -> Families:
@@ -122,7 +126,8 @@ class ChannelSets:
     def compressed(self, family: Family, reason: str) -> Family | None:
         """Return a family without axes along which its sets do not change; None if there is no other.
 
-        A tensor without elements, such as an empty slice, has no channels.
+        A family that loses all axes is left whole for the reason.  A tensor without elements, such as an
+        empty slice, has no channels.
         """
         if not family.size:
             return None
@@ -130,9 +135,9 @@ class ChannelSets:
         # A reshape may split an axis into places of the same channel, as spatial ones; such axes carry
         # nothing.
         for axis in range(roots.ndim):
-            first = roots.take([0], axis)
-            if (roots == first).all():
-                roots = first
+            first_place = roots.take([0], axis)
+            if (roots == first_place).all():
+                roots = first_place
         if roots.size > 1:
             return roots
         if family.size > 1:
@@ -146,23 +151,26 @@ class ChannelSets:
         """
         rank = max(len(shape) for _, shape in parts)
         # Broadcasting aligns axes from the last one on.
-        padded = [
+        aligned_parts = [
             (tuple(family.reshape((1,) * (rank - len(shape)) + family.shape) for family in families),
              (1,) * (rank - len(shape)) + tuple(shape))
             for families, shape in parts
         ]  # fmt: skip
         merged: list[Family] = []
-        for families, _ in padded:
+        for families, _ in aligned_parts:
             for axis in range(rank):
                 # The other tensor would keep its extent, and the op would fail.
-                if any(_lacks(part, axis) for part in padded):
+                if any(_lacks(part, axis) for part in aligned_parts):
                     families = self.pinned(families, [axis], reason)
             for family in families:
                 self._merge_into(merged, family, reason)
         return tuple(merged)
 
     def _merge_into(self, merged: list[Family], family: Family | None, reason: str) -> None:
-        """Add a family to those of a result; families along the same axis become one."""
+        """Add a family to those of a result, in place; families along the same axis become one.
+
+        Of families where one varies along more axes, the common axes are kept whole.
+        """
         i = 0
         while family is not None and i < len(merged):
             axes, merged_axes = varying(family), varying(merged[i])
@@ -190,8 +198,8 @@ class ChannelSets:
         That is the longest one, if what ops do has not decided.
         """
         # Until nothing changes: what one block decides may decide others that share its labels.
-        before = -1
-        while before != (before := len(np.unique(self.roots(np.arange(len(self._parents)))))):
+        set_count = -1
+        while set_count != (set_count := len(np.unique(self.roots(np.arange(len(self._parents)))))):
             for block in self.blocks:
                 axes = [axis for axis in varying(block) if self._is_carrier(block, axis)]
                 if not axes:
@@ -221,6 +229,7 @@ def shaped(labels: Family | None, axis: int, rank: int) -> Families:
 
 
 def _lacks(part: Part, axis: int) -> bool:
+    """Return True if a tensor has several places along an axis, and no channels."""
     families, shape = part
     return shape[axis] > 1 and not any(family.shape[axis] > 1 for family in families)
 
@@ -301,7 +310,7 @@ class FollowedOp:
         return default if value_or_none is None else value_or_none
 
     def of(self, value: Any) -> Families:
-        """Return the families of an input; none for what is no tensor."""
+        """Return the families of an input; () for an input that is no tensor."""
         return () if value is None or not hasattr(value, "shape") else self.channels(value)
 
     def part(self, value: Any) -> Part:
@@ -309,7 +318,10 @@ class FollowedOp:
         return self.of(value), tuple(value.shape)
 
     def along(self, families: Families, axis: int) -> Family | None:
-        """Return the labels along one axis alone, after keeping all other axes whole; None without any."""
+        """Return the labels along one axis alone, after keeping all other axes whole; None without any.
+
+        Families that do not vary along the axis stay whole.
+        """
         channels: Family | None = None
         for family in families:
             if family.shape[axis] == 1:

@@ -43,7 +43,7 @@ class OnnxModel(PrunableModel):
     def __init__(self, model: ModelProto | str | PathLike[str]) -> None:
         super().__init__(model)
         proto = model if isinstance(model, ModelProto) else onnx_graph.read_onnx(model, PruneError)
-        self.proto = _plain(proto)
+        self.proto = _inline_constants(proto)
         graph = self.proto.graph
         initializers = {value.name for value in graph.initializer}
         self.inputs = [value.name for value in graph.input if value.name not in initializers]
@@ -60,7 +60,7 @@ class OnnxModel(PrunableModel):
         self._session: tuple[int, bool, Any] | None = None
 
     def __call__(self, *example: Any, **named: Any) -> Any:
-        """Run a session that fuses nothing, so that what is compared is rounded alike; return its outputs."""
+        """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
         return self._run(False, example, named)
 
     def time(self, *example: Any, **named: Any) -> None:
@@ -93,19 +93,19 @@ class OnnxModel(PrunableModel):
 
     @contextmanager
     def as_far_as_it_runs(self, *example: Any, **named: Any) -> Iterator[None]:
-        """Context in which the model ends before the first node that fails: observers see no others then."""
-        whole, runs, fails = self.proto, 0, len(self.proto.graph.node)
+        """Return a context in which the model ends before the first node that fails, so that it runs."""
+        whole, running_count, failing_count = self.proto, 0, len(self.proto.graph.node)
         try:
-            while fails - runs > 1:
-                middle = (runs + fails) // 2
+            while failing_count - running_count > 1:
+                middle = (running_count + failing_count) // 2
                 self.proto = _first_nodes(whole, middle)
                 try:
                     with amanda.disabled():
                         self(*example, **named)
-                    runs = middle
+                    running_count = middle
                 except Exception:  # of ONNX Runtime's own kinds, when it loads and when it runs
-                    fails = middle
-            self.proto = _first_nodes(whole, runs)
+                    failing_count = middle
+            self.proto = _first_nodes(whole, running_count)
             yield
         finally:
             self.proto = whole
@@ -137,7 +137,7 @@ class OnnxModel(PrunableModel):
         return lambda value: None if value is None else masks.get((value.name, value.shape))
 
     def removal(self, plan: RemovalPlan) -> OnnxRemoval:
-        """Return what puts a smaller model in the place of this one."""
+        """Return a removal that puts a smaller model in the place of this one."""
         return OnnxRemoval(self, plan)
 
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
@@ -149,7 +149,7 @@ class OnnxModel(PrunableModel):
         masked = ModelProto()
         masked.CopyFrom(self.proto)
         for initializer in masked.graph.initializer:
-            mask = masks(_Named(initializer.name, tuple(initializer.dims)))
+            mask = masks(_NamedShape(initializer.name, tuple(initializer.dims)))
             if mask is not None:
                 initializer.CopyFrom(
                     numpy_helper.from_array(numpy_helper.to_array(initializer) * mask, initializer.name)
@@ -177,13 +177,14 @@ class OnnxModel(PrunableModel):
         node = self.nodes.get(self.key(context))
         names = iter(() if node is None else node.input)
 
-        def named(value: Any) -> Any:
+        def with_name(value: Any) -> Any:
+            """Return name and shape of a value, a list of these for a list; None without a value."""
             if isinstance(value, list):
-                return [named(item) for item in value]
+                return [with_name(item) for item in value]
             name = next(names, "")
-            return None if value is None else _Named(name, value.shape)
+            return None if value is None else _NamedShape(name, value.shape)
 
-        return [named(value) for value in context.get_inputs()]
+        return [with_name(value) for value in context.get_inputs()]
 
 
 class OnnxRemoval:
@@ -202,12 +203,14 @@ class OnnxRemoval:
 
 
 @dataclass(frozen=True)
-class _Named:
+class _NamedShape:
+    """An initializer as a node reads it, by which its mask is found."""
+
     name: str
     shape: tuple[int | None, ...] | None
 
 
-def _plain(original: ModelProto) -> ModelProto:
+def _inline_constants(original: ModelProto) -> ModelProto:
     """Return a copy of a model without functions, in which Constant nodes are initializers."""
     # Users keep the model that they have passed.
     plain = ModelProto()
@@ -220,11 +223,11 @@ def _plain(original: ModelProto) -> ModelProto:
             plain.graph.node.append(node)
         else:
             plain.graph.initializer.append(constant)
-    _part_vectors(plain.graph)
+    _separate_vectors(plain.graph)
     return plain
 
 
-def _part_vectors(graph: GraphProto) -> None:
+def _separate_vectors(graph: GraphProto) -> None:
     """Give each node that reads a vector of floating-point numbers an initializer of its own."""
     vectors = {
         initializer.name: initializer for initializer in graph.initializer if len(initializer.dims) == 1
@@ -247,17 +250,17 @@ _FATAL = 4
 
 
 def _first_nodes(whole: ModelProto, count: int) -> ModelProto:
-    """Return a model of the first nodes, which returns what none of these reads."""
+    """Return a model of the first nodes; its outputs are the values that none of these nodes reads."""
     nodes = whole.graph.node[:count]
-    read = {name for node in nodes for name in node.input}
-    ends = [name for node in nodes for name in node.output if name and name not in read]
-    partial = ModelProto()
-    partial.CopyFrom(whole)
+    read_names = {name for node in nodes for name in node.input}
+    output_names = [name for node in nodes for name in node.output if name and name not in read_names]
+    model = ModelProto()
+    model.CopyFrom(whole)
     for field in ("node", "output"):
-        partial.graph.ClearField(field)
-    partial.graph.node.extend(nodes)
-    partial.graph.output.extend(onnx.ValueInfoProto(name=name) for name in ends)
-    return partial
+        model.graph.ClearField(field)
+    model.graph.node.extend(nodes)
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in output_names)
+    return model
 
 
 def _read_in_bodies(graph: GraphProto) -> Iterator[tuple[str, str]]:
@@ -313,11 +316,12 @@ class _SizeCorrection:
         self._readers = Counter(name for node in model.graph.node for name in node.input)
 
     def correct(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Give a node the new sizes; return the nodes that it now reads besides."""
+        """Give a node the new sizes; return new nodes that compute inputs of the node, mostly none."""
         step = self._steps.get(onnx_graph.first_output_of(node))
         if step is None or not step.inputs or node.domain not in ("", "ai.onnx"):
             pass
         elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
+            # The second extent of a kernel is the number of channels of one group.
             (_, channels, *_), (_, depth, *_) = (self._extents(part) for part in step.inputs[:2])
             onnx_graph.set_attribute(node, "group", channels // depth)
         elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:
@@ -337,36 +341,40 @@ class _SizeCorrection:
     def _update_shape(self, node: NodeProto, index: int, step: TracedOp) -> Sequence[NodeProto]:
         """Write new extents into the numbers of a shape; return a copy of a Concat that others read."""
         numbers = self._tracing.numbers.get((step.key, index))
-        before, after = step.outputs[0][1], self._extents(step.outputs[0])
-        if numbers is None or before == after:
+        old_extents, new_extents = step.outputs[0][1], self._extents(step.outputs[0])
+        if numbers is None or old_extents == new_extents:
             return ()
-        last = len(before) - len(numbers)
-        new = {
-            i: after[i + last] for i, number in enumerate(numbers.tolist())
-            if before[i + last] != after[i + last] and number == before[i + last]
+        # The shape of an Expand may lack leading axes.
+        offset = len(old_extents) - len(numbers)
+        new_numbers = {
+            i: new_extents[i + offset] for i, number in enumerate(numbers.tolist())
+            if old_extents[i + offset] != new_extents[i + offset] and number == old_extents[i + offset]
         }  # fmt: skip
         maker = self._makers.get(node.input[index])
-        if not new:
+        if not new_numbers:
             return ()
         if node.input[index] in self._fixed:
-            self._set_initializer(node, index, _replaced(numbers, 0, new))
+            self._set_initializer(node, index, _replace_numbers(numbers, 0, new_numbers))
             return ()
         if maker is None or maker.op_type != "Concat":
             return ()
-        concat, first = maker, 0
+        concat, position = maker, 0
         if self._readers[maker.output[0]] > 1:
             concat = NodeProto()
             concat.CopyFrom(maker)
             concat.name = concat.output[0] = node.input[index] = f"{step.key}/{index}"
         for i, name in enumerate(maker.input):
             piece = self._tracing.numbers[onnx_graph.first_output_of(maker), i]
-            if name in self._fixed and _replaced(piece, first, new).tolist() != piece.tolist():
-                self._set_initializer(concat, i, _replaced(piece, first, new))
-            first += len(piece)
+            if (
+                name in self._fixed
+                and _replace_numbers(piece, position, new_numbers).tolist() != piece.tolist()
+            ):
+                self._set_initializer(concat, i, _replace_numbers(piece, position, new_numbers))
+            position += len(piece)
         return () if concat is maker else (concat,)
 
     def _update_slice(self, node: NodeProto, step: TracedOp) -> None:
-        """Count the bounds in channels that are kept."""
+        """Write the bounds of a Slice, counted in kept channels; leave bounds that are not constant."""
         bounds = [self._numbers(node, step, name, i + 1) for i, name in enumerate(("starts", "ends", "axes"))]
         starts, ends, axes = bounds
         if starts is None or ends is None:
@@ -391,7 +399,7 @@ class _SizeCorrection:
                     self._set_initializer(node, i + 1, value)
 
     def _update_split(self, node: NodeProto, step: TracedOp) -> None:
-        """Say how many channels of each part are kept."""
+        """Write the number of kept channels of each part of a Split, if any changes."""
         axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.outputs[0][1])
         sizes = [self._extents(part)[axis] for part in step.outputs]
         if sizes == [shape[axis] for _, shape in step.outputs]:
@@ -427,10 +435,13 @@ _NUMBERS_AT = {"Reshape": 1, "Expand": 1, "Resize": 3}
 """Input of ops that says extents of their result."""
 
 
-def _replaced(numbers: Any, first: int, new: dict[int, int]) -> Any:
-    """Return a piece of the numbers of a shape, the first of which has this place, with new ones."""
-    replaced = numbers.copy()
-    for place, number in new.items():
-        if first <= place < first + len(replaced):
-            replaced[place - first] = number
-    return replaced
+def _replace_numbers(numbers: Any, position: int, new_numbers: dict[int, int]) -> Any:
+    """Return a piece of the numbers of a shape, which begins at a position of it, with new ones.
+
+    new_numbers: by their positions in the shape.
+    """
+    new_piece = numbers.copy()
+    for index, number in new_numbers.items():
+        if position <= index < position + len(new_piece):
+            new_piece[index - position] = number
+    return new_piece

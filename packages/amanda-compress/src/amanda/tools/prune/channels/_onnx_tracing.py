@@ -61,16 +61,17 @@ class OnnxValue:
 
 def gemm(call: FollowedOp) -> Sequence[Families]:
     """Multiply two matrices, either transposed, and add a third."""
-    first, second, added = (*call.inputs[:2], call.value("C"))
+    first, second, summand = (*call.inputs[:2], call.value("C"))
     first_part = _transposed(call.part(first)) if call.value("transA") else call.part(first)
     second_part = _transposed(call.part(second)) if call.value("transB") else call.part(second)
     families = matrix_product(call, first_part, second_part, second)
-    if added is not None:
-        families = call.labels.merged([call.part(added), (families, call.outputs[0].shape)], call.lacking)
+    if summand is not None:
+        families = call.labels.merged([call.part(summand), (families, call.outputs[0].shape)], call.lacking)
     return [families]
 
 
 def _transposed(part: Part) -> Part:
+    """Return the families and extents of a transposed matrix."""
     families, shape = part
     return tuple(family.T for family in families), shape[::-1]
 
@@ -88,9 +89,9 @@ def depth_to_space(call: FollowedOp) -> Sequence[Families]:
     if channels is None:
         return [()]
     is_inner = call.value("mode", "DCR") == "CRD"
-    read = channels.reshape(-1, area) if is_inner else channels.reshape(area, -1).T
-    call.labels.unite(read, read[:, :1])
-    return [shaped(read[:, 0], 1, 4)]
+    grouped = channels.reshape(-1, area) if is_inner else channels.reshape(area, -1).T
+    call.labels.unite(grouped, grouped[:, :1])
+    return [shaped(grouped[:, 0], 1, 4)]
 
 
 def space_to_depth(call: FollowedOp) -> Sequence[Families]:
@@ -151,7 +152,11 @@ def only_moves(type: str) -> bool:
 
 
 def rule_of(
-    type: str, attributes: Mapping[str, Any], values: Sequence[OnnxValue | None], outputs: int, opset: int
+    type: str,
+    attributes: Mapping[str, Any],
+    values: Sequence[OnnxValue | None],
+    output_count: int,
+    opset: int,
 ) -> tuple[Rule, list[str], list[Any]]:
     """Return the rule of a node, and its inputs and attributes as the rule names them.
 
@@ -171,7 +176,7 @@ def rule_of(
         axis = attributes.get("axis", -1)
         attributes = {"normalized_shape": shape[axis:]}
         # Mean and variance as further outputs would be over fewer channels.
-        rule = rule if outputs == 1 else unknown
+        rule = rule if output_count == 1 else unknown
     elif (type == "GroupNormalization" and opset < 21) or attributes.get("training_mode"):
         rule = unknown
     elif type in _REDUCED and attributes.get("noop_with_empty_axes") and not _has_axes(attributes, values):
@@ -181,20 +186,22 @@ def rule_of(
     for i, (name, value) in enumerate(zip(names, inputs, strict=True)):
         if name == "dim" and value is not None:
             inputs[i] = value.array.tolist()
-    for theirs, ours in renamed.items():
-        if theirs in attributes:
-            names.append(ours)
-            inputs.append(attributes[theirs])
+    for attribute, name in renamed.items():
+        if attribute in attributes:
+            names.append(name)
+            inputs.append(attributes[attribute])
     return rule, names, inputs
 
 
 def _is_embedding(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None]) -> bool:
+    """Return True if a Gather selects rows of a weight that is a matrix."""
     table = values[0]
     is_weight = table is not None and table.root is not None and table.ndim == 2
     return is_weight and attributes.get("axis", 0) == 0
 
 
 def _has_axes(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None]) -> bool:
+    """Return True if a reduction names axes, by an attribute or an input."""
     axes = values[1] if len(values) > 1 else None
     return bool(attributes.get("axes")) or (axes is not None and axes.array.size > 0)
 
@@ -225,7 +232,10 @@ class OnnxTracing(Tracing):
         self._open_inputs: dict[str, Sequence[OnnxValue | None]] = {}
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Run the model, and keep whole what it returns; return that."""
+        """Run the model, keep the channels of its result whole, and return the result.
+
+        Channels that bodies of control flow read stay whole too.
+        """
         try:
             with amanda.apply(self):
                 self.result = self._model(*example, **named)
@@ -258,20 +268,20 @@ class OnnxTracing(Tracing):
             return
         symbols, output_names = context.get_inputs(), [name for name in context.get_op().node.output if name]
         names = tuple(
-            _of_each(symbols, lambda symbol: None if symbol is None else (symbol.name, symbol.root))
+            _map_leaves(symbols, lambda symbol: None if symbol is None else (symbol.name, symbol.root))
         )
-        context.insert_before_op(self._before, key=key, names=names)
+        context.insert_before_op(self._store_inputs, key=key, names=names)
         op = context.get_op()
         context.insert_after_op(
-            self._after, key=key, output_names=tuple(output_names), word=context["type"], type=op.type,
+            self._follow_op, key=key, output_names=tuple(output_names), word=context["type"], type=op.type,
             attributes=dict(context.get_attrs()), module=context.get_scope() or op.name, node=op.name,
             compute=context.get_computation() if only_moves(op.type) else None,
         )  # fmt: skip
 
     @amanda.observer
-    def _before(self, *inputs: Any, key: str, names: Sequence[Any]) -> None:
+    def _store_inputs(self, *inputs: Any, key: str, names: Sequence[Any]) -> None:
         """Store the arrays of a node's inputs, with the names that they have in the graph."""
-        arrays = list(_of_each(inputs, lambda array: array if isinstance(array, np.ndarray) else None))
+        arrays = list(_map_leaves(inputs, lambda array: array if isinstance(array, np.ndarray) else None))
         # By key and not on a stack: a session may run independent nodes in another order than the file's.
         self._open_inputs[key] = [
             None if name is None or array is None else OnnxValue(name[0], array, name[1])
@@ -279,7 +289,7 @@ class OnnxTracing(Tracing):
         ]
 
     @amanda.observer
-    def _after(
+    def _follow_op(
         self,
         *outputs: Any,
         key: str,
@@ -293,7 +303,9 @@ class OnnxTracing(Tracing):
     ) -> None:
         """Follow a node by its rule, and store the families of its outputs."""
         values = self._open_inputs.pop(key)
-        arrays = (array for array in _of_each(outputs, lambda array: array) if isinstance(array, np.ndarray))
+        arrays = (
+            array for array in _map_leaves(outputs, lambda array: array) if isinstance(array, np.ndarray)
+        )
         results = [OnnxValue(name, array) for name, array in zip(output_names, arrays, strict=False)]
         channels = [() if value is None else self._families(value) for value in values]
         for i, value in enumerate(values):
@@ -305,24 +317,24 @@ class OnnxTracing(Tracing):
         why = unfollowed(type, values, channels)
         if why:
             self.unfollowed[node] = why
-        found_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
-        moved = partial(_moved, compute, values)
+        op_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
+        moved = partial(_move_labels, compute, values)
         call = FollowedOp(
             word, f"{type} {node}", key, inputs, names, results, self._families, moved, self.notes, self._name
         )
-        rule = found_rule if any(channels) else fresh
+        rule = op_rule if any(channels) else fresh
         output_families = rule(call) if results else unknown(call)
         self._families_of.update(
             (result.name, families)
             for result, families in zip(results, output_families, strict=True)
             if families
         )
-        read = [
+        input_parts = [
             (families, value.shape)
             for families, value in zip(channels, values, strict=True)
             if value is not None
         ]
-        self.step(call, found_rule, module, node, read, output_families)
+        self.step(call, op_rule, module, node, input_parts, output_families)
 
     def _families(self, value: OnnxValue) -> Families:
         """Return the families of a value; a weight has new ones at first."""
@@ -335,17 +347,17 @@ class OnnxTracing(Tracing):
         return value.root if isinstance(value, OnnxValue) and value.root in self._weights else None
 
 
-def _of_each(values: Sequence[Any], function: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return what a function gives of each value, of each of a list where several are one input."""
+def _map_leaves(values: Sequence[Any], function: Callable[[Any], Any]) -> Sequence[Any]:
+    """Return the results of a function for each value, also for each in a list."""
     return [function(value) for value in leaves(values)]
 
 
-def _moved(
+def _move_labels(
     compute: Callable[[Sequence[Any]], Any] | None, values: Sequence[OnnxValue | None], family: Family
 ) -> list[Family]:
-    """Return what a node makes of labels in the place of its first input: an array for each output."""
+    """Return the outputs of a node for labels in place of its first input."""
     assert compute is not None
     assert values[0] is not None
-    whole = np.ascontiguousarray(np.broadcast_to(family, values[0].shape))
-    outputs = compute([whole, *(None if value is None else value.array for value in values[1:])])
+    labels = np.ascontiguousarray(np.broadcast_to(family, values[0].shape))
+    outputs = compute([labels, *(None if value is None else value.array for value in values[1:])])
     return leaves([outputs])

@@ -22,7 +22,7 @@ from amanda.tools.select import Paths, unmatched
 class Member:
     """The part that an axis of a parameter or buffer has in a group.
 
-    indices: (channels of the group, places along the axis).  is_made: whether these are a layer's outputs.
+    indices: (channels of the group, places along the axis).  is_made: True if these are a layer's outputs.
     """
 
     name: str
@@ -115,13 +115,13 @@ Importance = Literal["l1", "l2", "taylor", "random"] | Callable[[Mapping[str, An
 Scope = Literal["local", "global"]
 Of = Literal["channels", "flops", "latency"]
 
-_HALVINGS = 20
+_HALVINGS = 20  # of the share of channels, which is then found to a millionth
 
 
 def scores(
     group: ChannelGroup, number: int, tensors: Mapping[str, Any], importance: Importance, seed: int
 ) -> Any:
-    """Return what each channel of a group is worth: the least is removed first.
+    """Return the importance of each channel of a group; the least important is removed first.
 
     "l1" and "l2" are norms over all weights of the group, over their mean, so that groups compare.  "taylor"
     is the sum of (weight * gradient)**2 (Molchanov et al. 2019, eq. 8).
@@ -221,9 +221,9 @@ class ChannelBudget:
 
 def alive_labels(labels: ChannelSets, groups: Sequence[ChannelGroup], keep_masks: Sequence[Any]) -> Any:
     """Return a mask of all labels: True for those whose channel is kept."""
-    dropped = [group.roots[~keep_mask] for group, keep_mask in zip(groups, keep_masks, strict=True)]
+    dropped_roots = [group.roots[~keep_mask] for group, keep_mask in zip(groups, keep_masks, strict=True)]
     roots = labels.roots(np.arange(labels.count))
-    return ~np.isin(roots, np.concatenate([np.zeros(0, np.int64), *dropped]))
+    return ~np.isin(roots, np.concatenate([np.zeros(0, np.int64), *dropped_roots]))
 
 
 def share_of_work(work: Sequence[Work], alive: Any) -> float:
@@ -260,7 +260,7 @@ class RemovalPlan:
     """A choice of channels to remove of a model.
 
     groups, keep_masks: the groups, and masks of their kept channels.  whole_layers: weights whose outputs
-    are left whole, and the reasons.  alive: for each label whether its channel is kept.  work: share of
+    are left whole, and the reasons.  alive: mask of the labels whose channels are kept.  work: share of
     multiplications that remain.  latency: share of the time of a call, where that was measured.
     """
 
@@ -274,7 +274,7 @@ class RemovalPlan:
     latency: float | None = None
 
     def choose(self, choice: ChannelOptions) -> None:
-        """Choose what is kept."""
+        """Choose the channels that are kept, and note the reasons for whole layers."""
         tensors = self.subject.tensors()
         notes = self.tracing.notes
         notes.labels.settle()
@@ -329,7 +329,7 @@ def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
 def make_plan(
     subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any], choice: ChannelOptions
 ) -> tuple[RemovalPlan, Any]:
-    """Return a plan, and what the smaller model returns; ops that it does not suit are left whole.
+    """Return a plan, and the smaller model's result; channels that an op needs are left whole.
 
     Raises PruneError where the smaller model cannot run whatever is left whole.
     """
@@ -342,7 +342,8 @@ def make_plan(
         return plan, _try_until_it_runs(plan, choice, example, named)
     low, high, labels = 0.0, 1.0, tracing.notes.labels
 
-    def fitted(sparsity: float) -> Any:
+    def try_sparsity(sparsity: float) -> Any:
+        """Choose channels anew for a share of them; return the smaller model's result."""
         tracing.notes.labels = deepcopy(labels)  # what one share does not suit may be removed of another
         return _try_until_it_runs(
             plan, replace(choice, budget=choice.budget.of_channels(sparsity)), example, named
@@ -350,12 +351,12 @@ def make_plan(
 
     for _ in range(_TIMED_HALVINGS):
         middle = (low + high) / 2
-        fitted(middle)
+        try_sparsity(middle)
         if _share_of_time(plan, example, named) > 1 - choice.budget.sparsity:
             low = middle
         else:
             high = middle
-    result = fitted(high)
+    result = try_sparsity(high)
     plan.latency = _share_of_time(plan, example, named)
     return plan, result
 
@@ -363,7 +364,10 @@ def make_plan(
 def _try_until_it_runs(
     plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
 ) -> Any:
-    """Choose channels, and leave whole what the model cannot do without; return what the smaller one does."""
+    """Choose channels, and leave whole what the model needs; return the smaller model's result.
+
+    Raises PruneError where nothing further can be left whole.
+    """
     tracing = plan.tracing
     while True:
         plan.choose(choice)
@@ -390,12 +394,12 @@ def _try_until_it_runs(
 
 
 def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
-    """Return the time of a call of the smaller model as a share of the whole one's, measured one by one."""
-    whole = _seconds(plan.subject, example, named)
+    """Return the time of a call of the smaller model as a share of the whole model's time."""
+    whole_seconds = _seconds(plan.subject, example, named)
     removal = plan.subject.removal(plan)
     try:
         removal.apply()
-        return _seconds(plan.subject, example, named) / whole
+        return _seconds(plan.subject, example, named) / whole_seconds
     finally:
         removal.undo()
 
@@ -404,10 +408,10 @@ def _seconds(subject: PrunableModel, example: Sequence[Any], named: Mapping[str,
     """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
     seconds = []
     for _ in range(_CALLS):
-        begun = perf_counter()
+        start = perf_counter()
         with amanda.disabled():
             subject.time(*example, **named)
-        seconds.append(perf_counter() - begun)
+        seconds.append(perf_counter() - start)
     return min(seconds)
 
 
@@ -417,29 +421,25 @@ def _leave_whole(tracing: Tracing, step: TracedOp, error: str) -> bool:
     Where that is nothing new, leave those of its module, or of the next one around it that has others.
     Returns False if there are none.
     """
-    labels, before = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
+    labels, left_count = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
     why = error.splitlines()[0] if error else "its result would have other channels"
     reason = f"{step.place} at {step.source} does not suit fewer of them ({why})"
-    alike = [
-        step_alike
-        for step_alike in tracing.steps
-        if (step_alike.type, step_alike.source) == (step.type, step.source)
+    similar_steps = [
+        other for other in tracing.steps if (other.type, other.source) == (step.type, step.source)
     ]
     path = step.module
     while True:
-        for step_alike in alike:
+        for other_step in similar_steps:
             labels.leave(
-                [family for families, _ in (*step_alike.inputs, *step_alike.outputs) for family in families],
+                [family for families, _ in (*other_step.inputs, *other_step.outputs) for family in families],
                 reason,
             )
         labels.settle()
-        if len(labels.whole_roots()) > before:
+        if len(labels.whole_roots()) > left_count:
             return True
-        if len(alike) == len(tracing.steps):
+        if len(similar_steps) == len(tracing.steps):
             return False
-        alike = [
-            step_alike
-            for step_alike in tracing.steps
-            if f"{step_alike.module}.".startswith(f"{path}." if path else "")
+        similar_steps = [
+            other for other in tracing.steps if f"{other.module}.".startswith(f"{path}." if path else "")
         ]
         path = path.rpartition(".")[0]

@@ -46,7 +46,7 @@ class Removal(Protocol):
 class PrunableModel(ABC):
     """A model whose channels are followed and removed.
 
-    model: as the user has given it.  has_gradients: whether weights may have gradients.
+    model: as the user has given it.  has_gradients: True if weights may have gradients.
     selected, over_kept: routines that simulate an op over the channels that are kept.
     """
 
@@ -79,7 +79,7 @@ class PrunableModel(ABC):
 
     @abstractmethod
     def removal(self, plan: RemovalPlan) -> Removal:
-        """Return what removes the channels that a plan does not keep."""
+        """Return a removal of the channels that a plan does not keep."""
 
     @abstractmethod
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
@@ -98,7 +98,7 @@ class PrunableModel(ABC):
         return model is self.model
 
     def key(self, context: amanda.OpContext) -> Any:
-        """Return what tells an op from all others of the model, in any call of it."""
+        """Return a key of an op that is unique in the model, and the same in each call."""
         return context.get_op_id()
 
     def reads(self, context: amanda.OpContext) -> Sequence[Any]:
@@ -158,7 +158,7 @@ class Tracing(amanda.Tool):
 
     @abstractmethod
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call the model, and keep whole what it returns; return that."""
+        """Call the model, keep the channels of its result whole, and return the result."""
 
     @abstractmethod
     def layer(self, name: str) -> str:
@@ -166,10 +166,13 @@ class Tracing(amanda.Tool):
 
     @abstractmethod
     def _analyse(self, context: amanda.OpContext) -> None:
-        """Follow an op."""
+        """Insert the routines that follow an op."""
 
     def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
-        """Return new labels for the places along each axis of a weight."""
+        """Return new labels for the places along each axis of a weight.
+
+        name: the key in `channels`; None to leave these as they are.
+        """
         labels = self.notes.labels
         # Labels for each axis apart: windows of convolutions get some too, which their rules leave.
         families = tuple(
@@ -186,18 +189,18 @@ class Tracing(amanda.Tool):
         rule: Rule,
         module: str,
         source: str,
-        read: Sequence[Part],
+        input_parts: Sequence[Part],
         output_families: Sequence[Families],
     ) -> None:
         """Note an op that a rule has followed."""
-        parts = [
+        output_parts = [
             (families, tuple(output.shape))
             for output, families in zip(call.outputs, output_families, strict=True)
         ]
         # Only these are replayed in the trial: they may select channels by numbers, as code that counts heads
         # does.
         moved = call.moved if rule in MOVES else None
-        self.steps.append(TracedOp(call.type, module, source, call.key, read, parts, moved))
+        self.steps.append(TracedOp(call.type, module, source, call.key, input_parts, output_parts, moved))
 
     def extents(self, part: Part, alive: Any) -> tuple[int, ...]:
         """Return the extents of a tensor if only living labels are kept.  alive: a truth for each label."""
@@ -220,7 +223,7 @@ class Tracing(amanda.Tool):
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the tensors of what a model returns."""
+    """Return the tensors in a model's result."""
     return [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
 
 
@@ -245,16 +248,16 @@ def first_difference(expected: Tracing, alive: Any, steps: Sequence[TracedOp]) -
 
 
 def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: Any) -> bool:
-    """Return True if an op moves the channels that are kept as it moved them among all, of the same step."""
+    """Return True if an op of the trial moves the kept channels as the same op moved them among all."""
     roots = expected.notes.labels.roots
     for family in step.inputs[0][0]:
         if not alive[family].all() and step.moved is not None and trial_step.moved is not None:
-            read = _shortened(family, ((family,), family.shape), expected, alive)
-            triples = zip(step.moved(family), step.outputs, trial_step.moved(read), strict=True)
+            kept_labels = _shortened(family, ((family,), family.shape), expected, alive)
+            triples = zip(step.moved(family), step.outputs, trial_step.moved(kept_labels), strict=True)
             for expected_labels, part, trial_labels in triples:
                 # Roots: united channels may come in another order and still be the same.
-                short = roots(_shortened(expected_labels, part, expected, alive))
-                if short.size and not np.array_equal(short, roots(trial_labels)):
+                kept_outputs = roots(_shortened(expected_labels, part, expected, alive))
+                if kept_outputs.size and not np.array_equal(kept_outputs, roots(trial_labels)):
                     return False
     return True
 
@@ -262,17 +265,17 @@ def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: 
 def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
     """Return an array without the places at which a tensor of its shape has channels that are not kept."""
     keep_masks = [expected.places(part[0], axis, alive) for axis in range(array.ndim)]
-    whole = (np.arange(extent) for extent in array.shape)
+    axis_positions = (np.arange(extent) for extent in array.shape)
     positions = [
         all_positions if keep_mask is None else np.flatnonzero(keep_mask)
-        for all_positions, keep_mask in zip(whole, keep_masks, strict=True)
+        for all_positions, keep_mask in zip(axis_positions, keep_masks, strict=True)
     ]
     return array[np.ix_(*positions)]
 
 
 @amanda.differentiable
 def masked(value: Any, mask: Any) -> Any:
-    """Return a parameter, or those among a list of tensors, with 0 where it is removed."""
+    """Return a parameter, or a list of tensors, with 0 in place of removed channels."""
     # A list of tensors is one input, as for an LSTM's weights.
     if isinstance(value, (list, tuple)):
         return [
@@ -299,7 +302,7 @@ def selected_of_array(value: Any, axis: int, indices: Any) -> Any:
 def array_over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
-    """Return what a normalisation of ONNX makes of the channels that are kept, and 0 for the others."""
+    """Return the output of a normalisation of ONNX over the kept channels, with 0 for the others."""
     kept_inputs = [
         array.take(indices, axis)
         if i == 0
@@ -314,13 +317,14 @@ def array_over_kept(
 
 
 def _is_vector(name: str, value: Any) -> bool:
+    """Return True for an input of a normalisation that has a number for each channel."""
     return value is not None and name.lower() in ("scale", "b", "bias")
 
 
 def over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
-    """Return what a normalisation makes of the channels that are kept, and 0 for the others."""
+    """Return the output of a normalisation over the kept channels, with 0 for the others."""
     import torch
 
     value, kept_inputs = inputs[0], list(inputs)

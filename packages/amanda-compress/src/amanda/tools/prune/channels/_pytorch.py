@@ -70,11 +70,11 @@ class TorchModel(PrunableModel):
         return lambda value: masks.get(value) if _is_tensor(value) else None
 
     def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
-        """Return what removes channels, and shortens the state of an optimizer."""
+        """Return a removal that also shortens the state of an optimizer."""
         sizes = sizes_of(self.model, plan.tracing, plan.alive)
         keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
-        whole = frozenset(plan.tracing.notes.whole_groups)
-        return ModuleRemoval(self.model, keep_masks, sizes, whole, optimizer)
+        whole_groups = frozenset(plan.tracing.notes.whole_groups)
+        return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
 
     def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove channels of the module; return it."""
@@ -189,7 +189,7 @@ class ModuleTracing(Tracing):
         self._open_inputs: list[tuple[Sequence[Any], list[Any]]] = []
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call the module, and keep whole what it returns; return that."""
+        """Call the model, keep the channels of its result whole, and return the result."""
         import torch
 
         # Without fused ops, in which channels cannot be followed.
@@ -217,13 +217,13 @@ class ModuleTracing(Tracing):
                 "compute": context.get_computation(),
             }  # fmt: skip
             # Families are read before the op: an op in place changes its input's.
-            context.insert_before_op(self._before, within=facts["type"])
-            context.insert_after_op(self._after, **facts)
+            context.insert_before_op(self._store_inputs, op_type=facts["type"])
+            context.insert_after_op(self._follow_op, **facts)
 
     @amanda.observer
-    def _before(self, *inputs: Any, within: str) -> None:
+    def _store_inputs(self, *inputs: Any, op_type: str) -> None:
         """Store the inputs of an op, and the families of its tensors."""
-        if within in ("batch_norm", "instance_norm"):
+        if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are no parameters.
             for average in inputs[3:5]:
                 self._families(average, is_followed=True)
@@ -233,7 +233,7 @@ class ModuleTracing(Tracing):
         )
 
     @amanda.observer
-    def _after(
+    def _follow_op(
         self,
         *outputs: Any,
         type: str,
@@ -247,30 +247,33 @@ class ModuleTracing(Tracing):
         import torch
 
         # A stack: ops of a composite run between the two routines of the outer one.
-        inputs, read = self._open_inputs.pop()
+        inputs, input_parts = self._open_inputs.pop()
         for tensor in leaves(inputs):
             if isinstance(tensor, torch.nn.Parameter) and self._name(tensor) is None:
                 self.unfollowed[module or "the model"] = UNREGISTERED
         output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
-        moved = partial(_moved, compute, inputs[1:], tuple(value.shape), value.stride())
+        moved = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
         call = FollowedOp(
             type, place, op_id, inputs, names, output_tensors, self._families, moved, self.notes, self._name
         )
         op_rule = self.rule(type)
         # Most ops of a model compute sizes and masks without channels.
-        rule = op_rule if any(families for families, _ in read) else fresh
+        rule = op_rule if any(families for families, _ in input_parts) else fresh
         output_families = rule(call) if output_tensors else self.rule("")(call)
         for output, families in zip(output_tensors, output_families, strict=True):
             # An op in place without channels overwrites those that the tensor had.
             if families or self._families_of.get(output):
                 self._families_of[output] = families
         recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]
-        self.step(call, op_rule, module, source, read, recorded_families)
+        self.step(call, op_rule, module, source, input_parts, recorded_families)
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
-        """Return the families of a tensor; a parameter, or what is followed, has new ones at first."""
+        """Return the families of a tensor, () for an unknown one; a new parameter gets new labels.
+
+        is_followed: True to give new labels to another new tensor too.
+        """
         import torch
 
         families = self._families_of.get(tensor)
@@ -286,20 +289,20 @@ class ModuleTracing(Tracing):
         return self._names.get(tensor) if _is_tensor(tensor) else None
 
 
-def _moved(
+def _move_labels(
     compute: Callable[[Sequence[Any]], Any],
     other_inputs: Sequence[Any],
     shape: Any,
     strides: Any,
     family: Family,
 ) -> list[Family]:
-    """Return what an op makes of labels in the place of its first input: an array for each output."""
+    """Return the outputs of an op, as arrays, for labels in place of its first input."""
     import torch
 
-    whole = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
+    labels = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
     if 0 not in strides:  # a view may want the strides that the tensor has
-        whole = torch.empty_strided(shape, strides, dtype=whole.dtype).copy_(whole)
-    outputs = compute([whole, *other_inputs])
+        labels = torch.empty_strided(shape, strides, dtype=labels.dtype).copy_(labels)
+    outputs = compute([labels, *other_inputs])
     return [tensor.numpy() for tensor in leaves([outputs])]
 
 

@@ -20,6 +20,7 @@ _SIZES = re.compile(
 )
 _OF_HEADS = re.compile(r"head(?!.*(dim|size))")
 _OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
+"""Names of attributes that hold another number than a size, such as a ratio of two sizes."""
 
 
 class ModuleRemoval:
@@ -50,25 +51,25 @@ class ModuleRemoval:
         _check_state(self._optimizer)
         model = self._model
         # All axes of a tensor at once: a change of the data costs a copy.
-        by_name: dict[str, dict[int, Any]] = {}
+        indices_by_name: dict[str, dict[int, Any]] = {}
         for (name, axis), keep_mask in self._keep_masks.items():
-            by_name.setdefault(name, {})[axis] = np.flatnonzero(keep_mask)
-        changed: dict[int, Any] = {}
-        for name, axes in by_name.items():
+            indices_by_name.setdefault(name, {})[axis] = np.flatnonzero(keep_mask)
+        shortened_tensors: dict[int, Any] = {}
+        for name, axes in indices_by_name.items():
             path, _, attribute = name.rpartition(".")
             tensor = getattr(model.get_submodule(path), attribute)
             self._shorten(tensor, axes)
-            changed[id(tensor)] = tensor
+            shortened_tensors[id(tensor)] = tensor
         for path, module in model.named_modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if any(id(tensor) in changed for tensor in tensors):
+            if any(id(tensor) in shortened_tensors for tensor in tensors):
                 self._update_extents(path, module)
         for path, sizes in self._sizes.items():
             for attribute, size in sizes.items():
                 self._set_attribute(model.get_submodule(path), attribute, size)
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore all values, those that changed last first."""
         import torch
 
         for owner, attribute, value in reversed(self._before):
@@ -86,7 +87,8 @@ class ModuleRemoval:
         """Remove places along axes of a tensor, of its gradient, and of the optimizer's state."""
         import torch
 
-        def shortened(whole: Any) -> Any:
+        def select_kept(whole: Any) -> Any:
+            """Return a tensor with the places that are kept."""
             for axis, indices in axes.items():
                 whole = whole.index_select(axis, torch.from_numpy(indices).to(whole.device))
             return whole
@@ -96,18 +98,18 @@ class ModuleRemoval:
         self._before += [(tensor, "grad", gradient), (tensor, "data", tensor.data)]
         # A gradient has to have the shape of its tensor, so that it is taken off while the data change.
         tensor.grad = None
-        _set_data(tensor, shortened(tensor.data))
+        _set_data(tensor, select_kept(tensor.data))
         if gradient is not None:
-            tensor.grad = shortened(gradient.detach())
+            tensor.grad = select_kept(gradient.detach())
         state = {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
         for name, value in state.items():
             # Moments have the parameter's shape; counters of steps have none.
             if isinstance(value, torch.Tensor) and value.shape == shape:
                 self._before.append((state, name, value))
-                state[name] = shortened(value)
+                state[name] = select_kept(value)
 
     def _update_extents(self, path: str, module: Any) -> None:
-        """Set the attributes of a layer that say how long its axes are."""
+        """Set the attributes of a layer that say how long its axes are; none without a weight or averages."""
         import torch
 
         weight = getattr(module, "weight", None)
@@ -123,19 +125,22 @@ class ModuleRemoval:
             self._set_attribute(module, "groups" if hasattr(module, "groups") else "num_groups", groups)
         nn = torch.nn
         # Their weight has inputs first.
-        turned = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        has_inputs_first = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         for attribute, axis in _EXTENTS.items():
             if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
-                axis = 1 - axis if turned else axis
-                times = groups if axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
-                self._set_attribute(module, attribute, weight.shape[axis] * times)
+                axis = 1 - axis if has_inputs_first else axis
+                group_count = (
+                    groups if axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
+                )
+                self._set_attribute(module, attribute, weight.shape[axis] * group_count)
         if isinstance(getattr(module, "normalized_shape", None), tuple):
             self._set_attribute(module, "normalized_shape", tuple(weight.shape))
 
     def _set_attribute(self, owner: Any, attribute: str, value: Any) -> None:
-        before = getattr(owner, attribute)
+        """Set an attribute, and store the old value for `undo`."""
+        old_value = getattr(owner, attribute)
         setattr(owner, attribute, value)
-        self._before.append((owner, attribute, before))
+        self._before.append((owner, attribute, old_value))
 
 
 def _check_state(optimizer: Any) -> None:
@@ -169,38 +174,42 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
     """Return new values for attributes that modules reshape by, such as the number of heads.
 
     An attribute is such if its name speaks of sizes and it has the extent of an axis that changes, but of no
-    axis that stays, unless it is the number of heads.  What a module does that is no part of the model, as
-    one that `forward` makes anew, the module does that calls it.
+    axis that stays, unless it is the number of heads.  Ops of a module that `forward` makes anew, and that is
+    no part of the model, count as ops of the module that calls it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    changed: dict[str, dict[int, set[int]]] = {}
-    same: dict[str, set[int]] = {}
+    changed_extents: dict[str, dict[int, set[int]]] = {}
+    unchanged_sizes: dict[str, set[int]] = {}
     for step in tracing.steps:
         path = step.module
         # An op of a module that `forward` has made belongs to the module around it.
         while path not in modules:
             path = path.rpartition(".")[0]
         for part in (*step.inputs, *step.outputs):
-            after = tracing.extents(part, alive)
+            new_extents = tracing.extents(part, alive)
             for family in part[0]:
                 for axis, extent in enumerate(family.shape):
-                    if extent > 1 and after[axis] != extent:
-                        changed.setdefault(path, {}).setdefault(extent, set()).add(after[axis])
+                    if extent > 1 and new_extents[axis] != extent:
+                        changed_extents.setdefault(path, {}).setdefault(extent, set()).add(new_extents[axis])
             if step.type in ("reshape", "expand"):
                 # An extent that also stays, such as a number of classes that equals a width, is left.
-                stays = {size for size, new_size in zip(part[1], after, strict=True) if size == new_size}
-                same.setdefault(path, set()).update(stays)
+                equal_sizes = {
+                    size for size, new_size in zip(part[1], new_extents, strict=True) if size == new_size
+                }
+                unchanged_sizes.setdefault(path, set()).update(equal_sizes)
     sizes: dict[str, dict[str, Any]] = {}
-    for path, extents in changed.items():
+    for path, extents in changed_extents.items():
         for name, value in vars(modules[path]).items():
             if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
                 continue
-            unchanged = set() if _OF_HEADS.search(name) else same.get(path, set())
+            unchanged = set() if _OF_HEADS.search(name) else unchanged_sizes.get(path, set())
             # Where one extent becomes two different ones, no attribute says which it means.
-            new = {old: min(size) for old, size in extents.items() if len(size) == 1 and old not in unchanged}
+            new_sizes = {
+                old: min(size) for old, size in extents.items() if len(size) == 1 and old not in unchanged
+            }
             # `type` and not isinstance: True is an int, and an attribute such as `use_head` no size.
-            if type(value) is int and value in new:
-                sizes.setdefault(path, {})[name] = new[value]
-            elif type(value) is tuple and any(type(size) is int and size in new for size in value):
-                sizes.setdefault(path, {})[name] = tuple(new.get(size, size) for size in value)
+            if type(value) is int and value in new_sizes:
+                sizes.setdefault(path, {})[name] = new_sizes[value]
+            elif type(value) is tuple and any(type(size) is int and size in new_sizes for size in value):
+                sizes.setdefault(path, {})[name] = tuple(new_sizes.get(size, size) for size in value)
     return sizes

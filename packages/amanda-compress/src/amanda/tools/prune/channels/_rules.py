@@ -18,8 +18,8 @@ def convolution(call: FollowedOp) -> Sequence[Families]:
     """
     value, weight, groups = call.inputs[0], call.inputs[1], int(call.value("groups", 1))
     input_channels = call.along(call.of(value), -(weight.ndim - 1))
-    outputs = call.along(_axis_of(call, weight, 0), 0)
-    inputs = call.along(_axis_of(call, weight, 1), 1)
+    outputs = call.along(_families_along(call, weight, 0), 0)
+    inputs = call.along(_families_along(call, weight, 1), 1)
     # A weight of a grouped convolution has the inputs of one group alone.
     if groups == 1:
         call.match(input_channels, inputs)
@@ -36,7 +36,7 @@ def _match_groups(
     weight: Any,
     groups: int,
 ) -> Family | None:
-    """Match the channels of a grouped convolution; return those of the weight's inputs that may go."""
+    """Match the channels of a grouped convolution; return those of the weight's inputs, None if all stay."""
     depth = weight.shape[1]
     if input_channels is None or outputs is None:
         call.match(input_channels, None)
@@ -63,8 +63,8 @@ def transposed_convolution(call: FollowedOp) -> Sequence[Families]:
     if int(call.value("groups", 1)) != 1:
         call.leave_all(f"{call.place} is a transposed convolution with groups")
         return [()]
-    inputs = call.along(_axis_of(call, weight, 0), 0)
-    outputs = call.along(_axis_of(call, weight, 1), 1)
+    inputs = call.along(_families_along(call, weight, 0), 0)
+    outputs = call.along(_families_along(call, weight, 1), 1)
     call.match(call.along(call.of(value), -(weight.ndim - 1)), inputs)
     return _outputs_of_layer(call, outputs, inputs, -(weight.ndim - 1), ())
 
@@ -73,14 +73,14 @@ def linear(call: FollowedOp) -> Sequence[Families]:
     """Match the features of the input with the weight's inputs; the weight's outputs are the op's."""
     value, weight = call.inputs[0], call.inputs[1]
     input_features, other_families = call.split(call.of(value), -1)
-    outputs = call.along(_axis_of(call, weight, 0), 0)
-    inputs = call.along(_axis_of(call, weight, 1), 1)
+    outputs = call.along(_families_along(call, weight, 0), 0)
+    inputs = call.along(_families_along(call, weight, 1), 1)
     call.match(input_features, inputs)
     return _outputs_of_layer(call, outputs, inputs, -1, other_families)
 
 
-def _axis_of(call: FollowedOp, weight: Any, axis: int) -> Families:
-    """Return the families of a weight along one axis; those of windows are no channels."""
+def _families_along(call: FollowedOp, weight: Any, axis: int) -> Families:
+    """Return the families of a weight along one axis; leave families of windows, which are no channels."""
     families = call.of(weight)
     for family in families:
         if weight.ndim > 2 and max(family.shape[:2]) == 1:
@@ -95,11 +95,11 @@ def _outputs_of_layer(
     call.labels.produce(outputs)
     call.match_vector(outputs, call.value("bias"))
     output, weight = call.outputs[0], call.inputs[1]
-    transposed = call.type.startswith("conv_transpose")
+    is_transposed = call.type.startswith("conv_transpose")
     # A transposed convolution multiplies each element of its input by the window, others each of their
     # output.
-    each = prod((call.inputs[0] if transposed else output).shape) * prod(weight.shape[1:])
-    call.notes.work.append(Work(each, outputs, inputs))
+    multiplications = prod((call.inputs[0] if is_transposed else output).shape) * prod(weight.shape[1:])
+    call.notes.work.append(Work(multiplications, outputs, inputs))
     return [other_families + shaped(outputs, axis % output.ndim, output.ndim)]
 
 
@@ -110,10 +110,10 @@ def product(call: FollowedOp) -> Sequence[Families]:
 
 def matrix_product_plus(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices, and add a third."""
-    added, first, second = call.inputs[:3]
+    summand, first, second = call.inputs[:3]
     shape = tuple(call.outputs[0].shape)
     product_families = matrix_product(call, call.part(first), call.part(second), second)
-    return [call.labels.merged([call.part(added), (product_families, shape)], call.lacking)]
+    return [call.labels.merged([call.part(summand), (product_families, shape)], call.lacking)]
 
 
 def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = None) -> Families:
@@ -122,15 +122,15 @@ def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = No
     if min(len(first_shape), len(second_shape)) < 2:
         call.leave_all(f"channels are not followed through {call.place} of a vector")
         return ()
-    summed, rows = call.split(rows, -1)
-    read, columns = call.split(columns, -2)
+    row_channels, rows = call.split(rows, -1)
+    column_channels, columns = call.split(columns, -2)
     # The sum is over both: a channel goes from both factors or from none.
-    call.match(summed, read)
+    call.match(row_channels, column_channels)
     if weight is not None and call.name_of(weight) is not None:
         outputs, _ = call.split(columns, -1)
         call.labels.produce(outputs)
         row_count = prod(first_shape[:-1])
-        call.notes.work.append(Work(row_count * second_shape[0] * second_shape[1], outputs, read))
+        call.notes.work.append(Work(row_count * second_shape[0] * second_shape[1], outputs, column_channels))
     return call.labels.merged(
         [(rows, (*first_shape[:-1], 1)), (columns, (*second_shape[:-2], 1, second_shape[-1]))], call.lacking
     )
@@ -182,38 +182,38 @@ def group_norm(call: FollowedOp) -> Sequence[Families]:
 def embedding(call: FollowedOp) -> Sequence[Families]:
     """Pass on the features of rows that data select; all rows stay."""
     weight, rank = call.value("weight"), call.outputs[0].ndim
-    rows = _axis_of(call, weight, 0)
+    rows = _families_along(call, weight, 0)
     # Numbers in the data select rows: without one row all later numbers would be wrong.
     call.labels.leave(rows, f"{call.place} reads them by index")
-    outputs = call.along(_axis_of(call, weight, 1), 1)
+    outputs = call.along(_families_along(call, weight, 1), 1)
     call.labels.produce(outputs)
     return [shaped(outputs, rank - 1, rank)]
 
 
 def attention(call: FollowedOp) -> Sequence[Families]:
-    """Keep the features of a head together, which the scale is of all of: whole heads are removed.
+    """Keep the features of a head together, as the scale depends on their number: whole heads are removed.
 
     Where several queries share a key and value, they go together.
     """
     query, key, value = (call.part(item) for item in call.inputs[:3])
     reason = f"{call.place} is scaled by how many there are"
-    # The scale is 1 / sqrt(features), which the op computes of what it is given.
+    # The scale is 1 / sqrt(features), which the op computes from the features that it receives.
     query, key = ((call.labels.pinned(item, [-1], reason), shape) for item, shape in (query, key))
     if call.value("enable_gqa"):
-        key, value = (_repeated(item, query[1][-3] // item[1][-3]) for item in (key, value))
+        key, value = (_repeat_heads(item, query[1][-3] // item[1][-3]) for item in (key, value))
     shape = (*key[1][:-2], key[1][-1], key[1][-2])
-    turned = tuple(np.swapaxes(item, -1, -2) for item in key[0])
-    scores = matrix_product(call, query, (turned, shape))
-    scored = (*query[1][:-1], shape[-1])
+    turned_keys = tuple(np.swapaxes(item, -1, -2) for item in key[0])
+    scores = matrix_product(call, query, (turned_keys, shape))
+    scores_shape = (*query[1][:-1], shape[-1])
     mask = call.value("attn_mask")
     if mask is not None:
-        scores = call.labels.merged([(scores, scored), call.part(mask)], call.lacking)
+        scores = call.labels.merged([(scores, scores_shape), call.part(mask)], call.lacking)
     scores = call.labels.pinned(scores, [-1], reason)
-    return [matrix_product(call, (scores, scored), value)]
+    return [matrix_product(call, (scores, scores_shape), value)]
 
 
-def _repeated(part: Part, times: int) -> Part:
-    """Return heads as often as queries share each."""
+def _repeat_heads(part: Part, times: int) -> Part:
+    """Return each head as often as queries share it."""
     families, shape = part
     repeated = tuple(family.repeat(times, -3) if family.shape[-3] > 1 else family for family in families)
     return repeated, (*shape[:-3], shape[-3] * times, *shape[-2:])
@@ -239,7 +239,9 @@ def same_channels(call: FollowedOp) -> Sequence[Families]:
         output_families: list[Any] = []
         for family in call.of(call.inputs[0]):
             extents = zip(family.shape, output.shape, strict=False)
-            if family.ndim == output.ndim and all(mine in (1, theirs) for mine, theirs in extents):
+            if family.ndim == output.ndim and all(
+                extent in (1, output_extent) for extent, output_extent in extents
+            ):
                 output_families.append(family)
             else:
                 call.labels.leave(family, f"{call.place} changes how many there are")
@@ -276,6 +278,7 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
 
 def concatenated(call: FollowedOp) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
+    # Tensors without elements add no places, and may have another rank.
     values = [item for item in call.inputs[0] if prod(item.shape)]
     if not values:
         return fresh(call)
@@ -284,10 +287,10 @@ def concatenated(call: FollowedOp) -> Sequence[Families]:
     parts, runs = [], []
     for value in values:
         families = call.of(value)
-        across = tuple(item for item in families if item.shape[axis] == 1)
-        along = tuple(item for item in families if item.shape[axis] > 1)
-        parts.append((across, (*value.shape[:axis], 1, *value.shape[axis + 1 :])))
-        runs.append((call.along(along, axis), value.shape[axis]))
+        other_families = tuple(item for item in families if item.shape[axis] == 1)
+        axis_families = tuple(item for item in families if item.shape[axis] > 1)
+        parts.append((other_families, (*value.shape[:axis], 1, *value.shape[axis + 1 :])))
+        runs.append((call.along(axis_families, axis), value.shape[axis]))
     merged = call.labels.merged(parts, call.lacking)
     if any(labels is not None for labels, _ in runs):
         for i, (labels, extent) in enumerate(runs):
@@ -332,20 +335,20 @@ def rearranged(call: FollowedOp) -> Sequence[Families]:
     """Move labels as the op moves elements."""
     if any(call.of(item) for name, item in zip(call.names, call.inputs, strict=False) if name in _INDICES):
         return unknown(call)
-    families: list[list[Any]] = [[] for _ in call.outputs]
+    families_by_output: list[list[Any]] = [[] for _ in call.outputs]
     for family in call.of(call.inputs[0]):
-        for output_families, item in zip(families, call.moved(family), strict=True):
+        for output_families, item in zip(families_by_output, call.moved(family), strict=True):
             moved = call.labels.compressed(item, call.lacking)
             if moved is not None:
                 output_families.append(moved)
                 # As heads and their features: `settle` decides later which axis carries the channels.
                 if len(varying(moved)) > 1:
                     call.labels.blocks.append(moved)
-    return [tuple(item) for item in families]
+    return [tuple(item) for item in families_by_output]
 
 
 def shuffled(call: FollowedOp) -> Sequence[Families]:
-    """Move channels between groups, or into images: those that an op takes together go together."""
+    """Move channels between groups, or into images; channels that an op takes together go together."""
     value, groups = call.inputs[0], call.value("groups")
     channels = call.along(call.of(value), 1 if groups else -3)
     if channels is not None and groups:
@@ -368,10 +371,12 @@ def fresh(call: FollowedOp) -> Sequence[Families]:
 
 
 def _by_word(table: dict[str, Rule]) -> dict[str, Rule]:
+    """Return rules by a single word, from a table whose keys have several words each."""
     return {word: rule for words, rule in table.items() for word in words.split()}
 
 
 _INDICES = ("index", "indices", "repeats")
+"""Inputs of ops by which data select or repeat elements."""
 
 MOVES = (rearranged, shuffled)
 """The rules of ops that only move elements."""

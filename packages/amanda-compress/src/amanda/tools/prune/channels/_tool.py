@@ -155,7 +155,7 @@ class ChannelPruneTool(amanda.Tool):
         # One for each open scope: scopes of one tool nest.
         self._simulations: list[ExitStack] = []
         self.depends_on(StandardMapping())
-        self.add_inst_for_op(self._forward)
+        self.add_inst_for_op(self._insert_masks)
 
     @property
     def result(self) -> ChannelPruneResult:
@@ -218,7 +218,7 @@ class ChannelPruneTool(amanda.Tool):
             )
         result = self.result
         if remove:
-            finished = plan.subject.smaller(plan, optimizer)
+            pruned_model = plan.subject.smaller(plan, optimizer)
         # Zeros count in a mean over channels; the mask in the scope left them out.
         elif self._reductions:
             places = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
@@ -227,9 +227,9 @@ class ChannelPruneTool(amanda.Tool):
                 "are kept alone; give remove=True, or exclude the layers whose channels it is over"
             )
         else:
-            finished = plan.subject.with_zeros(self._masks)
+            pruned_model = plan.subject.with_zeros(self._masks)
         self._reset()
-        result.model = finished
+        result.model = pruned_model
         self._finalized = result
         return result
 
@@ -248,13 +248,14 @@ class ChannelPruneTool(amanda.Tool):
         self._simulations.pop().close()
 
     def _reset(self) -> None:
+        """Forget the plan with its masks, and analyse ops anew."""
         self._plan, self._masks, self._reductions = None, _no_mask, {}
         self._finalized = None
         # Masks are constants of the routines.
         self.analyse_again()
 
     def _set_plan(self, plan: RemovalPlan) -> None:
-        """Make the masks of a plan."""
+        """Set a plan, its masks, and the ops that compute over removed channels."""
         self._plan = plan
         self._masks = plan.subject.masks(plan.axes())
         for reduction in plan.tracing.notes.reductions:
@@ -265,7 +266,7 @@ class ChannelPruneTool(amanda.Tool):
                 )
         self.analyse_again()
 
-    def _forward(self, context: amanda.OpContext) -> None:
+    def _insert_masks(self, context: amanda.OpContext) -> None:
         """Insert the masks of a forward op's weights, or replace an op that computes over channels."""
         if self._plan is None or context["phase"] != "forward":
             return
@@ -286,6 +287,7 @@ class ChannelPruneTool(amanda.Tool):
                 )
 
     def _masks_of(self, value: Any) -> Any:
+        """Return the mask of a value, a list of these for a list; None where nothing is removed."""
         if isinstance(value, (list, tuple)):
             masks = [self._masks_of(item) for item in value]
             return masks if any(item is not None for item in masks) else None
@@ -322,7 +324,7 @@ def _prunable_model(model: Any) -> PrunableModel:
 
 
 def _no_mask(value: Any) -> None:
-    """Leave every weight as it is."""
+    """Return None, for every weight stays as it is."""
 
 
 def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:

@@ -198,18 +198,18 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         view, find = self.weights.view_of_read(context, read)
         if view is None and find is None:
             return
-        data = read.multiplied_input(context)
-        reason = _why_unsupported(context, read, data is not None)
-        if data is None or reason:
+        multiplied = read.multiplied_input(context)
+        reason = _why_unsupported(context, read, multiplied is not None)
+        if multiplied is None or reason:
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
             return
         # One form for ops that read the same weight each time, and for those in loops.
         find = find or (lambda value, source: view)
-        inputs = [data.position, read.index]
-        rows_of, layout = data.rows, read.layout
+        inputs = [multiplied.position, read.index]
+        rows_of, layout = multiplied.rows, read.layout
         context.insert_before_op(self._add_samples, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
-        self.on_product(context, inputs, data.axis, find)
+        self.on_product(context, inputs, multiplied.axis, find)
 
     def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
         """React to an op whose weight may be changed; called at analysis.  Does nothing unless overridden.
@@ -221,7 +221,10 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     def _add_samples(
         self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]
     ) -> None:
-        """Add the rows that an execution multiplies to the samples of the weight."""
+        """Add the rows that an execution multiplies to the samples of the weight, if these count.
+
+        find: see `on_product`.  rows_of, layout: of the input, and of the weight.
+        """
         weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         # A batch may send no token to an expert.
         if not isinstance(weight, CalibratedWeight) or weight in self.finished or not x.numel():
@@ -236,7 +239,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
 
 def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
-    """Return why an op is not a product with one matrix; "" if it is."""
+    """Return why an op is not a product with one matrix; "" for a product with one matrix."""
     kind, groups = context["type"], context["weight_groups"]
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())
     if kind in MATRIX_PRODUCTS and rank != 2:

@@ -91,10 +91,10 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             continue
         quantised_count += 1
         reader = tool.other_readers.get(weight.holder)
-        linear = owners_of_weight is not None and all(
+        is_linear = owners_of_weight is not None and all(
             isinstance(module, torch.nn.Linear) for _, module in owners_of_weight
         )
-        if owners_of_weight is not None and linear and weight.part is None and weight.layout == "OI":
+        if owners_of_weight is not None and is_linear and weight.part is None and weight.layout == "OI":
             place = f"{weight.type} of {owners_of_weight[0][0]}"
             if reader is not None:
                 skipped[place] = reader
@@ -186,7 +186,7 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         # A layer under two names is converted once.
         if id(layer) in converted:
             continue
-        size = weight_bytes(layer.weight)
+        bytes_before = weight_bytes(layer.weight)
         # Layers that share a weight share the packed tensor, as tied embeddings do.
         if id(weight) not in parameters:
             tensor = _torchao_tensor(layer.weight, weight, tool, Int8Tensor)
@@ -197,7 +197,7 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         parameter = parameters[id(weight)]
         converted[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
-        rows.append((name, kind, tool.grid.bits, tool.size(weight), size, weight_bytes(parameter)))
+        rows.append((name, kind, tool.grid.bits, tool.size(weight), bytes_before, weight_bytes(parameter)))
     # Last step that may raise; layers are replaced when nothing can fail any more.
     tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
     for layer, parameter in converted.values():
@@ -222,6 +222,7 @@ def _torchao_tensor(
     pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
     # torchao's packed tensors of 4 bits run on the host alone in this layout.
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+    # Codes of the packed tensor begin at 0.
     if has_kernel and tool.grid.bits == 4 and size in _TINYGEMM_GROUPS and len(codes) % 16 == 0:
         return _int4_tensor(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
     if not tool.grid.symmetric:
@@ -245,16 +246,16 @@ def _int4_tensor(
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     # The kernel centres codes at 8.
     zero = (8 - zero_point) * scale
-    both = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)
+    scales_and_zeros = pack_tinygemm_scales_and_zeros(scale.to(dtype), zero.to(dtype), dtype)
     tensor: Tensor = Int4OpaqueTensor(
-        packed, both, [1, size], codes.shape,
+        packed, scales_and_zeros, [1, size], codes.shape,
         act_pre_scale=None if pre_scale is None else pre_scale.to(dtype),
     )  # fmt: skip
     return tensor
 
 
 def weight_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor, or of the tensors that one of torchao has within."""
+    """Return the bytes of a tensor; of a tensor of torchao those of the tensors that it consists of."""
     tensor = getattr(tensor, "data", tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         return int(tensor.numel() * tensor.element_size())
@@ -296,11 +297,11 @@ def convert_checkpoint(
         raise QuantizeError(
             f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
         )
-    scaled = [name for name, (_, weight) in layers.items() if has_factors(weight)]
-    if scaled:
+    scaled_layers = [name for name, (_, weight) in layers.items() if has_factors(weight)]
+    if scaled_layers:
         raise QuantizeError(
-            f"the layout has no place for the scales of the inputs of {', '.join(scaled)}: fold them by "
-            f"prepare(model, example) of the {type(tool).__name__} before its calibration and by "
+            f"the layout has no place for the scales of the inputs of {', '.join(scaled_layers)}: fold them "
+            f"by prepare(model, example) of the {type(tool).__name__} before its calibration and by "
             "finalize(model) after it, or exclude these layers"
         )
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
@@ -319,7 +320,7 @@ def convert_checkpoint(
         )
     model_config: Any = getattr(getattr(model, "config", None), "to_dict", dict)
     config = {**model_config(), "quantization_config": _quantization_config(model, tool, set(layers))}
-    state, text = _unshared(state), to_json(config, indent=2) + "\n"
+    state, text = _without_shared_memory(state), to_json(config, indent=2) + "\n"
     _write_checkpoint(folder, state, text)
     after = sum(map(weight_bytes, state.values()))
     return ConvertResult(folder, rows, model_bytes(model), after, skipped)
@@ -369,7 +370,7 @@ def packed(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
     return np.packbits(stream, axis=1, bitorder="little").view("<i4").astype(np.int32)
 
 
-def _unshared(state: dict[str, Any]) -> dict[str, Any]:
+def _without_shared_memory(state: dict[str, Any]) -> dict[str, Any]:
     """Return tensors without duplicates of earlier ones, and copies of tensors that share a part of memory.
 
     safetensors refuses tensors that share memory.
@@ -386,10 +387,10 @@ def _unshared(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantization_config(model: nn.Module, tool: IntegerTool, layers: set[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of a checkpoint."""
+    """Return the `quantization_config` of a checkpoint; layers: names of the quantised ones."""
     import torch
 
-    linear = [
+    linear_names = [
         name
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, torch.nn.Linear)
@@ -402,5 +403,5 @@ def _quantization_config(model: nn.Module, tool: IntegerTool, layers: set[str]) 
     return {
         "quant_method": "compressed-tensors", "format": _FORMAT, "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": [name for name in linear if name not in layers],
+        "ignore": [name for name in linear_names if name not in layers],
     }  # fmt: skip

@@ -72,7 +72,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         Source: Frantar et al. 2022, sec. 4; `true_sequential` of the authors' code.
         """
         batch_run: _BatchRun | None = None
-        calls = done = 0
+        calls = done_count = 0
         try:
             with self._collecting(), Progress(progress) as display:
                 while batch_run is None or batch_run.waiting:
@@ -85,9 +85,9 @@ class GPTQTool(IntegerTool, CalibratedTool):
                             f"calibrate_in_order within `with amanda.apply(tool)` of this "
                             f"{type(self).__name__}, and a function that executes all batches each time"
                         )
-                    done += len(batch_run.weights)
+                    done_count += len(batch_run.weights)
                     names = ", ".join(weight.name for weight in batch_run.weights)
-                    display.begin(done + len(batch_run.waiting), names, done - 1)
+                    display.begin(done_count + len(batch_run.waiting), names, done_count - 1)
                     for weight in batch_run.weights:
                         self.finish_calibration(weight)
                         # The gram of a finished weight is released before the next run gathers.
@@ -141,7 +141,7 @@ class _BatchRun:
         self._rows: Tensor | None = None
 
     def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
-        """Return True if inputs (n, K) that a weight is about to multiply count in this run."""
+        """Return True if inputs (n, K) of a weight count in this run; else the weight waits."""
         if weight in self.weights:
             return True
         if self._rows is None:
@@ -153,9 +153,10 @@ class _BatchRun:
         return True
 
 
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    kind = a.shape, a.dtype, a.device
-    return kind == (b.shape, b.dtype, b.device) and bool((a == b).all())
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    """Return True for equal numbers, of one shape and type on one device."""
+    kind = first.shape, first.dtype, first.device
+    return kind == (second.shape, second.dtype, second.device) and bool((first == second).all())
 
 
 @checked(error=QuantizeError)
@@ -181,38 +182,39 @@ def gptq(
     """
     import torch
 
-    whole, dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
+    is_whole, is_dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else range(len(hessian))
     order = torch.as_tensor(order, device=matrix.device)
     # In float64: errors of all earlier columns add up in the last ones.
-    remaining = matrix.double().masked_fill(dead, 0)
-    first = qparams(matrix if whole else remaining.to(matrix.dtype), grid, group_size)
-    scale, zero_point = (qparam.double() for qparam in first)
-    inverse = _inverse(hessian.double()[order][:, order], damping)
+    remaining = matrix.double().masked_fill(is_dead, 0)
+    # As in the authors' code, dead inputs count in the scales of whole rows, and not in those of groups.
+    first_qparams = qparams(matrix if is_whole else remaining.to(matrix.dtype), grid, group_size)
+    scale, zero_point = (qparam.double() for qparam in first_qparams)
+    factor = _inverse_factor(hessian.double()[order][:, order], damping)
     remaining, codes, inputs = remaining[:, order], torch.empty_like(remaining), order.tolist()
     for start in range(0, len(inputs), block):
         end = min(start + block, len(inputs))
-        now, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
+        corrected, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
         for i, column in enumerate(range(start, end)):
             group = slice(inputs[column] // group_size, inputs[column] // group_size + 1)
             # The columns as they are now, with the corrections of earlier ones. With act_order groups are not
             # consecutive here, and have static scales.
-            if column % group_size == 0 and not (whole or act_order):
+            if column % group_size == 0 and not (is_whole or act_order):
                 columns = remaining[:, column : column + group_size].to(matrix.dtype)
                 scale[:, group], zero_point[:, group] = qparams(columns, grid, group_size)
             qparams_of_group = scale[:, group], zero_point[:, group]
-            code = nearest(now[:, i : i + 1], *qparams_of_group, grid)
+            code = nearest(corrected[:, i : i + 1], *qparams_of_group, grid)
             codes[:, inputs[column]] = code[:, 0]
-            error = (now[:, i : i + 1] - dequantized(code, *qparams_of_group)) / inverse[column, column]
-            # Only within the block.
-            now[:, i:] -= error * inverse[column, column:end]
+            error = (corrected[:, i : i + 1] - dequantized(code, *qparams_of_group)) / factor[column, column]
+            # Within the block alone: columns behind it are corrected at its end.
+            corrected[:, i:] -= error * factor[column, column:end]
             errors[:, i : i + 1] = error
         # One product for a block instead of one for each column (lazy batch updates of the source).
-        remaining[:, end:] -= errors @ inverse[start:end, end:]
+        remaining[:, end:] -= errors @ factor[start:end, end:]
     return Codes(codes, scale.to(matrix.dtype), zero_point.to(matrix.dtype))
 
 
-def _inverse(hessian: Tensor, damping: float) -> Any:
+def _inverse_factor(hessian: Tensor, damping: float) -> Any:
     """Return the upper Cholesky factor of the inverse of a damped Hessian."""
     import torch
 

@@ -12,7 +12,7 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
 from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, dequantized, quantized, sums_of
-from amanda.tools.quantize.weights._scale_folding import FoldingTool, FoldResult, tied
+from amanda.tools.quantize.weights._scale_folding import FoldingTool, FoldResult, reduce_by_slot
 from amanda.tools.select import as_remarks
 from amanda.tools.weights import ParameterSlice, ParameterStore, SelectionOptions
 
@@ -88,12 +88,14 @@ class AWQTool(IntegerTool, FoldingTool):
         magnitudes = sum(weight_samples.magnitudes for weight_samples in samples) / count
         gram = sum(weight_samples.gram for weight_samples in samples) / count
         rounded = partial(self._round_to_integers, size=self.size(weights[0]))
-        return awq_scales(torch.cat(matrices), tied(magnitudes, slots, "mean"), gram, rounded, self._steps)
+        return awq_scales(
+            torch.cat(matrices), reduce_by_slot(magnitudes, slots, "mean"), gram, rounded, self._steps
+        )
 
     def on_folded(
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
     ) -> None:
-        """Divide the scales of integers whose outputs were divided."""
+        """Multiply the scales of integers by the multipliers of outputs; store sums of the new value."""
         super().on_folded(weight, value, scales, is_read)
         for axis, scale in scales:
             if weight.layout is not None and weight.layout[axis] == "O":
@@ -120,6 +122,7 @@ class AWQTool(IntegerTool, FoldingTool):
         return result
 
     def _round_to_integers(self, matrix: Tensor, size: int) -> Tensor:
+        """Return a matrix that is quantised and dequantised, in groups of so many inputs."""
         return dequantized(*quantized(matrix, self.grid, size))
 
 
@@ -140,7 +143,7 @@ def awq_scales(
     Raises QuantizeError if no error is a finite number.
     Sources: Lin et al. 2023, eqs. 4 and 5; `auto_scale` of the authors' code.
     """
-    best, least = None, float("inf")
+    best_scales, least_loss = None, float("inf")
     for step in range(steps):
         # The bound and the normalisation are those of the authors' code: dead inputs would have the scale 0.
         scales = magnitudes.pow(step / steps).clamp(min=1e-4)
@@ -148,13 +151,13 @@ def awq_scales(
         error = (rounded(matrix * scales) / scales - matrix).to(gram.dtype)
         # The squared error of the outputs by the gram matrix, without the inputs themselves.
         loss = float(((error @ gram) * error).sum())
-        if loss < least:
-            best, least = scales, loss
-    if best is None:
+        if loss < least_loss:
+            best_scales, least_loss = scales, loss
+    if best_scales is None:
         raise QuantizeError(
             f"the errors of all {steps} exponents overflow {gram.dtype}: scale the inputs down"
         )
-    return best
+    return best_scales
 
 
 @checked(error=QuantizeError)
@@ -165,7 +168,7 @@ def awq_clipped(
     size: PositiveInt,
     steps: Steps = 20,
 ) -> Tensor:
-    """Return a matrix whose groups of so many inputs are clipped to what gives the least squared error.
+    """Return a matrix whose groups of so many inputs are clipped to the limits of least squared error.
 
     The limits are 1, 1 - 1 / steps, ... of the largest magnitude of a group, to above a half of it; the error
     is that of the part of an output that comes from the group.
@@ -178,14 +181,14 @@ def awq_clipped(
     groups = matrix.reshape(len(matrix), -1, size)
     grams = torch.stack([gram[i : i + size, i : i + size] for i in range(0, len(gram), size)])
     most = groups.abs().amax(-1, keepdim=True)
-    best, least = groups, torch.full_like(most, torch.inf)
+    best_groups, least_loss = groups, torch.full_like(most, torch.inf)
     for step in range(steps // 2):
         limit = most * (1 - step / steps)
         clipped = groups.clamp(-limit, limit)
         error = (rounded(clipped.reshape(matrix.shape)).reshape(groups.shape) - groups).to(grams.dtype)
         loss = (torch.einsum("ogi,gij->ogj", error, grams) * error).sum(-1, keepdim=True)
-        best, least = clipped.where(loss < least, best), loss.minimum(least)
-    return best.reshape(matrix.shape)
+        best_groups, least_loss = clipped.where(loss < least_loss, best_groups), loss.minimum(least_loss)
+    return best_groups.reshape(matrix.shape)
 
 
 class SmoothQuantTool(FoldingTool):
@@ -226,17 +229,20 @@ class SmoothQuantTool(FoldingTool):
     def factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
     ) -> Tensor:
-        """Return the factors of weights of one input: maxima over a convolution's window are a channel's."""
+        """Return the factors of weights of one input, by the maxima of channels over all their places."""
         import torch
 
         channels = calibrated[0][0].canonical_shape[1]
-        most = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in calibrated]
+        input_maxima = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in calibrated]
         # Over all weights that read the input: they share its factor.
-        largest = [
+        weight_maxima = [
             matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
         ]
-        both = (tied(torch.stack(maxima).amax(0), slots, "amax") for maxima in (most, largest))
-        return smoothing(next(both), next(both)[None], self._alpha)
+        bounds = (
+            reduce_by_slot(torch.stack(maxima).amax(0), slots, "amax")
+            for maxima in (input_maxima, weight_maxima)
+        )
+        return smoothing(next(bounds), next(bounds)[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
         """Return a weight (outputs, channels, ...) times the factors."""
@@ -251,7 +257,10 @@ class SmoothQuantTool(FoldingTool):
 
     @amanda.differentiable
     def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
-        """Return the input divided by the factors of its channels, and the unchanged weight."""
+        """Return the input divided by the factors of its channels, and the unchanged weight.
+
+        Returns None, for no change, before the factors are computed.
+        """
         weight = find(value, ParameterSlice.of_execution(run))
         # Without a weight the input could not be divided, while another op's weight is multiplied.
         if not isinstance(weight, CalibratedWeight):
@@ -282,6 +291,6 @@ def smoothing(most: Tensor, weight: Tensor, alpha: Share = 0.5) -> Tensor:
     whose weights are all 0 has the factor 1, since the quotient may overflow float16.
     Source: Xiao et al. 2022, eq. 4.
     """
-    of_weight = weight.abs().amax([axis for axis in range(weight.dim()) if axis != 1])
-    factors = most.clamp(min=1e-5).pow(alpha) / of_weight.clamp(min=1e-5).pow(1 - alpha)
-    return factors.clamp(min=1e-5).where(of_weight > 0, 1)
+    weight_maxima = weight.abs().amax([axis for axis in range(weight.dim()) if axis != 1])
+    factors = most.clamp(min=1e-5).pow(alpha) / weight_maxima.clamp(min=1e-5).pow(1 - alpha)
+    return factors.clamp(min=1e-5).where(weight_maxima > 0, 1)

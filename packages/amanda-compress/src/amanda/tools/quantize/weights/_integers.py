@@ -151,7 +151,10 @@ class IntegerTool(WeightTool[CalibratedWeight]):
     def _parameters_in(
         self, context: amanda.OpContext, position: int, value: Any
     ) -> Iterator[tuple[Hashable, Any]]:
-        """Yield the parameters that an input has, and the part of each that it is; None for the whole."""
+        """Yield the parameters that an input has, and the part of each that it is; None for the whole.
+
+        Yields nothing for a computed value.
+        """
         if not context.namespace.matches("pytorch/*/eager"):
             holder = context.get_variable(position)
             if holder is not None:
@@ -221,10 +224,10 @@ class IntegerTool(WeightTool[CalibratedWeight]):
     def _check_weight(self, weight: CalibratedWeight, parameter: StoredParameter | None) -> None:
         """Raise QuantizeError for a weight without integers, or of a changed value."""
         if not (weight.is_ready or weight.is_skipped):
-            within = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
+            calibration = " and within tool.calibrating()" if isinstance(self, CalibratedTool) else ""
             raise QuantizeError(
                 f"{weight.name} has no integers, since its last calibration was not completed: run the model "
-                f"in a scope of this {type(self).__name__}{within}, or exclude it"
+                f"in a scope of this {type(self).__name__}{calibration}, or exclude it"
             )
         if (
             weight.is_ready
@@ -242,10 +245,10 @@ class IntegerTool(WeightTool[CalibratedWeight]):
 
         Raises QuantizeError for a parameter that cannot be written; an error restores all parameters.
         """
-        ready = [weight for weight in weights if weight.is_ready and weight.holder is not None]
+        ready_weights = [weight for weight in weights if weight.is_ready and weight.holder is not None]
         try:
             with amanda.disabled():
-                self._write(model, ready)
+                self._write(model, ready_weights)
         except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
@@ -272,16 +275,19 @@ def has_factors(weight: Weight) -> bool:
 
 
 def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Tensor) -> bool:
-    """Return True if a weight has the value that was quantised, or the dequantised value."""
+    """Return True if a weight has the value that was quantised, or the dequantised value.
+
+    True also where the values cannot be compared: of packed tensors, and of state without sums.
+    """
     # Packed tensors have no floating values to sum; the sums are NaN where loaded state had none.
     if hasattr(whole, "__tensor_flatten__") or not weight["sums"].isfinite().all():
         return True
     value = whole if weight.part is None else whole.as_strided(*weight.part)
     # Elements that were cast to bfloat16 differ by up to 2 ** -9.
-    share = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
+    tolerance = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
     present_sums = sums_of(weight.plain(value))
     return any(
-        bool((present_sums - expected_sums).abs().max() <= share * expected_sums[1])
+        bool((present_sums - expected_sums).abs().max() <= tolerance * expected_sums[1])
         for expected_sums in (
             weight["sums"].to(present_sums.device),
             sums_of(weight.plain(tool.finalized(weight, value))),

@@ -163,10 +163,10 @@ class FoldingTool(CalibratedTool):
         folds, unfolded = _folds_of(tracing, identities)
         with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
             actual = list(subject.floats(model(*example, **named)))
-        for (before, epsilon), (after, _) in zip(expected, actual, strict=True):
+        for (expected_values, epsilon), (values, _) in zip(expected, actual, strict=True):
             # `not <=` instead of `>`: NaN compares False and has to raise.
-            if before.size and not np.abs(before - after).max() <= max(
-                np.abs(before).max() * epsilon**0.5, epsilon
+            if expected_values.size and not np.abs(expected_values - values).max() <= max(
+                np.abs(expected_values).max() * epsilon**0.5, epsilon
             ):
                 raise QuantizeError(
                     f"the {type(model).__name__} computes something else with factors in its parameters: it "
@@ -216,31 +216,31 @@ class FoldingTool(CalibratedTool):
                 f"{type(self).__name__} has calibrated no weight of this {type(model).__name__}: call it "
                 "within tool.calibrating() first"
             )
-        unplanned = "prepare(model, example) was not called before the calibration"
+        unprepared = "prepare(model, example) was not called before the calibration"
         unmet = (
-            unplanned if self._fold_by_weight is None else "prepare met no product with the whole parameter"
+            unprepared if self._fold_by_weight is None else "prepare met no product with the whole parameter"
         )
-        skipped, written = dict[str, str](), list[Fold]()
+        skipped, written_folds = dict[str, str](), list[Fold]()
         for weight in self.weights:
             fold = None if weight.part is not None else folds.get(weight.holder)
             if fold is None:
                 if weight.is_ready:
                     skipped[weight.name] = self._unfolded.get(weight.holder, unmet)
-            elif fold not in written:
+            elif fold not in written_folds:
                 why = self._why_not_writable(fold, weights, parameters)
                 if why is None:
-                    written.append(fold)
+                    written_folds.append(fold)
                 elif weight.is_ready:
                     skipped[weight.name] = why
         # All factors of a parameter first: it is written once, and rounded once.
         scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        for fold in written:
+        for fold in written_folds:
             factors = weights[fold.readers[0][0]]["smoothing"]
             for identity, axis, scale in fold.scales(factors):
                 scales[identity].append((axis, scale))
         for identity, parameter_scales in scales.items():
             parameters[identity].change(partial(_scale_axes, scales=parameter_scales), undo=undo)
-        readers = {identity for fold in written for identity, _ in fold.readers}
+        readers = {identity for fold in written_folds for identity, _ in fold.readers}
         for identity, parameter_scales in scales.items():
             if identity in weights:
                 # State and parameters are undone together.
@@ -248,7 +248,7 @@ class FoldingTool(CalibratedTool):
                 self.on_folded(
                     weights[identity], parameters[identity].read(), parameter_scales, identity in readers
                 )
-        return FoldResult(model, written, skipped)
+        return FoldResult(model, written_folds, skipped)
 
     def on_folded(
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
@@ -299,11 +299,11 @@ class FoldingTool(CalibratedTool):
         self, fold: Fold, weights: Mapping[Any, CalibratedWeight], parameters: Mapping[int, StoredParameter]
     ) -> str | None:
         """Return why the factors of a fold cannot be written; None if they can."""
-        parts = {weight.holder for weight in self.weights if weight.part is not None}
+        part_holders = {weight.holder for weight in self.weights if weight.part is not None}
         for identity, _ in (*fold.readers, *fold.makers):
             if identity not in parameters:
                 return f"{fold.names[identity]} is no parameter of the model"
-            if identity in parts:
+            if identity in part_holders:
                 return f"ops read {fold.names[identity]} in parts"
         for identity, _ in fold.readers:
             if identity not in weights:
@@ -311,14 +311,20 @@ class FoldingTool(CalibratedTool):
             if len(weights[identity]["smoothing"]) != len(fold.slots):
                 return "its factors differ within the window of a convolution"
         first, *further = [weights[identity]["smoothing"] for identity, _ in fold.readers]
-        _, places = np.unique(fold.slots, return_index=True)
-        if not all(bool((factors == first).all()) for factors in [*further, first[places[fold.slots]]]):
+        # Of channels with one slot the first: all of them have to have its factor.
+        _, first_channels = np.unique(fold.slots, return_index=True)
+        if not all(
+            bool((factors == first).all()) for factors in [*further, first[first_channels[fold.slots]]]
+        ):
             return "its factors are of a calibration before prepare, and others of the same input differ"
         return None
 
 
-def tied(values: Tensor, slots: NDArray[Any] | None, how: str) -> Tensor:
-    """Return for each channel the amax or mean of the values of all channels that have its factor."""
+def reduce_by_slot(values: Tensor, slots: NDArray[Any] | None, reduction: str) -> Tensor:
+    """Return for each channel the amax or mean of the values of all channels that have its factor.
+
+    reduction: "amax" or "mean".  slots: see `Fold`; None: each channel has a factor of its own.
+    """
     import torch
 
     if slots is None:
@@ -326,7 +332,7 @@ def tied(values: Tensor, slots: NDArray[Any] | None, how: str) -> Tensor:
     index = torch.as_tensor(slots, device=values.device)
     # Channels of one slot get the same factor, such as heads that share a value in grouped-query attention.
     start = values.new_zeros(int(slots.max()) + 1)
-    return start.scatter_reduce(0, index, values, how, include_self=False)[index]
+    return start.scatter_reduce(0, index, values, reduction, include_self=False)[index]
 
 
 def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
@@ -348,35 +354,37 @@ def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[li
         for family in families if name in identities else ():
             # A family of a parameter varies along one axis.
             axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
-            kind = readers if int(channels[0]) in multiplied else makers
-            kind[identities[name], axis] = labels.roots(channels)
+            axes = readers if int(channels[0]) in multiplied else makers
+            axes[identities[name], axis] = labels.roots(channels)
     is_made = {root for roots in makers.values() for root in roots.tolist()}
     unfolded: dict[int, str] = {}
-    alike: dict[tuple[int, ...], list[Axis]] = defaultdict(list)
-    of_root: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-    for axis_of, roots in readers.items():
+    axes_by_roots: dict[tuple[int, ...], list[Axis]] = defaultdict(list)
+    keys_by_root: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for parameter_axis, roots in readers.items():
         key = tuple(roots.tolist())
-        alike[key].append(axis_of)
+        axes_by_roots[key].append(parameter_axis)
         for root in key:
-            of_root[root].add(key)
+            keys_by_root[root].add(key)
     folds = []
-    for key, reader_axes in alike.items():
+    for key, reader_axes in axes_by_roots.items():
         why = next((reasons[root] for root in key if root in reasons), None)
         if why is None and not is_made.issuperset(key):
             why = UNMADE
-        if why is None and any(len(of_root[root]) > 1 for root in key):
+        if why is None and any(len(keys_by_root[root]) > 1 for root in key):
             why = "another product reads a part of its input, or more than that"
         if why is not None:
             unfolded.update({identity: why for identity, _ in reader_axes})
             continue
         # In the order of the channels.
-        slot = {root: i for i, root in enumerate(dict.fromkeys(key))}
+        slot_of_root = {root: i for i, root in enumerate(dict.fromkeys(key))}
         maker_slots = {
-            axis_of: np.array([slot.get(root, -1) for root in roots.tolist()])
-            for axis_of, roots in makers.items() if not slot.keys().isdisjoint(roots.tolist())
+            parameter_axis: np.array([slot_of_root.get(root, -1) for root in roots.tolist()])
+            for parameter_axis, roots in makers.items() if not slot_of_root.keys().isdisjoint(roots.tolist())
         }  # fmt: skip
         fold_names = {identity: names[identity] for identity, _ in (*reader_axes, *maker_slots)}
-        folds.append(Fold(np.array([slot[root] for root in key]), reader_axes, maker_slots, fold_names))
+        folds.append(
+            Fold(np.array([slot_of_root[root] for root in key]), reader_axes, maker_slots, fold_names)
+        )
     return folds, unfolded
 
 
@@ -395,8 +403,8 @@ def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
                 parameters[identity].change(partial(_scale_axes, scales=[(axis, scale)]), undo=undo)
         yield
     finally:
-        for back in reversed(undo):
-            back()
+        for write_back in reversed(undo):
+            write_back()
 
 
 def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:

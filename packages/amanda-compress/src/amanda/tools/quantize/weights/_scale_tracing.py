@@ -36,19 +36,23 @@ def stopped(call: FollowedOp) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     # An op without a rule is taken to compute something nonlinear.
     call.leave_all(f"{call.place} reads its input too")
-    return [_unmade(call, output, f"{call.place} makes its input, through which no factor passes")
-            for output in call.outputs]  # fmt: skip
+    reason = f"{call.place} makes its input, through which no factor passes"
+    return [_families_without_factors(call, output, reason) for output in call.outputs]
 
 
-def _unmade(call: FollowedOp, output: Any, reason: str) -> Families:
+def _families_without_factors(call: FollowedOp, output: Any, reason: str) -> Families:
+    """Return the families of an output that tell its readers why their input has no factors."""
     label = call.labels.fresh(1).reshape((1,) * output.ndim)
     call.labels.leave(label, reason)
-    # A label of its own, which has a reason and no parameter, tells readers why their input has no factors.
+    # A label of its own, which has a reason and no parameter.
     return (label,)
 
 
-def _read(call: FollowedOp, value: Any, axis: int, inputs: Family | None) -> None:
-    """Match the channels of a product's input with those of its weight."""
+def _match_input(call: FollowedOp, value: Any, axis: int, inputs: Family | None) -> None:
+    """Match the channels of a product's input with those of its weight; without either, leave the other.
+
+    axis: of the input's channels.  inputs: labels of the weight's inputs, None for a weight without any.
+    """
     families = call.of(value)
     along_other_axes = [family for family in families if varying(family) - {axis % value.ndim}]
     call.labels.leave(along_other_axes, f"{call.place} reads its input too")
@@ -64,37 +68,40 @@ def _read(call: FollowedOp, value: Any, axis: int, inputs: Family | None) -> Non
 
 
 def layer(call: FollowedOp) -> Sequence[Families]:
-    """Pass the factors of a linear layer's or convolution's input on to its weight; its outputs are made."""
+    """Pass the factors of a layer's input on to its weight; return the families of its output.
+
+    Factors stop at convolutions in groups, and at computed weights.
+    """
     value, weight = call.inputs[:2]
     # A computed weight cannot be multiplied once and for all.
     if int(call.value("groups", 1)) != 1 or call.name_of(weight) is None:
         return stopped(call)
     axis = 1 - weight.ndim if call.type != "linear" else -1
     inputs = [family.reshape(-1) for family in call.of(weight) if family.shape[1] > 1]
-    _read(call, value, axis, inputs[0] if inputs else None)
+    _match_input(call, value, axis, inputs[0] if inputs else None)
     outputs = (linear if call.type == "linear" else convolution)(call)
     return [tuple(family for family in outputs[0] if family.shape[axis] > 1)]
 
 
 def product(call: FollowedOp) -> Sequence[Families]:
-    """Pass factors on to a parameter on the right; a product of other tensors has those of its columns."""
-    product = MATRIX_PRODUCTS[call.type]
-    value, weight = (call.inputs[position] for position in product.factors)
-    added = [] if product.bias is None else [call.inputs[product.bias]]
+    """Pass factors on to a parameter on the right; else pass on those of the right factor's columns."""
+    roles = MATRIX_PRODUCTS[call.type]
+    value, weight = (call.inputs[position] for position in roles.factors)
+    summands = [] if roles.bias is None else [call.inputs[roles.bias]]
     output = call.outputs[0]
     if call.name_of(weight) is not None and weight.ndim == 2:
         inputs, outputs = (
             next((family.reshape(-1) for family in call.of(weight) if family.shape[axis] > 1), None)
             for axis in (0, 1)
         )
-        _read(call, value, -1, inputs)
+        _match_input(call, value, -1, inputs)
         call.labels.produce(outputs)
-        call.match_vector(outputs, *added)
+        call.match_vector(outputs, *summands)
         call.notes.work.append(Work(0, outputs, inputs))
         return [shaped(outputs, output.ndim - 1, output.ndim)]
-    if added or min(value.ndim, weight.ndim) < 2:
+    if summands or min(value.ndim, weight.ndim) < 2:
         return stopped(call)
-    return _mixed(call, call.of(weight), [value])
+    return _pass_columns(call, call.of(weight), [value])
 
 
 def attention(call: FollowedOp) -> Sequence[Families]:
@@ -104,22 +111,25 @@ def attention(call: FollowedOp) -> Sequence[Families]:
     families = tuple(
         family.repeat(times, -3) if times > 1 and family.shape[-3] > 1 else family for family in families
     )
-    return _mixed(call, families, [query, key, *masks])
+    return _pass_columns(call, families, [query, key, *masks])
 
 
-def _mixed(call: FollowedOp, families: Families, factors: Iterable[Any]) -> Sequence[Families]:
-    """Pass on the factors of a tensor whose rows the op adds up, by weights that other tensors are."""
+def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) -> Sequence[Families]:
+    """Pass on the factors of columns of a tensor, whose rows the op sums; factors of rows stop.
+
+    factors: the other tensors of the op, which are the weights of the sum, or decide them.
+    """
     for tensor in factors:
         call.labels.leave(call.of(tensor), f"{call.place} reads its input too")
     # Rows are summed with weights that differ by column: factors along rows would not come out of the sum.
-    passed = [family for family in families if family.shape[-2] == 1]
+    column_families = [family for family in families if family.shape[-2] == 1]
     call.labels.leave(
         [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
     )
-    if not passed:
+    if not column_families:
         return stopped(call)
     rank = call.outputs[0].ndim
-    return [_ranked(tuple(passed), rank)]
+    return [_with_rank(tuple(column_families), rank)]
 
 
 def normalised(call: FollowedOp) -> Sequence[Families]:
@@ -127,7 +137,11 @@ def normalised(call: FollowedOp) -> Sequence[Families]:
     call.labels.leave(call.of(call.inputs[0]), f"{call.place} reads its input too")
     weight, output = call.value("weight"), call.outputs[0]
     if weight is None or weight.ndim != 1 or not varies(call.of(weight)):
-        return [_unmade(call, output, f"{call.place} makes its input without a weight for each channel")]
+        return [
+            _families_without_factors(
+                call, output, f"{call.place} makes its input without a weight for each channel"
+            )
+        ]
     channels = call.along(call.of(weight), 0)
     call.match_vector(channels, call.value("bias"))
     axis = output.ndim - 1 if call.type in ("layer_norm", "rms_norm") else 1
@@ -135,7 +149,10 @@ def normalised(call: FollowedOp) -> Sequence[Families]:
 
 
 def scaled(call: FollowedOp) -> Sequence[Families]:
-    """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's."""
+    """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's.
+
+    Factors stop at a divisor.
+    """
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
     carriers = [tensor for tensor in tensors[: 1 if call.type == "div" else 2] if varies(call.of(tensor))]
     # 1 / x has the inverse factors.
@@ -146,15 +163,15 @@ def scaled(call: FollowedOp) -> Sequence[Families]:
     if len(tensors) > 1:
         second = next((tensor for tensor in tensors if tensor is not carrier), carrier)
         call.labels.leave(call.of(second), f"{call.place} reads its input too")
-    return [_ranked(call.of(carrier), call.outputs[0].ndim)]
+    return [_with_rank(call.of(carrier), call.outputs[0].ndim)]
 
 
 def added(call: FollowedOp) -> Sequence[Families]:
-    """Make the factors of tensors the same that are added; where one has none, the others have none."""
+    """Make the factors of two tensors the same that are added; stop where either has none along the axis."""
     terms = dict(zip(call.names, call.inputs, strict=False))
     terms.pop("alpha", None)
     rank = call.outputs[0].ndim
-    term_families = [_ranked(call.of(term), rank) for term in terms.values() if hasattr(term, "shape")]
+    term_families = [_with_rank(call.of(term), rank) for term in terms.values() if hasattr(term, "shape")]
     axes = [[varying(family) for family in families if family.size > 1] for families in term_families]
     if len(term_families) != 2 or any(len(term_axes) != 1 or term_axes != axes[0] for term_axes in axes):
         for families in term_families:
@@ -170,15 +187,15 @@ def averaged(call: FollowedOp) -> Sequence[Families]:
     # A mean is linear, and a factor of each channel passes through it if channels are no axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
     axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    passed = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
-    if len(passed) < len(call.of(value)) or not output.is_floating_point():
+    passing_families = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
+    if len(passing_families) < len(call.of(value)) or not output.is_floating_point():
         return stopped(call)
-    dropped = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
-    return [tuple(np.squeeze(family, dropped) for family in passed)]
+    reduced_axes = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
+    return [tuple(np.squeeze(family, reduced_axes) for family in passing_families)]
 
 
 def moved(call: FollowedOp) -> Sequence[Families]:
-    """Move labels as an op moves elements that no other tensor selects."""
+    """Move labels as an op moves elements; factors stop where another tensor selects the elements."""
     if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
         return stopped(call)
     output_families: list[list[Family]] = [[] for _ in call.outputs]
@@ -195,7 +212,7 @@ def moved(call: FollowedOp) -> Sequence[Families]:
 
 
 def passed(call: FollowedOp) -> Sequence[Families]:
-    """Pass factors on through a function f with f(x / s) = f(x) / s; of a type that has fractions."""
+    """Pass factors on through f with f(x / s) = f(x) / s; stop at integers and at pads that are not 0."""
     # A padding of another number than 0 would not be divided.
     pads = call.value("value", 0) if "pad" in call.type else 0
     return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
@@ -206,12 +223,13 @@ def varies(families: Families) -> bool:
     return any(family.size > 1 for family in families)
 
 
-def _ranked(families: Families, rank: int) -> Families:
+def _with_rank(families: Families, rank: int) -> Families:
+    """Return families with leading axes of extent 1 up to a rank."""
     return tuple(family.reshape((1,) * (rank - family.ndim) + family.shape) for family in families)
 
 
-def _flowing(rule: Rule, call: FollowedOp) -> Sequence[Families]:
-    """Follow an op with a rule, and note the parameters whose channels it makes tensors of."""
+def _produce_and_follow(rule: Rule, call: FollowedOp) -> Sequence[Families]:
+    """Follow an op by a rule, and note the parameters that it reads: their channels can take factors."""
     for value in leaves(call.inputs):
         for family in call.of(value) if call.name_of(value) is not None else ():
             call.labels.produce(family)
@@ -219,7 +237,10 @@ def _flowing(rule: Rule, call: FollowedOp) -> Sequence[Families]:
 
 
 def _by_word(table: dict[str, Callable[[FollowedOp], Sequence[Families]]]) -> dict[str, Rule]:
-    return {word: partial(_flowing, rule) for words, rule in table.items() for word in words.split()}
+    """Return rules by a single word, from a table whose keys have several words each."""
+    return {
+        word: partial(_produce_and_follow, rule) for words, rule in table.items() for word in words.split()
+    }
 
 
 class FactorTracing(ModuleTracing):

@@ -130,7 +130,7 @@ def _has_compiled(backend: Any, function: Any) -> bool:
     entries = [
         entry for code in _codes_of(function) for entry in eval_frame._debug_get_cache_entry_list(code)
     ]
-    return any(_compiled_by(entry.backend, backend) for entry in entries)
+    return any(_is_compiled_by(entry.backend, backend) for entry in entries)
 
 
 def _codes_of(function: Any) -> Iterator[CodeType]:
@@ -144,10 +144,11 @@ def _codes_of(function: Any) -> Iterator[CodeType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _compiled_by(compiled_by: Any, backend: Any) -> bool:
-    if isinstance(compiled_by, InstrumentingBackend):
-        return not compiled_by.apart and bool(compiled_by.original == backend)
-    return bool(compiled_by == backend)
+def _is_compiled_by(compiler: Any, backend: Any) -> bool:
+    """Return True if a compiler is the user's backend, or instruments graphs for it in the user's region."""
+    if isinstance(compiler, InstrumentingBackend):
+        return not compiler.apart and bool(compiler.original == backend)
+    return bool(compiler == backend)
 
 
 def instrumenting_state() -> State | None:
@@ -181,6 +182,7 @@ class InstrumentingConverter:
     """Stand-in for dynamo's callback: converts frames with a backend that instruments graphs."""
 
     def __init__(self, callback: Any, backend: InstrumentingBackend, generation: GraphGeneration) -> None:
+        """Clone dynamo's converter for the instrumenting backend, with a higher limit on compilations."""
         # Dynamo's own way to convert frames for another backend; the hooks are the user's.
         clone = callback._torchdynamo_orig_backend._clone_with_backend(backend)
         clone._recompile_limit = RECOMPILE_LIMIT
@@ -192,6 +194,10 @@ class InstrumentingConverter:
         self._op_by_op: dict[CodeType, SharedMemory] = {}
 
     def __call__(self, frame: Any, *args: Any) -> Any:
+        """Return dynamo's result for a frame: skipped if it is not the user's or is to run op by op.
+
+        An error of instrumenting is raised as itself; SharedMemory makes the frame run op by op.
+        """
         skipped = skip_result(frame)
         if skipped is not None:
             return skipped
@@ -200,7 +206,7 @@ class InstrumentingConverter:
             return SKIP_ONCE
         # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
         receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
-        before = _frame.code, _frame.prefix, _frame.instance, _frame.path_of
+        outer_frame = _frame.code, _frame.prefix, _frame.instance, _frame.path_of
         _frame.code = frame.f_code
         subjects = interceptor.subjects()
         _frame.prefix, _frame.path_of = module_path(subjects), ParameterPaths(subjects)
@@ -219,7 +225,7 @@ class InstrumentingConverter:
                 raise failure from failure.__cause__
             raise
         finally:
-            _frame.code, _frame.prefix, _frame.instance, _frame.path_of = before
+            _frame.code, _frame.prefix, _frame.instance, _frame.path_of = outer_frame
         failure = self.backend.take_failure()
         if failure is not None:
             raise failure from failure.__cause__
@@ -244,6 +250,7 @@ class InstrumentingBackend:
     """
 
     def __init__(self, callback: Any, autodiff: bool, generation: GraphGeneration, apart: bool) -> None:
+        """Hold the user's backend, within dynamo's wrappers and without; the generation is held weakly."""
         self._compile = callback._torchdynamo_orig_backend._torchdynamo_orig_backend
         self.original = unwrapped_backend(callback)
         self._autodiff = autodiff
@@ -254,13 +261,16 @@ class InstrumentingBackend:
         self._failures = threading.local()  # dynamo compiles on whichever thread calls first
 
     def __eq__(self, other: object) -> bool:
+        """Return True if dynamo may run, for this backend, what the other has compiled."""
         if self is other:
             return True
         # Dynamo reuses compiled code if the backends are equal: this decides which tools share graphs.
         if isinstance(other, InstrumentingBackend):
             generation = self._generation()
-            same = generation is not None and generation is other._generation() and self.apart == other.apart
-            return same and self._autodiff == other._autodiff and self.original == other.original
+            if generation is None or generation is not other._generation():
+                return False
+            settings, other_settings = (self.apart, self._autodiff), (other.apart, other._autodiff)
+            return settings == other_settings and bool(self.original == other.original)
         return self.shared and instrumenting_state() is None and bool(self.original == other)
 
     def __hash__(self) -> int:
@@ -295,8 +305,12 @@ class InstrumentingBackend:
         return error
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Have the user's backend compile a graph, with routines if tools insert any.
+
+        An error of instrumenting is noted for the converter too, since dynamo would wrap it.
+        """
         program = GraphProgram(self.state)
-        late = LateObservers(program) if _is_by_autograd(self.original) else None
+        late = LateObservers(program) if _uses_aot_autograd(self.original) else None
         try:
             instrumented = self._instrument(module, inputs, program, late)
         except BaseException as error:
@@ -326,12 +340,18 @@ class InstrumentingBackend:
         self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram, late: LateObservers | None
     ) -> GraphModule | None:
         """Return the graph of the converted frame with routines in it; None if tools insert none."""
-        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         is_parameter = [isinstance(value, torch.nn.Parameter) for value in inputs]
-        is_static = ["_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in nodes]
+        is_static = [
+            "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in placeholders
+        ]
         weights = [static or parameter for static, parameter in zip(is_static, is_parameter, strict=True)]
-        guard_by_identity([node for node, parameter in zip(nodes, is_parameter, strict=True) if parameter])
-        symbols = GraphSymbols(module, inputs, [node.meta.get("example_value") for node in nodes], weights)
+        guard_by_identity(
+            [node for node, parameter in zip(placeholders, is_parameter, strict=True) if parameter]
+        )
+        symbols = GraphSymbols(
+            module, inputs, [node.meta.get("example_value") for node in placeholders], weights
+        )
         rewriting = FxRewriting(
             module, symbols, program, namespace(), _frame.prefix, _frame.instance,
             history=self.generation.histories[_frame.code], path_of=_frame.path_of, late=late,
@@ -345,13 +365,14 @@ def _is_from_torch(backend: Any) -> bool:
     return str(module).partition(".")[0] == "torch"
 
 
-def _is_by_autograd(backend: Any) -> bool:
+def _uses_aot_autograd(backend: Any) -> bool:
     """Return True for a backend of torch's that compiles by AOTAutograd."""
     from_torch = _is_from_torch(getattr(backend, "compiler_fn", backend))
     return from_torch and _backend_name(backend).startswith(("inductor", "aot_", "cudagraphs"))
 
 
 def _backend_name(backend: Any) -> str:
+    # Of a backend that torch.compile wraps, the name that the user gave.
     user_backend = getattr(backend, "compiler_fn", backend)
     return str(getattr(backend, "compiler_name", getattr(user_backend, "__name__", "")))
 

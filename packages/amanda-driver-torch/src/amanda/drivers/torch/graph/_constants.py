@@ -34,10 +34,11 @@ class _ConstantFolder:
     """
 
     def __init__(self, program: ExportedProgram, old_constants: Mapping[str, Any]) -> None:
+        """Find the stored tensors that the program does not write, and the new constants among them."""
         self.program = program
         self.old_constants = old_constants
-        places = [node for node in program.graph.nodes if node.op == "placeholder"]
-        specs = zip(places, program.graph_signature.input_specs, strict=True)
+        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        specs = zip(placeholders, program.graph_signature.input_specs, strict=True)
         self.targets = {node: spec.target for node, spec in specs if spec.kind in _TENSOR_KINDS}
         # A buffer that the program writes has no constant value.
         changed = {*program.graph_signature.buffers_to_mutate.values()}
@@ -61,10 +62,10 @@ class _ConstantFolder:
             self._compute_value(node)
         # The last folded nodes before the rest of the program; what is returned stays computed, because the
         # signature names outputs by their nodes.
-        ends = [node for node in self.sources if any(user not in self.sources for user in node.users)]
-        ends = [node for node in ends if all(user.op != "output" for user in node.users)]
-        for node in ends:
-            self._store_value(node, ends)
+        last_nodes = [node for node in self.sources if any(user not in self.sources for user in node.users)]
+        last_nodes = [node for node in last_nodes if all(user.op != "output" for user in node.users)]
+        for node in last_nodes:
+            self._store_value(node, last_nodes)
         for node in reversed([*self.sources]):  # users before what they use
             if not node.users:
                 self.program.graph.erase_node(node)
@@ -95,13 +96,13 @@ class _ConstantFolder:
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         self.sources[node] = sources
 
-    def _store_value(self, node: Node, ends: Collection[Node]) -> None:
+    def _store_value(self, node: Node, last_nodes: Collection[Node]) -> None:
         """Replace a node, for all that reads it, by a weight or a new constant that holds its value."""
-        free = [place for place in self.sources[node] if self._can_take(place, node, ends)]
-        if not free:
+        places = [place for place in self.sources[node] if self._can_take(place, node, last_nodes)]
+        if not places:
             return
         # Weights first: their names are those of the model.
-        place = min(free, key=lambda candidate: candidate in self.new_places)
+        place = min(places, key=lambda candidate: candidate in self.new_places)
         self.used_places.add(place)
         name = str(self.targets[place])
         old_value = self._stored_tensor(name)
@@ -113,32 +114,36 @@ class _ConstantFolder:
         place.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.sources)
 
-    def _can_take(self, place: Node, node: Node, ends: Collection[Node]) -> bool:
+    def _can_take(self, place: Node, node: Node, last_nodes: Collection[Node]) -> bool:
         """Return True if a stored tensor can take a node's value: only nodes of that value read it."""
         value, stored_value = self.values[node], self.values[place]
         if place in self.new_places:
             return place not in self.used_places and all(user in self.sources for user in place.users)
         if stored_value.shape != value.shape or stored_value.dtype != value.dtype:
             return False
-        sharing_ends = [end for end in ends if place in self.sources[end]]
+        sharing_nodes = [last_node for last_node in last_nodes if place in self.sources[last_node]]
         is_free = all(user in self.sources or place in self.used_places for user in place.users)
-        return is_free and all(torch.equal(self.values[end], value) for end in sharing_ends)
+        return is_free and all(torch.equal(self.values[last_node], value) for last_node in sharing_nodes)
 
     def _stored_tensor(self, name: Any) -> Any:
+        """Return the weight, buffer or constant of a name."""
         weight = self.program.state_dict.get(name)
         return self.program.constants[name] if weight is None else weight
 
     def _may_be_dropped(self, node: Node) -> bool:
+        """Return True for a constant, new or old; weights stay in the program also if nothing reads them."""
         return node in self.new_places or self.targets[node] in self.old_constants
 
     def _drop_placeholders(self, nodes: Sequence[Node]) -> None:
         """Drop placeholders with their tensors and their entries in the signature."""
         signature, program = self.program.graph_signature, self.program
-        gone = {str(self.targets[node]) for node in nodes}
-        signature.input_specs[:] = [spec for spec in signature.input_specs if spec.target not in gone]
+        dropped_names = {str(self.targets[node]) for node in nodes}
+        signature.input_specs[:] = [
+            spec for spec in signature.input_specs if spec.target not in dropped_names
+        ]
         for node in nodes:
             program.graph.erase_node(node)
-        for name in gone:
+        for name in dropped_names:
             program.constants.pop(name, None)
             program.state_dict.pop(name, None)
 

@@ -43,6 +43,7 @@ class Control:
         """Return the comparison in one sentence."""
         if not self.differences:
             return f"{self.compared} tensors are those of the unobserved run, to the bit"
+        # A difference of nan, which is no number, counts as the largest.
         most = max(
             self.differences,
             key=lambda difference: (difference.largest != difference.largest, difference.largest),
@@ -83,6 +84,7 @@ class _ModelState:
     """State of a model, and of the generators of random numbers, from which every run begins."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        """Copy the model's parameters, buffers and gradients, and the states of the generators."""
         self._model = model
         self._tensors = {name: tensor.detach().clone() for name, tensor in _named_tensors(model)}
         self._gradients = {name: _copy_of(tensor.grad) for name, tensor in model.named_parameters()}
@@ -131,8 +133,10 @@ def _differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
             _as_bytes(first[name]), _as_bytes(second[name])
         ):
             # Differences of small integers and halves would overflow, or lose their last bits.
-            wide = torch.complex128 if first[name].is_complex() else torch.float64
-            yield Difference(name, float((first[name].to(wide) - second[name].to(wide)).abs().max()))
+            wide_dtype = torch.complex128 if first[name].is_complex() else torch.float64
+            yield Difference(
+                name, float((first[name].to(wide_dtype) - second[name].to(wide_dtype)).abs().max())
+            )
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

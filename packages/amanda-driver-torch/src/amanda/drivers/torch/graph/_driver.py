@@ -49,6 +49,7 @@ class GraphDriver(Driver):
 
         @functools.wraps(original)
         def callback_from_stance(callback: Any) -> Any:
+            """Return a callback that instruments graphs if a scope asks for it, else by dynamo's stance."""
             if callback is None or callback is False:
                 return original(callback)
             activation = interceptor.active()
@@ -147,11 +148,11 @@ def _without_tools(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of torch's compiler, whose ops are not the user's, to run without tools."""
 
     @functools.wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with interceptor.Suspension():
             return function(*args, **kwargs)
 
-    return alone
+    return run
 
 
 _RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"

@@ -42,6 +42,7 @@ class ExportedFile(Artefact):
     kind = "torch.export program"
 
     def __init__(self, path: Path) -> None:
+        """Load the file and the notes in it; raise ArtefactError if torch cannot read it."""
         self._path = path
         self._notes = {NOTES_NAME: ""}
         if not is_zipfile(path):  # which torch logs with a traceback
@@ -63,10 +64,10 @@ class ExportedFile(Artefact):
         analysis = inlining.analysis(
             TENSORS, lambda plan, facts: stored.extend(_actions_on_weights(plan, facts))
         )
-        tags = Namespace(f"{namespace()}/static")
+        op_namespace = Namespace(f"{namespace()}/static")
         with apply():  # so that native calls are seen
             rewriting = FxRewriting(
-                module, GraphSymbols(module, example, example), program, tags, analysis=analysis
+                module, GraphSymbols(module, example, example), program, op_namespace, analysis=analysis
             )
             rewritten = rewriting.rewrite()
         for action, (facts, reason) in program.called_as_python.items():
@@ -119,10 +120,11 @@ def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
 
 
 def _dynamic_sizes(value: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
+    """Return the dynamic dimensions of an input by axis; None if it has none, or is no tensor."""
     if not isinstance(value, torch.Tensor):
         return None
-    changing = {i: size for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
-    return {i: _dimension(size, program, dims) for i, size in changing.items()} or None
+    symbolic_sizes = {i: size for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+    return {i: _dimension(size, program, dims) for i, size in symbolic_sizes.items()} or None
 
 
 def _dimension(size: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:

@@ -24,12 +24,13 @@ class GraphCopy:
     """
 
     def __init__(self, module: GraphModule, program: GraphProgram, calls_python: bool) -> None:
+        """Copy the graph, with what dynamo has left on the module and on the nodes."""
         self._twins: dict[Node, Node] = {}
         self._held_nodes: dict[int, Node] = {}
         graph = Graph()
         copied: Any = graph.graph_copy(module.graph, self._twins, return_output_node=True)
-        output, last = copied  # without its output node, whose metadata is copied below
-        graph.output(output).meta = copy(last.meta)
+        output, output_node = copied  # without its output node, whose metadata is copied below
+        graph.output(output).meta = copy(output_node.meta)
         graph._codegen = module.graph._codegen
         self._module = GraphModule(module, graph, type(module).__name__)
         # Backends read what dynamo leaves on the module and on the nodes; graph_copy copies neither.
@@ -85,6 +86,7 @@ class GraphCopy:
         return self._module
 
     def _insert_call(self, instrumented: InstrumentedCall, inputs: Sequence[Node]) -> Node:
+        """Insert a call on the token, on the tensors that its routines hold, and on inputs."""
         held_nodes = [self._node_of_held(tensor) for tensor in instrumented.held_tensors.tensors]
         return self._module.graph.call_function(instrumented, (self._token, *held_nodes, *inputs))
 

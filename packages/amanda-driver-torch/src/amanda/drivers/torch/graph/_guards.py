@@ -36,7 +36,8 @@ def guard_by_reads(program: GraphProgram, history: History) -> None:
     # Weakly: dynamo keeps guards as long as the user's function, which must not keep the tools alive.
     reference = ref(reads)
 
-    def is_as_it_was(_: Any) -> bool:
+    def reads_hold(_: Any) -> bool:
+        """Return True if all values that routines read are unchanged, or the graph runs without tools."""
         activation = interceptor.ACTIVATION.get(None)
         state = None if activation is None else activation.state
         if not (asks_for_graphs(state) and state.enabled):
@@ -46,7 +47,7 @@ def guard_by_reads(program: GraphProgram, history: History) -> None:
 
     def guard(builder: Any, new_guard: Any) -> None:
         explanation = ["what traceable routines of Amanda's tools read is as it was"]
-        builder.guard_manager.root.add_lambda_guard(is_as_it_was, explanation, new_guard.user_stack)
+        builder.guard_manager.root.add_lambda_guard(reads_hold, explanation, new_guard.user_stack)
 
     # A source that always exists: the guard looks at no value of the frame.
     install_guard(GlobalStateSource().make_guard(guard))

@@ -63,8 +63,8 @@ class InstrumentedCall:
         count = len(self.held_tensors.tensors)
         # Hooks in the backward pass hold `routines`: no output may be reachable from there, or autograd's
         # graph would be a cycle that is never freed.
-        standing_in, values = values[:count], values[count:]
-        routines = NodeRoutines(self.program, token, lambda: self.held_tensors.replaced_by(standing_in))
+        held_values, values = values[:count], values[count:]
+        routines = NodeRoutines(self.program, token, lambda: self.held_tensors.replaced_by(held_values))
         with routines.running():
             return self.run(routines, values)
 
@@ -82,15 +82,16 @@ class InstrumentedNode(InstrumentedCall):
         self.steps = steps
 
     def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
-        placed = tree_flatten(list(values))[0]
+        """Run the node's native ops with the routines at them, and return the node's value."""
+        slot_values = tree_flatten(list(values))[0]
         for call, step in zip(self.replay.calls, self.steps, strict=True):
-            args, kwargs = fill_template((call.args, call.kwargs), placed)
+            args, kwargs = fill_template((call.args, call.kwargs), slot_values)
             if step:
                 outputs = _run_step(step, self.replay.bind(call.site, args, kwargs), routines)
             else:
                 outputs = call.site.invoke(args, kwargs)
-            placed += tree_flatten(outputs)[0]
-        return fill_template(self.replay.result, placed)
+            slot_values += tree_flatten(outputs)[0]
+        return fill_template(self.replay.result, slot_values)
 
 
 def _run_step(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
@@ -138,6 +139,7 @@ class InstrumentedLeaf(InstrumentedCall):
         self.site = site
 
     def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
+        """Return a view of the leaf whose gradient routines see; the leaf if no gradient will come."""
         (leaf,) = values
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return leaf  # no gradient will come
@@ -159,6 +161,7 @@ class WaitingObserversCall(InstrumentedCall):
     """Callable before an output of the graph that hands over values to the waiting observers."""
 
     def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
+        """Hand over the values that wait, and return the output as it is."""
         (output,) = values
         if routines.token is not None:
             WaitingObservers.of_token(self.program, routines.token).hand_over(routines.token)

@@ -41,18 +41,18 @@ def check_views(ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpSte
         return
     # Per storage the first changed view is enough: what is written after it is seen through it.
     order = {node: i for i, node in enumerate(ran)}
-    first: dict[int, tuple[int, OpStep]] = {}
+    first_views: dict[int, tuple[int, OpStep]] = {}
     for node, step, memory in viewed:
-        first.setdefault(memory, (order[node], step))
-    for written, at, memory in _written_tensors(ran):
-        first_view, changed = first.get(memory, (len(order), None))
+        first_views.setdefault(memory, (order[node], step))
+    for written, writer, memory in _written_tensors(ran):
+        first_view, changed = first_views.get(memory, (len(order), None))
         if (
             changed is not None
-            and first_view < order[at]
-            and _is_read_later(ran, order, memory, written, order[at])
+            and first_view < order[writer]
+            and _is_read_later(ran, order, memory, written, order[writer])
         ):
-            raise SharedMemory(f"{_target_name(at)} writes into", changed.facts.source)
-    for memory, (_, step) in first.items():
+            raise SharedMemory(f"{_target_name(writer)} writes into", changed.facts.source)
+    for memory, (_, step) in first_views.items():
         outside = [
             node
             for node, ran_node in ran.items()
@@ -90,13 +90,13 @@ def backward_views_unlike_eager(
         if facts is not None and calls:
             yield facts, "AOTAutograd makes the view outside of the graph: its routines are not called"
     order = {node: i for i, node in enumerate(ran)}
-    for written, at, _ in _written_tensors(ran) if sites else ():
+    for written, writer, _ in _written_tensors(ran) if sites else ():
         facts, _ = sites.get(id(written.grad_fn), (None, False))
         if facts is not None and written._base is not None:
             readers = [
                 user for node, ran_node in ran.items() if ran_node.value is written for user in node.users
             ]
-            if any(order.get(user, len(order)) > order[at] for user in readers):
+            if any(order.get(user, len(order)) > order[writer] for user in readers):
                 yield (
                     facts,
                     "a view is written and read: eager mode may have another backward op in its place",
@@ -115,6 +115,7 @@ def _views_made_outside(ran: Mapping[Node, NodeRun]) -> Iterator[Any]:
         )
         if view is None or view._base is None or not any(count[memory] > 1 for memory in _storage_ids(view)):
             continue
+        # A node for each op by which the view comes from its base.
         grad_node, base = view.grad_fn, view._base.grad_fn
         while grad_node is not None and grad_node is not base:
             yield grad_node
@@ -151,7 +152,7 @@ def _written_tensors(ran: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, i
 
 
 def _is_read_later(
-    ran: Mapping[Node, NodeRun], order: Mapping[Node, int], memory: int, written: Any, at: int
+    ran: Mapping[Node, NodeRun], order: Mapping[Node, int], memory: int, written: Any, write_index: int
 ) -> bool:
     """Return whether the memory is read by another value after the write, or by the caller."""
     for node, ran_node in ran.items():
@@ -159,7 +160,7 @@ def _is_read_later(
             continue
         # The output node is no key of `order`: it comes after all nodes.
         users = [order.get(user, len(order)) for user in node.users]
-        if node.op in ("placeholder", "get_attr") or any(user > at for user in users):
+        if node.op in ("placeholder", "get_attr") or any(user > write_index for user in users):
             return True
     return False
 

@@ -97,6 +97,7 @@ class CallRecorder:
             native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
             start = sequence()
             native_call.outputs = site.invoke(args, kwargs)
+            # What an op has written leads to nodes, too, as those of an op that returns nothing.
             tensors = _tensors_in(
                 [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
             )
@@ -173,12 +174,12 @@ class SlotNumbers:
     def _as_template(self, leaf: Any) -> Any:
         """Return the slot of a leaf, or a constant as it is; raise Unresolved for an unknown tensor."""
         slot = self._slots.get(id(leaf))
-        symbolic = isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+        is_symbolic = isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
         # Small numbers and strings are the same object by chance: they are constants.
-        if slot is not None and (symbolic or not isinstance(leaf, (int, float, str, type(None)))):
+        if slot is not None and (is_symbolic or not isinstance(leaf, (int, float, str, type(None)))):
             return TemplateSlot(slot)
         # A parameter that a node's code refers to is the same in each run; other tensors are not.
-        if symbolic and not isinstance(leaf, torch.nn.Parameter):
+        if is_symbolic and not isinstance(leaf, torch.nn.Parameter):
             raise Unresolved(str(leaf))
         return leaf
 
@@ -253,11 +254,13 @@ def run_graph(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str],
 
 def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> NodeRun:
     """Run a node, and record its native calls, or the obstacle to instrumenting it."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda node_run: ran[node_run].value)
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda input_node: ran[input_node].value)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
+        # Not run: dynamo, or the export, has noted a value without data.
         node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
-        inside = _ops_inside(node, module)
-        names = ": " + ", ".join(f"{count} {name}" for name, count in inside.items()) if inside else ""
+        inner_counts = _ops_inside(node, module)
+        names = ", ".join(f"{count} {name}" for name, count in inner_counts.items())
+        names = f": {names}" if names else ""
         node_run.obstacle = f"ops inside of a higher-order op are not instrumented{names}"
         return node_run
     if _reads_number(node, args):
@@ -272,8 +275,8 @@ def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> N
     node_run = NodeRun(node, value, recorder.calls)
     if node.op == "call_module":
         submodule = module.get_submodule(str(node.target))
-        named = [*submodule.named_parameters(), *submodule.named_buffers()]
-        node_run.module_tensors = {f"{node.target}.{name}": tensor for name, tensor in named}
+        named_tensors = [*submodule.named_parameters(), *submodule.named_buffers()]
+        node_run.module_tensors = {f"{node.target}.{name}": tensor for name, tensor in named_tensors}
     if recorder.calls and recorder.bind is not None:
         inputs = [
             *(ran[input_node].value for input_node in node.all_input_nodes),

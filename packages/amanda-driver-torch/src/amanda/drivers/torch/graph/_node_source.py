@@ -36,5 +36,6 @@ def scope_of(node: Node, prefix: str = "") -> str:
 
 
 def _dotted_path(path: str) -> str:
-    spelt = _ITEM.sub(r".\1", _ROOT.sub("", path))
-    return ".".join(part for part in spelt.split(".") if part not in _CONTAINERS)
+    """Return a path of dynamo's as `named_modules` spells it: "layers.0" for "L['self'].layers['0']"."""
+    dotted = _ITEM.sub(r".\1", _ROOT.sub("", path))
+    return ".".join(part for part in dotted.split(".") if part not in _CONTAINERS)

@@ -99,6 +99,7 @@ class ObserverBatch:
     """
 
     def __init__(self, calls: Sequence[PythonCall], counts: Sequence[tuple[int, int]]) -> None:
+        """Group the calls by tool and gathered form; observers without such a form are called singly."""
         self._calls = calls
         self._counts = counts
         self._single: list[int] = []
@@ -167,18 +168,18 @@ class LateObservers:
         An observer stays where its tool has another routine at the op.
         is_run: whether the compiled code runs the op.
         """
-        late = []
+        late_actions = []
         for action in actions.all:
             tool_actions = [other for other in actions.all if other.tool is action.tool]
             if all(can_wait(tool_action) and tool_action.select == () for tool_action in tool_actions):
-                late.append(action)
-        if not late:
+                late_actions.append(action)
+        if not late_actions:
             return actions
         if is_run:
             observers = self._forward if facts.backward_op_id is None else self._backward
-            observers += [(action, facts) for action in late]
+            observers += [(action, facts) for action in late_actions]
         remaining = Actions()
-        remaining.add(action for action in actions.all if action not in late)
+        remaining.add(action for action in actions.all if action not in late_actions)
         return remaining
 
     def run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:

@@ -117,6 +117,7 @@ class GraphExecution(Execution):
     living: ClassVar[WeakValueDictionary[int, GraphExecution]] = WeakValueDictionary()
 
     def __init__(self, program: GraphProgram) -> None:
+        """Begin a run in the state in force, or in the program's if it runs outside of scopes."""
         state = current_state()
         if program.every or state.stack is None:
             state = program.state
@@ -170,12 +171,14 @@ Tensors = list[torch.Tensor]
 
 
 def _begin_execution(program: int) -> torch.Tensor:
+    """Return the token of a new execution of the program with a number."""
     return GraphExecution(GraphProgram.living[program]).token()
 
 
 def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
+    """Call a routine, and return its outputs in memory of their own; likes: tensors of their layouts."""
     return _own_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes, slot)
 
 
@@ -201,18 +204,20 @@ def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slo
     if pairs:
         outputs, grads = zip(*pairs, strict=True)
         with interceptor.Suspension():
+            # Kept, as another pass may come through the graph around the routine.
             torch.autograd.backward(outputs, grads, retain_graph=True)
-    pulled = [tensor.grad for tensor in taped.inputs]
+    input_gradients = [tensor.grad for tensor in taped.inputs]
     for tensor in taped.inputs:  # another pass through the kept graph begins from nothing
         tensor.grad = None
-    zeros = [
+    results = [
         torch.zeros_like(like) if tensor is None else tensor
-        for tensor, like in zip(pulled, likes, strict=True)
+        for tensor, like in zip(input_gradients, likes, strict=True)
     ]
-    return _own_memory(zeros, likes, slot)
+    return _own_memory(results, likes, slot)
 
 
 def _as_leaf(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph; it needs a gradient if its numbers can have one."""
     leaf = value.detach()
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
@@ -228,6 +233,7 @@ def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], 
                 f"{tuple(like.shape)}; one that changes shapes is to be @amanda.traceable and "
                 "@amanda.differentiable in a graph"
             )
+    # Cast and laid out as the graph was compiled for.
     return [torch.empty_like(like).copy_(result) for result, like in zip(results, likes, strict=True)]
 
 
@@ -237,6 +243,7 @@ def _call_without_data(
     """Return empty tensors like the results of a call, for compilers that trace without data."""
     if likes:
         return [torch.empty_like(like) for like in likes]
+    # An observer returns nothing; what replaces an op returns what the op would.
     called: Any = GraphProgram.living[program].table[slot]
     if not hasattr(called, "compute"):
         return []

@@ -32,6 +32,7 @@ class PlaceValues:
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
+        """Split the values; all integers but bools are handed over, as in another run they may be symbols."""
         self.all = list(values)
         self.given = [i for i, value in enumerate(values) if holds_tensors(value)]
         self.sizes = [len(values[i]) if isinstance(values[i], (list, tuple)) else None for i in self.given]
@@ -42,6 +43,7 @@ class PlaceValues:
         self.constants = {
             i: tree_map(self._split_number, value) for i, value in enumerate(values) if i not in self.given
         }
+        # In a run the floats come after all integers, whose number is known only now.
         for template in self._float_templates:
             template.slot += len(self.numbers)
 
@@ -92,10 +94,13 @@ class PythonCall(Insertion):
 
     __slots__ = ("constants", "floats", "numbers")
 
-    def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, results: Sequence[int]) -> None:
+    def __init__(
+        self, action: Action, facts: OpFacts, values: PlaceValues, output_positions: Sequence[int]
+    ) -> None:
+        """Bind a routine to the values of its place, of which it returns those at `output_positions`."""
         # The action gets all values of the place, so it selects none of them again.
         unselective = Action(action.type, action.func, action.tool, None, action.kwargs)
-        super().__init__([unselective], facts, len(values.all), values.given, values.sizes, results)
+        super().__init__([unselective], facts, len(values.all), values.given, values.sizes, output_positions)
         self.constants: Mapping[int, Any] = values.constants
         self.floats = len(values.floats)
         self.numbers: Sequence[float] = ()
@@ -130,6 +135,7 @@ class PythonCall(Insertion):
 
 
 def _is_changed(value: Any, original: Any) -> bool:
+    """Return True unless a value is the original or equals it; True if the two cannot be compared."""
     try:
         return value is not original and not bool(value == original)
     except (RuntimeError, TypeError, ValueError):  # of tensors in lists
@@ -152,12 +158,14 @@ class ReplacementCall(PythonCall):
         compute: Callable[[Sequence[Any]], Any],
         targets: Sequence[int],
     ) -> None:
+        """Bind a routine to an op's inputs; its outputs take no position among them."""
         super().__init__(action, facts, values, ())
         self.actions = (action,)
         self.compute = compute
         self.targets = targets
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
+        """Return the op's inputs, with clones of those that the op writes."""
         return with_clones(super().values(flat), self.targets)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
@@ -178,6 +186,7 @@ class ReplacementCall(PythonCall):
         return list(_as_list(result))
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return empty tensors like the results of the op itself, which the routine's must be like."""
         results = _as_list(self.compute(self.values(values)))
         return [torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in results]
 
@@ -185,7 +194,7 @@ class ReplacementCall(PythonCall):
 class GradientReplacementCall(PythonCall):
     """Call of a routine that replaces a backward op; leaving: which of its gradients something reads."""
 
-    __slots__ = ("leaving",)
+    __slots__ = ()
 
     def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, leaving: Sequence[bool]) -> None:
         super().__init__(action, facts, values, range(len(leaving)))
@@ -195,7 +204,9 @@ class GradientReplacementCall(PythonCall):
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the gradients that something reads: the routine's, or those of kernels if it gives none."""
         (action,) = self.actions
-        entering, kernels = flat[: -len(self.read_gradients)], flat[-len(self.read_gradients) :]
+        # Last come the gradients that kernels computed, which are the result if the routine declines.
+        count = len(flat) - len(self.read_gradients)
+        entering, kernels = flat[:count], flat[count:]
         if not execution.runs_action(action):
             return list(kernels)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})

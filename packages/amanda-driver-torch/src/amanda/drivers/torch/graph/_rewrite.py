@@ -96,6 +96,7 @@ class FxRewriting:
                     self._analyse_node(node_run)
                 if any(stack.wants_backward for stack in self._analysis.stack.chain):
                     self._reached = _reached_nodes(ran)
+                    # From the outputs to the inputs, as a backward pass goes.
                     for node_run in reversed(ran.values()):
                         self._analyse_backward(node_run)
                     self.program.leaves = list(self._watched_leaves(ran))
@@ -104,7 +105,7 @@ class FxRewriting:
                     ):
                         self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
                 check_views(ran, self._steps)
-                changed = {node_run: steps for node_run, steps in self._steps.items() if any(steps)}
+                changed = {node: steps for node, steps in self._steps.items() if any(steps)}
                 if not changed and not self._leaves:
                     return None
                 with self.symbols.without_data():
@@ -141,25 +142,31 @@ class FxRewriting:
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
         """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
         scope, source = scope_of(node, self._prefix), source_of(node)
-        native = call.call
-        variables = [self.symbols.parameter_of(value) for value in native.inputs]
-        pairs = zip(native.inputs, variables, strict=True)
+        eager_call = call.call
+        variables = [self.symbols.parameter_of(value) for value in eager_call.inputs]
+        pairs = zip(eager_call.inputs, variables, strict=True)
         ordinals = tuple(
             self._read_parameter(value, variable) for value, variable in pairs if variable is not None
         )
         read_parts = (part for pair in ordinals for part in pair)
         place = digest(
-            "graph", self._instance, scope, native.op_type(), node.meta.get("stack_trace") or "", *read_parts
+            "graph",
+            self._instance,
+            scope,
+            eager_call.op_type(),
+            node.meta.get("stack_trace") or "",
+            *read_parts,
         )
         # Ops of equal places are told apart by their order, as repeats in eager mode are.
         self._occurrences[place] += 1
         return OpFacts(
-            native.op, digest(place, self._occurrences[place]), self.namespace, native.names,
-            list(native.inputs), attributes=native.attributes(), scope=scope, source=source,
-            op_type=native.op_type(), parameters=native.parameters(), graph=("graph", self.program.number),
+            eager_call.op, digest(place, self._occurrences[place]), self.namespace, eager_call.names,
+            list(eager_call.inputs), attributes=eager_call.attributes(), scope=scope, source=source,
+            op_type=eager_call.op_type(), parameters=eager_call.parameters(),
+            graph=("graph", self.program.number),
             read_variables=lambda: ordinals, read_value=self.symbols.read_value,
             variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
-            device_of=_device_of, compute=native.computation(),
+            device_of=_device_of, compute=eager_call.computation(),
         )  # fmt: skip
 
     def _read_parameter(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
@@ -170,6 +177,7 @@ class FxRewriting:
 
     def _analyse_backward(self, node_run: NodeRun) -> None:
         """Bring the backward ops of a node, and the leaves that it reads first, to the tools."""
+        # Not strict: a node that cannot be replayed has calls but no steps.
         for call, step in reversed(
             list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
         ):
@@ -210,6 +218,7 @@ class FxRewriting:
         variable = self.symbols.parameter_of(leaf)
         if variable is not None:
             return LEAF_PLACE + self.symbols.ordinal(variable)
+        # Leaves that are no parameters come above all parameters, in the order of the pass.
         self._leaf_count += 1
         return 2 * LEAF_PLACE + self._leaf_count - 1
 
@@ -217,17 +226,17 @@ class FxRewriting:
         self, forward: OpFacts, node: Any, place: int, entering: list[Any], leaving: list[Any]
     ) -> tuple[Actions, OpFacts]:
         """Return the actions and the facts of a backward op; node: of autograd, or a leaf."""
-        kind = AccumulateGrad if isinstance(node, torch.Tensor) else type(node)
-        identity = forward.backward_id(kind.__name__, place)
-        facts = forward.at_backward(kind, identity, kind is not AccumulateGrad)
+        node_type = AccumulateGrad if isinstance(node, torch.Tensor) else type(node)
+        identity = forward.backward_id(node_type.__name__, place)
+        facts = forward.at_backward(node_type, identity, node_type is not AccumulateGrad)
         facts.grad_outputs = entering
         plan = self._analysis.backward(facts, leaving)
-        acts = bool(plan)
-        if acts and kind is AccumulateGrad:
+        has_actions = bool(plan)
+        if has_actions and node_type is AccumulateGrad:
             self._leaf_actions[id(node)] = plan.all
         if self._late is not None:
             plan = self._late.take_over(plan, facts, self._reached is None or id(node) in self._reached)
-        if acts:
+        if has_actions:
             self._sites[id(node)] = facts, bool(plan)
         return plan, facts
 
@@ -269,7 +278,7 @@ class FxRewriting:
 
     def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
         """Return the actions that the graph calls."""
-        steps = [step for each in changed for step in each]
+        steps = [step for node_steps in changed for step in node_steps]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
         plans = [site.plan for site in sites] + [step.plan for step in steps]
         return [action for plan in plans for action in plan.all]
@@ -283,7 +292,7 @@ def _reached_nodes(ran: Mapping[Node, NodeRun]) -> set[int] | None:
     # Higher-order ops are not run without data, so autograd's graph has gaps there.
     if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in ran):
         return None
-    outside = [tensor.value for node, tensor in ran.items() if is_outside(node)]
+    outside = [node_run.value for node, node_run in ran.items() if is_outside(node)]
     outputs = [tensor for tensor in tree_flatten(outside)[0] if isinstance(tensor, torch.Tensor)]
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     reached: dict[int, Any] = {

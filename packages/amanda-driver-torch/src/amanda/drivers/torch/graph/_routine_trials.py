@@ -34,9 +34,9 @@ class RoutineTrials:
         self._symbols = symbols
         self._history = history
 
-    def try_node(self, instrumented: InstrumentedNode, ran: NodeRun, steps: Sequence[OpStep]) -> None:
+    def try_node(self, instrumented: InstrumentedNode, node_run: NodeRun, steps: Sequence[OpStep]) -> None:
         """Try the routines at a node's ops and at the backward ops of these."""
-        for call, step in zip(ran.calls, steps, strict=True):
+        for call, step in zip(node_run.calls, steps, strict=True):
             plan, facts = step.plan, step.facts
             inputs = self._try_all(plan.before, list(call.call.inputs), facts, instrumented.held_tensors)
             if plan.replace is not None:
@@ -68,18 +68,18 @@ class RoutineTrials:
         """Run a routine without data, and note the tensors that it holds; if it fails, call it as Python."""
         if not self._routines.is_inlined(action):
             return values
-        restless = self._history.volatile_name(action) if self._history is not None else ""
-        if restless:
-            self._call_as_python(action, facts, f"what it reads changes often: {restless}")
+        changing_name = self._history.volatile_name(action) if self._history is not None else ""
+        if changing_name:
+            self._call_as_python(action, facts, f"what it reads changes often: {changing_name}")
             return values
         program, used_tensors = self._routines.program, HeldTensors()
         try:
             # A real tensor that the mode lets through would be a constant of the graph without notice.
-            with program.reads.tracing([action]), used_tensors.collecting(self._stand_in), patch.object(
+            with program.reads.tracing([action]), used_tensors.collecting(self._make_stand_in), patch.object(
                 self._symbols.fakes, "allow_non_fake_inputs", False
             ):  # fmt: skip
                 changed = self._run_action(action, values, facts)
-        except RoutineError:
+        except RoutineError:  # the routine breaks a rule, as it would in Python
             raise
         except Exception as error:  # of any kind: routines may do what only values allow
             self._call_as_python(action, facts, f"it cannot be traced: {str(error).partition(chr(10))[0]}")
@@ -89,16 +89,19 @@ class RoutineTrials:
             held_tensors.add(tensor)
         return changed
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _make_stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without data for one that a routine holds."""
         stand_in = self._symbols.fakes.from_tensor(tensor, static_shapes=True)
         return stand_in.detach().requires_grad_(tensor.requires_grad)
 
     def _call_as_python(self, action: Action, facts: OpFacts, reason: str) -> None:
+        """Note, and report, that the graph is to call a traceable routine as Python."""
         program = self._routines.program
         program.called_as_python[action] = facts, reason
         program.report(f"traceable {action}", f"{reason}, so it runs as Python")
 
     def _run_action(self, action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
+        """Run a routine, and return the values after it: the same after a replacement."""
         if action.type.is_replacement:
             run_replacement(TENSORS, action, values, facts, {})
             return values

@@ -102,17 +102,20 @@ class NodeRoutines:
         entered: list[Any] = []
 
         def before(gradients: Sequence[Any]) -> Any:
+            """Return the entering gradients after the routines, and hold them for a replacement."""
             with self.running():
                 entered[:] = self.run_all(plan.before, list(gradients), facts)
             return tuple(entered)
 
         def after(gradients: Sequence[Any], outer: Sequence[Any]) -> Any:
+            """Return the leaving gradients, those of a replacement if there is one, after the routines."""
             with self.running():
                 leaving = list(gradients)
                 if plan.replace is not None:
                     leaving = self._replace_gradients(plan.replace, leaving, entered, facts)
                 return tuple(self.run_all(plan.after, leaving, facts))
 
+        # A replacement takes the entering gradients and returns the leaving ones: it needs both hooks.
         if plan.before or plan.replace:
             node.register_prehook(before)
         if plan.after or plan.replace:
@@ -149,9 +152,10 @@ class NodeRoutines:
 
     def _as_call(self, action: Action, facts: OpFacts) -> Action:
         """Return an action whose routine inserts a custom op that calls the action's routine as Python."""
-        taped = (action.differentiable or self.program.state.autodiff) and not action.observer
+        is_taped = (action.differentiable or self.program.state.autodiff) and not action.observer
 
         def call(*place_values: Any) -> Any:
+            """Insert the custom op, and return its results as a routine returns them; None if it observes."""
             values = PlaceValues(place_values)
             result_positions = () if action.observer else values.given
             slot = self._slot_of_call(
@@ -163,7 +167,7 @@ class NodeRoutines:
                 waiting.add(self.token, slot, values, action.type.is_backward)
                 return None
             likes = list(values.tensors) if result_positions else []
-            if taped:
+            if is_taped:
                 results = self._call_taped(slot, values, likes)
             else:
                 results = custom_ops().call(
@@ -174,8 +178,9 @@ class NodeRoutines:
             placed = values.with_tensors(results)
             return placed if len(placed) > 1 or isinstance(placed[0], list) else placed[0]
 
+        # Without the keyword arguments, which `PythonCall` passes.
         call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
-        return Action(action.type, differentiable(call) if taped else call, action.tool, action.select, {})
+        return Action(action.type, differentiable(call) if is_taped else call, action.tool, action.select, {})
 
     def _slot_of_call(
         self,
@@ -189,6 +194,7 @@ class NodeRoutines:
 
         A backend that runs the graph as it is comes here in each run, with other constants.
         """
+        # The call in the program's table holds the facts, so that no other object gets their `id`.
         slot = self.program.slot((id(facts), action, values.pattern, form), make)
         called: Any = self.program.table[slot]
         called.constants = values.constants
@@ -210,6 +216,7 @@ class TapedRoutine(torch.autograd.Function):
     def forward(
         ctx: Any, token: torch.Tensor, program: int, slot: int, count: int, numbers: list[int], *tensors: Any
     ) -> Any:
+        """Call the routine at a slot; tensors: its values, then `count` tensors like its results."""
         values, likes = list(tensors[: len(tensors) - count]), list(tensors[len(tensors) - count :])
         ctx.slot = slot
         ctx.count = count
@@ -218,8 +225,10 @@ class TapedRoutine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of the values that need one, and None for all other arguments."""
         token, *values = ctx.saved_tensors
         pulled = custom_ops().pull(token, list(gradients), values, ctx.slot)
+        # Five arguments come before the values.
         needs_gradient = ctx.needs_input_grad[5 : 5 + len(values)]
         input_gradients = [
             gradient if needs else None for gradient, needs in zip(pulled, needs_gradient, strict=True)

@@ -37,6 +37,7 @@ class GraphSymbols:
         symbols: Sequence[Any] | None = None,
         weights: Sequence[bool] | None = None,
     ) -> None:
+        """Make a symbol for each input, in the fake mode that the symbols come from, else in a new one."""
         self.module = module
         fake_modes = [value.fake_mode for value in (symbols or ()) if isinstance(value, FakeTensor)]
         self.fakes: FakeTensorMode = fake_modes[0] if fake_modes else FakeTensorMode(shape_env=ShapeEnv())
@@ -56,6 +57,7 @@ class GraphSymbols:
     @contextmanager
     def without_data(self) -> Iterator[FakeTensorMode]:
         """Enter a context in which all tensors, also those with data, are computed without data."""
+        # Tells torch that sizes which depend on data are made here only to be discarded.
         unnamed = self.fakes.shape_env.ignore_fresh_unbacked_symbols() if self.fakes.shape_env else None
         with (
             patch.object(self.fakes, "allow_non_fake_inputs", True),
