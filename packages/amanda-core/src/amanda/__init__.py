@@ -14,13 +14,14 @@ from amanda.plugins.entries import installation
 
 
 def _resolve_lazily(package: str) -> None:
-    """Make `amanda.tools.mapping` work after `import amanda` alone."""
+    """Make `amanda.tools.mapping` work after `import amanda` alone; do nothing if no package is installed."""
     try:
         namespace = importlib.import_module(package)
     except ModuleNotFoundError:
         return
 
-    def member(name: str) -> object:
+    def import_module_of(name: str) -> object:
+        """Return a module of the package; raise AttributeError, with the fix, where it is not installed."""
         try:
             return importlib.import_module(f"{package}.{name}")
         except ModuleNotFoundError as error:
@@ -35,7 +36,7 @@ def _resolve_lazily(package: str) -> None:
             raise AttributeError(f"no distribution that is installed has {package}.{name}; {hint}") from None
 
     # On the namespace package, since no distribution may ship an `__init__` for it.
-    namespace.__getattr__ = member  # type: ignore[method-assign]
+    namespace.__getattr__ = import_module_of  # type: ignore[method-assign]
 
 
 def load_ipython_extension(shell: object) -> None:

@@ -21,7 +21,7 @@ HELP = frozenset({"-h", "--help"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand, `info` by default; the exit status, 2 where it is used wrongly."""
+    """Run a subcommand, `info` by default; return the exit status: 1 for an error, 2 for a wrong usage."""
     name, *command_arguments = (sys.argv[1:] if arguments is None else arguments) or ["info"]
     if name in HELP:
         return _help()
@@ -78,7 +78,7 @@ def _help() -> int:
 
 
 def _summary(name: str) -> str:
-    """The first line of what a command says of itself."""
+    """Return the first line of a command's docstring, or the error of a command that cannot be loaded."""
     try:
         return next(iter((inspect.getdoc(_command(name)) or "").splitlines()), "")
     except PluginError as error:
@@ -165,12 +165,12 @@ ARGUMENTS = {"info": "[--load] [TOOL]"}
 
 
 def names_of_commands() -> set[str]:
-    """The core's commands and those of other distributions."""
+    """Return the names of the core's commands and of those of other distributions."""
     return {*CORE_COMMANDS, *(entry.name for entry in registry.entries(COMMANDS, fresh=False))}
 
 
 def version_of_core() -> str:
-    """The version of the core that is installed."""
+    """Return the version of the core that is installed, or say that the core runs from a source tree."""
     try:
         return f"{version('amanda-core')} (amanda-core)"
     except PackageNotFoundError:
@@ -184,7 +184,7 @@ def say(*lines: str) -> None:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines with aligned columns; the last may be of any width."""
+    """Return rows as lines with aligned columns; the last column may be of any width."""
     if not rows:
         return []
     rows = [[printable(cell, line=True) for cell in row] for row in rows]
@@ -209,7 +209,7 @@ def _print_tool(name: str) -> int:
 
 
 def _options(kind: type) -> list[tuple[str, str, str]]:
-    """Name, default and type of each option of a tool."""
+    """Return the name, default and type of each option of a tool."""
     return [
         (option.name, option.default_in_words, option.type_in_words) for option in options_of(kind).values()
     ]

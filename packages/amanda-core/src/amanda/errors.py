@@ -118,18 +118,18 @@ class NotTraceableError(ArtefactError):
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest known one, or all of them."""
+    """Return the end of an error about an unknown name: the nearest candidate, all, or "there are none"."""
     names = sorted(candidates)
     # A typing mistake needs one name; without a near one the user has to see them all.
-    if near := get_close_matches(name, names, n=1):
-        return f"did you mean {near[0]}?"
+    if similar := get_close_matches(name, names, n=1):
+        return f"did you mean {similar[0]}?"
     return f"there are {', '.join(names)}" if names else "there are none"
 
 
 def printable(text: str, line: bool = False) -> str:
-    """Text of a stranger's as a terminal may show it: characters that would steer it are written as escapes.
+    """Return a stranger's text as a terminal may show it, with escapes for characters that would steer it.
 
-    line: whether it is to stay one line, so that line ends are escaped as well.
+    line: whether the text is to stay one line, so that tabs and line ends are escaped as well.
 
     >>> printable("conv\\x1b[2J")
     'conv\\\\x1b[2J'

@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
-_LONGEST = 60
+_MAX_NAME_LENGTH = 60
 """Characters of a name that the name of its part has: 255 bytes are the most, and a character has up to 4."""
 
 
@@ -51,7 +51,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             yield target
             return
         # Beside the target, since a file is replaced as a whole within one file system alone.
-        part = target.with_name(f".{target.name[:_LONGEST]}.{token_hex(4)}.part")
+        part = target.with_name(f".{target.name[:_MAX_NAME_LENGTH]}.{token_hex(4)}.part")
         try:
             # Created by `open`, so that the umask decides its mode; `tempfile` makes files for the owner
             # alone.
@@ -76,7 +76,7 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
     replaced.  Raises ArtefactError where something is there, and FileError in place of an OSError.
     """
     with naming(target):
-        folder = Path(mkdtemp(prefix=f".{target.name[:_LONGEST]}.", dir=target.parent))
+        folder = Path(mkdtemp(prefix=f".{target.name[:_MAX_NAME_LENGTH]}.", dir=target.parent))
         try:
             new, old = folder / "new", folder / "old"
             new.mkdir()
@@ -98,7 +98,7 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
 
 
 def _exchange(new: Path, target: Path, old: Path) -> None:
-    """Put a file or folder in another's place; a folder cannot replace one that is not empty."""
+    """Put a file or folder in the place of `target`; a folder there goes to `old`, or back after an error."""
     if not target.is_dir():
         new.replace(target)
         return
@@ -164,7 +164,7 @@ def is_part(name: str, of: str | None = None) -> bool:
     of: the name of the whole file; None for any.
     """
     match = _PART.fullmatch(name)
-    return match is not None and (of is None or match[1] == of[:_LONGEST])
+    return match is not None and (of is None or match[1] == of[:_MAX_NAME_LENGTH])
 
 
 def check_file_to_write(path: str | os.PathLike[str]) -> None:

@@ -52,6 +52,7 @@ class Tool:
     _amanda: ToolState
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Tool:
+        """Return a tool that has its state; the arguments are for `__init__`."""
         self = super().__new__(cls)
         # In `__new__`, since a subclass need not call the base's `__init__`.
         self._amanda = ToolState()
@@ -279,7 +280,7 @@ class Tool:
         if variable is not None and "@" not in name:
             name += context._facts.part_read(variable)
         op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
-        key = op_key if path is None else f"{self._path(path, variable)}/{name}"
+        key = op_key if path is None else f"{self._number_path(path, variable)}/{name}"
         # In `state`, which `load_state_dict` replaces as a whole: no value of the model before is left.
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
@@ -296,17 +297,17 @@ class Tool:
         return values[key]
 
     def _check_nothing_was_loaded(self, key: str) -> None:
-        """Raise ToolError where state was loaded without what is to be kept under a key."""
+        """Raise ToolError where strictly loaded state, which lacks a key, has anything at all."""
         names = self._amanda.names_loaded
         if names:
-            near = get_close_matches(key, names, n=3) or names[:3]
+            examples = get_close_matches(key, names, n=3) or names[:3]
             raise ToolError(
                 f"{type(self).__name__} has no {key} among the {len(names)} values that it was given to "
-                f"load, such as {', '.join(near)}: they are of another model, or of other options; "
+                f"load, such as {', '.join(examples)}: they are of another model, or of other options; "
                 "load_state_dict(state, strict=False) creates the missing values"
             )
 
-    def _path(self, path: str, variable: Any) -> str:
+    def _number_path(self, path: str, variable: Any) -> str:
         """Return a variable's path, with ".1", ".2" for those of further models."""
         numbers = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
         number = numbers.setdefault(interceptor.ordinal(variable), len(numbers))
@@ -324,11 +325,11 @@ class Tool:
         places: dict[int, str] = self._amanda.state.setdefault("places", {})
         if facts.op_id not in places:
             prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
-            prefix += _read_first(facts.first_path(), context.get_scope())
-            shared = self._amanda.state.setdefault("shared", {}).setdefault(prefix, [])
+            prefix += _name_first_parameter(facts.first_path(), context.get_scope())
+            places_of_prefix = self._amanda.state.setdefault("shared", {}).setdefault(prefix, [])
             # By order of first use: a module that runs an op of one name twice does so in the same order each
             # time.
-            number = _ordinal(shared, facts.graph, facts.read_variables())
+            number = _number_place(places_of_prefix, facts.graph, facts.read_variables())
             places[facts.op_id] = prefix if number == 0 else f"{prefix}.{number}"
         return places[facts.op_id]
 
@@ -354,14 +355,14 @@ class Tool:
         tool_state = self._amanda
         tool_state.names_loaded = sorted(state) if strict else []
         # An optimizer holds these very parameters: what is loaded has to be written into them.
-        tool_state.former.update(_trained(tool_state.state.get("values", {})))
+        tool_state.former.update(_select_trainable(tool_state.state.get("values", {})))
         # A copy, since `keep` takes values out of it.
         tool_state.state, tool_state.loaded = {}, dict(state)
         forget_all(self)
 
     def parameters(self) -> Iterator[Any]:
         """Yield the kept values that an optimizer may train: those that require a gradient."""
-        yield from _trained(self._amanda.state.get("values", {})).values()
+        yield from _select_trainable(self._amanda.state.get("values", {})).values()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
         """Run `model` once on an example, so that this tool's state is made; return the model's result."""
@@ -404,7 +405,7 @@ def _renew(tool: Tool) -> None:
 
 
 def _takes_context(callback: AnalysisRoutine) -> bool:
-    """Return False for a function that cannot be called with one argument."""
+    """Return False for a function that cannot be called with one argument; True for an unknown signature."""
     try:
         # Bound and not called: whether the routine works is seen at the first op.
         signature(callback).bind(None)
@@ -415,7 +416,7 @@ def _takes_context(callback: AnalysisRoutine) -> bool:
     return True
 
 
-def _trained(values: Mapping[str, Any]) -> dict[str, Any]:
+def _select_trainable(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors among some values that an optimizer may train."""
     return {
         key: value for key, value in values.items()
@@ -423,16 +424,23 @@ def _trained(values: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_first(path: str | None, scope: str) -> str:
-    """Return the part of a place's name that says which parameter the op reads first."""
+def _name_first_parameter(path: str | None, scope: str) -> str:
+    """Return the part of a place's name that says which parameter the op reads first.
+
+    "" for the `weight` or `bias` of its own module, and where no path is known.
+    """
     name = (path or "").removeprefix(f"{scope}.")
     return f"({name})" if name not in ("", "weight", "bias") else ""
 
 
-def _ordinal(places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable) -> int:
-    """Return which of the places of one name an op is at; each has its variables and its graphs."""
-    for number, (graphs, theirs) in enumerate(places):
-        if graph is not None and graphs and graph not in graphs and variables == theirs:
+def _number_place(places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable) -> int:
+    """Return which of the places of one name an op is at; add a place where it is at none of them.
+
+    places: the graphs and the variables of each place, which this function extends.
+    """
+    for number, (graphs, place_variables) in enumerate(places):
+        # Two ops of one graph are two places, whatever they read.
+        if graph is not None and graphs and graph not in graphs and variables == place_variables:
             graphs.add(graph)
             return number
     places.append((set() if graph is None else {graph}, variables))

@@ -55,6 +55,7 @@ def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeS
     before, after = programs
 
     def with_shapes(*shapes: tuple[Any, ...]) -> NativeStep:
+        """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
         return NativeStep(
             None if before is None else before.hook(reader, resume, merged.before, *shapes),
             None if after is None else after.hook(reader, resume, merged.after, *shapes),
@@ -93,6 +94,7 @@ class _PythonContinuation:
         resumption: interceptor.Resumption,
         shapes: Any = None,
     ) -> tuple[Any, ...] | None:
+        """Run the routines from the resumption's step on; return the gradients, or None if none changed."""
         step, returned = resumption.step, resumption.returned
         values = changed = list(grads)
         with interceptor.Suspension(), self._ops.reading():
@@ -127,9 +129,9 @@ class BackwardStep:
         self._unanalysed: list[tuple[int, Plan, Sequence[AnyTool]]] = []  # with the index in `_actions`
         for plan in trace.plan.plans_with_backward:
             actions = plan.backward.actions.get(self.id)
-            opened = self._open_tools_of(plan.stack)
-            self._open_tools += opened
-            unanalysed = plan.unanalysed(self.id, opened) if state.cache else opened
+            open_tools = self._open_tools_of(plan.stack)
+            self._open_tools += open_tools
+            unanalysed = plan.unanalysed(self.id, open_tools) if state.cache else open_tools
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
             if actions is None and unanalysed and trace.gradients in plan.backward.complete:
                 self._expect_further_op(plan)
@@ -164,7 +166,10 @@ class BackwardStep:
         self._state.report(subject, reason, self._facts.source)
 
     def _expect_further_op(self, plan: Plan) -> None:
-        """Record that the op has a backward op which no earlier pass had, as for other shapes."""
+        """Record and report that the op has a backward op which no earlier pass had, as for other shapes.
+
+        The next passes analyse it.
+        """
         plan.backward.complete.discard(self._trace.gradients)
         self._trace.pending.add(self.id)
         self._trace.stack.forget_programs(self._trace.op_id)
@@ -278,7 +283,11 @@ class BackwardStep:
         return (*self._shapes, *(self._ops.shapes(gradients) for gradients in grads if gradients is not None))
 
     def _run_replacement(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
-        """Return the gradients of a replacement; where it gives fewer, those that autograd needs."""
+        """Return the gradients after a replacement; `grads` where it returned NotImplemented.
+
+        grads: the op's gradients.  A replacement returns as many, or only those that autograd needs; raises
+        RoutineError for any other number.
+        """
         result = run_replacement(self._ops, action, grad_outputs, self._facts, self._trace.run)
         if result is NotImplemented:
             return grads

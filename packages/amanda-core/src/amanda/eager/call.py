@@ -39,7 +39,10 @@ class Call(ABC):
         """Run the op itself on these inputs."""
 
     def fitted(self, inputs: list[Any]) -> list[Any]:
-        """Return changed inputs in memory that the op accepts; some ops read beyond a tensor's elements."""
+        """Return changed inputs in memory that the op accepts; some ops read beyond a tensor's elements.
+
+        The base returns the inputs as they are.
+        """
         return inputs
 
     def computation(self) -> Callable[[Sequence[Any]], Any] | None:
@@ -92,14 +95,17 @@ class Call(ABC):
         return False
 
     def formed(self, result: Any) -> Any:
-        """Return a replacement's result in the form of the op's result, such as a named tuple."""
+        """Return a replacement's result in the form of the op's result, such as a named tuple.
+
+        The base returns it as it is.
+        """
         return result
 
     def sources(self) -> tuple[int | tuple[int, int], ...] | None:
         """Return the index of each input among the call's arguments, keywords after positions; -1: a default.
 
         A pair stands for an input that is a tuple of arguments: index of the first and behind the last.
-        None where an input is not an argument as it is.
+        None where an input is not an argument as it is, and in the base.
         """
         return None
 
@@ -285,7 +291,7 @@ class Trace:
 
     @property
     def stack(self) -> ToolStack:
-        """The tools of the scope of the execution."""
+        """Return the tools of the scope of the execution."""
         return self.plan.stack
 
     def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:

@@ -132,7 +132,12 @@ class EagerDriver(EagerOps, Driver):
         resumed: tuple[int, Any] = (-1, None),
         changed_inputs: list[Any] | None = None,
     ) -> Any:
-        """Run the routines of a plan and the op between them; return the op's result for the program."""
+        """Run the routines of a plan and the op between them; return the op's result for the program.
+
+        analysis: the analysis to complete after the op, at its first execution.
+        resumed: index of the routine that native code called last, and its result; -1 where it called none.
+        changed_inputs: inputs after the routines that native code called; None for the call's inputs.
+        """
         # The facts of the first execution, without values: what errors and notes say of the op holds for all.
         facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
@@ -238,13 +243,14 @@ class EagerDriver(EagerOps, Driver):
             # Rarely needed and expensive: the op runs again at most once for all its outputs.
             @cache
             def rerun() -> list[Any]:
+                """Return the outputs of the op on its original inputs."""
                 # No tool sees the second run of the op, which the program did not ask for.
                 unobserved = interceptor.Activation(None, State.current(), False, False)
                 with self.isolated(), in_force(unobserved):
                     return self.results(call, call.invoke(call.inputs), call.inputs)[0]
 
             if isolated:
-                original_of = self._handed_through(call.inputs, inputs, changed, rerun)
+                original_of = self._find_returned_inputs(call.inputs, inputs, changed, rerun)
                 if original_of:
                     values = [original_of.get(id(value), value) for value in values]
                     changed = [original_of.get(id(value), value) for value in changed]
@@ -260,7 +266,7 @@ class EagerDriver(EagerOps, Driver):
             views.settle()
         return changed
 
-    def _handed_through(
+    def _find_returned_inputs(
         self,
         original_inputs: Sequence[Any],
         inputs: Sequence[Any],
@@ -273,11 +279,11 @@ class EagerDriver(EagerOps, Driver):
         inputs: values with which the op ran.  rerun: runs the op on the original inputs.
         """
         pairs = zip(spread(original_inputs), spread(inputs), strict=False)
-        stands_for = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
+        original_of = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
         return {
             id(value): original
             for i, value in enumerate(values)
-            if (original := stands_for.get(id(value))) is not None
+            if (original := original_of.get(id(value))) is not None
             and self.same(original, value)
             and rerun()[i] is original
         }
@@ -301,11 +307,11 @@ class EagerDriver(EagerOps, Driver):
         written: the user's tensors among the values.  inputs: inputs of the op.
         returned: result of the first routine, if native code has called it.
         """
-        keep = None if saved is None else saved.keep
+        keep_saved = None if saved is None else saved.keep
         for action in actions:
             mutable = [i for i, value in enumerate(values) if is_among(value, written)]
             changed = run_routine(
-                self, action, values, facts, run, state.autodiff, mutable, returned, keep, shapes
+                self, action, values, facts, run, state.autodiff, mutable, returned, keep_saved, shapes
             )
             if changed is not values and not (action.differentiable or state.autodiff):
                 changed = [

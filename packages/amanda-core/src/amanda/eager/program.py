@@ -68,8 +68,9 @@ def _trace_recorder(
     Once all backward ops are analysed and no routine takes `run`, executions share one trace, which native
     code attaches without Python.
     """
-    written = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
-    if written or any(action.differentiable for action in plan.inserted):
+    # Native code handles one written tensor, the first input.
+    writes_others = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
+    if writes_others or any(action.differentiable for action in plan.inserted):
         return None
     if plan.is_complete(gradients) and not plan.takes_run:
         shared_trace = Trace(facts.op_id, gradients, plan, {})
@@ -78,12 +79,13 @@ def _trace_recorder(
         return leave_shared_trace
 
     # Taken out of the call, which the function below would keep alive with its tensors.
-    mutable, written = tuple(call.mutable), tuple(call.unreturned(None))
+    mutable, unreturned = tuple(call.mutable), tuple(call.unreturned(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
+        """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.made_between`."""
         run = runs.dict_for_backward(actions.before, actions.after)
         trace = Trace(facts.op_id, gradients, plan, run)
-        values = ops.flatten(outputs)[0] or [inputs[i] for i in written]
+        values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
         if plan.is_complete(gradients) and not plan.takes_run:
@@ -118,7 +120,8 @@ def _build_program(
         return None
     if call.mutable and any(action.differentiable for action in plan.inserted):
         return None
-    # Native code passes either returned or written tensors to routines as outputs, not both.
+    # Native code passes either returned or written tensors to routines as outputs, not both.  `...` stands
+    # for any result but None.
     if call.unreturned(...):
         return None
     substitutes = call.takes_equals()
@@ -152,7 +155,11 @@ def _program_of_routines(
     routines: Mapping[Action, Routine] = MappingProxyType({}),
     replaced_by: Action | None = None,
 ) -> interceptor.Program | None:
-    """Return a native program; None where its routines take more values than native code can hold."""
+    """Return a native program; None where its routines take more values than native code can hold.
+
+    form: further arguments of `interceptor.Program`, for programs with an op.
+    routines: functions to call instead of an action's own.  replaced_by: the action instead of the op.
+    """
     reporter = _ErrorReporter((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
     steps = [
         tuple(_step(action, routines.get(action, action.func)) for action in actions)
@@ -197,6 +204,7 @@ def _replacement_step(
 
 
 def _step(action: Action, routine: Routine) -> tuple[Any, ...]:
+    """Return a routine in the form that `interceptor.Program` takes."""
     lock, isolated = action.tool._amanda.lock, not action.differentiable
     return routine, action.select, dict(action.kwargs), lock, isolated, action.takes_shapes
 

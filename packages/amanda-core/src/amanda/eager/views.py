@@ -31,7 +31,7 @@ class Tie(ABC):
     @property
     @abstractmethod
     def value(self) -> Any:
-        """The value; None if the program has dropped it."""
+        """Return the value; None if the program has dropped it."""
 
     @property
     def is_link(self) -> bool:
@@ -41,7 +41,7 @@ class Tie(ABC):
     @property
     @abstractmethod
     def view(self) -> Any:
-        """The view, outside autodiff."""
+        """Return the view, outside autodiff."""
 
     @abstractmethod
     def carry(self, start: Hashable, written: Any) -> Any:
@@ -133,43 +133,48 @@ class Views(ABC):
         rerun: runs the op on its original inputs, to see whether the outputs are views of these.
         """
         results = spread(outputs)
-        reached = [self._memories(output) for output in results]
+        result_memories = [self._memories(output) for output in results]
         for view, value in _replaced_pairs(originals, replacements):
-            parts = self.parts_of(view), self.parts_of(value)
-            if len(parts[0]) != len(parts[1]):
+            view_parts, value_parts = self.parts_of(view), self.parts_of(value)
+            if len(view_parts) != len(value_parts):
                 continue
-            for view_part, part in zip(*parts, strict=True):
-                memory = self.memory(part)
+            for view_part, value_part in zip(view_parts, value_parts, strict=True):
+                value_memory = self.memory(value_part)
                 overlapping = [
-                    output for output, memories in zip(results, reached, strict=True)
-                    if any(self._reaches(each, {memory}) for each in memories)
+                    output for output, memories in zip(results, result_memories, strict=True)
+                    if any(self._reaches(memory, {value_memory}) for memory in memories)
                 ]  # fmt: skip
-                if memory is None or not overlapping:
+                if value_memory is None or not overlapping:
                     continue
-                is_whole = part is value and all(self.keeps_alive(output, value) for output in overlapping)
-                if view_part.shape != part.shape or not (
-                    (is_whole and self.alike(view_part, part))
+                # Otherwise the program may drop the value and keep an output in its memory, which then
+                # decides how long the tie lives.
+                is_held = value_part is value and all(
+                    self.keeps_alive(output, value) for output in overlapping
+                )
+                if view_part.shape != value_part.shape or not (
+                    (is_held and self.alike(view_part, value_part))
                     or any(self.memory(view_part) in self._memories(output) for output in spread(rerun()))
                 ):
                     continue
-                self._add_tie(view_part, part, True, label, () if is_whole else overlapping)
+                self._add_tie(view_part, value_part, True, label, () if is_held else overlapping)
 
     def link_outputs(
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
     ) -> list[Any]:
         """Tie values that replaced outputs to these outputs if they are views; return the values to use."""
         # Read before any output is linked, which changes what lies in which memory.
-        near = {id(tensor): self._memories(tensor) for tensor in spread(inputs)}
+        input_memories = {id(tensor): self._memories(tensor) for tensor in spread(inputs)}
         return [
-            self._link_output(old, new, near, label) for old, new in zip(outputs, replacements, strict=True)
+            self._link_output(old, new, input_memories, label)
+            for old, new in zip(outputs, replacements, strict=True)
         ]
 
     def wrote(self, values: Sequence[Any]) -> None:
         """Copy an op's writes into these tensors to the other sides of their ties."""
         parts = [part for value in values for part in self.parts_of(value)]
-        values = [part for part in parts if self.memory(part) in self._ties]
-        if values:
-            self._copy_across(self.parts(values))
+        tied_parts = [part for part in parts if self.memory(part) in self._ties]
+        if tied_parts:
+            self._copy_across(self.parts(tied_parts))
 
     def settle(self) -> None:
         """Copy writes that no driver has seen, such as under `amanda.disabled()`."""
@@ -197,17 +202,25 @@ class Views(ABC):
         """Return the memories that a tensor lies in."""
         return {memory for memory in map(self.memory, self.parts_of(value)) if memory is not None}
 
-    def _link_output(self, view: Any, value: Any, inputs: dict[int, set[Hashable]], label: Label) -> Any:
-        """Tie a routine's value to the output that it replaced; return it, or a copy that can be tied."""
+    def _link_output(
+        self, view: Any, value: Any, input_memories: dict[int, set[Hashable]], label: Label
+    ) -> Any:
+        """Tie a routine's value to the output that it replaced; return it, or a copy that can be tied.
+
+        Returns the value untied where no write could reach both.
+        input_memories: the memories of the op's inputs, by the input's `id`.
+        """
         if value is view:
             return value
         if isinstance(view, (list, tuple)):
             if not isinstance(value, (list, tuple)) or len(value) != len(view):
                 return value
-            replaced = [self._link_output(*pair, inputs, label) for pair in zip(view, value, strict=True)]
-            return tuple(replaced) if isinstance(value, tuple) else replaced
+            linked_values = [
+                self._link_output(*pair, input_memories, label) for pair in zip(view, value, strict=True)
+            ]
+            return tuple(linked_values) if isinstance(value, tuple) else linked_values
         memory, value_memory = self.memory(view), self.memory(value)
-        memories = set().union(*inputs.values())
+        memories = set().union(*input_memories.values())
         if memory is None:
             return self._link_parts(view, value, memories, label)
         if value_memory is None or value_memory == memory or view.shape != value.shape:
@@ -224,7 +237,7 @@ class Views(ABC):
             or not self.alike(view, value)
         ):
             value = self.laid_out(view, value)
-        self._add_tie(view, value, id(view) in inputs, label)
+        self._add_tie(view, value, id(view) in input_memories, label)
         return value
 
     def _reaches(self, memory: Hashable, memories: set[Hashable]) -> bool:
@@ -282,8 +295,8 @@ class Views(ABC):
 
         While other ties start at views of the value, the tie stays as a link between them and the base.
         """
-        value, view = tie.ends
-        if tie not in self._labels or any(member is not tie for member in self._ties.get(value, ())):
+        value_memory, view_memory = tie.ends
+        if tie not in self._labels or any(other is not tie for other in self._ties.get(value_memory, ())):
             return
         del self._labels[tie]
         for memory in tie.ends:
@@ -292,8 +305,8 @@ class Views(ABC):
                 ties.remove(tie)
             if not ties:
                 self._ties.pop(memory, None)
-        for link in list(self._ties.get(view, ())):
-            if link.ends[0] == view and link.is_link:
+        for link in list(self._ties.get(view_memory, ())):
+            if link.ends[0] == view_memory and link.is_link:
                 self._drop_tie(link)
 
     def _living_ties(self) -> list[Tie]:
@@ -303,12 +316,12 @@ class Views(ABC):
         """Copy writes along all ties; this ends, since ties have no cycle."""
         waiting: list[tuple[Hashable, Any, Tie | None]] = [(*part, None) for part in parts.items()]
         while waiting:
-            memory, written, by = waiting.pop(0)
+            memory, written, source_tie = waiting.pop(0)
             for tie in list(self._ties.get(memory, ())):
                 # The tie over which a write came must not carry it back.
-                if tie is not by and (reached := tie.carry(memory, written)) is not None:
+                if tie is not source_tie and (copied := tie.carry(memory, written)) is not None:
                     # The end that was not written: True counts as index 1.
-                    waiting.append((tie.ends[memory == tie.ends[0]], reached, tie))
+                    waiting.append((tie.ends[memory == tie.ends[0]], copied, tie))
 
 
 def settle_all() -> None:

@@ -116,7 +116,7 @@ class Inlining:
 
     @property
     def inlined(self) -> list[Inlined]:
-        """The routines, in the order of their ops."""
+        """Return the routines, in the order of their ops."""
         return [
             Inlined(
                 kind, facts.scope, str(getattr(facts.op, "name", "") or facts.name), action.type.value,
@@ -191,12 +191,14 @@ class _InliningAnalysis(GraphAnalysis):
         self._on_plan = on_plan
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
+        """Return the plan with only the actions that may be inlined."""
         plan = self._inlining.take(super().forward(facts, outputs), facts)
         if self._on_plan is not None:
             self._on_plan(plan, facts)
         return plan
 
     def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
+        """Return no actions, without analysis: a file has no backward ops."""
         return Actions()
 
 
@@ -223,28 +225,28 @@ def instrument(
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)
-    ordered = in_dependency_order(tools)
-    cutting = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
+    ordered_tools = in_dependency_order(tools)
+    cutting_tools = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
     # Before anything is read: a large model takes minutes, and a mistake in the path is seen at once.
-    check_target(source, target, force, is_folder=bool(cutting) or source.is_dir())
+    check_target(source, target, force, is_folder=bool(cutting_tools) or source.is_dir())
     metadata = {
         "amanda-core": version("amanda-core"),
         "tools": list(about) or [f"{type(tool).__module__}.{type(tool).__qualname__}" for tool in tools],
         "model": source.name,
     }
-    if cutting:
+    if cutting_tools:
         _check_alone(tools)
-        return _write_in_parts(cutting[0], kind, source, target, force, metadata)
+        return _write_in_parts(cutting_tools[0], kind, source, target, force, metadata)
     with disabled():
         artefact = kind(source)
-        _prepare_tools(artefact, ordered)
-        inlining = _new_inlining(ordered)
+        _prepare_tools(artefact, ordered_tools)
+        inlining = _new_inlining(ordered_tools)
         artefact.instrument(inlining)
-        _report_backward(inlining, ordered)
+        _report_backward(inlining, ordered_tools)
         for tool in tools:
             inlining.leave_idle(tool)
         inlining.check(source)
-        _check_state(ordered, source)
+        _check_state(ordered_tools, source)
         with replacing_all(target, force) as path:
             artefact.write(path, metadata)
     return Instrumented(target, kind.kind, inlining.analysed, inlining.inlined, inlining.left)
@@ -263,12 +265,13 @@ def _check_alone(tools: Sequence[Tool]) -> None:
 def _write_in_parts(
     tool: Tool, kind: type[Artefact], source: Path, target: Path, force: bool, about: Mapping[str, Any]
 ) -> Instrumented:
-    """Call a tool's `write_parts`, which writes a folder of files."""
+    """Call a tool's `write_parts`, which writes a folder of files; no file stays if that raises."""
     with disabled():
         artefact = kind(source)
         inlining = _new_inlining([])
 
         def analyse(part_tool: Tool) -> None:
+            """Analyse the model by a tool; the number of ops and what is left come from the last analysis."""
             nonlocal inlining
             inlining = _new_inlining(in_dependency_order([part_tool]))
             artefact.instrument(inlining)
@@ -316,6 +319,7 @@ def _check_state(tools: Iterable[Tool], source: Path) -> None:
 
 
 def _listed_names(names: Collection[str]) -> str:
+    """Return the names in one line, the first few of many."""
     return ", ".join([*islice(names, _LISTED), *(["..."] if len(names) > _LISTED else [])])
 
 
@@ -334,9 +338,9 @@ def _refusal_text(source: Path, refused: Sequence[tuple[str, str, str, str, str]
     for name, scope, tool, action, why in refused:
         places.setdefault((tool, action, why), []).append(f"{name} {scope}".strip())
     lines = []
-    for (tool, action, why), where in list(places.items())[:_LISTED]:
-        suffix = f" and {len(where) - 3} more" if len(where) > 3 else ""
-        lines.append(f"  {tool}, {action}: {why}; at {', '.join(where[:3])}{suffix}")
+    for (tool, action, why), ops in list(places.items())[:_LISTED]:
+        suffix = f" and {len(ops) - 3} more" if len(ops) > 3 else ""
+        lines.append(f"  {tool}, {action}: {why}; at {', '.join(ops[:3])}{suffix}")
     if len(places) > _LISTED:
         lines.append(f"  and {len(places) - _LISTED} more routines")
     return "\n".join(

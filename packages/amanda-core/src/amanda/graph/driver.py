@@ -101,6 +101,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         owner: object with which the copies die, referenced weakly; by default the graph.
         """
         copy = self.copy(graph, state, key, owner)
+        # At each run, since a scope may have opened that has no entries of this copy yet.
         state.report_all(copy, copy.reports)
         return None if copy.runnable is None else (copy.runnable, self.execution(state, copy.table))
 
@@ -126,14 +127,14 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         # Routines of a copy take part in autodiff, or do not, for as long as it lives.
         key = state.autodiff, key
         # Without the lock: that a copy is found is the usual case, and dicts are safe to read.
-        guarded = copies.get(key)
-        copy = None if guarded is None else guarded.find()
+        guarded_copies = copies.get(key)
+        copy = None if guarded_copies is None else guarded_copies.find()
         if copy is None:
             # Another thread may have built the copy while this thread waited: look again under the lock.
             with self._lock:
-                guarded = copies.setdefault(key, GuardedCopies(self.reads))
-                analysis = GraphAnalysis(state, self.tensors, stack, guarded.history)
-                copy = guarded.find() or self._rewrite_guarded(graph, owner, analysis, guarded)
+                guarded_copies = copies.setdefault(key, GuardedCopies(self.reads))
+                analysis = GraphAnalysis(state, self.tensors, stack, guarded_copies.history)
+                copy = guarded_copies.find() or self._rewrite_guarded(graph, owner, analysis, guarded_copies)
         return copy
 
     def _rewrite_guarded(
@@ -141,7 +142,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         graph: Any,
         owner: Any,
         analysis: GraphAnalysis,
-        guarded: GuardedCopies[RewrittenCopy[RunnableT]],
+        guarded_copies: GuardedCopies[RewrittenCopy[RunnableT]],
     ) -> RewrittenCopy[RunnableT]:
         """Build a copy and store it with the values that it depends on; drop the plans if that fails."""
         # Building a graph calls functions of the framework that an eager driver may intercept.
@@ -152,7 +153,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
                 analysis.forget()
                 # Stored as well, so that the next call does not fail to rewrite the same graph once more.
                 copy = RewrittenCopy[RunnableT](analysis.stack, None, {}, (error.args,))
-                guarded.add(copy, self.reads())
+                guarded_copies.add(copy, self.reads())
                 return copy
             except BaseException:
                 analysis.forget()
@@ -167,5 +168,5 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
                     rewriting.report(*error.args)
         reports = tuple(rewriting.reports)
         copy = RewrittenCopy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
-        guarded.add(copy, rewriting.reads)
+        guarded_copies.add(copy, rewriting.reads)
         return copy

@@ -106,9 +106,9 @@ class Insertion:
     ) -> list[Any]:
         """Call routines on values; return the flat tensors that go back into the graph."""
         for action in actions:
-            before, values = values, run_routine(ops, action, values, self.facts, run, state.autodiff)
-            if values is not before:
-                self.check(action, before, values)
+            previous, values = values, run_routine(ops, action, values, self.facts, run, state.autodiff)
+            if values is not previous:
+                self.check(action, previous, values)
         return self.results(values)
 
     def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
@@ -125,7 +125,11 @@ class Insertion:
     def run_replacement(
         self, action: Action, ops: TensorOps, flat: Sequence[Any], run: dict[str, Any]
     ) -> list[Any]:
-        """Call a replacement on the flat tensors; return the flat tensors that go back into the graph."""
+        """Call a replacement on the flat tensors; return the flat tensors that go back into the graph.
+
+        A replacement of a backward op may return only the gradients that other nodes read; the others are
+        None.  Raises RoutineError for any other number of results, and for NotImplemented.
+        """
         input_count = len(flat) - self.reads
         values, reads = self.values(flat[:input_count]), flat[input_count:]
         result = run_replacement(ops, action, values, self.facts, run, (), self.original, reads)
@@ -142,10 +146,10 @@ class Insertion:
         if len(results) == len(self.output_positions):
             return spread(results)
         if read_gradients and len(results) == len(read_gradients):
-            placed: list[Any] = [None] * len(self.output_positions)
+            gradients: list[Any] = [None] * len(self.output_positions)
             for position, value in zip(read_gradients, results, strict=True):
-                placed[position] = value
-            return placed
+                gradients[position] = value
+            return gradients
         noun = "gradients" if action.type.is_backward else "outputs"
         error = RoutineError(
             f"{action} returned {len(results)} {noun}; {self.facts.name} gives {len(self.output_positions)}"
@@ -158,7 +162,7 @@ class RoutineTable(dict[int, Any]):
 
     @cached_property
     def openings(self) -> tuple[tuple[Action, OpFacts], ...]:
-        """The routines that are called at the start of a run; cached, so read this after the rewrite."""
+        """Return the routines to call at the start of a run; cached, so read this after the rewrite."""
         insertions = [entry for entry in self.values() if isinstance(entry, Insertion)]
         return tuple(
             (action, entry.facts) for entry in insertions for action in entry.actions if action.opening
@@ -174,7 +178,7 @@ class _ExecutionNumbers:
     Frameworks cache a tensor for each number that they have seen, so numbers have to stay few.
     """
 
-    _LATELY = 64
+    _MIN_RETIRED = 64
 
     def __init__(self) -> None:
         self._unused = count(1)
@@ -183,7 +187,7 @@ class _ExecutionNumbers:
     def take(self) -> int:
         """Return a number that no living execution has."""
         # Not at once: a call of a graph that is just ending must not find another execution under its number.
-        if len(self._retired) > self._LATELY:
+        if len(self._retired) > self._MIN_RETIRED:
             with suppress(IndexError):  # another thread has taken the last one
                 return self._retired.popleft()
         return next(self._unused)
@@ -196,7 +200,8 @@ class _ExecutionNumbers:
 class Execution:
     """One run of a rewritten graph: the routines that it calls, their shared dicts, their first exception.
 
-    table: the routines by slot.
+    table: the routines by slot.  error: the first exception of a routine.
+    every: whether the routines of all tools run; else only those of tools with an open scope.
     runs: dicts `run` of the routines at an op, by forward op id and the rounds of the loops around the op.
     stores: values of a forward pass for its backward pass, by the place that stored them and the rounds of
     the loops around it; in a loop without known rounds a list with a value for each round.

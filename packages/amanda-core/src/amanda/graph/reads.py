@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 
     @property
     def key(self) -> tuple[int, Any]:
-        """Identity of the place."""
+        """Return the identity of the place."""
         return id(self.holder), self.name
 
 
@@ -59,7 +59,7 @@ class Reads:
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], Reading] = {}
         # With the objects, so that no id is given to another object meanwhile.
-        self._reached: dict[int, Any] = {}
+        self._visited: dict[int, Any] = {}
         self._holders: list[Any] = []
         self._names: dict[str, None] = {}
         self._stored: dict[str, None] = {}
@@ -108,13 +108,16 @@ class Reads:
         yield
         self.settle(steady)
 
-    def settle(self, among: Iterable[Reading] | None = None) -> None:
-        """Drop places whose value has changed since it was read: the traced routines have set them."""
+    def settle(self, places: Iterable[Reading] | None = None) -> None:
+        """Drop places whose value has changed since it was read: the traced routines have set them.
+
+        Their names are added to `written`.  places: the places to look at; None for all.
+        """
         for name in self._stored:
             owners = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
             if any(attribute is not _MISSING for attribute in owners):
                 self.written[name] = None
-        for place in [reading for reading in (self if among is None else among) if not self._holds(reading)]:
+        for place in [place for place in (self if places is None else places) if not self._holds(place)]:
             self.written[self.name_of(place)] = None
             self._left_out.add(place.key)
             del self._places[place.key]
@@ -131,9 +134,9 @@ class Reads:
             return True
         with interceptor.Suspension():  # a property may call ops
             for read, holder, name, value in self._places.values():
-                now = read(holder, name)
+                current = read(holder, name)
                 # Identity first, since this runs at each call and most values are the same objects.
-                if now is not value and not self.is_same(now, value):
+                if current is not value and not self.is_same(current, value):
                     return False
         return True
 
@@ -169,13 +172,13 @@ class Reads:
 
     def reach(self, value: Any) -> None:
         """Follow a value: record the attributes, cells and elements that it leads to."""
-        if isinstance(value, self.plain) or id(value) in self._reached:
+        if isinstance(value, self.plain) or id(value) in self._visited:
             return
         if isinstance(value, FunctionType):
             self.reach(getattr(value, "__wrapped__", None))  # the decorator may be of another package
         if isinstance(value, (FunctionType, ModuleType, type)) and _home_package(value) not in self._packages:
             return
-        self._reached[id(value)] = value
+        self._visited[id(value)] = value
         if isinstance(value, FunctionType):
             self._follow_code(value)
         elif isinstance(value, _FUNCTIONS):
@@ -190,21 +193,22 @@ class Reads:
             self._holders.append(value)
             for name in self.called:
                 # Statically, since to ask the object may compute, or call ops.
-                called = inspect.getattr_static(type(value), name, None)
-                called = getattr(called, "__wrapped__", called)  # a driver may have put an `Enclosure` around
-                self.reach(called if isinstance(called, FunctionType) else None)
+                method = inspect.getattr_static(type(value), name, None)
+                method = getattr(method, "__wrapped__", method)  # a driver may have put an `Enclosure` around
+                self.reach(method if isinstance(method, FunctionType) else None)
 
     def read(self, holder: Any, name: str) -> Any:
         """Record an attribute; return its value, or None if each reading creates another value."""
         return self._read_place(_attribute, holder, name)
 
     def __contains__(self, value: Any) -> bool:
-        return id(value) in self._reached
+        return id(value) in self._visited
 
     def __iter__(self) -> Iterator[Reading]:
         return iter(self._places.values())
 
     def _holds(self, place: Reading) -> bool:
+        """Return True if a place has the value that was read earlier."""
         return self.is_same(place.read(place.holder, place.name), place.value)
 
     def _holder_names(self) -> Iterator[tuple[Any, str]]:
@@ -225,14 +229,19 @@ class Reads:
             self.reach(default)
 
     def _follow_attribute(self, holder: Any, name: str) -> None:
-        """Follow an attribute of an object, unless routines set it themselves."""
+        """Follow an attribute of an object, unless routines set it themselves, or its name is a special one.
+
+        Of a function in the object's class the code is followed, of any other attribute the value.
+        """
         # A value that the routines set themselves changes at each call: it would forbid every copy.
         if name in self._stored or (name.startswith("__") and name.endswith("__")):
             return
         attribute = inspect.getattr_static(holder, name, _MISSING)
         is_own = name in getattr(holder, "__dict__", ())
-        is_elsewhere = isinstance(attribute, property) and _home_package(attribute.fget) not in self._packages
-        if isinstance(attribute, _FUNCTIONS) and not is_own and not is_elsewhere:
+        is_foreign_property = (
+            isinstance(attribute, property) and _home_package(attribute.fget) not in self._packages
+        )
+        if isinstance(attribute, _FUNCTIONS) and not is_own and not is_foreign_property:
             self.reach(attribute)
         elif attribute is not _MISSING or isinstance(holder, self.dynamic):
             self.reach(self.read(holder, name))
@@ -283,6 +292,7 @@ def _in_cell(cell: Any, _: str) -> Any:
 
 
 def _contents(container: Any, _: None) -> tuple[Any, ...]:
+    """Return the elements of a container; the keys, and after them the values, of a mapping."""
     if isinstance(container, Mapping):
         return (*container.keys(), *container.values())
     return tuple(container)
@@ -300,11 +310,16 @@ def _wrapped_values(value: Any) -> list[Any]:
 
 
 def _home_package(value: Any) -> str:
-    """Return the top-level package of a function, class or module; of Amanda's tools "amanda.tools"."""
+    """Return the top-level package of a function, class or module, "" where it is unknown.
+
+    Of Amanda's tools "amanda.tools", and of its test suite "amanda.testing".
+    """
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    outer, _, inner = str(name or "").partition(".")
-    within = inner.partition(".")[0]
-    return f"{outer}.{within}" if outer == "amanda" and within in ("testing", "tools") else outer
+    package, _, rest = str(name or "").partition(".")
+    subpackage = rest.partition(".")[0]
+    # `amanda` itself is opaque, but the options of tools have to be followed.
+    has_tools = package == "amanda" and subpackage in ("testing", "tools")
+    return f"{package}.{subpackage}" if has_tools else package
 
 
 CopyT = TypeVar("CopyT")
@@ -376,4 +391,5 @@ class GuardedCopies(Generic[CopyT]):
         self._entries = ((reads, copy), *self._entries)[:_VALUES]
         self._copies_made += 1
         if self._copies_made == _COPIES:
+            # From now on every place that has had two values is volatile.
             self.history.limit = 2

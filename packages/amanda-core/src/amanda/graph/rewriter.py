@@ -158,11 +158,11 @@ class Rewriter(ABC, Generic[NodeT]):
         """Insert routines at a side; consecutive routines of one group go into one insertion."""
         # Only consecutive ones, so that routines run in the order of tools.
         for _, group in groupby(actions, self.group):
-            grouped = list(group)
-            positions = side.selected([action.select for action in grouped])
+            group_actions = list(group)
+            positions = side.selected([action.select for action in group_actions])
             # Observers return nothing to the graph, so nothing waits for them.
-            changeable = [] if grouped[0].observer else side.where(positions, self.can_give)
-            self.insert(grouped, side, positions, side, changeable, facts)
+            changeable = [] if group_actions[0].observer else side.where(positions, self.can_give)
+            self.insert(group_actions, side, positions, side, changeable, facts)
 
     def group(self, action: Action) -> Hashable:
         """Return the group of a routine: observers, others, and each traceable routine alone."""
@@ -170,7 +170,7 @@ class Rewriter(ABC, Generic[NodeT]):
         return action.observer, action if action.traceable else None
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
-        """Insert a routine in the place of a node; return False if the node cannot be replaced."""
+        """Insert a routine in the place of a node; return False if it was refused, so that the node stays."""
         output_positions = outputs.selected([None])
         if outputs.where(output_positions, self.can_replace) != output_positions:
             self.rewriting.refuse([action], facts, "what the op gives is no tensor")
@@ -202,7 +202,7 @@ class Rewriter(ABC, Generic[NodeT]):
         flat_outputs = output_side.flat(output_positions)
         output_symbols = [output_side.symbols[i] for i in flat_outputs]
         place = self.insertion(actions, facts, input_side.count, input_positions, sizes, output_positions)
-        # Asked for only then: to make the function takes time.
+        # Only on demand: creating the function takes time.
         if actions[0].takes_original and facts.original is not None:
             place.original = facts.original()
         place.reads = len(extra_inputs)
@@ -268,7 +268,7 @@ class Rewriter(ABC, Generic[NodeT]):
     def may_change_shapes(self, place: Insertion) -> bool:
         """Return True if routines may return other shapes than those of the values in the graph.
 
-        They may where autodiff goes through them, and instead of an op.
+        Routines may where autodiff goes through the routines, and where they replace an op.
         """
         return (
             self.rewriting.state.autodiff
@@ -300,10 +300,10 @@ class Rewriter(ABC, Generic[NodeT]):
 
         Where Python cannot run, they are traced nevertheless, and the report says so.
         """
-        changing = next(filter(None, map(self.rewriting.volatile_name, actions)), None)
-        if changing is None:
+        volatile_name = next(filter(None, map(self.rewriting.volatile_name, actions)), None)
+        if volatile_name is None:
             return None
-        why = f"what it reads changes often: {changing}"
+        why = f"what it reads changes often: {volatile_name}"
         if self.calls_python:
             return why
         for action in actions:

@@ -211,7 +211,7 @@ class Side:
         self.symbols = list(symbols)
         self.sizes = list(sizes)
         self.unread = frozenset(unread)
-        self._firsts: list[int] = []
+        self._firsts: list[int] = []  # flat position of each value's first tensor
         first = 0
         for size in self.sizes:
             self._firsts.append(first)
@@ -231,7 +231,10 @@ class Side:
         ]
 
     def selected(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
-        """Return the positions of values that routines with these selections receive; None selects all."""
+        """Return the positions of values that routines with these selections receive; None selects all.
+
+        Positions beyond the node's values, and values with an unread tensor, are left out.
+        """
         count = self.count
         positions = set(range(count)) if None in selections else set()
         positions |= {
@@ -263,5 +266,6 @@ class Side:
         self.before = list(self.refs)
 
     def _range(self, position: int) -> range:
+        """Return the flat positions of the value at a position."""
         size, first = self.sizes[position], self._firsts[position]
         return range(first, first + (1 if size is None else size))

@@ -90,24 +90,27 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
 
 
 def _checked(target: Any, error: type[AmandaError]) -> Any:
-    """Return a function that compares its arguments first; of a class, the class with such a constructor."""
+    """Return a function that compares its arguments with its annotations before it runs.
+
+    A class itself is returned, with such a constructor.
+    """
     if isinstance(target, type):
         # By `getattr` and `setattr`, since type checkers refuse to read or set `__init__` of a class.
         constructor = getattr(target, "__init__")  # noqa: B009
         setattr(target, "__init__", _checked(constructor, error))  # noqa: B010
         return target
-    call: _ArgumentChecks | None = None
+    checks: _ArgumentChecks | None = None
 
     @functools.wraps(target)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         # pytest leaves out frames with this name, so that a failing test shows the caller's line.
         __tracebackhide__ = True
-        nonlocal call
-        if call is None:  # annotations are read at the first call, so that importing a tool costs nothing
-            call = _ArgumentChecks(target, error)
-        args = call.positions(args)
+        nonlocal checks
+        if checks is None:  # annotations are read at the first call, so that importing a tool costs nothing
+            checks = _ArgumentChecks(target, error)
+        args = checks.positions(args)
         # A call without keywords, which is the most frequent, makes no dict.
-        return target(*args, **call.names(args, kwargs)) if kwargs else target(*args)
+        return target(*args, **checks.names(args, kwargs)) if kwargs else target(*args)
 
     return with_checks
 
@@ -142,7 +145,10 @@ class _ArgumentChecks:
         self._count = len(self._positions)
 
     def positions(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments that are given by position; Python itself refuses those that are too many."""
+        """Return the arguments that are given by position, with numpy's numbers as Python's own.
+
+        Raises `error` for a value that is not of its kind.  Python itself refuses arguments beyond the last.
+        """
         accepted = args
         for position, value in enumerate(args):
             name, kind = self._positions[position] if position < self._count else self._variadic
@@ -157,7 +163,10 @@ class _ArgumentChecks:
         return accepted
 
     def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are given by name; raise OptionError for a name that is no option."""
+        """Return the arguments that are given by name, with numpy's numbers as Python's own, in `kwargs`.
+
+        Raises OptionError for a name that is no option, and `error` for a value that is not of its kind.
+        """
         for name, value in kwargs.items():
             kind = self._names.get(name, self._keyword_kind)
             if kind is not None:
@@ -173,6 +182,7 @@ class _ArgumentChecks:
     def _mistake(
         self, args: tuple[Any, ...], name: str, value: Any, kind: Kind, why: Mismatch
     ) -> AmandaError:
+        """Return the error about an argument that is not of its kind."""
         return mistake(self._name(args), name, value, kind, str(why), self._error)
 
     def _name(self, args: tuple[Any, ...]) -> str:
@@ -228,7 +238,7 @@ class _Unpack(Generic[T]):
 
 
 def _unpacked(hint: Any) -> Mapping[str, Any]:
-    """Return the annotations of the options that `**options: Unpack[Options]` stands for."""
+    """Return the annotations of the options that `**options: Unpack[Options]` stands for; {} for others."""
     members = typing.get_args(hint) if typing.get_origin(hint) is _Unpack else ()
     return typing.get_type_hints(members[0], include_extras=True) if members else {}
 

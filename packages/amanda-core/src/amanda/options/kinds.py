@@ -20,7 +20,7 @@ from amanda.files import check_file_to_write, check_folder_to_write
 from amanda.options.ranges import WHOLE, Length, PathTarget, Range, Where
 
 # A tensor's repr has hundreds of lines, and the end of a message says what to do.
-_SHOWN = 120
+_MAX_REPR_LENGTH = 120
 _LISTS = (Sequence, list, Iterable, Collection)
 _SETS = (set, frozenset, Set)
 
@@ -52,7 +52,7 @@ def shown(value: Any) -> str:
     except Exception:  # an int of thousands of digits has none, nor a list nested too deep
         return f"a {type(value).__name__} that has no repr"
     text = " ".join(text.split()) if "\n" in text else text
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_REPR_LENGTH else f"{text[:_MAX_REPR_LENGTH]}..."
 
 
 def kind_of(annotation: Any) -> Kind:
@@ -72,8 +72,9 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     if where is not None:
         return _where(_kind(annotation, tuple(mark for mark in marks if mark is not where)), where)
     if origin in (Union, types.UnionType):
-        at = next((mark for mark in marks if isinstance(mark, PathTarget)), None)
-        return _path(at) if at is not None else _union([_kind(member, marks) for member in members])
+        # A path may be a text, too: the union is then that of a path, not of texts and paths.
+        target = next((mark for mark in marks if isinstance(mark, PathTarget)), None)
+        return _path(target) if target is not None else _union([_kind(member, marks) for member in members])
     if origin is Literal:
         return _literal(members)
     if isinstance(annotation, TypeVar):
@@ -183,11 +184,12 @@ def _int(marks: tuple[Any, ...]) -> Kind:
             raise Mismatch("" if WHOLE.least <= value <= WHOLE.most else "it has more than 64 bits")
         return int(value)
 
-    stated = Range(
+    # The limits of 64 bits go without saying.
+    range_in_words = Range(
         bounds.least if bounds.least > WHOLE.least else -float("inf"),
         bounds.most if bounds.most < WHOLE.most else float("inf"),
     )
-    return _named("integer", accept, str(stated))
+    return _named("integer", accept, str(range_in_words))
 
 
 def _float(marks: tuple[Any, ...]) -> Kind:
@@ -206,6 +208,7 @@ def _float(marks: tuple[Any, ...]) -> Kind:
         except OverflowError:
             raise Mismatch("it is beyond the largest float") from None
         if not bounds.holds(number):
+            # NaN alone is unequal to itself.
             raise Mismatch("" if number == number and abs(number) != float("inf") else "it is not finite")
         return value
 
@@ -230,9 +233,9 @@ def _any(marks: tuple[Any, ...]) -> Kind:
     return _ANY
 
 
-def _path(at: PathTarget | None) -> Kind:
-    """Return the kind of paths; at: what has to be there."""
-    name = "path" if at is None else f"path of a {at.target.removeprefix('output ')}"
+def _path(path_target: PathTarget | None) -> Kind:
+    """Return the kind of paths.  path_target: what has to be at the path; None for anything or nothing."""
+    name = "path" if path_target is None else f"path of a {path_target.target.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
         if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
@@ -242,7 +245,7 @@ def _path(at: PathTarget | None) -> Kind:
         if not isinstance(text, str) or not text or "\0" in text:
             raise Mismatch("it is empty" if not text else "")
         try:
-            if at is not None and (trouble := _trouble_at(Path(text), at.target)):
+            if path_target is not None and (trouble := _trouble_at(Path(text), path_target.target)):
                 raise Mismatch(trouble)
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
@@ -250,7 +253,7 @@ def _path(at: PathTarget | None) -> Kind:
             raise Mismatch("it is not a valid file name") from None
         return value
 
-    return Kind(f"the {name}" if at else "a path", name if at else "path", f"{name}s", accept)
+    return Kind(f"the {name}" if path_target else "a path", name, f"{name}s", accept)
 
 
 def _trouble_at(path: Path, target: str) -> str:
@@ -285,15 +288,16 @@ def _literal(members: tuple[Any, ...]) -> Kind:
         try:
             return by_value[next(kinds, type(value)), value]
         except Exception:  # an object may raise anything where it is compared
-            near = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
-            raise Mismatch(f"did you mean {near[0]!r}?" if near else "") from None
+            similar = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+            raise Mismatch(f"did you mean {similar[0]!r}?" if similar else "") from None
 
     one_of = "one of " if len(members) > 3 else ""
-    words = one_of + _joined(list(map(repr, members)), "," if one_of else " or")
+    words = one_of + _join_words(list(map(repr, members)), "," if one_of else " or")
     return Kind(words, " or ".join(texts), words, accept)
 
 
-def _joined(words: Sequence[str], last: str = " or") -> str:
+def _join_words(words: Sequence[str], last: str = " or") -> str:
+    """Return the words with commas between them, but `last` before the last one."""
     return ", ".join(words[:-1]) + (f"{last} " if len(words) > 1 else "") + words[-1]
 
 
@@ -311,11 +315,11 @@ def _union(kinds: Sequence[Kind]) -> Kind:
 
     # "or None" is read best at the end, wherever the annotation has it.
     ordered = sorted(kinds, key=lambda kind: kind.words == "None")
-    words = _joined([kind.words for kind in ordered], ", or" if len(kinds) > 2 else " or")
+    words = _join_words([kind.words for kind in ordered], ", or" if len(kinds) > 2 else " or")
     return Kind(
         words,
         " or ".join(kind.text for kind in kinds),
-        _joined([kind.many for kind in ordered]),
+        _join_words([kind.many for kind in ordered]),
         accept,
     )
 
@@ -340,7 +344,7 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
             raise Mismatch
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
-        accepted = _accepted([item] * len(value), value)
+        accepted = _accept_items([item] * len(value), value)
         # The caller's own list, unless a number in it had to be converted.
         if all(map(operator.is_, accepted, value)):
             return value
@@ -353,7 +357,7 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     )
 
 
-def _accepted(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
+def _accept_items(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
     """Return the items as their kinds accept them; raise Mismatch with the position of a wrong one."""
     items = []
     for position, (kind, value) in enumerate(zip(kinds, values, strict=True)):
@@ -378,11 +382,15 @@ def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
             raise Mismatch
         if len(value) != len(kinds):
             raise Mismatch(f"it has {len(value)} item{'s' * (len(value) != 1)}")
-        return tuple(_accepted(kinds, value))
+        return tuple(_accept_items(kinds, value))
 
-    same = len({kind.words for kind in kinds}) == 1
-    parts = f"{len(kinds)} {kinds[0].many}" if same else ", ".join(kind.words for kind in kinds)
-    return Kind(f"a tuple of {parts}", f"list of {kinds[0].text}", f"tuples of {parts}", accept)
+    has_one_kind = len({kind.words for kind in kinds}) == 1
+    items_in_words = (
+        f"{len(kinds)} {kinds[0].many}" if has_one_kind else ", ".join(kind.words for kind in kinds)
+    )
+    return Kind(
+        f"a tuple of {items_in_words}", f"list of {kinds[0].text}", f"tuples of {items_in_words}", accept
+    )
 
 
 def _mapping(members: tuple[Any, ...]) -> Kind:

@@ -87,6 +87,7 @@ class Action:
 
     select: positions of the values that the routine receives; None for all values.
     kwargs: keyword arguments from the tool, passed in every call of the routine.
+    differentiable, traceable, observer, opening, innermost: whether the routine has the mark of this name.
     reads: for a replacement in a graph, inputs of other ops that it receives: op ids and positions.
     gathered: routine that takes many executions in one call; None where there is none.
     takes_run: whether the routine has a parameter `run`, the dict that routines of one execution share.
@@ -173,18 +174,20 @@ def has_run(func: Routine) -> bool:
 
 
 def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
-    """Return True if a routine has a parameter of this name.
+    """Return True if a routine has a parameter of this name; False where its signature is unknown, as in C.
 
     keyword_only: whether the parameter has to be keyword-only.
     """
     # The first argument of a bound method is `self`, which no caller passes.
-    function, first = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
+    function, first_index = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
     if isinstance(func, interceptor.ShapeCounter):
-        function, first = type(func).__call__, 1
+        function, first_index = type(func).__call__, 1
     if isinstance(function, FunctionType) and not _has_other_signature(function.__dict__):
         # Takes a tenth of the time of `inspect`; a tool may record thousands of actions.
         code = function.__code__
-        start, end = code.co_argcount if keyword_only else first, code.co_argcount + code.co_kwonlyargcount
+        # `co_varnames` begins with the positional parameters, which the keyword-only ones follow.
+        start = code.co_argcount if keyword_only else first_index
+        end = code.co_argcount + code.co_kwonlyargcount
         return end > start and name in code.co_varnames[start:end]
     try:
         parameter = inspect.signature(func).parameters.get(name)
@@ -275,7 +278,10 @@ def innermost(func: RoutineT) -> RoutineT:
 
 
 def in_running_order(actions: Iterable[Action], after: bool) -> list[Action]:
-    """Return the actions in the order of their tools, except that innermost ones are next to the op."""
+    """Return the actions in the order of their tools, except that innermost ones are next to the op.
+
+    after: whether the actions run after the op, so that innermost ones come first.
+    """
     ordered = list(actions)
     if len(ordered) > 1:
         # The sort is stable, so tools keep their order.  Before the op an innermost routine comes last, after
@@ -331,7 +337,7 @@ def replacement_arguments(
     # with.
     if parameters is None:
         return [value for value in inputs if holds_tensors(value)], {}
-    # It was written for this op's schema, so position tells what each input is.
+    # The routine was written for this op's schema, so position tells what each input is.
     if parameters.variadic or len(parameters.positional) >= len(inputs):
         named = {name: value for name, value in zip(names, inputs, strict=False) if name in parameters.named}
         return [value for value, name in _with_names(inputs, names) if name not in named], named

@@ -54,15 +54,15 @@ class PendingPlan(Generic[PlanT]):
             return context.trigger_callback(point)
         key = context.get_backward_op_id(), point
         # Copies, since an analysis may write any key of the context at any time.
-        initial = before = dict(context)
+        initial = context_before = dict(context)
         # A tool of this scope sees what a dependency in a scope around wrote at the same point, also where
         # that plan was made in an earlier execution.
         if source.outer_plans:
             for outer_plan in source.outer_plans:
                 _apply_changes(context, outer_plan.context_changes.get(key, {}))
-            before = dict(context)
+            context_before = dict(context)
         recorded = context.trigger_callback(point)
-        changes = _changes(before, context)
+        changes = _changes(context_before, context)
         if changes:
             source.context_changes[key] = {**source.context_changes.get(key, {}), **changes}
         # A scope within starts before the op, so it needs the context without what came after the op.
@@ -78,7 +78,10 @@ class PendingPlan(Generic[PlanT]):
 
 
 def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> ContextChanges:
-    """Return the changes that lead from one state of a context to another."""
+    """Return the changes that lead from the first state of a context to the second.
+
+    Keys that only the first state has are `DELETED`.
+    """
     # Compared by identity: equality of tensors has no truth value, and computing it would run ops.
     changes = {key: value for key, value in second.items() if first.get(key, DELETED) is not value}
     changes.update(dict.fromkeys(first.keys() - second.keys(), DELETED))
@@ -126,6 +129,7 @@ class PendingBackwardPlan(PendingPlan[Actions]):
         self.context._actions += Actions.of(self._recorded).all  # a second replacement is an error
 
     def _add_actions(self, recorded: Sequence[Action]) -> None:
+        """Set the plan's actions from the records of all tools; add them where all tools analyse together."""
         if self._recorded is None:
             super()._add_actions(recorded)
             return
@@ -187,9 +191,9 @@ class PendingPlans:
                 return plan
             new_plan = create()
 
-            def forget(reference: ref[PendingPlan[PlanT]]) -> None:
+            def forget(dead_reference: ref[PendingPlan[PlanT]]) -> None:
                 # A new plan may have taken the key before the old reference's callback ran.
-                if pending.get(key) is reference:
+                if pending.get(key) is dead_reference:
                     del pending[key]
 
             pending[key] = ref(new_plan, forget)
@@ -206,6 +210,7 @@ class OpAnalysis:
     __slots__ = ("_reading", "facts", "pending", "plan")
 
     def __init__(self, facts: OpFacts, ops: TensorOps, stack: ToolStack, key: Hashable, cache: bool) -> None:
+        """key: the key of the plan in `stack`.  cache: whether plans are stored, and shared by threads."""
         self.facts = facts
         self._reading = ops.reading
         self.pending: list[tuple[Hashable, PendingPlan[Plan]]] = []
@@ -225,6 +230,7 @@ class OpAnalysis:
         op_id = self.facts.op_id
 
         def create() -> PendingPlan[Plan]:
+            """Return a pending plan; its context starts as the outer plan's context was before the op."""
             context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
             if outer is not None:
                 # The context of the scope around has what was written after the op; here the op has not run

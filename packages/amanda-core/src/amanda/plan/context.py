@@ -66,6 +66,7 @@ class OpContext(dict[str, Any]):
         return f"<OpContext of {self._facts.name} {self._facts.op_id:#018x}: {dict.__repr__(self)}>"
 
     def __missing__(self, key: str) -> Any:
+        """Return the fact of this name; for any other key raise MissingKeyError, which says who writes it."""
         # Contexts of the first Amanda had these keys, so they work unless a tool has written them.
         if key in FACTS:
             return getattr(self, f"get_{key}")()
@@ -78,8 +79,8 @@ class OpContext(dict[str, Any]):
         elif key in STANDARD_KEYS:
             fix = f"StandardMapping writes it: self.depends_on(StandardMapping()) in {tool_name}"
         else:
-            near = did_you_mean(str(key), map(str, self))
-            fix = f"write it before, in a tool that {tool_name} depends on; {near}"
+            suggestion = did_you_mean(str(key), map(str, self))
+            fix = f"write it before, in a tool that {tool_name} depends on; {suggestion}"
         raise MissingKeyError(f"{tool_name} reads {key!r} of a context that has no such key: {fix}")
 
     def get_op(self) -> Any:
@@ -94,7 +95,7 @@ class OpContext(dict[str, Any]):
         return self._facts.op_type
 
     def get_op_id(self) -> int:
-        """64 bits that name the op's place in the program."""
+        """Return 64 bits that name the op's place in the program."""
         return self._facts.op_id
 
     def get_inputs(self) -> list[Any]:
@@ -139,26 +140,32 @@ class OpContext(dict[str, Any]):
         return self._facts.backward_op
 
     def get_backward_op_id(self) -> int | None:
-        """64 bits that name the backward op; None in the forward pass."""
+        """Return 64 bits that name the backward op; None in the forward pass."""
         return self._facts.backward_op_id
 
     def get_backward_order(self) -> int:
-        """1 for a backward op of the op, 2 for a backward op of that, ...; 0 in the forward pass.
+        """Return 1 for a backward op of the op, 2 for a backward op of that, ...; 0 in the forward pass.
 
         The name of a backward op does not tell: one of order 2 may have that of one of order 1.
         """
         return self._facts.backward_order
 
     def get_grad_outputs(self) -> list[Any] | None:
-        """Gradients of the forward op's outputs, which enter the backward op."""
+        """Return the gradients of the forward op's outputs, which enter the backward op.
+
+        None in the forward pass.
+        """
         return self._facts.grad_outputs
 
     def get_grad_inputs(self) -> list[Any] | None:
-        """Gradients of the forward op's inputs, which leave the backward op; None before it has run."""
+        """Return the gradients of the forward op's inputs, which leave the backward op.
+
+        None before the backward op has run.
+        """
         return self._facts.grad_inputs
 
     def get_scope(self) -> str:
-        """Path of the module that calls the op ("layer1.0.conv1"), or the graph's name scope."""
+        """Return the path of the module that calls the op ("layer1.0.conv1"), or the graph's name scope."""
         return self._facts.scope
 
     def get_scopes(self) -> tuple[str, ...]:
@@ -188,7 +195,7 @@ class OpContext(dict[str, Any]):
         return dict(self._facts.attributes or {})
 
     def get_parameters(self) -> tuple[int, ...]:
-        """Positions of the inputs that were read of a variable, where the input itself does not tell.
+        """Return the positions of inputs that were read of a variable, where the input itself does not tell.
 
         TensorFlow's eager mode gives an op the tensor that a variable held; PyTorch gives the parameter.
         """
@@ -302,7 +309,7 @@ class OpContext(dict[str, Any]):
 
     # The name and its argument are the paper's.
     def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
-        """Run the analysis routines of a point; the actions that they recorded."""
+        """Run the analysis routines of a point; return the actions that they recorded."""
         first = len(self._actions)
         self._point = i_point
         try:
@@ -314,6 +321,7 @@ class OpContext(dict[str, Any]):
         return tuple(self._actions[first:])
 
     def _input_at(self, index: int | str, method: str) -> Any:
+        """Return an input by position or name.  method: name of the calling method, for errors."""
         inputs = self.get_inputs()
         (position,) = resolve_positions(self._facts, (index,), method, len(inputs))
         return inputs[position]
@@ -335,7 +343,10 @@ class OpContext(dict[str, Any]):
         kwargs: Mapping[str, Any],
         reads: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """Check an action and record it, with its routine wrapped as the tool says."""
+        """Check an action and record it, with its routine wrapped as the tool says.
+
+        Nothing is recorded where a wrapper of the tool returns None.
+        """
         if not callable(func):
             raise ActionError(f"{kind.value} wants a callable routine, not {func!r}")
         if self._point is None or self._tool is None:

@@ -39,6 +39,8 @@ class OpFacts:
     device_of: names the device of a value, "" where the device is unknown.
     aliases: other paths of the module of `scope`.  input_shapes: shapes of the inputs of an eager op.
     reads_shapes: whether an analysis routine has read the shapes.
+    compute: runs an eager op on other inputs; None where nothing can.
+    replaceable: whether a tool may replace the backward op.  dropped: whether the values were dropped.
     """
 
     op: Any
@@ -211,10 +213,10 @@ def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -
     A graph is analysed before it runs: there a routine that requires outputs may act before the op, too.
     """
     if kind.is_backward != point.is_backward:
-        backward = "backward=True" if kind.is_backward else "backward=False"
+        required_argument = "backward=True" if kind.is_backward else "backward=False"
         raise ActionError(
             f"{kind.value} was called at {point.value} of {facts.name}; call it in a "
-            f"callback registered with add_inst_for_op(callback, {backward})"
+            f"callback registered with add_inst_for_op(callback, {required_argument})"
         )
     if point.is_after and not kind.is_after and facts.namespace[-1] == "eager":
         raise ActionError(
@@ -267,11 +269,11 @@ def resolve_positions(
         valid = isinstance(key, int) and not isinstance(key, bool)
         if not valid or (count is not None and not -count <= int(key) < count):
             described_values = ", ".join(names) if names and count is not None else "given by position"
-            near = get_close_matches(str(key), names, n=1) if count is not None else []
+            similar_names = get_close_matches(str(key), names, n=1) if count is not None else []
             raise ActionError(
                 f"{method} of {facts.name} was asked for {key!r}; it has "
                 f"{'some' if count is None else count} values ({described_values})"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                + (f"; did you mean {similar_names[0]!r}?" if similar_names else "")
             )
         indices.append(int(key) + count if count is not None and int(key) < 0 else int(key))
     return tuple(indices)

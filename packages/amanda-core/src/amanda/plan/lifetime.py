@@ -34,19 +34,23 @@ class ParameterSlots:
             self._finders.append(slot_of)
 
     def ordinal(self, owner: Any, value: Any) -> int | None:
-        """Return the ordinal of a value in a slot of an object; None where no op has read the slot."""
+        """Return the ordinal of a value in a slot of an object.
+
+        None where no slot of the object holds the value, or where no op has read the slot.
+        """
         slot = self._slot(owner, value)
         return None if slot is None else self._ordinals.get(interceptor.ordinal(owner), {}).get(slot)
 
     def adopt(self, owner: Any, value: Any, ordinal: int) -> tuple[int, bool]:
         """Return the ordinal of the first value in the slot that holds a value, and True if it is final.
 
-        ordinal: the value's number where no slot holds the value.
+        ordinal: the value's own ordinal, returned where no slot holds the value; it is final if no driver
+        has registered a finder.
         """
-        slot, number = self._slot(owner, value), interceptor.ordinal(owner)
-        if slot is None or not number:
+        slot, owner_ordinal = self._slot(owner, value), interceptor.ordinal(owner)
+        if slot is None or not owner_ordinal:
             return ordinal, not self._finders
-        first_ordinal = self._ordinals.setdefault(number, {}).setdefault(slot, ordinal)
+        first_ordinal = self._ordinals.setdefault(owner_ordinal, {}).setdefault(slot, ordinal)
         self._slot_ordinals.add(first_ordinal)
         # From now on ops that read the tensor have the ids of the slot's first tensor: plans under its own
         # number are never looked up again.

@@ -140,7 +140,7 @@ class Executions(Sequence[Observed]):
         self._values = values
         self._tensors = tensors
         self._prepared = {} if prepared is None else prepared
-        self._reached: int | None = None
+        self._current_index: int | None = None
 
     @property
     def tensors(self) -> Sequence[Any]:
@@ -185,9 +185,9 @@ class Executions(Sequence[Observed]):
         """Yield the executions."""
         for i, execution in enumerate(self._executions):
             # A number costs less at each execution than a context manager that names the op.
-            self._reached = i
+            self._current_index = i
             yield execution
-        self._reached = None
+        self._current_index = None
 
     def observe(self, action: Action) -> None:
         """Call the routine that gathers the observers, with the lock of the action's tool."""
@@ -196,9 +196,9 @@ class Executions(Sequence[Observed]):
             with action.tool._amanda.lock:
                 action.gathered(self)
         except BaseException as error:
-            reached = self._reached
+            index = self._current_index
             # The routine did not iterate, so the first and the last execution say what it was about.
-            for execution in (self[0], self[-1]) if reached is None else (self[reached],):
+            for execution in (self[0], self[-1]) if index is None else (self[index],):
                 execution.explain(error)
             raise
 

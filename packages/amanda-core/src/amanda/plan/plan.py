@@ -74,7 +74,7 @@ class Actions:
         return merged
 
     def in_running_order(self) -> Actions:
-        """Return the same actions in the order in which they run; these themselves where they are in it."""
+        """Return the same actions in the order in which they run; `self` where there is nothing to sort."""
         if len(self.before) < 2 and len(self.after) < 2:
             return self
         ordered = Actions()
@@ -195,7 +195,10 @@ class Plan(Actions):
         self._recomputation = None
 
     def actions(self, recomputed: bool) -> Actions:
-        """Return the actions at an execution.  recomputed: whether a framework runs the execution again."""
+        """Return the actions at an execution; in a recomputation without routines that are not called again.
+
+        recomputed: whether a framework runs the execution again.
+        """
         if not recomputed:
             return self
         if self._recomputation is None:
@@ -257,7 +260,10 @@ class Plan(Actions):
         return backward_id in self.backward.actions and backward_id not in self.backward.partial
 
     def is_complete(self, gradients: Hashable) -> bool:
-        """Return True if every backward op of executions with this need of gradients has been analysed."""
+        """Return True if every backward op of executions with this need of gradients has been analysed.
+
+        True as well where no stack has analysis routines for backward ops.
+        """
         return all(gradients in plan.backward.complete for plan in self.plans_with_backward)
 
     def wants_backward(self, gradients: Hashable) -> bool:

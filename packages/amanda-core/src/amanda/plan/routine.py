@@ -41,9 +41,9 @@ def run_routine(
     keep_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
     """
     if ops.has_symbols and returned is NOT_CALLED:
-        later = ops.run_later(action, values, facts, run, autodiff, shapes)
-        if later is not None:
-            return later
+        future_values = ops.run_later(action, values, facts, run, autodiff, shapes)
+        if future_values is not None:
+            return future_values
     select = action.select
     isolated = not (action.differentiable or autodiff)
     selection: Sequence[Any] = values
@@ -83,11 +83,11 @@ def run_routine(
 def failed(
     error: BaseException, action: Action, values: Sequence[Any], selection: Sequence[Any], facts: OpFacts
 ) -> BaseException | None:
-    """Note the op on a routine's exception; return an exception to raise instead, or None.
+    """Note the op on a routine's exception; return an exception to raise instead.
 
-    selection: values that the routine received.
-    Does not return `error` itself: a frame that holds the exception keeps the exception's frames alive.
-    values: all values that the op has there.
+    None where the caller has to raise `error` itself; this function does not return `error`, since a frame
+    that holds an exception keeps the exception's frames alive.
+    values: all values that the op has there.  selection: values that the routine received.
     """
     # Outputs and gradients have no names in a schema.
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
@@ -120,7 +120,7 @@ def run_replacement(
     inputs = [_copy_tensors(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_original and original is not None:
-        kwargs = {**kwargs, "original": _taking_positional_inputs(original)}
+        kwargs = {**kwargs, "original": _accept_positional_inputs(original)}
     if action.reads:
         kwargs = {**kwargs, "reads": list(reads)}
     with explain_errors(facts, action.tool, str(action)):
@@ -174,7 +174,7 @@ def _holds_tensors(ops: TensorOps, value: Any) -> bool:
     return ops.is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(ops.is_tensor, value)))
 
 
-def _taking_positional_inputs(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
+def _accept_positional_inputs(op: Callable[[Sequence[Any]], Any]) -> Callable[..., Any]:
     return lambda *inputs: op(list(inputs))
 
 
@@ -192,7 +192,12 @@ def picked_by(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any
 def _routine_arguments(
     ops: TensorOps, action: Action, selection: list[Any], mutable: Sequence[bool], isolated: bool
 ) -> list[Any]:
-    """Return the routine's arguments: detached if `run` could keep a graph, copies of written tensors."""
+    """Return the arguments for a routine: the selected values, some of them detached or copied.
+
+    An isolated routine that takes `run`, which could keep a graph, receives detached tensors; a routine in
+    autodiff receives copies of the tensors that the op writes.
+    mutable: for each value, whether the op writes it; empty where the op writes none.
+    """
     if isolated:
         return [ops.storable(value) for value in selection] if action.takes_run else selection
     if any(mutable):
@@ -263,18 +268,21 @@ def _copy_tensors(ops: TensorOps, value: Any) -> Any:
 
 
 def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the routine's result as a sequence with one value for each argument; None for no change."""
+    """Return the routine's result as a sequence with one value for each argument; None for no change.
+
+    picked: the values that the routine selects.  Raises RoutineError for another number of values.
+    """
     if result is None:
         return None
     if len(picked) == 1:
-        listed = isinstance(picked[0], (list, tuple))
-        single = isinstance(result, (list, tuple)) and len(result) == 1
+        expects_list = isinstance(picked[0], (list, tuple))
+        has_one_item = isinstance(result, (list, tuple)) and len(result) == 1
         # Of a list of lists, such as the one output of a loop that is a sequence, depth tells which is meant.
-        wrapped = single and (not listed or _depth(result) > _depth(picked[0]))
-        results: Sequence[Any] = result if wrapped else (result,)
+        is_wrapped = has_one_item and (not expects_list or _depth(result) > _depth(picked[0]))
+        results: Sequence[Any] = result if is_wrapped else (result,)
         # Several values for one tensor: the routine was written for more inputs than it selects.
-        plural = isinstance(results[0], (list, tuple)) and not listed and len(results[0]) != 1
-        if plural and picked[0] is not None and hasattr(picked[0], "shape"):
+        has_many_values = isinstance(results[0], (list, tuple)) and not expects_list and len(results[0]) != 1
+        if has_many_values and picked[0] is not None and hasattr(picked[0], "shape"):
             raise _wrong_count(action, len(results[0]), 1)
     elif isinstance(result, (list, tuple)) and len(result) == len(picked):
         results = result
@@ -290,7 +298,10 @@ def _depth(value: Any) -> int:
 
 
 def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
-    """Copy a routine's result into the user's tensor, or each of a list."""
+    """Copy a routine's result into the user's tensor, or each tensor of a list into that of the user's list.
+
+    Raises RoutineError where the result is no tensor, or no list of as many.
+    """
     if isinstance(target, (list, tuple)):
         for tensor, new in zip(target, _require_list(target, result), strict=True):
             if new is not tensor:
@@ -300,7 +311,11 @@ def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None
 
 
 def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
-    """Return a routine's result for the original; its gradient passes unchanged to the original."""
+    """Return a routine's result for the original, in a list for each tensor of a list.
+
+    The gradient of a tensor passes unchanged to the original; a number takes the original's type; any other
+    result is returned as it is.  Raises RoutineError where the original is a tensor and the result is none.
+    """
     if ops.is_tensor(original):
         return ops.straight_through(original, _require_tensor(ops, original, result))
     if isinstance(original, _NUMBERS) and isinstance(result, _NUMBERS):

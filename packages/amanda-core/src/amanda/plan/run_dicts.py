@@ -41,7 +41,7 @@ class RunDicts:
         return run
 
     def end(self) -> dict[str, Any]:
-        """Remove and return this thread's dict, which native code no longer needs."""
+        """Remove and return this thread's dict, which native code no longer needs; {} where there is none."""
         return self._present.pop(get_ident(), {})
 
     def resume(self, called: Sequence[Action], traced: bool = False) -> dict[str, Any]:
@@ -85,6 +85,7 @@ class RunDicts:
         return self._dict_of_thread() if later else self.end()
 
     def _dict_of_thread(self) -> dict[str, Any]:
+        """Return this thread's dict; begin one where there is none."""
         run = self._present.get(get_ident())
         # Where the op created no node of autograd, `dict_for_backward` has not been called.
         return self.begin() if run is None else run
@@ -181,6 +182,7 @@ def _with_run_dict(
     func, isolated = action.func, not action.differentiable
 
     def routine(*values: Any, **kwargs: Any) -> Any:
+        """Call the action's routine; return its result, with detached arguments turned back into values."""
         run = current_dict()
         arguments = [ops.storable(value) for value in values] if isolated else values
         result = func(*arguments, run=run, **kwargs)

@@ -79,7 +79,10 @@ class TensorOps(ABC):
 
     # False is always right: then the routine's value is used instead of the equal original.
     def same(self, first: Any, second: Any) -> bool:
-        """Return True if two tensors certainly have the same class, dtype, shape and bits."""
+        """Return True if two tensors certainly have the same class, dtype, shape and bits.
+
+        Returns False unless a driver overrides it.
+        """
         return False
 
     def call_observer(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -28,6 +28,10 @@ PLANS_PER_OP = 256
 class ToolStack:
     """The tools of one scope, in order, above the stacks of the scopes around it.
 
+    chain: the stacks of the scopes around, the outermost first, and this one.  applied: the tools of all.
+    routines: analysis routines by point, in running order.  guards: routines of the chain with a guard.
+    table: entries by which native code finds the plans of an op.
+
     keyed_by_shapes: whether a guard makes the shapes of the inputs a part of the key of every plan.
     keyed_by_shapes_read: whether shapes are a part of the key where an analysis routine has read shapes.
     keyed_by_callables: whether a guard is a function of the inputs.
@@ -180,7 +184,7 @@ class ToolStack:
         return invalidated
 
     def forget_programs(self, op_id: int) -> None:
-        """Drop the native programs of an op, so that its next calls run in Python."""
+        """Drop the native programs of an op, if there are any, so that its next calls run in Python."""
         entry = self.table.get(op_id)
         if isinstance(entry, interceptor.CallCache):
             entry.forget()

@@ -82,7 +82,11 @@ class InNamespace:
 
 
 class RegisteredRoutine(NamedTuple):
-    """One analysis routine of a tool."""
+    """One analysis routine of a tool.
+
+    guard: what distinguishes plans of one op beside the signature of the inputs; None for nothing more.
+    closing: whether the routine runs after the routines of all tools that depend on its tool.
+    """
 
     tool: AnyTool
     callback: AnalysisRoutine
@@ -150,10 +154,11 @@ def in_dependency_order(tools: Iterable[ToolT]) -> list[ToolT]:
     path: list[AnyTool] = []
 
     def visit(tool: AnyTool) -> None:
-        if any(interchangeable(tool, done) for done in ordered):
+        """Append a tool behind its dependencies, unless an interchangeable tool is there already."""
+        if any(interchangeable(tool, ordered_tool) for ordered_tool in ordered):
             return
-        if any(tool is above for above in path):
-            start = next(i for i, above in enumerate(path) if above is tool)
+        if any(tool is dependent for dependent in path):
+            start = next(i for i, dependent in enumerate(path) if dependent is tool)
             cycle = [*path[start:], tool]
             names = [type(member).__name__ for member in cycle]
             raise DependencyCycleError(

@@ -150,10 +150,10 @@ def _plugin_finding(plugin: Plugin) -> Diagnosis:
 
 def _check_commands() -> Iterator[Diagnosis]:
     """Load every command; say which fail, and which have one name."""
-    named: dict[str, list[PluginEntry]] = {}
+    entries_by_name: dict[str, list[PluginEntry]] = {}
     for entry in registry.entries(COMMANDS):
-        named.setdefault(entry.name, []).append(entry)
-    for entries in named.values():
+        entries_by_name.setdefault(entry.name, []).append(entry)
+    for entries in entries_by_name.values():
         subject = f"command {entries[0]}"
         try:
             entries[0].load()
@@ -217,7 +217,7 @@ def _requirement(text: str) -> _Requirement | None:
 
 
 def fits(version: str, specifier: str) -> bool:
-    """Return whether a version is one that is asked for, as in "<2.14,>=2.4"."""
+    """Return True if a version meets every comparison of a specifier, as of "<2.14,>=2.4"."""
     return all(_satisfies(version, operator, release) for operator, release in _CLAUSE.findall(specifier))
 
 
@@ -225,35 +225,37 @@ def _satisfies(version: str, operator: str, required: str) -> bool:
     """Return True if a version meets one comparison of a specifier."""
     if operator == "===":
         return version == required
-    have, want = _release(version), _release(required)
+    release, required_release = _release(version), _release(required)
     if operator == "~=":
-        return _compare(have, want) >= 0 and have[: len(want) - 1] == want[:-1]
+        count = len(required_release)
+        return _compare(release, required_release) >= 0 and release[: count - 1] == required_release[:-1]
     if required.endswith(".*"):
-        return (have[: len(want)] == want) == (operator == "==")
-    order = _compare(have, want)
+        return (release[: len(required_release)] == required_release) == (operator == "==")
+    order = _compare(release, required_release)
     return {"==": order == 0, "!=": order != 0, "<": order < 0, ">": order > 0,
             "<=": order <= 0, ">=": order >= 0}[operator]  # fmt: skip
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (2, 13, 0) of "2.13.0rc1+cpu"."""
+    """Return the numbers that a version begins with: (2, 13, 0) of "2.13.0rc1+cpu"; () where it has none."""
     match = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
     return tuple(map(int, match[1].split("."))) if match else ()
 
 
 def _compare(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Return a number above 0 for a later first release, below 0 for an earlier one; 2.0 equals 2."""
     differences = [a - b for a, b in zip_longest(first, second, fillvalue=0)]
     return next((difference for difference in differences if difference), 0)
 
 
 def _applies(marker: str) -> bool:
-    """Return whether a requirement holds here, in one extra or another."""
+    """Return True if a requirement holds here, in one extra or another, or cannot be parsed."""
     # Markers become T and F, and `and`, `or` and parentheses are folded until nothing changes: the package
     # `packaging`, which does this in full, is no dependency of the core.
     text = _MARKER.sub(lambda match: "T" if _holds(*match.groups()) else "F", marker).strip()
-    before = None
-    while text != before:
-        before = text
+    previous_text = None
+    while text != previous_text:
+        previous_text = text
         text = re.sub(r"\(\s*([TF])\s*\)", r"\1", text)
         text, ands = re.subn(r"([TF]) and ([TF])", lambda m: "T" if m[1] == m[2] == "T" else "F", text)
         if not ands:
@@ -268,9 +270,9 @@ def _holds(name: str, operator: str, value: str) -> bool:
     # Unknown here, so the requirement counts: to ask too much is said, to ask too little would be silent.
     if name == "extra" or name not in _environment():
         return True
-    have = _environment()[name]
-    return {"==": have == value, "!=": have != value, "in": have in value,
-            "not in": have not in value}.get(operator, True)  # fmt: skip
+    present = _environment()[name]
+    return {"==": present == value, "!=": present != value, "in": present in value,
+            "not in": present not in value}.get(operator, True)  # fmt: skip
 
 
 def _environment() -> dict[str, str]:

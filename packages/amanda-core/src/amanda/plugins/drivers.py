@@ -38,7 +38,7 @@ _ANY = "amanda-driver-FRAMEWORK"
 
 @checked
 def list_drivers(load: bool = False) -> list[Plugin]:
-    """The drivers that are installed.
+    """Return the drivers that are installed, with their state.
 
     load: import the frameworks and their drivers to find out; otherwise nothing is imported.
     """
@@ -46,7 +46,7 @@ def list_drivers(load: bool = False) -> list[Plugin]:
 
 
 def loaded_drivers(again: bool = True) -> list[type[Driver]]:
-    """The driver classes that can be used now: those whose framework has been imported.
+    """Return the driver classes that can be used now: those whose framework has been imported.
 
     again: whether a driver whose import failed before is imported once more.
     A faulty driver is logged once and stops no other.
@@ -62,17 +62,17 @@ def loaded_drivers(again: bool = True) -> list[type[Driver]]:
 
 
 def faulty_drivers() -> list[Plugin]:
-    """The drivers that `loaded_drivers` could not use though their framework has been imported."""
+    """Return the drivers that `loaded_drivers` could not use though their framework has been imported."""
     return [candidate.plugin for candidate in _of_imported_frameworks(again=False) if candidate.kind is None]
 
 
 def absent_frameworks() -> list[str]:
-    """Import names of the frameworks that have a driver and have not been imported."""
+    """Return the import names of the frameworks that have a driver and have not been imported."""
     return [name for name in driven_frameworks() if not is_imported(name)]
 
 
 def driven_frameworks() -> list[str]:
-    """Import names of the frameworks that have a driver."""
+    """Return the import names of the frameworks that have a driver."""
     # Not fresh: this is asked as each scope opens, and reading all metadata takes milliseconds.
     return sorted({_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)})
 
@@ -96,7 +96,10 @@ def how_to_install() -> str:
 
 @cache
 def _extras() -> Sequence[str]:
-    """Return the extras with which the core installs drivers: names of frameworks, and "all"."""
+    """Return the extras with which the core installs drivers: names of frameworks, and "all".
+
+    Empty where the core is not installed, but runs from its sources.
+    """
     try:
         requirements = importlib.metadata.requires("amanda-core") or []
     except importlib.metadata.PackageNotFoundError:  # it runs from its sources

@@ -51,11 +51,11 @@ class PluginEntry:
 
     @property
     def was_loaded(self) -> bool:
-        """Return True if it was tried before."""
+        """Return True if loading was tried before, also if it failed."""
         return self._object is not None or self._failure is not None
 
     def load(self, again: bool = True) -> Any:
-        """The object. Raises PluginError, with the cause and the fix, where it fails to import.
+        """Return the object of the entry point; raise PluginError, with the fix, where its import fails.
 
         again: whether an import that failed before is tried once more, as memory or files may be free by now.
         """
@@ -74,7 +74,7 @@ class PluginEntry:
         return self._object
 
     def plugin(self, state: State, message: str = "") -> Plugin:
-        """This entry as it is told to users."""
+        """Return the description of this entry for users."""
         return Plugin(self.name, self.distribution, self.version, state, message)
 
     def __str__(self) -> str:
@@ -85,7 +85,10 @@ class ImportFailure(Exception):
     """An import failed of itself, whatever it raised."""
 
     def fix(self, otherwise: str) -> str:
-        """Return what to do about it; otherwise: what to do about an installation that is not whole."""
+        """Return what to do about the failure.
+
+        otherwise: the answer where no lack of memory, files or disk is behind it: the installation is broken.
+        """
         cause = self.__cause__
         # A lack of memory or files may lie behind several errors of imports.
         while cause is not None:
@@ -131,7 +134,7 @@ class EntryRegistry:
         self._logged: set[str] = set()
 
     def entries(self, group: str, fresh: bool = True) -> list[PluginEntry]:
-        """The entries of a group, by name; `fresh` looks again for what was installed meanwhile."""
+        """Return the entries of a group, by name; `fresh` looks again for what was installed meanwhile."""
         path = tuple(sys.path)
         if fresh or self._path != path:
             self._read_entry_points()
@@ -175,7 +178,7 @@ def rivalry(entries: Sequence[PluginEntry]) -> str:
 
 
 def upgrade(distribution: str) -> str:
-    """The command that brings a newer version."""
+    """Return the command that installs a newer version of a distribution."""
     return f"pip install --upgrade {distribution}"
 
 

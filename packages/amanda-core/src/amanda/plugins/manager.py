@@ -41,12 +41,12 @@ __all__ = [
 
 @checked
 def list_tools(load: bool = False) -> list[Plugin]:
-    """The tools that are installed.
+    """Return the tools that are installed, with their state.
 
     load: import the tools to find out; otherwise nothing is imported.
     """
     tools = _tools()
-    return [_plugin_state(entry, same, load) for same in tools.values() for entry in same]
+    return [_plugin_state(entry, same_name, load) for same_name in tools.values() for entry in same_name]
 
 
 def tool_class(name: str) -> type[Tool]:
@@ -76,8 +76,8 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
         signature.bind(**options)
     except TypeError as error:
         unknown = sorted(options.keys() - signature.parameters)
-        near = get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
-        hint = f"did you mean {near[0]}? " if near else ""
+        similar = get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
+        hint = f"did you mean {similar[0]}? " if similar else ""
         raise OptionError(f"tool {name}: {error}; {hint}{_options(kind)}") from None
     tool = kind(**options)
     if not isinstance(tool, Tool):
@@ -88,7 +88,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
 # The plugins of a process are loaded once; those that it makes itself register with the result.
 @cache
 def plugin_manager() -> pluggy.PluginManager:
-    """The hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""
+    """Return the hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""
     manager = pluggy.PluginManager("amanda")
     manager.add_hookspecs(hookspecs)
     for entry in registry.entries(HOOKS, fresh=False):

@@ -25,7 +25,7 @@ class FaultyDriver(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of its framework."""
+        """Return the name of the driver's framework."""
 
     @property
     def message(self) -> str:
@@ -39,7 +39,7 @@ class InstalledDrivers(Protocol):
         """Return the drivers whose frameworks have been imported."""
 
     def faulty_drivers(self) -> Iterable[FaultyDriver]:
-        """Return those of imported frameworks that cannot be used."""
+        """Return the drivers of imported frameworks that cannot be used."""
 
     def absent_frameworks(self) -> Iterable[str]:
         """Return the names of frameworks that have a driver and have not been imported."""
@@ -51,7 +51,7 @@ class InstalledDrivers(Protocol):
 class Attachment:
     """Attaches drivers when the first scope that intercepts opens, detaches them after the last.
 
-    installed: finds them; `amanda.plugins` puts itself there.
+    installed: finds the drivers of installed distributions; `amanda.plugins` sets it.
     guests: driver classes that are used though no distribution registers them.
     """
 
@@ -59,20 +59,23 @@ class Attachment:
 
     def __init__(self) -> None:
         self.guests: list[type[Driver]] = []
-        self._lock = threading.RLock()
         # Reentrant: a driver's `attach` imports modules, whose import may attach the driver of another
         # framework.
+        self._lock = threading.RLock()
         self._scopes: list[Scope] = []
         self._intercepting: list[Scope] = []
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
         self._faulty: list[FaultyDriver] = []
-        self._broken_reasons: dict[str, str] = {}  # what of, and why
+        self._broken_reasons: dict[str, str] = {}  # by the subject of the report
         self._awaited: list[Callable[[], object]] = []
         self._threads = Threads()
 
     def open(self, scope: Scope, intercepts: bool) -> None:
-        """Count a scope in; intercepts: whether any of its tools does."""
+        """Register a scope that opens; attach the drivers if it is the first that intercepts.
+
+        intercepts: whether a tool of the scope needs calls to be intercepted.
+        """
         with self._lock:
             self._scopes.append(scope)
             if not intercepts:
@@ -92,7 +95,7 @@ class Attachment:
                 scope.report.add(subject, reason)
 
     def close(self, scope: Scope) -> None:
-        """Count a scope out."""
+        """Unregister a scope; finish and detach the drivers if no scope that intercepts is left."""
         with self._lock:
             for scopes in (self._scopes, self._intercepting):
                 if scope in scopes:
@@ -107,8 +110,8 @@ class Attachment:
 
     def abandon(self) -> list[Scope]:
         """Detach everything in a forked child; return the scopes that were open."""
-        self._lock = threading.RLock()
         # A thread of the parent may hold the lock, and that thread is not in this process.
+        self._lock = threading.RLock()
         scopes, self._scopes, self._intercepting = self._scopes, [], []
         self._detach_all()
         return scopes
@@ -172,6 +175,7 @@ class Attachment:
             self.attach(kind)
 
     def _await_others(self) -> None:
+        """Attach the drivers of frameworks that are not imported yet as soon as these are imported."""
         for framework in self.installed.absent_frameworks():
             self._awaited.append(when_imported(framework, self._attach_loaded))
 
@@ -212,7 +216,9 @@ def watch(scopes: Collection[Scope]) -> None:
 
 
 def _name_thread(scopes: Collection[Scope]) -> bool:
-    """Report this thread; False where tools are switched off just now, or a routine's thread runs.
+    """Report this thread to scopes and return True; a thread that opens scopes itself is not reported.
+
+    Returns False, and reports nothing, where tools are switched off just now, or a routine's thread runs.
 
     No lock is taken: an import may run ops, and attaching drivers imports.
     """
@@ -221,8 +227,8 @@ def _name_thread(scopes: Collection[Scope]) -> bool:
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and (activation.state.scopes or activation.state.stack is None):
         return False
-    here = threading.get_ident()
-    name = next((thread.name for thread in threading.enumerate() if thread.ident == here), here)
+    thread_id = threading.get_ident()
+    name = next((thread.name for thread in threading.enumerate() if thread.ident == thread_id), thread_id)
     for scope in tuple(scopes):
         scope.report.add(f"thread {name}", OUTSIDE)
     return True

@@ -39,14 +39,14 @@ class Driver(ABC):
 
     @cached_property
     def namespace(self) -> Namespace:
-        """Tags of the ops that this driver brings: framework, its version, and the first mode."""
+        """Return the tags of the ops that this driver brings: framework, its version, and the first mode."""
         version = str(getattr(sys.modules[self.framework], "__version__", "0"))
         # Without a suffix such as "+cu128": a rule for a version holds for all its builds.
         return Namespace(f"{self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}")
 
     @cached_property
     def attributes(self) -> Attributes:
-        """Attributes of the framework that this driver has set, until `detach`."""
+        """Return the attributes of the framework that this driver has set, until `detach`."""
         return Attributes()
 
     def introduce(self) -> None:

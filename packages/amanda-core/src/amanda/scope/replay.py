@@ -30,8 +30,9 @@ def replayed(function: Callable[P, T]) -> Callable[P, T]:
     snapshot, scopes = interceptor.snapshot(), activation.state.scopes
 
     def replay(*args: P.args, **kwargs: P.kwargs) -> T:
-        here = interceptor.active() if any(scope.closed for scope in scopes) else None
-        with in_force(here or activation):
+        """Call the function with the ids of the first place, and its tools unless a scope has closed."""
+        present = interceptor.active() if any(scope.closed for scope in scopes) else None
+        with in_force(present or activation):
             result: T = snapshot.replay(function, *args, **kwargs)
             return result
 
@@ -61,18 +62,19 @@ class Recomputation:
             self._record.close()
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it at this place for the first time."""
-        return self._at_place(self._recorded, function, *args, **kwargs)  # type: ignore[return-value]
+        """Run a function, which is the part of the program, for the first time; record its executions."""
+        return self._at_place(self._run_recorded, function, *args, **kwargs)  # type: ignore[return-value]
 
     def again(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it again, at this place, on any thread."""
-        return self._at_place(self._recalled, function, *args, **kwargs)  # type: ignore[return-value]
+        """Run the function again, as if at the place of the first run, on any thread."""
+        return self._at_place(self._run_recalled, function, *args, **kwargs)  # type: ignore[return-value]
 
-    def _recorded(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_recorded(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with self.first():
             return function(*args, **kwargs)
 
-    def _recalled(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_recalled(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function whose executions have the dicts `run` of the recorded executions."""
         # Not recorded once more: the executions are in the record already.
         with activated(replace(State.current(), records=(), recall=self._record.recall())):
             return function(*args, **kwargs)
@@ -85,12 +87,13 @@ def recomputed(function: Callable[P, T]) -> Callable[P, T]:
     """
     if interceptor.active() is None:
         return function
-    recomputation, ran = Recomputation(), False
+    recomputation, has_run = Recomputation(), False
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal ran
+        """Call the function: recorded in the first call, as a recomputation in all later calls."""
+        nonlocal has_run
         # The framework does not say which call is which, but the first comes first.
-        run_at_place, ran = recomputation.again if ran else recomputation.run, True
+        run_at_place, has_run = recomputation.again if has_run else recomputation.run, True
         return run_at_place(function, *args, **kwargs)
 
     return run
@@ -108,6 +111,7 @@ def stepping(enter: EnterContext, function: Callable[..., Generator[Any, Any, An
 
     @functools.wraps(function)
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        """Pass values, exceptions and the end on between the caller and the generator, as `yield from`."""
         generator = function(*args, **kwargs)
         resume: Callable[[Any], Any] = generator.send
         sent: Any = None
@@ -137,6 +141,7 @@ def stepping_async(
 
     @functools.wraps(function)
     async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        """Pass values, exceptions and the end on between the caller and the generator."""
         generator = function(*args, **kwargs)
         resume: Callable[[Any], Any] = generator.asend
         sent: Any = None

@@ -22,8 +22,10 @@ MAX_PER_GROUP = 1000
 """Number of entries of one kind and reason that a report stores."""
 MAX_ENTRIES = 10_000
 """Number of entries of all kinds that a report stores."""
-_NAMED = 3
-_COLUMN = 48
+_MAX_NAMES = 3
+"""Number of names that a line of a report lists."""
+_MAX_NAMES_WIDTH = 48
+"""Width to which a report pads the names; longer ones push the reason to the right."""
 
 
 class Uninstrumented(NamedTuple):
@@ -50,7 +52,7 @@ class Report(list[Uninstrumented]):
 
     @property
     def op_by_op(self) -> list[Uninstrumented]:
-        """Compiled callables, and graphs of theirs, that ran as eager code: entries whose reason says so."""
+        """Return the entries of compiled callables, and of graphs of theirs, that ran as eager code."""
         return [entry for entry in self if "op by op" in entry.reason]
 
     def _recount(self) -> None:
@@ -103,6 +105,7 @@ class Report(list[Uninstrumented]):
         return Report, (list(self),)
 
     def __str__(self) -> str:
+        """Return a line for the entries of each kind and reason, with the place of the first."""
         if not self:
             return "everything that ran was instrumented"
         groups: dict[tuple[str, str], list[Uninstrumented]] = {}
@@ -111,7 +114,7 @@ class Report(list[Uninstrumented]):
         lines = [
             (_label(entries, key in self._truncated_groups), entries[0]) for key, entries in groups.items()
         ]
-        width = min(_COLUMN, max(len(names) for names, _ in lines))
+        width = min(_MAX_NAMES_WIDTH, max(len(names) for names, _ in lines))
         rows = [
             f"{names:<{width}}  {first.reason}{f'  [{first.where}]' if first.where else ''}"
             for names, first in lines
@@ -132,12 +135,15 @@ def _group_key(entry: Uninstrumented) -> tuple[str, str]:
 
 
 def _label(entries: Collection[Uninstrumented], is_cut: bool) -> str:
-    """Return a label for entries of one kind, with the first few names."""
+    """Return a label for entries of one kind, with the first few names.
+
+    is_cut: whether there were more entries than the report stores.
+    """
     kind, _ = _kind_and_name(next(iter(entries)).what)
-    listed = ", ".join(_kind_and_name(entry.what)[1] for entry in islice(entries, _NAMED))
-    unnamed = len(entries) - _NAMED
+    names = ", ".join(_kind_and_name(entry.what)[1] for entry in islice(entries, _MAX_NAMES))
+    unnamed = len(entries) - _MAX_NAMES
     suffix = f" and more than {unnamed} others" if is_cut else f" and {unnamed} more" if unnamed > 0 else ""
-    return f"{kind} {listed}{suffix}".strip()
+    return f"{kind} {names}{suffix}".strip()
 
 
 _MANY = 1000
@@ -175,7 +181,10 @@ _SEVERAL = (tuple, list, set, frozenset)
 
 
 def changed_options(tool: AnyTool) -> Iterator[str]:
-    """Say which options have another value than when ops were analysed, each change once."""
+    """Yield a sentence for each option of a tool that has another value than when a scope opened last.
+
+    Yields nothing unless there are plans of the tool, which were made with the earlier values.
+    """
     tool_state = tool._amanda
     # Reading the code of all routines takes long; it changes only with the routines.
     if tool_state.options_read[0] != tool_state.version:
@@ -184,16 +193,17 @@ def changed_options(tool: AnyTool) -> Iterator[str]:
     if not names:
         return
     # Texts and not values: a list that is changed in place would equal itself.
-    now = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
-    before, tool_state.options = tool_state.options, now
-    if before is None or not any(
+    options = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
+    earlier_options, tool_state.options = tool_state.options, options
+    if earlier_options is None or not any(
         tool in stack.applied and stack.plans for stack in list(plan_lifetimes.stacks)
     ):
         return
-    for name in now:
-        if now[name] != before.get(name, now[name]):
+    for name, text in options.items():
+        earlier_text = earlier_options.get(name, text)
+        if text != earlier_text:
             yield (
-                f"its analysis reads {name}, which was {before[name]} and is {now[name]} now: ops that were "
+                f"its analysis reads {name}, which was {earlier_text} and is {text} now: ops that were "
                 "analysed before keep their plans; analyse_again() has all of them analysed anew"
             )
 
@@ -201,13 +211,13 @@ def changed_options(tool: AnyTool) -> Iterator[str]:
 def _options_read(tool: AnyTool) -> tuple[str, ...]:
     """Return the attributes named after parameters of the tool's class that its analysis routines read."""
     try:
-        parameters = list(inspect.signature(type(tool).__init__).parameters)[1:]
+        parameters = list(inspect.signature(type(tool).__init__).parameters)[1:]  # without `self`
     except (TypeError, ValueError):
         return ()
     # By custom an option lies in an attribute of its name, or of its name after an underscore.
     options = {name for parameter in parameters for name in (parameter, f"_{parameter}")}
-    named = (_names(analysis.callback) for analysis in tool._amanda.analyses)
-    return tuple(sorted({name for names in named for name in names if name in options}))
+    routine_names = (_names(analysis.callback) for analysis in tool._amanda.analyses)
+    return tuple(sorted({name for names in routine_names for name in names if name in options}))
 
 
 def _names(callback: Any) -> tuple[str, ...]:
@@ -218,6 +228,7 @@ def _names(callback: Any) -> tuple[str, ...]:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return True for None, a number or a text, and for a collection of these, however nested."""
     if isinstance(value, dict):
         return all(_is_plain(item) for pair in value.items() for item in pair)
     return all(map(_is_plain, value)) if isinstance(value, _SEVERAL) else isinstance(value, _SINGLE)

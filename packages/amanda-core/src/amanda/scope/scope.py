@@ -43,7 +43,7 @@ class Scope(interceptor.Extent):
         # Two flags: an interrupt may come after the scope has closed and before its tools have been told.
         self._open = self._unsettled = False
         self._token: object = None
-        self._joined: tuple[AnyTool, ...] = ()
+        self._joined: tuple[AnyTool, ...] = ()  # the tools that no scope around had open already
         self._calls = interceptor.statistics()
         self._activations: set[ReferenceType[interceptor.Activation]] = (
             set()
@@ -190,14 +190,14 @@ class Scope(interceptor.Extent):
 
         Raises DependencyCycleError; then nothing has changed.
         """
-        before = self._joined
+        joined_earlier = self._joined
         tools = [
             tool
             for tool in in_dependency_order(self._tools)
-            if not any(interchangeable(tool, joined) for joined in before)
+            if not any(interchangeable(tool, joined) for joined in joined_earlier)
         ]
         joining = [tool for tool in tools if not scopes_with(tool)]
-        self._joined = (*joining, *before)
+        self._joined = (*joining, *joined_earlier)
         uninterrupted(lambda: deactivate(list(self._activations)))
         notify_switched()
         for tool in joining:
@@ -241,19 +241,22 @@ class Scope(interceptor.Extent):
         return scope
 
     def bind(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function`, to be called on another thread with this scope in force there."""
+        """Return a function to be called on another thread, with this scope in force there until it closes.
+
+        Raises ScopeError where the scope is not open.
+        """
         state = State.current()
         if self not in state.scopes:
             raise ScopeError("bind carries an open scope to another thread; open it first")
 
         @functools.wraps(function)
-        def bound(*args: P.args, **kwargs: P.kwargs) -> T:
+        def run_bound(*args: P.args, **kwargs: P.kwargs) -> T:
             if self.closed:
                 return function(*args, **kwargs)
             with activated(state):
                 return function(*args, **kwargs)
 
-        return bound
+        return run_bound
 
     def __repr__(self) -> str:
         names = ", ".join(type(tool).__name__ for tool in self._tools)
@@ -261,7 +264,7 @@ class Scope(interceptor.Extent):
 
 
 def _hint(value: object) -> str:
-    """Return what to write for something that is no tool."""
+    """Return the end of the message for a value that is no tool: what to write instead."""
     if isinstance(value, type):
         return f"; give an instance: {value.__name__}()"
     if isinstance(value, (list, tuple, set)):

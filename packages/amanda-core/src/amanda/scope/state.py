@@ -120,8 +120,8 @@ def _stack_of(scopes: Iterable[Scope]) -> ToolStack | None:
     """Return the stack of nested scopes; each tool is only in the outermost scope that has it."""
     stack = None
     for scope in scopes:
-        so_far = State(stack)
-        tools = [tool for tool in in_dependency_order(scope._tools) if not so_far.is_open(tool)]
+        outer = State(stack)
+        tools = [tool for tool in in_dependency_order(scope._tools) if not outer.is_open(tool)]
         stack = stack_of(tools, stack) if tools else stack
     return stack
 
@@ -178,12 +178,13 @@ def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> N
 
 @cache
 def _inactive() -> interceptor.Activation:
-    """An activation that intercepts nothing; its stack is for ops that are under way on other threads."""
+    """Return an activation that intercepts nothing; its stack is for ops under way on other threads."""
     return interceptor.Activation(None, State(ToolStack((), None)), False)
 
 
 @contextmanager
 def _switched(**changes: bool) -> Iterator[None]:
+    """Put the current state with changed fields in force.  changes: `enabled`, `cache` or `autodiff`."""
     with activated(replace(State.current(), **changes)):  # type: ignore[arg-type]
         yield
 

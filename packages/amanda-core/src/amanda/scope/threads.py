@@ -35,7 +35,7 @@ class Threads:
         self._replace(threading.Thread, "start", _thread_start)
         # Libraries that start threads without `threading.Thread`.
         for name in ("start_new_thread", "start_new"):
-            self._replace(_thread, name, _passing_scopes, 0)
+            self._replace(_thread, name, _pass_scopes, 0)
         for module, follow in (
             ("concurrent.futures", self._follow_futures),
             ("concurrent.futures.thread", self._follow_executors),
@@ -58,42 +58,45 @@ class Threads:
 
     def _follow_futures(self, module: str) -> None:
         """Run callbacks of futures in the scopes in which they were added."""
-        self._replace(sys.modules[module].Future, "add_done_callback", _passing_scopes, 1, "fn")
+        self._replace(sys.modules[module].Future, "add_done_callback", _pass_scopes, 1, "fn")
 
     def _follow_executors(self, module: str) -> None:
         """Run tasks and initializers of executors in the scopes in which they were submitted."""
         executor = sys.modules[module].ThreadPoolExecutor
-        self._replace(executor, "__init__", _passing_scopes, 3, "initializer")
-        self._replace(executor, "submit", _passing_scopes, 1)
+        self._replace(executor, "__init__", _pass_scopes, 3, "initializer")
+        self._replace(executor, "submit", _pass_scopes, 1)
 
     def _follow_pools(self, module: str) -> None:
         """Run tasks, callbacks and iterables of pools in the scopes in which they were submitted."""
         pool = sys.modules[module].ThreadPool
         callbacks = (4, "callback", 5, "error_callback")
-        self._replace(pool, "__init__", _passing_scopes, 2, "initializer")
-        self._replace(pool, "apply_async", _passing_scopes, 1, "func", *callbacks)
+        self._replace(pool, "__init__", _pass_scopes, 2, "initializer")
+        self._replace(pool, "apply_async", _pass_scopes, 1, "func", *callbacks)
         for name in ("map", "starmap", "map_async", "starmap_async"):
-            self._replace(pool, name, _passing_scopes, 1, "func", 2, "iterable", *callbacks)
+            self._replace(pool, name, _pass_scopes, 1, "func", 2, "iterable", *callbacks)
         for name in ("imap", "imap_unordered"):
-            self._replace(pool, name, _passing_scopes, 1, "func", 2, "iterable")
+            self._replace(pool, name, _pass_scopes, 1, "func", 2, "iterable")
 
 
 def _thread_start(original: Function) -> Function:
     """Stand-in for `Thread.start`: the thread runs in the state of the starting thread."""
 
     def start(self: threading.Thread) -> None:
+        """Start the thread; inside of scopes, with a `run` that puts their state in force."""
         state, attributes = _inherited_state(), vars(self)
         if not state.scopes:
             # With -X thread_inherit_context a thread inherits the state; a thread of a routine must not.
             with activated(state):
                 original(self)
             return
-        run, before = self.run, {name: attributes[name] for name in ("run",) if name in attributes}
+        # Empty unless the program has set `run` on this thread itself.
+        run, own_run = self.run, {name: attributes[name] for name in ("run",) if name in attributes}
         states = [state]  # popped by the thread, so that a thread that outlives its scopes does not keep them
 
         def run_in_scopes() -> None:
+            """Restore the thread's `run`, and call it in the state of the starting thread."""
             attributes.pop("run", None)
-            attributes.update(before)
+            attributes.update(own_run)
             with activated(states.pop()):
                 run()
 
@@ -106,34 +109,38 @@ def _thread_start(original: Function) -> Function:
             original(self)
         except BaseException:
             attributes.pop("run", None)
-            attributes.update(before)
+            attributes.update(own_run)
             raise
 
     return start
 
 
-def _passing_scopes(original: Function, *places: int | str) -> Function:
+def _pass_scopes(original: Function, *places: int | str) -> Function:
     """Stand-in for a function: callables at these positions or keywords run in the caller's scopes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the original with the arguments at `places` bound to the caller's scopes."""
         state = _inherited_state()
-        carried = [
+        bound_args = [
             _bound_to_scopes(value, state) if place in places else value for place, value in enumerate(args)
         ]
-        named = {
+        bound_kwargs = {
             name: _bound_to_scopes(value, state) if name in places else value
             for name, value in kwargs.items()
         }
         # The pool may start its threads in this call: they serve the whole program, so they start in no
         # scope.
         with activated(State()):
-            return original(*carried, **named)
+            return original(*bound_args, **bound_kwargs)
 
     return call
 
 
 def _bound_to_scopes(value: Any, state: State) -> Any:
-    """Wrap a callable or iterable so that another thread runs it in the caller's scopes."""
+    """Wrap a callable or iterable so that another thread runs it in the caller's scopes.
+
+    Returns the value itself where no scope is open, and for None, lists, tuples and ranges.
+    """
     if not state.scopes:
         return value
     if callable(value):
@@ -148,6 +155,8 @@ def _bound_to_scopes(value: Any, state: State) -> Any:
 
 
 class _BoundValue:
+    """A value of the program, and the state in which another thread uses it."""
+
     def __init__(self, value: Any, state: State) -> None:
         self._value = value
         self._state = state
@@ -220,13 +229,13 @@ def caller() -> Caller | None:
 class serving:
     """Context in which routines run for a caller; a hot path."""
 
-    __slots__ = ("_before", "_caller")
+    __slots__ = ("_caller", "_outer_caller")
 
     def __init__(self, caller: Caller | None) -> None:
         self._caller = caller
 
     def __enter__(self) -> None:
-        self._before, _thread_callers.served = _thread_callers.served, self._caller
+        self._outer_caller, _thread_callers.served = _thread_callers.served, self._caller
 
     def __exit__(self, *_: object) -> None:
-        _thread_callers.served = self._before
+        _thread_callers.served = self._outer_caller

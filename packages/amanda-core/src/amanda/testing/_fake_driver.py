@@ -126,7 +126,7 @@ class FakeCall(Call):
         return self._site.invoke(bound.args, bound.kwargs)
 
     def attributes(self) -> dict[str, Any]:
-        """The arguments that are no tensors."""
+        """Return the arguments that are no tensors, by name."""
         named = zip(self.names, self.inputs, strict=True)
         return {name: value for name, value in named if not isinstance(value, (Tensor, list, tuple))}
 
@@ -155,29 +155,30 @@ class _Origin(NamedTuple):
 
 
 def mark(trace: Trace, node_range: NodeRange, values: list[Any]) -> None:
-    """Leave a trace with the nodes that an operator made."""
-    waiting = [value.node for value in values if isinstance(value, Tensor) and value.node]
-    for node in _reached(waiting, lambda node: node_range.start < node.number < node_range.end):
+    """Leave a trace with the nodes that an operator made, except nodes that have one already."""
+    roots = [value.node for value in values if isinstance(value, Tensor) and value.node]
+    for node in _reachable(roots, lambda node: node_range.start < node.number < node_range.end):
         # `setdefault`, since an op within a composite has marked its node already.
         node.metadata.setdefault(_KEY, _Origin(trace, node_range.start))
 
 
 def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[..., None]:
-    """The function that runs backward passes, with the routines of tools around each node."""
+    """Return a function that runs backward passes with the routines of tools around each node."""
 
     @functools.wraps(original)
     def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Run a backward pass, with hooks for its duration where a scope is in force."""
         activation = interceptor.active()
         if activation is None:
             return original(outputs, grads)
-        nodes = list(_reached([edge[0] for output in outputs if (edge := _autograd._edge(output))]))
+        nodes = list(_reachable([edge[0] for output in outputs if (edge := _autograd._edge(output))]))
         origins = _origins(nodes)
-        hooked = [_hook(driver, node, origin, activation.state) for node, origin in origins.items()]
+        removals = [_hook(driver, node, origin, activation.state) for node, origin in origins.items()]
         try:
             original(outputs, grads)
         finally:
             # Also after an error: a graph that is kept must not call the hooks of this pass again.
-            for remove in hooked:
+            for remove in removals:
                 remove()
             # A new step begins after a backward pass, so ids at the top level count anew.
             interceptor.reset_root()
@@ -216,15 +217,15 @@ def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Cal
     return remove
 
 
-def _reached(nodes: list[Node], admits: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
-    """Yield the nodes that edges lead to from these, each once, as far as a condition admits."""
-    reached: set[Node] = set()
+def _reachable(nodes: list[Node], admits: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """Yield these nodes and those that edges lead to, each once, as far as a condition admits."""
+    visited: set[Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node in reached or not admits(node):
+        if node in visited or not admits(node):
             continue
-        reached.add(node)
+        visited.add(node)
         yield node
         waiting += [edge[0] for edge in node.edges if edge]
 

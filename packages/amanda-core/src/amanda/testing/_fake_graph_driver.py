@@ -57,7 +57,7 @@ class SymbolTensors(FakeTensors):
         return isinstance(value, (Tensor, NamedSymbol))
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """`value` in the type of `original`."""
+        """Return `value` in the type of `original`; a symbol as it is."""
         return value if isinstance(value, NamedSymbol) else super().straight_through(original, value)
 
 
@@ -91,18 +91,18 @@ class FakeRewriter(Rewriter[GraphNode]):
         self.symbols = {name: NamedSymbol(name, value) for name, value in graph.constants.items()}
 
     def nodes(self) -> Iterator[GraphNode]:
-        """The nodes, in the order in which they run."""
+        """Return the nodes, in the order in which they run."""
         return iter(self.graph.nodes)
 
     def sides(self, node: GraphNode) -> tuple[Side, Side]:
-        """Inputs, each a value, a list of values or a plain number; and outputs."""
+        """Return the inputs, each a value, a list of values or a plain number; and the outputs."""
         flat = [name for item in node.inputs for name in (item if isinstance(item, list) else [item])]
         sizes = [len(item) if isinstance(item, list) else None for item in node.inputs]
         inputs = Side(flat, [self.symbol(item) for item in flat], sizes)
         return inputs, Side(node.outputs, list(map(self.symbol, node.outputs)), [None] * len(node.outputs))
 
     def facts(self, node: GraphNode, inputs: Side) -> OpFacts:
-        """Facts of a node, for tools."""
+        """Return the facts of a node, for tools."""
         variables = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
         return OpFacts(
             node.op, digest(self.identity, node.name), self.rewriting.namespace, _NAMES, inputs.values,
@@ -156,11 +156,11 @@ class FakeRewriter(Rewriter[GraphNode]):
         return TracedSymbol(name, self)
 
     def symbol(self, name: Any) -> Any:
-        """The symbol of a value; a plain number as it is."""
+        """Return the symbol of a value by its name; a plain number as it is."""
         return self.symbols.setdefault(name, NamedSymbol(name)) if isinstance(name, str) else name
 
     def _name(self, value: Any) -> Any:
-        """The name of a symbol, and of a tensor that a routine holds, which becomes a constant."""
+        """Return the name of a symbol, or of a tensor, which becomes a constant; any other value as it is."""
         if isinstance(value, NamedSymbol):
             return value.name
         if not isinstance(value, Tensor):
@@ -205,10 +205,11 @@ class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
     tensors = SymbolTensors()
 
     def attach(self) -> None:
-        """Stand where runs of graphs begin."""
+        """Patch the method that runs graphs."""
         run = OpGraph.run
 
-        def instrumented(graph: OpGraph, values: Sequence[Tensor]) -> Any:
+        def run_copy(graph: OpGraph, values: Sequence[Tensor]) -> Any:
+            """Run the copy of a graph; the graph itself where no scope is in force or nothing is inserted."""
             activation = interceptor.active()
             prepared = self.prepare(graph, activation.state) if activation else None
             if prepared is None:
@@ -217,7 +218,7 @@ class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
             return copy.run(execution, values)
 
         # Set by `attributes`, which `detach` restores.
-        self.attributes.set(OpGraph, "run", instrumented)
+        self.attributes.set(OpGraph, "run", run_copy)
 
     def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> FakeRewriting:
         """Rewrite a graph."""

@@ -21,25 +21,28 @@ POINTS = FORWARD_POINTS + BACKWARD_POINTS
 
 
 def op_name(context: OpContext) -> str:
-    """`__name__` of the op that the context is of, forward or backward."""
+    """Return the `__name__` of the op that the context is of, forward or backward."""
     op = context.get_op() if context.is_forward() else context.get_backward_op()
     return str(op.__name__)
 
 
 def notes(error: BaseException) -> list[str]:
-    """The notes on an exception, also before Python 3.11."""
+    """Return the notes on an exception, also before Python 3.11."""
     return list(getattr(error, "__notes__", []))
 
 
 def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
-    """A tool with one analysis routine, at every op or at those of one name."""
+    """Return a tool with one analysis routine, at every op or at those of one name."""
     built = Tool()
     also(built, callback, only, **where)
     return built
 
 
 def also(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
-    """The tool with another analysis routine."""
+    """Add another analysis routine to a tool; return the tool.
+
+    only: name of the ops at which it runs; None for all.  where: the point, as for `add_inst_for_op`.
+    """
 
     def analysis(context: OpContext) -> None:
         if only is None or op_name(context) == only:
@@ -60,7 +63,7 @@ Insertion = Literal[
 
 
 def inserting(action: Insertion, only: str, routine: Callable[..., Any], *select: Any, **kwargs: Any) -> Tool:
-    """A tool that records one action at the ops of one name."""
+    """Return a tool that records one action at the ops of one name."""
     return tool(
         lambda context: getattr(context, action)(routine, *select, **kwargs),
         only,
@@ -83,7 +86,7 @@ class Seen(Tool):
         self.ops.append((op_name(context), context.get_op_id()))
 
     def ids(self, name: str) -> list[int]:
-        """Ids of the ops of one name, as analysed."""
+        """Return the ids of the ops of one name, in the order of their analyses."""
         return [op_id for op, op_id in self.ops if op == name]
 
 
@@ -101,7 +104,7 @@ class Executed(Tool):
 
 
 def no_op() -> Tool:
-    """A tool with routines everywhere that change nothing."""
+    """Return a tool with routines everywhere that change nothing."""
     built = Tool()
     # At all four points, with routines at each, so that every path of a driver is taken.
     built.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
@@ -141,7 +144,7 @@ class Unchanged(Tool):
         context.insert_after_backward_op(self.routine)
 
     def routine(self, *values: Any) -> Any:
-        """Return what is called at every point."""
+        """Count a call; return the values, or what a subclass gives instead."""
         self.calls += 1
         return values
 
@@ -190,7 +193,7 @@ class Scaling(Tool):
         self.add_inst_for_op(self.analyse)
 
     def set_up(self) -> None:
-        """Nothing more is needed."""
+        """Prepare what the routine reads; does nothing unless overridden."""
 
     def analyse(self, context: OpContext) -> None:
         """Insert the routine at the sample's op."""
@@ -198,12 +201,12 @@ class Scaling(Tool):
             self.sample.insert(context, self.routine())
 
     def routine(self) -> Callable[..., Any]:
-        """Return what is inserted."""
+        """Return the routine that is inserted."""
         return self.scaled
 
     @traceable
     def scaled(self, value: Any) -> Any:
-        """The op's value times what is held."""
+        """Return the op's value times what is held."""
         return value * self.held
 
     def hold(self, held: Any) -> None:

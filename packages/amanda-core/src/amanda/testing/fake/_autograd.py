@@ -42,15 +42,15 @@ class Tensor:
 
     @property
     def is_leaf(self) -> bool:
-        """Return True if no operator made it, as far as the tape knows."""
+        """Return True if no operator on the tape made the tensor."""
         return self.node is None
 
     def detach(self) -> Tensor:
-        """The same numbers, off the tape."""
+        """Return the same numbers, off the tape."""
         return Tensor(self.numbers, self.shape, self.dtype)
 
     def astype(self, dtype: str) -> Tensor:
-        """The numbers in another type, off the tape."""
+        """Return the numbers in another type, off the tape."""
         return Tensor(self.numbers, self.shape, dtype)
 
     def assign(self, tensor: Tensor) -> None:
@@ -141,7 +141,7 @@ _mode = _Mode()
 
 
 def next_number() -> int:
-    """A number between those of the nodes made before and after."""
+    """Return a number between those of the nodes made before and after."""
     return next(_numbers)
 
 

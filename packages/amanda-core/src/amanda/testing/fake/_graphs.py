@@ -132,6 +132,7 @@ class TracedFunction:
         return {**self.__dict__, "graphs": {}}
 
     def __call__(self, *args: Any) -> Any:
+        """Run the graph for arguments of this form; within a trace, call the function itself."""
         graph = next((item.graph for item in _flat(args) if isinstance(item, TracedValue)), None)
         if graph is not None:
             graph._path += [self.scope] * bool(self.scope)
@@ -148,14 +149,14 @@ class TracedFunction:
 
 
 def operator(op: Callable[..., Any]) -> TracedFunction:
-    """An operator as a function: a call of it with tensors runs a graph of one node."""
+    """Return an operator as a function: a call of it with tensors runs a graph of one node."""
     return TracedFunction(
         lambda *args: next(item.graph for item in _flat(args) if isinstance(item, TracedValue)).add(op, args)
     )
 
 
 def compute(node: GraphNode, values_by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a node gives, by name."""
+    """Return the values that a node gives, by name."""
     results = node.op(*(filled(item, values_by_name) for item in node.inputs))
     return dict(zip(node.outputs, results if len(node.outputs) > 1 else [results], strict=True))
 

@@ -99,7 +99,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def relu(input: Tensor) -> Tensor:
-    """Return what is above zero, and zero."""
+    """Return the numbers above zero, and zero in the place of the others."""
     result = mapped(lambda a: a if a > 0 else a * 0, input)
     above = mapped(lambda a: 1 if a > 0 else 0, input)
     record("ReluBackward", [input], [result], lambda grads: (_product(grads[0], above),))
@@ -107,7 +107,7 @@ def relu(input: Tensor) -> Tensor:
 
 
 def split(input: Tensor) -> Halves:
-    """The two halves along the first axis."""
+    """Return the two halves along the first axis."""
     middle, size = input.shape[0] // 2, len(input.numbers) // input.shape[0]
     trailing = input.shape[1:]
     halves = Halves(
@@ -128,7 +128,7 @@ def split(input: Tensor) -> Halves:
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors in a row along the first axis."""
+    """Return the tensors in a row along the first axis."""
     numbers = [number for tensor in tensors for number in tensor.numbers]
     rows = [tensor.shape[0] for tensor in tensors]
     trailing = tensors[0].shape[1:]
@@ -153,7 +153,7 @@ sum_of = sum
 
 
 def sum(input: Tensor) -> Tensor:
-    """The sum of all, as a tensor of no axis."""
+    """Return the sum of all numbers, as a tensor of no axis."""
     result = Tensor([sum_of(input.numbers)], (), input.dtype)
     shape = input.shape
 
@@ -170,14 +170,14 @@ def sum(input: Tensor) -> Tensor:
 
 
 def item(input: Tensor) -> Any:
-    """The only number of a tensor."""
+    """Return the only number of a tensor."""
     (number,) = input.numbers
     return number
 
 
 # An operator that a driver cannot look into, so that reports can be tested.
 def opaque(input: Tensor) -> Tensor:
-    """An operator that lies beyond instrumentation, as a compiled region would."""
+    """Return the same numbers, beyond instrumentation, as a compiled region would."""
     return input.detach()
 
 
@@ -215,14 +215,14 @@ class Module:
         raise NotImplementedError
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """This module and all in it, by path."""
+        """Yield this module and all modules in it, with their paths."""
         yield prefix, self
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield from value.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of this module and all in it."""
+        """Yield the parameters of this module and of all modules in it."""
         for _, module in self.named_modules():
             for value in vars(module).values():
                 if isinstance(value, Parameter):
@@ -236,12 +236,12 @@ class Linear(Module):
         self.weight = weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product."""
+        """Return the product."""
         return matmul(input, self.weight)
 
 
 def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """function(input), which keeps nothing for the backward pass and runs again in it."""
+    """Return function(input), which keeps nothing for the backward pass and runs again in it."""
     with no_grad():
         output = function(input).detach()
     detached = input.detach()
@@ -250,12 +250,12 @@ def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         (grad,) = grads
         assert grad is not None
         # A leaf of its own, whose gradient is that of the checkpoint's input.
-        again = detached.detach()
-        again.requires_grad = True
+        leaf = detached.detach()
+        leaf.requires_grad = True
         with enable_grad():
-            result = function(again)
+            result = function(leaf)
             _autograd.run_backward([result], [grad])
-        return (again.grad,)
+        return (leaf.grad,)
 
     record("CheckpointBackward", [input], [output], backward)
     return output

@@ -112,6 +112,7 @@ class JaxDriver(Arrays, EagerDriver):
         """Wrap `Primitive.bind`: ops go to the tools; parts of ops, programs and tangents go to JAX."""
 
         def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+            """Bind an op through its detour, a program anew if its ops were not seen, all else by JAX."""
             activation = interceptor.active()
             if activation is None:
                 return original(primitive, *args, **params)
@@ -298,5 +299,6 @@ def _run_op_twice(
 def _bind_suspended(
     original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
 ) -> Any:
+    """Bind a primitive while nothing is intercepted, since binds inside it are parts of the op."""
     with interceptor.Suspension():
         return original(primitive, *args, **params)

@@ -210,6 +210,7 @@ def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, 
     form: Any = None
 
     def function() -> list[Any]:
+        """Bind without the tools, as the user's program does; return the results' values."""
         nonlocal form
         with without_tools():
             form = bind(*args, **params)
@@ -222,6 +223,7 @@ def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, 
         return list(mapped.vals)
 
     def ops(values: Sequence[Any]) -> list[Any]:
+        """Run the mapped function as a program under jit, for the tools; return the results' values."""
         with collecting_notes() as notes:
             results = jax.jit(program)(*values)
             if not any(map(is_differentiable, values)):  # no backward pass will come to the program

@@ -225,6 +225,7 @@ def _raise_after_execution(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def execute(self: Any, *args: Any) -> Any:
+        """Execute the program; only one with callbacks is waited for."""
         if CALLBACKS not in self.ordered_effects:
             return original(self, *args)
         with collecting_exceptions(FAILURES):
@@ -281,6 +282,7 @@ def collecting_exceptions(failures: list[BaseException]) -> Iterator[None]:
     originals, is_open = dict(handlers), True
 
     def collect(number: int, frame: Any) -> Any:
+        """Call the original handler; collect its exception, or raise it in a routine or after the end."""
         try:
             return originals[number](number, frame)
         except BaseException as error:

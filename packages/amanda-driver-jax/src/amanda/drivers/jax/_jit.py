@@ -80,6 +80,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def _infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
+        """Return the program for the tools, and its inputs; the user's where the tools insert nothing."""
         activation = interceptor.active()
         if activation is None:
             return original(fun, info, args, kwargs)
@@ -136,6 +137,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_jax(fun: Any, info: Any) -> bool:
+    """Return True for a function of JAX that is jitted without placements."""
     placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
     if any(sharding is not None and sharding is not pjit.UNSPECIFIED for sharding in placed):
         return False
@@ -181,12 +183,14 @@ def _run_op_by_op(part: _OpByOpFunction, fun: Callable[..., Any], run: Callable[
         inputs = part.inputs.map(_as_array)
 
     def function() -> list[Any]:
+        """Run JAX's own program of the function, without the tools; return its results."""
         with without_tools():
             program, flat = part.infer()
             results, *_ = run(program, [*flat[: len(program.consts)], *inputs.vals])
         return list(jax.tree_util.tree_leaves(results))
 
     def ops(values: Sequence[Any]) -> list[Any]:
+        """Run the ops of the function one by one, for the tools; return the results."""
         nonlocal tree
         args, kwargs = inputs.update(values).unflatten()
         leaves, tree = jax.tree_util.tree_flatten(fun(*args, **kwargs))

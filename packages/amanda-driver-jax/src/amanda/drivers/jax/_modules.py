@@ -161,12 +161,14 @@ def enclose_modules(attributes: Attributes, places: ModulePlaces) -> None:
     call = Enclosure(_call_method, _hash_in_caller)
 
     def enclose(kind: type) -> None:
+        """Make the calls of a class's own methods regions."""
         if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
             return
         for name in METHODS & vars(kind).keys():
             attributes.set(kind, name, _enclose_method(vars(kind)[name], places, call))
 
     def enclose_base(module: str, name: str) -> None:
+        """Enclose a base with its present and future subclasses; leave Keras alone on other backends."""
         if module.startswith("keras.") and not _is_keras_on_jax():
             return
         base = getattr(sys.modules[module], name)
@@ -185,13 +187,14 @@ def _is_keras_on_jax() -> bool:
 
 def _subclass_hook(base: Any, enclose: Callable[[type], None]) -> Any:
     """Return an `__init_subclass__` for a base that also encloses the calls of new subclasses."""
-    before: Any = vars(base).get("__init_subclass__")
+    own_hook: Any = vars(base).get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-        if before is None:
+        """Call the base's own hook, or the next one of its bases; then enclose the new class's calls."""
+        if own_hook is None:
             super(base, cls).__init_subclass__(**kwargs)
         else:
-            before.__get__(None, cls)(**kwargs)
+            own_hook.__get__(None, cls)(**kwargs)
         enclose(cls)
 
     return classmethod(init_subclass)
@@ -203,7 +206,7 @@ def _enclose_method(original: Any, places: ModulePlaces, call: Any) -> Any:
         return original
 
     @wraps(original)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_in_region(self: Any, *args: Any, **kwargs: Any) -> Any:
         if interceptor.active() is None:
             return original(self, *args, **kwargs)
         outer = places_among(interceptor.subjects())
@@ -211,13 +214,13 @@ def _enclose_method(original: Any, places: ModulePlaces, call: Any) -> Any:
             return original(self, *args, **kwargs)
         place = places.of(self, outer[-1] if outer else None)
         # Set back at the end: a module may be called within itself, or be a copy for another trace.
-        before, place.module = place.module, self
+        outer_module, place.module = place.module, self
         try:
             return call(place, original, self, args, kwargs)
         finally:
-            place.module = before
+            place.module = outer_module
 
-    return called
+    return run_in_region
 
 
 def _call_method(place: ModulePlace, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
@@ -239,10 +242,11 @@ def module_path(subjects: Sequence[ModulePlace]) -> str:
 
 
 def _all_subclasses(kind: type) -> Iterator[type]:
-    heirs: list[type] = type.__subclasses__(kind)
-    for heir in heirs:
-        yield heir
-        yield from _all_subclasses(heir)
+    """Yield the subclasses of a class at any depth; a class twice where two paths lead to it."""
+    subclasses: list[type] = type.__subclasses__(kind)
+    for subclass in subclasses:
+        yield subclass
+        yield from _all_subclasses(subclass)
 
 
 def _name_within(outer: Any, inner: Any) -> str:
@@ -399,6 +403,7 @@ def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | Non
 
 
 def _path_in_model(array: Any, subjects: Sequence[ModulePlace]) -> str | None:
+    """Return the path of an array in the outermost module; None where no module holds it."""
     model = subjects[0].module if subjects else None
     if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
         return None

@@ -136,6 +136,7 @@ def is_differentiable(value: Any) -> bool:
 
 
 def _gate_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Return the gate of a value and of its tangent; a zero tangent stays as it is."""
     tangent = tangents[0]
     if type(tangent) is not ad.Zero:
         tangent = gate_p.bind(tangent, **params)

@@ -86,10 +86,10 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         """Mark each node between the op's results and its inputs with the trace."""
         roots = [tensor._grad_node for tensor in tensors_of(values)]
         # Nodes that carry a mark belong to an op within this one, which has marked them already.
-        new = _reachable(
+        new_nodes = _reachable(
             roots, lambda node: node._unique_id() not in input_nodes.node_ids and self.mark_of(node) is None
         )
-        inner_nodes = [node for node in new if not node.is_leaf()]
+        inner_nodes = [node for node in new_nodes if not node.is_leaf()]
         for place, node in enumerate(sorted(inner_nodes, key=lambda inner: inner._sequence_nr())):
             mark = NodeMark(trace, place, node._sequence_nr(), input_nodes.leaves)
             # A weak dictionary alone would lose the mark, and an entry on the node is the only strong owner
@@ -121,6 +121,7 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
 
         @wraps(original)
         def end_graph(executor: Any, obj: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+            """Record the results weakly where a scope is in force, then call the original."""
             if interceptor.active() is not None and self._marks:
                 values = output if isinstance(output, (list, tuple)) else [output]
                 # `grad` gets the same object, but not the results.
@@ -300,7 +301,7 @@ def _register_leaf_hook(tensor: Any, hook: Callable[[Any], Any]) -> Callable[[],
 
 
 def _reachable(roots: Iterable[Any], is_included: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the included nodes that the roots lead to over included nodes."""
+    """Yield the included nodes that the roots lead to over included nodes, breadth first, each once."""
     visited: set[int] = set()
     pending = deque(roots)
     while pending:
@@ -327,6 +328,7 @@ def _leaves_of(node: Any) -> Iterator[int]:
 
 
 def _changed_or_none(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
+    """Return the new gradients; None where they are the very same objects as the old ones."""
     if len(old) == len(new) and all(before is after for before, after in zip(old, new, strict=True)):
         return None
     return tuple(new)

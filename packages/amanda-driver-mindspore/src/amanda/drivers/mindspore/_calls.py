@@ -42,6 +42,7 @@ class MindSporeCall(Call):
         """Return the arguments of a call with these inputs."""
 
     def _writes(self) -> Writes:
+        """Return which inputs the operator writes, and which of them it returns."""
         return _WRITES_FIRST if writes_first_input(self._site.key) else _WRITES_NOTHING
 
     def invoke(self, inputs: list[Any]) -> Any:
@@ -132,12 +133,14 @@ class _DeclaredCall(MindSporeCall):
         """The primitive object."""
 
     def _writes(self) -> Writes:
+        """Return the declared writes; none where a written argument is not passed."""
         declared_writes = writes_of(type(self._primitive), self.attributes)
         # A written argument may be among the trailing defaults, which are no inputs.
         are_passed = len(self.inputs) > max(declared_writes.inputs, default=-1)
         return declared_writes if are_passed else _WRITES_NOTHING
 
     def _outputs_for_tools(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
+        """Return the written inputs for outputs that stand for them, and None for unwritten outputs."""
         if self.targets:
             # The kernel may leave these outputs unwritten; the written inputs have the values.
             return {i: inputs[self.targets[i]] for i in range(min(len(values), len(self.targets)))}
@@ -158,6 +161,7 @@ class KernelCall(_DeclaredCall):
     def _bind_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
+        """Return the values without trailing defaults, which are stored for later calls."""
         primitive, values = args
         kind: Any = type(primitive)
         signature = _signatures.kernel_signature(kind, len(values))
@@ -186,6 +190,7 @@ class OverloadCall(MindSporeCall):
     def _bind_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
+        """Return the arguments in the order of the overload's names, up to the last one that is passed."""
         values = list(args[0 if self.method else 1 :])
         name = getattr(self._site.target, "__name__", self._site.key)
         signatures = _signatures.overload_signatures(self._site.key, name, self.method)
@@ -208,6 +213,7 @@ class OverloadCall(MindSporeCall):
         return values, OperatorSignature(names, defaults, signature.positional, signature.gathered)
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
+        """Return the inputs as the program passed them: the first ones by position, the others by name."""
         head = () if self.method else self._original_arguments[0][:1]
         named = zip(self.names, inputs, strict=False)
         kwargs = {
@@ -266,6 +272,7 @@ class NamedPrimitiveCall(_DeclaredCall):
     def _bind_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
+        """Return the values in the primitive's tuple, and the primitive's signature."""
         _, primitive, _, values = args
         return list(values), _signatures.primitive_signature(primitive, len(values))
 
@@ -288,6 +295,7 @@ class ApplyCall(MindSporeCall):
     def _bind_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
+        """Return the values, positions before keywords, with the names of the parameters of `forward`."""
         values = [*args[1:], *kwargs.values()]
         # The first parameter of `forward` is the context, which is left out like a `self`.
         names = _signatures.parameters_of(args[0].forward)

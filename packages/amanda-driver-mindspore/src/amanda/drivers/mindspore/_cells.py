@@ -108,6 +108,7 @@ def _stand_in_for_bprop() -> Callable[..., Any]:
 
     @wraps(original)
     def bprop(self: Any, *args: Any) -> Any:
+        """Recompute at the place of the last call without a backward pass; here if none was recorded."""
         places = self.__dict__.get(_PLACES)
         # Backward passes come in reverse order of the calls.
         at_that_place = places.pop() if places else _call

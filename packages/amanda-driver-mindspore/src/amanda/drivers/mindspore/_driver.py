@@ -87,6 +87,7 @@ class MindSporeDriver(MindSporeAutograd):
         return {self._site(target): target for target in targets()}
 
     def _site(self, target: NativeTarget) -> Site:
+        """Return the site of a native operator."""
         name = target.operator
         # Native code may call Python functions as a part of the operator; their ops are no ops of the
         # program.

@@ -99,6 +99,7 @@ def parameters_of(function: Any) -> list[tuple[str, Any]]:
 
 
 def fill_names(parameters: list[tuple[str, Any]], count: int) -> OperatorSignature:
+    """Return a signature of `count` arguments; those beyond the parameters are "argument2" and so on."""
     parameters = parameters[:count] + [(f"argument{i}", NO_DEFAULT) for i in range(len(parameters), count)]
     return OperatorSignature(
         tuple(name for name, _ in parameters), tuple(default for _, default in parameters), count

@@ -175,6 +175,7 @@ class PrimitiveInterception:
         detours, original = self._detours, vars(native.PyNativeExecutor_)[method].__func__
 
         def run(executor: Any, primitive: Any, name: str, args: Any) -> Any:
+            """Run an operator through its detour, or directly if its name is one of `NO_OPERATORS`."""
             if name in NO_OPERATORS:
                 return original(executor._executor, primitive, name, args)
             detour = detours.get((method, name))

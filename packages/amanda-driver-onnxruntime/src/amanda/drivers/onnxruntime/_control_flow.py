@@ -121,10 +121,13 @@ class RunnableControlFlow:
             body, steps = self._flow.bodies[name], self._steps[name]
 
             def run(body_inputs: Sequence[Any], inner_rounds: Sequence[int]) -> list[Any]:
-                named = {symbol.name: value for symbol, value in zip(body.inputs, body_inputs, strict=True)}
-                present = {**outer_values, **named}
+                """Run the body in a round of each loop inside this node; return the body's outputs."""
+                inputs_by_name = {
+                    symbol.name: value for symbol, value in zip(body.inputs, body_inputs, strict=True)
+                }
+                values_by_name = {**outer_values, **inputs_by_name}
                 # The rounds of all loops around select the `run` of routines in the body.
-                return steps.run(execution, present, body.outputs, options, (*rounds, *inner_rounds))
+                return steps.run(execution, values_by_name, body.outputs, options, (*rounds, *inner_rounds))
 
             return run
 

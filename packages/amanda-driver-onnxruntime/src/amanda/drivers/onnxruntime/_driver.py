@@ -95,12 +95,14 @@ class Boundary:
     def _stand_in_for_run(
         self, run: Any, session: Any, output_names: Any, input_feed: Any, run_options: Any = None
     ) -> Any:
+        """Stand-in for `run`: runs the copy; returns arrays."""
         results = self._run_copy(run, session, output_names, input_feed, run_options)
         return [as_array(result) for result in results]
 
     def _stand_in_for_run_with_ort_values(
         self, run: Any, session: Any, output_names: Any, input_dict_ort_values: Any, run_options: Any = None
     ) -> Any:
+        """Stand-in for `run_with_ort_values`: runs the copy; returns values of ONNX Runtime."""
         results = self._run_copy(run, session, output_names, input_dict_ort_values, run_options)
         return [as_ort_value(result) for result in results]
 
@@ -120,6 +122,7 @@ class Boundary:
             return run(session, output_names, input_feed, callback, user_data, run_options)
 
         def work() -> None:
+            """Run the session and call `callback` with the results, or with none and the error's text."""
             results, status = [], ""
             try:
                 results = session.run(output_names, input_feed, run_options)

@@ -87,6 +87,7 @@ def _read_only(value: Any) -> Any:
 
 
 def _as_dtype(value: Any, dtype: Any) -> Any:
+    """Return a value in a dtype; the value itself where `dtype` is None or is the value's own."""
     if dtype is None or (isinstance(value, np.ndarray) and value.dtype == dtype):
         return value
     astype = getattr(value, "astype", None)

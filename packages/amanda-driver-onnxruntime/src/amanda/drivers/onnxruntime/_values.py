@@ -140,6 +140,7 @@ def _dtype_and_shape(type: TypeProto | None) -> tuple[np.dtype[Any] | None, Shap
 
 
 def _holds_tensors(type: TypeProto | None) -> bool:
+    """Return True for the type of a tensor, and of a sequence or an optional value of tensors."""
     kind = None if type is None else type.WhichOneof("value")
     if type is None or kind not in ("tensor_type", "sequence_type", "optional_type"):
         return False

@@ -82,12 +82,14 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return (self[i] for i in range(len(self)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Record a call of an elementwise function of NumPy; NumPy calls this in its place."""
         # These modules import this one.
         from ._ufuncs import apply_ufunc
 
         return apply_ufunc(self.recorder, ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Record a call of another function of NumPy; raise NotTraceable for one without a recorder."""
         from ._functions import FUNCTIONS
 
         record = FUNCTIONS.get(function)
@@ -128,6 +130,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     ravel = flatten
 
     def __getattr__(self, name: str) -> Any:
+        """Return NumPy's function of this name as a method; raise AttributeError for other names."""
         if name not in _METHODS:
             raise AttributeError(f"{name!r} of a traced array")
         function = getattr(np, name)
@@ -271,6 +274,7 @@ def _expand_ellipsis(keys: tuple[Any, ...], ndim: int) -> list[Any]:
 
 
 def _index_array(array: TracedArray, key: Any) -> TracedArray:
+    """Return an index as a traced array of int64; raise NotTraceable for masks and for several axes."""
     indices = key if isinstance(key, TracedArray) else array.recorder.constant(np.asarray(key))
     if indices.dtype.kind not in "iu" or indices.ndim > 1:
         raise NotTraceable(f"an index of {indices.dtype} and {indices.ndim} axes")

@@ -261,6 +261,7 @@ def _register_reduction(op_type: str, *functions: Any) -> None:
     def record(
         a: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False, **options: Any
     ) -> Any:
+        """Record the reduction in a dtype; raise NotTraceable where `out` or another option is passed."""
         refuse(functions[0].__name__, {"out": out, **options})
         if dtype is None:
             # NumPy sums small integers in a larger type; a sample tells which.
