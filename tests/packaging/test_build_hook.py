@@ -59,7 +59,7 @@ def test_a_second_build_takes_the_first_ones_interceptor(tmp_path: Path) -> None
 
 def test_the_source_distribution_has_every_native_source(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
-    subprocess.run(command, cwd=CORE, check=True, capture_output=True)
+    children.run(command, cwd=CORE, check=True)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         packed = {name.partition("/")[2] for name in opened.getnames()}

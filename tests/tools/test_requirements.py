@@ -92,11 +92,11 @@ def test_a_tool_of_another_distribution_states_its_own_names() -> None:
 
 
 def test_a_tool_names_what_a_framework_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
     (required,) = [one for one in REQUIRED if one.tool == "amanda.tools.remat"]
     monkeypatch.setattr(required, "_is_complete", False)
     x = torch.ones(2, requires_grad=True)
-    lacking = r"torch .* lacks torch\._C\._storage_Use_Count, which .*remat leans on"
+    lacking = r"torch .* lacks torch\._C\._is_any_autocast_enabled, which .*remat leans on"
     with pytest.raises(ToolError, match=lacking), amanda.apply(RematTool()):
         (x * 2).sum()
     monkeypatch.undo()

@@ -46,6 +46,13 @@ class TransformedTensors(TorchTensors):
         obstacle: tuple[str, str] | None = super().obstacle(site)  # type: ignore[misc]
         return obstacle
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:  # type: ignore[override]
+        """Return a context outside of all transforms, in which analysis routines read weights as ever."""
+        # A weight that a routine reads here must not become a wrapper, which has no numbers.
+        with super().reading(), without_transforms():
+            yield
+
     def version(self, value: Any) -> Any:
         """Return the version of the innermost tensor, which counts the writes at all levels."""
         if isinstance(value, torch.Tensor) and is_wrapped(value):

@@ -19,6 +19,9 @@ _REQUIRED = RequiredNames(
     "torch:UntypedStorage._cdata",
     "torch:Tensor._version",
     "torch:_C.DisableTorchFunction",
+    "torch:_C._functorch.get_unwrapped",
+    "torch:_C._functorch.is_functorch_wrapped_tensor",
+    "torch:_C._functorch.peek_interpreter_stack",
     "torch:_C._autograd._saved_tensors_hooks_is_enabled",
     "torch:_C._autograd._top_saved_tensors_default_hooks",
     "torch:_C._get_function_stack_at",
@@ -41,6 +44,23 @@ class Geometry(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+def is_in_transform() -> bool:
+    """Return True inside of a transform of torch.func, such as vmap or grad."""
+    import torch
+
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _unwrap(tensor: Any) -> Any:
+    """Return the tensor with memory that transforms wrap; other tensors as they are."""
+    import torch
+
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 class Settings(NamedTuple):
@@ -111,9 +131,10 @@ class TorchRuntime:
         )
 
     def tensors(self, values: Sequence[Any]) -> list[Any]:
-        """Return the tensors among values."""
+        """Return the tensors among values; inside of transforms of torch.func those that they wrap."""
         tensor_class = self._tensor
-        return [value for value in leaves(values) if isinstance(value, tensor_class)]
+        tensors = [value for value in leaves(values) if isinstance(value, tensor_class)]
+        return [_unwrap(tensor) for tensor in tensors] if is_in_transform() else tensors
 
     def results_in_order(self, result: Any) -> list[Any]:
         """Return an op's results in order."""

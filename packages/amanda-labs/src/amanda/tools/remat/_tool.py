@@ -59,6 +59,7 @@ class RematTool(amanda.Tool):
         self._strict = strict
         self._counts: dict[int, OpCounts] = {}
         self._skipped_namespaces: set[amanda.Namespace] = set()
+        self._has_met_transform = False
         self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
         # Made at the first op, since torch may not be imported when the tool is.
         self._store: RematStore | None = None
@@ -131,6 +132,12 @@ class RematTool(amanda.Tool):
 
         Raises BudgetError with `strict` if the op does not fit into the budget.
         """
+        # Batched and differentiated values of torch.func have no storage of their own to evict.
+        if _pytorch.is_in_transform():
+            if not self._has_met_transform:
+                self._has_met_transform = True
+                logger.warning("remat leaves ops inside of transforms of torch.func, such as vmap, unchanged")
+            return NotImplemented
         if self._store is None:
             self._store = RematStore(self._totals, self._budget, self._heuristic, self._strict)
         store, key = self._store, None
