@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap  # noqa: E402
 
 import amanda  # noqa: E402
 from amanda.tools.prune import PruneTool  # noqa: E402
+from amanda.tools.quantize import QuantizeTool  # noqa: E402
 
 
 def network() -> Any:
@@ -73,3 +74,17 @@ def test_weights_that_a_transform_wraps_are_left_and_named() -> None:
     with amanda.apply(tool):
         assert torch.equal(ensemble(), bare)
     assert "linear of 0 is left as it is: it belongs to a transform, such as vmap" in str(tool.result)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of torch.jit, with which torch decomposes tangents
+@pytest.mark.parametrize("method", ["dynamic", "qat", "lsq"])
+def test_weights_are_quantised_that_are_first_read_within_a_transform(method: Any) -> None:
+    net, x = network(), torch.rand(5, 8)
+    tool = QuantizeTool(method=method, activation_bits=None)
+    with amanda.apply(tool):
+        _, derivative = torch.func.jvp(lambda x: net(x).sum(), (x,), (torch.ones_like(x),))
+        result = net(x)
+    assert not torch.equal(result, net(x))
+    assert derivative.isfinite()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,10 +34,13 @@ from amanda.tools.effective_path._rules import (
     aligned,
     leading,
 )
+from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.select import Paths
 from amanda.tools.trace import Graph, ProgramOp, Tensor, TraceTool
+
+logger = logging.getLogger("amanda")
 
 _MAX_EXECUTIONS = 64
 """Most ops that one line in a loop is in a path."""
@@ -79,6 +83,7 @@ class EffectivePathTool(amanda.Tool):
         self._trace = TraceTool(executions=_MAX_EXECUTIONS, backward=False)
         self._values: dict[tuple[int, int], OpValues] = {}
         self._missing: dict[str, str] = {}
+        self._has_unread_ops = False
         self.depends_on(StandardMapping(), self._trace, MappingTool(FRAMEWORKS))
         self.add_inst_for_op(self._record_op)
 
@@ -115,6 +120,11 @@ class EffectivePathTool(amanda.Tool):
     @amanda.observer
     def _record_inputs(self, *inputs: Any, op_values: OpValues, program_op: ProgramOp) -> None:
         """Copy the inputs of an op; begin a new pass if the op has run in this one."""
+        if reason := _why_unread(inputs):
+            if not self._has_unread_ops:
+                self._has_unread_ops = True
+                logger.warning("effective_path leaves %s out: %s", program_op.op.type, reason)
+            return
         key = program_op.op.id, program_op.position
         if key in self._values:  # the op has run in this pass already, so a new pass has begun
             self.clear()
@@ -389,3 +399,9 @@ def _record_terms(op_on_path: OpOnPath, keys: Indices, is_on_path: Indices, term
     if op_on_path.synapses:
         row, term = np.nonzero(exists)
         op_on_path.synapse_keys.append(keys[row] * op_on_path.fan_in + term)
+
+
+def _why_unread(values: Sequence[Any]) -> str | None:
+    """Return why a tensor among values cannot be read, as under a transform; None if all can."""
+    tensors = (value for value in leaves(values) if hasattr(value, "shape"))
+    return next((reason for tensor in tensors if (reason := tensors_of(tensor).unread(tensor))), None)
