@@ -47,7 +47,7 @@ class TransformedTensors(TorchTensors):
         return obstacle
 
     @contextmanager
-    def reading(self) -> Iterator[None]:  # type: ignore[override]
+    def reading(self) -> Iterator[None]:
         """Return a context outside of all transforms, in which analysis routines read weights as ever."""
         # A weight that a routine reads here must not become a wrapper, which has no numbers.
         with super().reading(), without_transforms():
