@@ -175,29 +175,29 @@ class PendingPlans:
     def share(
         self, key: Hashable, find_plan: Callable[[], PlanT | None], create: Callable[[], PendingPlan[PlanT]]
     ) -> PendingPlan[PlanT] | PlanT:
-        """Return the finished plan, else the pending plan of another thread, else a new pending plan.
+        """Return the pending plan of another thread, else the finished plan, else a new pending plan.
 
         The map holds pending plans weakly. A thread stores its finished plan before it drops the pending
         plan, so no thread finds neither.
         """
         with self._lock:
-            pending = self._pending
-            reference = pending.get(key)
-            shared_plan = None if reference is None else reference()
-            if shared_plan is not None:
-                return shared_plan
+            references = self._pending
+            reference = references.get(key)
+            shared_pending = None if reference is None else reference()
+            if shared_pending is not None:
+                return shared_pending
             plan = find_plan()
             if plan is not None:
                 return plan
-            new_plan = create()
+            new_pending = create()
 
             def forget(dead_reference: ref[PendingPlan[PlanT]]) -> None:
-                # A new plan may have taken the key before the old reference's callback ran.
-                if pending.get(key) is dead_reference:
-                    del pending[key]
+                # A new pending plan may have taken the key before the old reference's callback ran.
+                if references.get(key) is dead_reference:
+                    del references[key]
 
-            pending[key] = ref(new_plan, forget)
-            return new_plan
+            references[key] = ref(new_pending, forget)
+            return new_pending
 
 
 class OpAnalysis:

@@ -107,17 +107,20 @@ def _framework_version(name: str) -> str:
 
 
 def _check_attachment() -> Iterator[Diagnosis]:
-    """Open a scope, to which every driver that can be used attaches."""
+    """Open a scope, to which every driver that can be used attaches, and yield what is wrong then.
+
+    That is what the report of the scope says, and drivers that lack native code.
+    """
     # What a driver logs is in the report, which becomes lines of the table below.
     silence = logging.NullHandler()
     logging.getLogger("amanda").addHandler(silence)
     try:
         # The surest test: what a user's first scope would do.
         with apply(Tool()) as scope:
-            slow = {driver.framework: driver.slowdown() for driver in attachment.attached}
+            slowdowns = {driver.framework: driver.slowdown() for driver in attachment.attached}
     finally:
         logging.getLogger("amanda").removeHandler(silence)
-    yield from _check_native_code(slow)
+    yield from _check_native_code(slowdowns)
     # These have a line already, from the list of drivers.
     faulty = {plugin.name for plugin in manager.faulty_drivers()}
     for entry in scope.report:

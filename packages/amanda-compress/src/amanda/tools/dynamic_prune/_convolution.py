@@ -224,9 +224,7 @@ class _Block:
     def stride(self) -> tuple[int, int]:
         """Return the stride of the whole branch."""
         rows, columns = zip(*(convolution.windows for convolution in self.convolutions), strict=True)
-        return prod(convolution.stride for convolution in rows), prod(
-            convolution.stride for convolution in columns
-        )
+        return prod(window.stride for window in rows), prod(window.stride for window in columns)
 
 
 @dataclass(eq=False)

@@ -352,7 +352,12 @@ class MaskUpdater:
         return self._schedule.last_update(self.step + (not self.is_calibrating))
 
     def _update_gathered_masks(self, update: int | None) -> None:
-        """Update the masks whose data the step has gathered."""
+        """Update the masks whose data the step has gathered, and release the data.
+
+        A weight without data keeps its mask; `weights.reasons` tells why.
+        update: the number of the update; None to change no mask.
+        Raises PruneError where a calibration has data for none.
+        """
         gathered = [weight for weight in self._tool.weights if weight.magnitudes is not None]
         lacking = [weight for weight in gathered if self._lacks_data(weight)]
         importance = self._options.importance
@@ -369,10 +374,10 @@ class MaskUpdater:
                 self._tool.weights.reasons[place] = reason
             else:
                 self._tool.weights.reasons.pop(place, None)
-        gathered = [weight for weight in gathered if weight not in lacking]
-        if update is not None and gathered:
+        ready = [weight for weight in gathered if weight not in lacking]
+        if update is not None and ready:
             # A weight without data stays out of a global budget instead of blocking it.
-            for group in [gathered] if self._options.is_global else [[weight] for weight in gathered]:
+            for group in [ready] if self._options.is_global else [[weight] for weight in ready]:
                 self._update_masks(group, update)
         for weight in self._tool.weights:
             weight.release_gathered()

@@ -200,7 +200,10 @@ class Quantizer:
         return choose_qparams(least, most, self.grid, self.options.rounding)
 
     def _fake_quantise(self, x: Any, scale: Any, zero_point: Any) -> Any:
-        """Return the quantised value, with a gradient if the method trains; store `qparams`."""
+        """Return the quantised value, with a gradient if the method trains.
+
+        Stores in `qparams` all that the value was computed with: scale, zero point, grid, axes, rounding.
+        """
         # Only training needs a gradient, for which some kernels write a mask.
         compute = straight_through if self.options.trains else fake_quantize
         self.qparams = scale, zero_point, self.grid, self.axes, self.options.rounding

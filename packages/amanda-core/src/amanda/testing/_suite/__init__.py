@@ -48,6 +48,7 @@ class DriverTests(
         """Every point of analysis, and every insertion, of the passes that the framework has."""
         forward_only = "backward" in self.lacks
         if "point" in metafunc.fixturenames:
+            # Each pass has two points of analysis.
             metafunc.parametrize("point", range(2 if forward_only else 4))
         if "insertion" in metafunc.fixturenames:
             # At collection, since a test for a pass that a framework lacks would be a gap of every such

@@ -66,7 +66,8 @@ class SavingHooks(Saved):
             if not shared:
                 return SavedTensor(tensor)
             maker = None if tensor.grad_fn is None else MakerNode(tensor, self._making)
-            saved = SavedTensor(tensor.detach(), maker)  # itself, an output would hold its own node
+            # If not detached, an output of the op would hold the node that saves it.
+            saved = SavedTensor(tensor.detach(), maker)
         self._shared.append(saved)
         return saved
 

@@ -329,17 +329,19 @@ def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
 
 
 def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
-    """Return the moves of ONNX, whose arguments are constant inputs, or attributes in older models."""
+    """Return the moves of ONNX by the names that all frameworks share: each moves an array as the op does.
+
+    The arguments of the op are constant inputs, or attributes in older models.
+    """
 
     def slice_input(a: NDArray[Any]) -> NDArray[Any]:
         """Return the part that a Slice reads; axes that it does not name are read whole."""
-        begin, end = op.integers("starts", at=1), op.integers("ends", at=2)
-        axes = op.integers("axes", at=3) or range(len(begin))
+        starts, ends = op.integers("starts", at=1), op.integers("ends", at=2)
+        axes = op.integers("axes", at=3) or range(len(starts))
+        steps = op.integers(at=4) or [1] * len(starts)
         index = [slice(None)] * a.ndim
-        for axis, first, last, step in zip(
-            axes, begin, end, op.integers(at=4) or [1] * len(begin), strict=True
-        ):
-            index[axis] = _clipped_slice(first, last, step, a.shape[axis])
+        for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+            index[axis] = _clipped_slice(start, end, step, a.shape[axis])
         return a[tuple(index)]
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:

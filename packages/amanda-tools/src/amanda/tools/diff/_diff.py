@@ -169,7 +169,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:
-    """Return sentences on ops that one run executed once and the other several times."""
+    """Return sentences on how many ops were joined from pieces, left out, or differ without consequence."""
     notes, matching = [], comparing.matching
     if matching.pieces:
         notes.append(

@@ -292,9 +292,10 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         numbers = [self._count_execution(observer.record, observer.role) for observer in observers]
         if any(number is not None for number in numbers):
             observed = zip(observers, executions.values(), numbers, strict=True)
-            self.observe_all(
-                [(op.record, op.tensors(values), i) for op, values, i in observed if i is not None]
-            )
+            self.observe_all([
+                (observer.record, observer.tensors(values), number)
+                for observer, values, number in observed if number is not None
+            ])  # fmt: skip
 
     def _count_execution(self, record: RecordT, role: str) -> int | None:
         """Count an execution; return its number, None if it is not one of those to observe."""

@@ -210,14 +210,15 @@ _GRADIENT_NAME = re.compile(r".*(?:Grad|Backprop)(?:V\d|Input|Filter|InputV\d|Fi
 def backward_type(name: str, kind: str) -> str:
     """The word for an operation in the gradient of an op of type `kind`.
 
+    name: TensorFlow's type of the operation, e.g. "Sum".
     What computes the op's own gradient has the op's word, e.g. "conv2d_backward"; a part of it has the
     word of its own: "sum_backward" in the backward of add.  "accumulate_grad" adds gradients up.
     """
     # Gradients of a value with several readers are summed by AddN.
     if name == "AddN":
         return "accumulate_grad"
-    word = WORDS.get(name, name)
-    return f"{kind if word == kind or _GRADIENT_NAME.fullmatch(name) else word}_backward"
+    word = kind if _GRADIENT_NAME.fullmatch(name) else WORDS.get(name, name)
+    return f"{word}_backward"
 
 
 def _weight_grad_index(context: OpContext, name: str) -> int | None:

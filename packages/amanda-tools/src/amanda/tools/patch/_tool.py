@@ -146,10 +146,10 @@ class PatchTool(amanda.Tool):
         """Return the mean of each saved point over axes and executions, as a value for `set`."""
         means = {}
         for name, values in self.saved.items():
+            # In float64, as a sum over many tokens loses bits in half precision.
             arrays = [np.asarray(tensors_of(value).to_numpy(value), np.float64) for value in values]
             sums = [array.sum(tuple(axes), keepdims=True) for array in arrays]
             count = sum(array.size // total.size for array, total in zip(arrays, sums, strict=True))
-            # In float64, as a sum over many tokens loses bits in half precision.
             means[name] = tensors_of(values[0]).cast(sum(sums) / count, values[0])
         return means
 

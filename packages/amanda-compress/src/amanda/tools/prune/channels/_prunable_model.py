@@ -169,12 +169,14 @@ class Tracing(amanda.Tool):
         """Insert the routines that follow an op."""
 
     def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
-        """Return new labels for the places along each axis of a weight.
+        """Return new labels for the places along each axis of a weight that is longer than 1.
 
+        The labels of an axis have a shape that broadcasts to that of the weight.
         name: the key in `channels`; None to leave these as they are.
         """
         labels = self.notes.labels
-        # Labels for each axis apart: windows of convolutions get some too, which their rules leave.
+        # Axes share no labels. The window of a convolution gets some, too; the rules of convolutions leave
+        # them alone.
         families = tuple(
             labels.fresh(extent).reshape([-1 if i == axis else 1 for i in range(len(shape))])
             for axis, extent in enumerate(shape) if extent > 1

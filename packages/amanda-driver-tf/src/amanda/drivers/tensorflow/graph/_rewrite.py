@@ -267,17 +267,20 @@ class BodyRewriter(RoutineRewriter):
         }
 
     def _redirect_gradients(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
-        """Make the gradient operations of an operation read `ref` instead of a tensor."""
+        """Record that the gradient operations of an operation are to read `ref` instead of a tensor.
+
+        The same holds for what is saved of the tensor for gradients.
+        """
         self.gradient_reads.setdefault((self.body.node_name(op), edge), ref)
         source = self.insertions.source_of(ref)
         if source is None:
             return
         self.rewriting.saved_values.setdefault((identity, tensor.op.name, tensor.value_index), source)
-        read_tensors = {(input_tensor.op, input_tensor.value_index) for input_tensor in op.inputs}
+        own_inputs = {(input_tensor.op, input_tensor.value_index) for input_tensor in op.inputs}
         # TensorFlow's loops accumulate the input of an Identity for their gradients, not its output.
         while tensor.op.type == "Identity":
             tensor = tensor.op.inputs[0]
-            if (tensor.op, tensor.value_index) not in read_tensors:
+            if (tensor.op, tensor.value_index) not in own_inputs:
                 self.rewriting.saved_values[identity, tensor.op.name, tensor.value_index] = source
 
     def _rewrite_backward(self, op: tf.Operation, forward: tf.Operation) -> None:

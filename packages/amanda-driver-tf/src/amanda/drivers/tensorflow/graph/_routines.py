@@ -117,7 +117,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def formed(
         self, place: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
-        """Add dtypes to a node with routines, and a key for its saved values if gradients need them."""
+        """Set what a node with routines outputs, and what it saves for gradients or reads of them; return it.
+
+        symbols: those whose dtypes the node has.
+        """
         assert isinstance(place, RoutineNode)
         facts, action = place.facts, place.actions[0]
         place.depth = self.rewriting.depths.get(facts.op_id, 0)

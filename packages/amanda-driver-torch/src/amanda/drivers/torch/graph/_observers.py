@@ -183,7 +183,10 @@ class LateObservers:
         return remaining
 
     def run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run the compiled graph, then call the observers; those of backward ops in the backward pass."""
+        """Run the compiled graph, then call the observers, and return the outputs of the graph.
+
+        Observers of backward ops are called in the backward pass.
+        """
         execution = GraphExecution(self._program)
         start = sequence()
         try:
