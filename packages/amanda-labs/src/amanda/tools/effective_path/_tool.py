@@ -120,7 +120,10 @@ class EffectivePathTool(amanda.Tool):
     @amanda.observer
     def _record_inputs(self, *inputs: Any, op_values: OpValues, program_op: ProgramOp) -> None:
         """Copy the inputs of an op; begin a new pass if the op has run in this one."""
-        if reason := _why_unread(inputs):
+        tensors = [value for value in leaves(inputs) if op_values.dtype(value) is not None]
+        reasons = (tensors_of(tensor).unread(tensor) for tensor in tensors)
+        # Under a transform of torch.func a tensor has no numbers to copy.
+        if reason := next(filter(None, reasons), None):
             if not self._has_unread_ops:
                 self._has_unread_ops = True
                 logger.warning("effective_path leaves %s out: %s", program_op.op.type, reason)
@@ -399,9 +402,3 @@ def _record_terms(op_on_path: OpOnPath, keys: Indices, is_on_path: Indices, term
     if op_on_path.synapses:
         row, term = np.nonzero(exists)
         op_on_path.synapse_keys.append(keys[row] * op_on_path.fan_in + term)
-
-
-def _why_unread(values: Sequence[Any]) -> str | None:
-    """Return why a tensor among values cannot be read, as under a transform; None if all can."""
-    tensors = (value for value in leaves(values) if hasattr(value, "shape"))
-    return next((reason for tensor in tensors if (reason := tensors_of(tensor).unread(tensor))), None)
