@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amanda.tools.kit._tensors import Array, RequiredNames, Tensors
+from amanda.tools.libraries import register_backend
 
 _REQUIRED_JAX = RequiredNames(
     "amanda.tools.kit", "jax", "jax._src.core:eval_trace", "jax._src.core:set_current_trace"
@@ -105,6 +106,10 @@ class JaxParameter:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         with outside_of_programs():
             return np.asarray(self.value).__array__(*args, **kwargs)
+
+
+# The class lies in a module of Amanda's, by which autoray would take it for an array of a library `amanda`.
+register_backend(JaxParameter, "jax")
 
 
 def outside_of_programs() -> AbstractContextManager[Any]:
