@@ -139,7 +139,8 @@ def fingerprint() -> str:
     """Return a hash of the requirements, the metadata, the C sources and the switches of the native build."""
     interceptor = CORE / "src/amanda/interceptor"
     files = [ROOT / name for name in ("constraints.txt", "noxfile.py", "pyproject.toml")]
-    files += [interceptor / "_build.py", CORE / "hatch_build.py", *sorted(interceptor.glob("native/**/*.[ch]"))]
+    files += [interceptor / "_build.py", CORE / "hatch_build.py"]
+    files += sorted(interceptor.glob("native/**/*.[ch]"))
     files += [path / "pyproject.toml" for path in DISTRIBUTIONS]
     switches = [os.environ.get(name, "") for name in ("AMANDA_NATIVE", "AMANDA_REQUIRE_NATIVE", "CC")]
     return hashlib.sha256(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.search import Choice, SearchTool
 from amanda.tools.select import Phase, SelectionError, select
+from amanda.tools.stats import StatsTool
 from amanda.tools.steps import Steps, Window, WindowError
 
 
@@ -478,3 +480,18 @@ def test_restart_is_a_former_name_of_clear() -> None:
     steps.step()
     steps.clear()
     assert steps.number == 0
+
+
+def make_statistics() -> amanda.Tool:
+    return StatsTool(bins=0)
+
+
+@pytest.mark.parametrize("make", [FlopsTool, NanTool, make_statistics, InjectTool, PruneTool])
+def test_tools_run_at_the_steps_of_a_window_whatever_their_routines_are_marked_as(
+    make: Callable[[], amanda.Tool],
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    with amanda.apply(select(make(), start=1, frequency=2)):
+        for _ in range(4):
+            model(x).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())

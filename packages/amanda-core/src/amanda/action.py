@@ -14,6 +14,7 @@ from amanda.plan.action import (
     observer,
     opening,
     traceable,
+    with_marks,
 )
 from amanda.plan.observers import Executions, Observed, ShapeTally, Tally, gathered
 
@@ -36,4 +37,5 @@ __all__ = [
     "observer",
     "opening",
     "traceable",
+    "with_marks",
 ]

@@ -215,6 +215,13 @@ def marks(func: Routine) -> frozenset[str]:
 _UNMARKED: frozenset[str] = frozenset()
 
 
+def with_marks(func: RoutineT, mark_names: Iterable[str]) -> RoutineT:
+    """Return a routine with more marks, by the names that `marks` returns, as of a routine that it wraps."""
+    for mark in mark_names:
+        func = _add_mark(func, mark)
+    return func
+
+
 def _add_mark(func: RoutineT, mark: str) -> RoutineT:
     """Return the routine with a mark; wraps a routine, such as a builtin, that takes no attributes."""
     mark_names = marks(func) | {mark}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import amanda
 from amanda import interceptor
-from amanda.action import Routine, has_run, marks, opening
+from amanda.action import Routine, has_run, marks, opening, with_marks
 from amanda.errors import AmandaError
 from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
 
@@ -235,9 +235,8 @@ class Window:
         functools.update_wrapper(wrapper, routine, updated=())
         if signature is not None:
             wrapper.__signature__ = signature  # type: ignore[attr-defined]
-        for mark in marks(routine) - {"traceable"}:  # inlined into a graph it would be decided for good
-            wrapper = getattr(amanda, mark)(wrapper)
-        return wrapper
+        # Not traceable: inlined into a graph, the decision of one step would hold for all.
+        return with_marks(wrapper, marks(routine) - {"traceable"})
 
 
 def _add_run_keyword(routine: Routine) -> inspect.Signature | None:
