@@ -1,4 +1,4 @@
-"""What one rewrite of a graph works with: the analysis of its ops, its results, the values at a node."""
+"""The state of one rewrite of a graph: analysis of its ops, results, and values at a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in force: activations with their plans by op; the extents of scopes, and locks of tools."""
+"""Activations with their plans by op, the extents of scopes, and the locks of tools, in pure Python."""
 
 import threading
 from contextlib import suppress

@@ -71,7 +71,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
     def introduce(self) -> None:
-        """Tell the interceptor the types that enter op ids, and to leave frames of checkpoints out."""
+        """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
         super().introduce()
         self.skip(torch.utils.checkpoint.__file__)
         for callable_type in _CALLABLE_TYPES:

@@ -116,7 +116,7 @@ class TraceTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _resume_execution(place: ProgramOp, run: dict[str, Any]) -> None:
-        """Tell a backward op which recorded op its execution belongs to; None without one."""
+        """Set the recorded op of a backward op's execution; None if none was recorded."""
         place.resumed = run.get("traced")
 
     def tracker(self, context: amanda.OpContext) -> ExecutionTracker:

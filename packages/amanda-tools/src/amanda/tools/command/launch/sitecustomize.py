@@ -147,7 +147,7 @@ class Process:
         self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
 
     def _begin_in_child(self) -> None:
-        """Let signals through in a forked child; without a session they end it at once."""
+        """Unblock signals in a forked child; in one without a session, signals end the process at once."""
         if self.session is None:
             # There is nothing to save, and a handler in Python may come too late to end a lock's wait.
             self._replace_handlers(self.end_by_signal, signal.SIG_DFL)
