@@ -42,10 +42,13 @@ def write_pages() -> None:
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.copytree(DOCS, PAGES)
     shutil.copytree(ROOT / "website" / "assets", PAGES / "assets")
-    for page in PAGES.rglob("*.md"):
+    # A list: pages that show files of the repository are added meanwhile.
+    for page in list(PAGES.rglob("*.md")):
         at = DOCS / page.relative_to(PAGES)
-        text = page.read_text().replace(gaps.MARKER, gaps.gaps_table())
-        text = text.replace(contents.MARKER, contents.contents())
+        text = page.read_text()
+        for marker, table in ((gaps.MARKER, gaps.gaps_table), (contents.MARKER, contents.contents)):
+            if marker in text:
+                text = text.replace(marker, table())
         page.write_text(relinked(text + _api_of(at), at, page))
     (PAGES / TOOLS).write_text(relinked(_list_of_tools(), DOCS / "tools.md", PAGES / TOOLS))
     for guide in sorted(ROOT.glob("*.md")):
