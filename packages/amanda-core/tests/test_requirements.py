@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amanda.plugins.doctor import fits, unfit_requirements
+from amanda.plugins.requirements import fits, unfit_requirements
 
 
 @pytest.mark.parametrize(

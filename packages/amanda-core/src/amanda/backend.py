@@ -26,7 +26,7 @@ from amanda.plan.facts import Operation, OpFacts
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import failed, matched, picked_by
 from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
-from amanda.scope.driver import DRIVER_API, Driver
+from amanda.scope.driver import DRIVER_API, Driver, Exercise
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.state import State
 
@@ -42,6 +42,7 @@ __all__ = [
     "EagerDriver",
     "Execution",
     "Executions",
+    "Exercise",
     "GraphAnalysis",
     "GraphDriver",
     "Inlining",

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
-import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
-from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from amanda.errors import PluginError
 from amanda.plugins import manager
 from amanda.plugins.entries import COMMANDS, Plugin, PluginEntry, registry, rivalry, upgrade
+from amanda.plugins.requirements import Unfit, unfit_requirements
+from amanda.plugins.self_test import self_test
 from amanda.scope.attachment import attachment
 from amanda.tool import Tool, apply
 
@@ -118,8 +117,15 @@ def _check_attachment() -> Iterator[Diagnosis]:
         # The surest test: what a user's first scope would do.
         with apply(Tool()) as scope:
             slowdowns = {driver.framework: driver.slowdown() for driver in attachment.attached}
+            verdicts = {driver: self_test(driver) for driver in attachment.attached}
     finally:
         logging.getLogger("amanda").removeHandler(silence)
+    for driver, verdict in verdicts.items():
+        subject = f"self-test of {driver.framework}, {driver.modes[0]} mode"
+        if verdict.failure:
+            yield Diagnosis("wrong", subject, verdict.failure)
+        elif verdict.passed:
+            yield Diagnosis("ok", subject, f"{verdict.passed} checks passed")
     yield from _check_native_code(slowdowns)
     # These have a line already, from the list of drivers.
     faulty = {plugin.name for plugin in manager.faulty_drivers()}
@@ -165,128 +171,3 @@ def _check_commands() -> Iterator[Diagnosis]:
         else:
             rivals = len(entries) > 1
             yield Diagnosis("wrong" if rivals else "ok", subject, rivalry(entries) if rivals else "")
-
-
-_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;@)]*)\)?[^;]*(?:;(.*))?$")
-_CLAUSE = re.compile(r"(===|~=|==|!=|<=|>=|<|>)\s*([^\s,]+)")
-_MARKER = re.compile(r"""(\w+)\s*(===|~=|==|!=|<=|>=|<|>|not in|in)\s*['"]([^'"]*)['"]""")
-
-
-class Unfit(NamedTuple):
-    """A requirement that what is installed does not meet."""
-
-    name: str
-    specifier: str
-    installed: str
-
-
-class _Requirement(NamedTuple):
-    name: str
-    specifier: str
-    extra: str
-    installed: str | None
-
-
-def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
-    """Yield what a distribution asks for in another version than is installed, not what is absent.
-
-    What it asks for in an extra counts where all that the extra asks for is installed.
-    """
-    requirements = [
-        requirement for text in dist.requires or () if (requirement := _requirement(text)) is not None
-    ]
-    # An extra that is not installed as a whole was not asked for by anybody.
-    unused = {
-        requirement.extra
-        for requirement in requirements
-        if requirement.extra and requirement.installed is None
-    }
-    for name, versions, extra, installed in requirements:
-        if installed is not None and extra not in unused and not fits(installed, versions):
-            yield Unfit(name, versions, installed)
-
-
-def _requirement(text: str) -> _Requirement | None:
-    """Read a requirement; None for one that does not apply here."""
-    parts = _NAME.match(text)
-    if parts is None or not _applies(marker := parts[3] or ""):
-        return None
-    extra = next((value for name, _, value in _MARKER.findall(marker) if name == "extra"), "")
-    try:
-        installed = distribution(parts[1]).version
-    except PackageNotFoundError:
-        installed = None
-    return _Requirement(parts[1], parts[2].replace(" ", ""), extra, installed)
-
-
-def fits(version: str, specifier: str) -> bool:
-    """Return True if a version meets every comparison of a specifier, as of "<2.14,>=2.4"."""
-    return all(_satisfies(version, operator, release) for operator, release in _CLAUSE.findall(specifier))
-
-
-def _satisfies(version: str, operator: str, required: str) -> bool:
-    """Return True if a version meets one comparison of a specifier."""
-    if operator == "===":
-        return version == required
-    release, required_release = _release(version), _release(required)
-    if operator == "~=":
-        count = len(required_release)
-        return _compare(release, required_release) >= 0 and release[: count - 1] == required_release[:-1]
-    if required.endswith(".*"):
-        return (release[: len(required_release)] == required_release) == (operator == "==")
-    order = _compare(release, required_release)
-    return {"==": order == 0, "!=": order != 0, "<": order < 0, ">": order > 0,
-            "<=": order <= 0, ">=": order >= 0}[operator]  # fmt: skip
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with: (2, 13, 0) of "2.13.0rc1+cpu"; () where it has none."""
-    match = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
-    return tuple(map(int, match[1].split("."))) if match else ()
-
-
-def _compare(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return a number above 0 for a later first release, below 0 for an earlier one; 2.0 equals 2."""
-    differences = [a - b for a, b in zip_longest(first, second, fillvalue=0)]
-    return next((difference for difference in differences if difference), 0)
-
-
-def _applies(marker: str) -> bool:
-    """Return True if a requirement holds here, in one extra or another, or cannot be parsed."""
-    # Markers become T and F, and `and`, `or` and parentheses are folded until nothing changes: the package
-    # `packaging`, which does this in full, is no dependency of the core.
-    text = _MARKER.sub(lambda match: "T" if _holds(*match.groups()) else "F", marker).strip()
-    previous_text = None
-    while text != previous_text:
-        previous_text = text
-        text = re.sub(r"\(\s*([TF])\s*\)", r"\1", text)
-        text, ands = re.subn(r"([TF]) and ([TF])", lambda m: "T" if m[1] == m[2] == "T" else "F", text)
-        if not ands:
-            text = re.sub(r"([TF]) or ([TF])", lambda m: "T" if "T" in m.groups() else "F", text)
-    return text != "F"
-
-
-def _holds(name: str, operator: str, value: str) -> bool:
-    """Return True if a marker's comparison holds on this system; unknown names hold."""
-    if name.endswith("_version"):
-        return fits(_environment()[name], f"{operator}{value}") if name in _environment() else True
-    # Unknown here, so the requirement counts: to ask too much is said, to ask too little would be silent.
-    if name == "extra" or name not in _environment():
-        return True
-    present = _environment()[name]
-    return {"==": present == value, "!=": present != value, "in": present in value,
-            "not in": present not in value}.get(operator, True)  # fmt: skip
-
-
-def _environment() -> dict[str, str]:
-    """Return the values of the environment markers of PEP 508."""
-    return {
-        "python_version": ".".join(map(str, sys.version_info[:2])),
-        "python_full_version": platform.python_version(),
-        "implementation_name": sys.implementation.name,
-        "os_name": os.name,
-        "platform_machine": platform.machine(),
-        "platform_python_implementation": platform.python_implementation(),
-        "platform_system": platform.system(),
-        "sys_platform": sys.platform,
-    }

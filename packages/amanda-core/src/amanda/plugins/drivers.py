@@ -77,6 +77,16 @@ def driven_frameworks() -> list[str]:
     return sorted({_framework(entry) for entry in registry.entries(DRIVERS, fresh=False)})
 
 
+def version_note(driver: Driver) -> str:
+    """Return a note where the driver's tests never ran on its framework's version, "" elsewhere.
+
+    Raises DriverError if the driver fails its self-test there.
+    """
+    from amanda.plugins import self_test  # it makes tools, and their module imports the attachment's users
+
+    return self_test.version_note(driver)
+
+
 def none_installed() -> str:
     """Say how to get a driver where none is installed, or none of the imported frameworks; "" otherwise."""
     driven = driven_frameworks()

@@ -44,6 +44,12 @@ class InstalledDrivers(Protocol):
     def absent_frameworks(self) -> Iterable[str]:
         """Return the names of frameworks that have a driver and have not been imported."""
 
+    def version_note(self, driver: Driver) -> str:
+        """Return a note if the driver was never tested on its framework's version, "" otherwise.
+
+        Raises DriverError if the driver cannot serve that version.
+        """
+
     def none_installed(self) -> str:
         """Say how to get a driver where none can be used; "" where one can."""
 
@@ -68,6 +74,7 @@ class Attachment:
         self._attached: list[Driver] = []
         self._faulty: list[FaultyDriver] = []
         self._broken_reasons: dict[str, str] = {}  # by the subject of the report
+        self._tried: set[type[Driver]] = set()
         self._awaited: list[Callable[[], object]] = []
         self._threads = Threads()
 
@@ -148,10 +155,13 @@ class Attachment:
                 # Before `attach`, so that an exception in the middle of it finds what there is to detach.
                 self._attached.append(driver)
                 driver.attach()
+                # Switches of tools are frequent, and most drivers have nothing to follow.
+                if kind.switched is not Driver.switched:
+                    when_switched.append(driver.switched)
+                self._check_version(driver)
             except BaseException as error:
                 if driver is not None:
-                    driver.detach()
-                    self._attached.remove(driver)
+                    self._detach(driver)
                 # An interrupt is the user's; an error of one driver must not stop the scope, which has
                 # others.
                 if not isinstance(error, Exception):
@@ -161,10 +171,22 @@ class Attachment:
                 for scope in self._intercepting:
                     scope.report.add(kind.__name__, reason)
                 return
-            # Switches of tools are frequent, and most drivers have nothing to follow.
-            if type(driver).switched is not Driver.switched:
-                when_switched.append(driver.switched)
             hooks.call("amanda_driver_attached", driver=driver)
+
+    def _check_version(self, driver: Driver) -> None:
+        """Try a driver, once in a process, on a version of its framework that its tests never ran on."""
+        if type(driver) not in self._tried and (note := self.installed.version_note(driver)):
+            # To the first scope alone: nothing is left out, so that later reports need not repeat it.
+            for scope in self._intercepting:
+                scope.report.add(driver.framework, note)
+        self._tried.add(type(driver))
+
+    def _detach(self, driver: Driver) -> None:
+        """Detach a driver, and forget it only then: after an interrupt the next closing begins here again."""
+        if driver.switched in when_switched:
+            when_switched.remove(driver.switched)
+        driver.detach()
+        self._attached.remove(driver)
 
     def _attach_loaded(self) -> None:
         """Attach all drivers whose framework has been imported; note those that cannot be used."""
@@ -186,12 +208,8 @@ class Attachment:
         interceptor.forget_failures()
         undo(self._awaited)
         while self._attached:
-            # Taken out only after `detach`: where that is interrupted, the next closing begins here again.
             driver = self._attached[-1]
-            if driver.switched in when_switched:
-                when_switched.remove(driver.switched)
-            driver.detach()
-            self._attached.pop()
+            self._detach(driver)
             hooks.call("amanda_driver_detached", driver=driver)
         self._threads.detach()
 

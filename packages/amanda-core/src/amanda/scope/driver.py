@@ -6,10 +6,10 @@ import importlib.util
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from types import CodeType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from amanda.interceptor import codes
 from amanda.interceptor.attributes import Attributes
@@ -23,6 +23,18 @@ DRIVER_API = 1
 _DRIVERS = "amanda.drivers."
 
 
+class Exercise(NamedTuple):
+    """A small program by which a driver shows that it serves the version of its framework that runs.
+
+    run: executes one op, and its backward op where the mode has any; returns the op's result, then the
+    gradient, as numbers.  op_type, backward_op_type: types of the two, as tools see them; "" for none.
+    """
+
+    run: Callable[[], Sequence[float]]
+    op_type: str
+    backward_op_type: str = ""
+
+
 class Driver(ABC):
     """One framework, in one or more modes.
 
@@ -30,12 +42,14 @@ class Driver(ABC):
     framework: import name of the framework.
     packages: import names of other packages whose code is the framework's too.
     modes: what the driver serves, e.g. ("eager",).
+    newest_tested: newest release of the framework that the driver's tests ran on, e.g. "2.15"; "" if unknown.
     """
 
     api: ClassVar[int]
     framework: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
     modes: ClassVar[tuple[str, ...]]
+    newest_tested: ClassVar[str] = ""
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -92,6 +106,17 @@ class Driver(ABC):
     def slowdown(self) -> str:
         """Say what native code lacks to read this build of the framework; "" where it lacks nothing."""
         return ""
+
+    def exercise(self) -> Exercise | None:
+        """Return a small program for the self-test, which runs on newer versions and in `amanda doctor`.
+
+        None, as unless a driver overrides it, leaves the self-test out. Called while attached.
+        """
+        return None
+
+    def looked_up(self) -> int:
+        """Return the number of undocumented names of the framework that `attach` has found; 0 if unknown."""
+        return 0
 
     @property
     def _short_name(self) -> str:

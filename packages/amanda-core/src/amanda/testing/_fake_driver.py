@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.backend import BackwardStep, Call, EagerDriver, OpFacts, State, TensorOps, Trace, recomputed
+from amanda.backend import (
+    BackwardStep,
+    Call,
+    EagerDriver,
+    Exercise,
+    OpFacts,
+    State,
+    TensorOps,
+    Trace,
+    recomputed,
+)
 from amanda.errors import RoutineError
 from amanda.interceptor import Detour, Site, Suspension
 from amanda.testing import fake
@@ -251,6 +261,7 @@ class FakeDriver(FakeTensors, EagerDriver):
     api = 1
     framework = "amanda.testing.fake"
     modes = ("eager",)
+    newest_tested = "1.0"
     identity_types = (fake.Parameter,)
 
     def __init__(self) -> None:
@@ -269,6 +280,10 @@ class FakeDriver(FakeTensors, EagerDriver):
         functions = {run_backward: followed(self, run_backward), checkpoint: _replaying(checkpoint)}
         self.attributes.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
         self.attributes.enclose(fake.Module)
+
+    def exercise(self) -> Exercise:
+        """Return a program of one op and its backward op."""
+        return Exercise(_run_relu, "relu", "relu")
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in the order of the operator's signature."""
@@ -299,6 +314,16 @@ class FakeDriver(FakeTensors, EagerDriver):
     def attach_trace(self, trace: Trace, nodes: NodeRange, values: list[Any]) -> None:
         """Mark the nodes that the operator made."""
         mark(trace, nodes, values)
+
+
+def _run_relu() -> list[float]:
+    """Return relu of two numbers, and its gradient."""
+    x = fake.tensor([0.5, -0.25], requires_grad=True)
+    with fake.enable_grad():
+        y = fake.relu(x)
+    y.backward()
+    assert x.grad is not None
+    return [*y.numbers, *x.grad.numbers]
 
 
 def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:

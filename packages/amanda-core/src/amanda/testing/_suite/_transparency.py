@@ -15,6 +15,8 @@ import pytest
 
 import amanda
 from amanda import interceptor
+from amanda.plugins.self_test import self_test
+from amanda.scope.attachment import attachment
 from amanda.testing._sample import Sample, needs
 from amanda.testing._tools import POINTS, also, inserting, no_op, notes, op_name, tool
 
@@ -32,6 +34,12 @@ class TransparencyTests:
                 with amanda.cache_disabled():
                     assert _trained(sample) == plain
         assert _trained(sample) == plain
+
+    def test_the_self_test_of_the_driver_passes(self, sample: Sample) -> None:
+        with amanda.apply(amanda.Tool()):
+            (driver,) = (driver for driver in attachment.attached if type(driver) is sample.driver)
+            verdict = self_test(driver)
+        assert verdict.failure == "", "Driver.exercise does not do what it says, or ops are not seen"
 
     def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
         plain = _trained(sample)

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
+
 import jax
 from amanda import interceptor
-from amanda.backend import Action, Call, EagerDriver, Operation, OpFacts, State, Trace
+from amanda.backend import Action, Call, EagerDriver, Exercise, Operation, OpFacts, State, Trace
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from amanda.plan import run_routine
 from jax._src import core
@@ -43,7 +45,7 @@ from ._modules import (
     variable_of,
 )
 from ._primitives import ORIGINALS
-from ._requirements import check_requirements
+from ._requirements import ESSENTIAL, NEWEST_TESTED, check_requirements
 from ._stacks import record_scans
 from ._tensors import Arrays
 from ._traces import INSERTION, TAP, add_note, is_staged, is_tangent, is_within_jit
@@ -72,6 +74,7 @@ class JaxDriver(Arrays, EagerDriver):
     framework = "jax"
     packages = ("jaxlib", "flax", "equinox", "optax")
     modes = ("eager",)
+    newest_tested = NEWEST_TESTED
     has_symbols = True
 
     def __init__(self) -> None:
@@ -103,6 +106,14 @@ class JaxDriver(Arrays, EagerDriver):
         # memory.
         self.attributes.on_restore(ORIGINALS.clear)
         set_cache_key()
+
+    def exercise(self) -> Exercise:
+        """Return a program of one op and its transpose."""
+        return Exercise(_run_product, "mul", "mul")
+
+    def looked_up(self) -> int:
+        """Return the number of JAX's undocumented names that are needed."""
+        return sum(len(names.split()) for names in ESSENTIAL.values())
 
     def switched(self) -> None:
         """Trace on this thread for the tools that are in force now."""
@@ -302,3 +313,12 @@ def _bind_suspended(
     """Bind a primitive while nothing is intercepted, since binds inside it are parts of the op."""
     with interceptor.Suspension():
         return original(primitive, *args, **params)
+
+
+def _run_product() -> list[float]:
+    """Return two numbers times a constant, and the gradient, eagerly even while a function is traced."""
+    with jax.ensure_compile_time_eval():
+        x, factors, ones = (np.array(values, np.float32) for values in ([0.5, -0.25], [3, 3], [1, 1]))
+        product, transpose = jax.vjp(lambda x: jax.lax.mul(x, factors), x)
+        (gradient,) = transpose(ones)
+        return [*product.tolist(), *gradient.tolist()]

@@ -13,6 +13,8 @@ from amanda.errors import DriverError
 Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
+NEWEST_TESTED = "0.10"
+
 # Private names, which any release of JAX may change. All are looked up before the first is patched.
 ESSENTIAL = {
     "ad_checkpoint": "remat_p.bind",
@@ -64,7 +66,7 @@ def check_requirements() -> None:
     if absent:
         raise DriverError(
             f"JAX {jax.__version__} lacks {', '.join(absent).replace(':', '.')}, on which amanda-driver-jax "
-            "leans; it is written for JAX 0.10.2: install that, or a newer amanda-driver-jax"
+            f"leans; it was tested with JAX up to {NEWEST_TESTED}: install that, or a newer amanda-driver-jax"
         )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import mindspore
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Call, Operation, OpFacts, State
+from amanda.backend import Call, Exercise, Operation, OpFacts, State
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, CallCache, Detour, Resumption, Site
 from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
@@ -43,6 +44,7 @@ class MindSporeDriver(MindSporeAutograd):
     api = 1
     framework = "mindspore"
     modes = ("eager",)
+    newest_tested = "2.10"
     identity_types = (Parameter,)
 
     def __init__(self) -> None:
@@ -70,6 +72,10 @@ class MindSporeDriver(MindSporeAutograd):
         # With the pipeline another thread creates the nodes, and may wait for the GIL while Python waits for
         # it.
         self._recorded_later = not _executor.disable_frontend_and_bprop_pipeline()
+
+    def exercise(self) -> Exercise:
+        """Return a program of one op and its backward op."""
+        return Exercise(_run_tanh, "Tanh", "Tanh")
 
     def detach(self) -> None:
         """Leave MindSpore as it was."""
@@ -158,3 +164,9 @@ def _place_of(target: NativeTarget) -> tuple[Any, str]:
 
 def _no_parameter() -> None:
     return None
+
+
+def _run_tanh() -> list[float]:
+    """Return tanh of two numbers, and its gradient."""
+    value, gradient = mindspore.value_and_grad(mindspore.ops.tanh)(Tensor([0.5, -0.25], mindspore.float32))
+    return [*value.asnumpy().tolist(), *gradient.asnumpy().tolist()]

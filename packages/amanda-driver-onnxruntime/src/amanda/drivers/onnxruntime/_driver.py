@@ -9,12 +9,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
-from amanda.backend import Attributes, CannotInstrument, Execution, GraphAnalysis, GraphDriver, State, digest
+from amanda.backend import (
+    Attributes,
+    CannotInstrument,
+    Execution,
+    Exercise,
+    GraphAnalysis,
+    GraphDriver,
+    State,
+    digest,
+)
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
 from ._copies import ModelCopy, model_of
 from ._model import Model
-from ._requirements import check
+from ._requirements import NEWEST_TESTED, check, run_tanh
 from ._rewrite import ModelRewriting
 from ._tensors import NumpyReads, OnnxTensorOps
 from ._values import as_array, as_ort_value
@@ -26,6 +35,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
     api = 1
     framework = "onnxruntime"
     modes = ("graph",)
+    newest_tested = NEWEST_TESTED
     tensors = OnnxTensorOps()
     reads = NumpyReads
 
@@ -39,6 +49,10 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
         """Patch the methods through which sessions run."""
         check()
         self._boundary.attach(self.attributes)
+
+    def exercise(self) -> Exercise:
+        """Return a program of a session with one op."""
+        return Exercise(run_tanh, "Tanh")
 
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
         """Rewrite the model of a session."""

@@ -7,7 +7,7 @@ import tensorflow as tf
 from amanda.backend import lacking
 from amanda.errors import DriverError
 
-TESTED_VERSIONS = ("2.16", "2.18", "2.20", "2.21")
+NEWEST_TESTED = "2.21"
 
 # Private names of TensorFlow. A mode looks all of its names up before it patches anything, so that a version
 # without one of them leaves the mode off as a whole, and the other modes on.
@@ -124,7 +124,6 @@ def check(mode: str) -> None:
     if absent:
         raise DriverError(
             f"tensorflow {tf.__version__} lacks {', '.join(absent)}, without which {mode} mode cannot be "
-            f"instrumented; amanda-driver-tf {version('amanda-driver-tf')} was tested with tensorflow "
-            f"{', '.join(TESTED_VERSIONS)}: "
-            f'pip install "tensorflow=={TESTED_VERSIONS[-1]}.*", or a newer driver'
+            f"instrumented; amanda-driver-tf {version('amanda-driver-tf')} was tested with tensorflow up to "
+            f'{NEWEST_TESTED}: pip install "tensorflow=={NEWEST_TESTED}.*", or a newer driver'
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Namespace, OpFacts, State, digest
+from amanda.backend import Call, EagerDriver, Exercise, Namespace, OpFacts, State, digest
 from amanda.interceptor import (
     IMPLEMENTATION,
     ONE_PLACE,
@@ -20,6 +20,7 @@ from amanda.interceptor import (
     Site,
 )
 from amanda.plan import spread
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
@@ -38,10 +39,11 @@ from ._overrides import (
     has_overrides,
     is_recorded,
     leave_overrides,
+    without_function_modes,
 )
 from ._patches import TorchPatches, forget_torch_callables
 from ._reader import make_reader
-from ._requirements import check_requirements
+from ._requirements import NEWEST_TESTED, check_requirements, count_found
 from ._schema import binding
 from ._straight_through import plain_straight_through
 from ._targets import NAMESPACES, Target, targets
@@ -56,6 +58,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     api = 1
     framework = "torch"
     modes = ("eager",)
+    newest_tested = NEWEST_TESTED
     identity_types = (torch.nn.Parameter,)
     slot_of = staticmethod(slot_of)
 
@@ -119,6 +122,14 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def slowdown(self) -> str:
         """Return the parts that native code lacks to read the tensors of this torch; "" if it lacks none."""
         return self._reader_and_lack[1]
+
+    def exercise(self) -> Exercise:
+        """Return a program of one op and its backward op."""
+        return Exercise(_run_tanh, "tanh", "tanh")
+
+    def looked_up(self) -> int:
+        """Return the number of undocumented names of torch that are there."""
+        return count_found()
 
     @cached_property
     def _targets_by_site(self) -> dict[Site, Target]:
@@ -377,6 +388,15 @@ class DriverForUnfinishedResult(DriverOutsideModes):
 
 class DriverInTransform(TransformedTensors, DriverOutsideModes):
     """The driver within function transforms of torch.func."""
+
+
+def _run_tanh() -> list[float]:
+    """Return tanh of two numbers and its gradient, whatever modes the program has switched on."""
+    with _disable_current_modes(), without_function_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.tensor([0.5, -0.25], dtype=torch.float64, device="cpu", requires_grad=True)
+        y = torch.tanh(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        return [*y.tolist(), *gradient.tolist()]
 
 
 class DetouredFunctions:

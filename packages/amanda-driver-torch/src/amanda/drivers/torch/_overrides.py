@@ -150,7 +150,7 @@ def _call_outside_of_modes(
     with ExitStack() as stack:
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
-        stack.enter_context(_without_function_modes())
+        stack.enter_context(without_function_modes())
         dispatch = pop_all()
         stack.callback(push_all, dispatch)
         stack.enter_context(_WithTorchFunction())
@@ -159,7 +159,7 @@ def _call_outside_of_modes(
 
 
 @contextmanager
-def _without_function_modes() -> Iterator[None]:
+def without_function_modes() -> Iterator[None]:
     """Leave all function modes but a default device within the context."""
     modes = [_native._pop_torch_function_stack() for _ in range(_count_function_modes())]
     try:

@@ -16,7 +16,7 @@ logger = logging.getLogger("amanda")
 
 # Every private name that the driver reads is listed here, which a test checks: so a torch that lacks a name
 # is refused, or served with less, when the first scope opens, and not by an AttributeError at some op.
-TESTED_VERSIONS = ("2.13",)
+NEWEST_TESTED = "2.13"
 
 ESSENTIAL = (
     "_C.DisableTorchFunction.__exit__",
@@ -150,20 +150,23 @@ def missing_for_graphs() -> tuple[str, ...]:
 
 def check_requirements() -> None:
     """Warn of names that this torch lacks; raise DriverError if an essential name is absent."""
-    tested = f"amanda-driver-torch was tested with torch {', '.join(TESTED_VERSIONS)}"
+    tested = f"amanda-driver-torch was tested with torch up to {NEWEST_TESTED}"
     lacking = [path for path in ESSENTIAL if torch_attribute(path) is None]
     if lacking:
         raise DriverError(
             f"torch {torch.__version__} lacks {', '.join(lacking)}, without which no op can be "
-            f'instrumented; {tested}: pip install "torch=={TESTED_VERSIONS[-1]}.*", or a newer driver'
+            f'instrumented; {tested}: pip install "torch=={NEWEST_TESTED}.*", or a newer driver'
         )
     # Parts of torch's API differ between builds as well as versions: warn, and serve the rest.
     absent = dict.fromkeys(missing_parts(), "its calls are not seen")
     absent |= {path: consequence for path, consequence in OPTIONAL.items() if torch_attribute(path) is None}
     for path, consequence in absent.items():
         log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {tested}")
-    if ".".join(torch.__version__.split(".")[:2]) not in TESTED_VERSIONS:
-        log_once(logging.INFO, f"torch {torch.__version__}: {tested}")
+
+
+def count_found() -> int:
+    """Return the number of undocumented names of the lists above that this torch has."""
+    return sum(torch_attribute(path) is not None for path in (*ESSENTIAL, *OPTIONAL))
 
 
 @cache

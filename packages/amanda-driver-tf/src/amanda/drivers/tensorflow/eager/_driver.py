@@ -4,14 +4,15 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
-from amanda.backend import Call, EagerDriver, OpFacts, Trace
+from amanda.backend import Call, EagerDriver, Exercise, OpFacts, Trace
 from amanda.interceptor import Site
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
+from .._exercises import eager_exercise
 from .._layers import ModuleCalls, module_path, named_paths
-from .._requirements import check
+from .._requirements import NEWEST_TESTED, REQUIRED, check
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
 from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
 from ._interception import Interception, call_execute
@@ -28,6 +29,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     framework = "tensorflow"
     packages = ("keras", "tf_keras")
     modes = ("eager",)
+    newest_tested = NEWEST_TESTED
     identity_types = (Variable,)
 
     def __init__(self) -> None:
@@ -62,6 +64,14 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
             # Native code still holds the stand-ins until TensorFlow's functions are registered again.
             self._tape.register()
             self._attached = False
+
+    def exercise(self) -> Exercise | None:
+        """Return a program of one op and its gradient; None where eager mode has been switched off."""
+        return eager_exercise()
+
+    def looked_up(self) -> int:
+        """Return the number of TensorFlow's undocumented names that the mode needs."""
+        return len(REQUIRED["eager"])
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in the order of the op's schema."""

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from amanda import interceptor
-from amanda.backend import CannotInstrument, GraphAnalysis, GraphDriver, State, digest
+from amanda.backend import CannotInstrument, Exercise, GraphAnalysis, GraphDriver, State, digest
 from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 
+from .._exercises import function_exercise
 from .._layers import handles_of, layer_classes
-from .._requirements import check
+from .._requirements import NEWEST_TESTED, REQUIRED, check
 from .._tensors import allow_tapes_in_routines
 from ..graph import (
     DEFAULT_BUDGET,
@@ -49,6 +50,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     api = 1
     framework = "tensorflow"
     modes = ("function",)
+    newest_tested = NEWEST_TESTED
     tensors = GraphTensorOps()
     reads = TensorFlowReads
     observer_bytes: ClassVar[int] = DEFAULT_BUDGET
@@ -69,6 +71,14 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         """Leave TensorFlow as it was."""
         super().detach()
         forget_gradient_function()
+
+    def exercise(self) -> Exercise | None:
+        """Return a program of a function with one op, and its gradient; None where eager mode is off."""
+        return function_exercise()
+
+    def looked_up(self) -> int:
+        """Return the number of TensorFlow's undocumented names that the mode needs."""
+        return len(REQUIRED["function"])
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:

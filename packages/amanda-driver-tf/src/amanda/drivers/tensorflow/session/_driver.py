@@ -8,10 +8,11 @@ from typing import Any
 from weakref import ref
 
 from amanda import backend
-from amanda.backend import Execution, GraphAnalysis, State
+from amanda.backend import Execution, Exercise, GraphAnalysis, State
 from tensorflow.python.eager import context
 
-from .._requirements import check
+from .._exercises import session_exercise
+from .._requirements import NEWEST_TESTED, REQUIRED, check
 from ..graph import GraphTensorOps, TensorFlowReads
 from ._boundary import SessionBoundary
 from ._copies import Route, SessionRewriting, SessionRun, add_copy, rewrite_run
@@ -25,6 +26,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     api = 1
     framework = "tensorflow"
     modes = ("graph",)
+    newest_tested = NEWEST_TESTED
     tensors = GraphTensorOps()
     reads = TensorFlowReads
 
@@ -36,6 +38,14 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         """Patch the methods through which sessions run."""
         check("graph")
         self._boundary.attach(self.attributes)
+
+    def exercise(self) -> Exercise:
+        """Return a program of a session with one op, and its gradient."""
+        return session_exercise()
+
+    def looked_up(self) -> int:
+        """Return the number of TensorFlow's undocumented names that the mode needs."""
+        return len(REQUIRED["graph"])
 
     def rewriting(self) -> AbstractContextManager[Any]:
         """Return a context of eager mode, so that traced routines do not enter the user's graph."""

@@ -1,0 +1,110 @@
+"""A driver's self-test: whether it serves a version of its framework that its tests never ran on."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import Context
+from typing import Any, NamedTuple
+
+from amanda.errors import DriverError
+from amanda.plan.context import OpContext
+from amanda.plugins.requirements import release_numbers
+from amanda.scope.driver import Driver, Exercise
+from amanda.tool import Tool, apply
+
+_FORWARD = ("its op", "a routine before it", "a routine after it")
+_BACKWARD = ("its backward op", "a routine before its backward op")
+
+
+class Verdict(NamedTuple):
+    """Outcome of a self-test: the number of checks that passed, and the failure, "" if there is none."""
+
+    passed: int
+    failure: str
+
+
+def version_note(driver: Driver) -> str:
+    """Return a note for the report if the framework is newer than all that was tested; "" otherwise.
+
+    Raises DriverError if the driver fails its self-test there.
+    """
+    tested = release_numbers(driver.newest_tested)
+    if not tested or release_numbers(_version(driver))[: len(tested)] <= tested:
+        return ""
+    newer = f"{_version(driver)} is newer than the last that was tested ({driver.newest_tested})"
+    verdict = self_test(driver)
+    if verdict.failure:
+        raise DriverError(f"{driver.framework} {newer}; its driver fails the self-test: {verdict.failure}")
+    return f"{newer}; {verdict.passed} checks passed" if verdict.passed else newer
+
+
+def self_test(driver: Driver) -> Verdict:
+    """Run an attached driver's exercise bare, under a tool that looks, and under one that doubles the result."""
+    exercise = driver.exercise()
+    if exercise is None:
+        return Verdict(driver.looked_up(), "")
+    # In an empty context no scope of the program is in force: its tools see nothing of the test.
+    passed, failure = Context().run(_try, exercise)
+    return Verdict(driver.looked_up() + passed, failure)
+
+
+def _try(exercise: Exercise) -> tuple[int, str]:
+    """Return the number of checks that passed, and the first failure."""
+    expected = _FORWARD + _BACKWARD if exercise.backward_op_type else _FORWARD
+    try:
+        bare = list(exercise.run())
+        witness = _Witness(exercise, factor=1)
+        with apply(witness):
+            watched = list(exercise.run())
+        with apply(_Witness(exercise, factor=2)):
+            changed = list(exercise.run())
+    except Exception as error:
+        return 0, f"{exercise.op_type} raises {error!r}"
+    unseen = [event for event in expected if event not in witness.events]
+    if unseen:
+        return 0, f"of {exercise.op_type} tools did not see {', '.join(unseen)}"
+    if watched != bare:
+        return 0, f"{exercise.op_type} gives {watched} under a tool that changes nothing, {bare} without it"
+    if changed[0] != 2 * bare[0]:
+        return 0, f"the result of {exercise.op_type} is {bare[0]}; doubled by a tool it is {changed[0]}"
+    return len(expected) + 2, ""
+
+
+class _Witness(Tool):
+    """Records what happens at the op of an exercise, and multiplies its result by a factor."""
+
+    def __init__(self, exercise: Exercise, factor: int) -> None:
+        self.exercise, self.factor = exercise, factor
+        self.events: set[str] = set()
+        self.add_inst_for_op(self.analyse)
+        self.add_inst_for_op(self.analyse_backward, backward=True)
+
+    def analyse(self, context: OpContext) -> None:
+        """Insert a routine before and after the op."""
+        if context.get_op_type() == self.exercise.op_type:
+            self.events.add(_FORWARD[0])
+            context.insert_before_op(self.before)
+            context.insert_after_op(self.after)
+
+    def analyse_backward(self, context: OpContext) -> None:
+        """Insert a routine before the backward op."""
+        if context.get_op_type() == self.exercise.backward_op_type:
+            self.events.add(_BACKWARD[0])
+            context.insert_before_backward_op(self.before_backward)
+
+    def before(self, *inputs: Any) -> None:
+        """Record that the op is about to run."""
+        self.events.add(_FORWARD[1])
+
+    def after(self, output: Any) -> Any:
+        """Return the result times the factor, as a new value."""
+        self.events.add(_FORWARD[2])
+        return output * self.factor
+
+    def before_backward(self, *gradients: Any) -> None:
+        """Record that the backward op is about to run."""
+        self.events.add(_BACKWARD[1])
+
+
+def _version(driver: Driver) -> str:
+    return str(getattr(sys.modules[driver.framework], "__version__", ""))

@@ -1,0 +1,100 @@
+"""A framework that is newer than the last that was tested is tried, and the report says what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+import amanda
+from amanda.backend import Exercise
+from amanda.scope.attachment import attachment
+from amanda.testing import FakeDriver, attached, fake
+
+
+class NewerDriver(FakeDriver):
+    """A driver whose tests ran on an older version."""
+
+    newest_tested = "0.9"
+
+
+class DeafDriver(NewerDriver):
+    """A driver that sees another op than it says."""
+
+    def exercise(self) -> Exercise:
+        """Return a program without the op."""
+        return super().exercise()._replace(op_type="matmul")
+
+
+class FailingDriver(NewerDriver):
+    """A driver whose program cannot run on this version."""
+
+    def exercise(self) -> Exercise:
+        """Return a program that raises."""
+        return Exercise(lambda: [1 / 0], "relu")
+
+
+class UntriedDriver(NewerDriver):
+    """A driver without a program."""
+
+    def exercise(self) -> None:
+        """Return None."""
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let each test be the first of its process."""
+    monkeypatch.setattr(attachment, "_tried", set())
+    yield
+
+
+def test_a_newer_version_is_said_once_with_the_number_of_checks(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: seen.append(context.get_op_type()))
+    with attached(NewerDriver):
+        with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(tool) as scope:
+            fake.mul(fake.tensor([1.0]), 2.0)
+        with amanda.apply(tool) as second:
+            pass
+    assert [entry.reason for entry in scope.report] == [
+        "1.0 is newer than the last that was tested (0.9); 7 checks passed"
+    ]
+    assert len(caplog.records) == 1
+    assert second.report == []
+    # The program's tools see nothing of the self-test.
+    assert seen == ["mul"]
+
+
+def test_a_version_that_was_tested_is_not_mentioned() -> None:
+    with attached(FakeDriver), amanda.apply(amanda.Tool()) as scope:
+        pass
+    assert scope.report == []
+
+
+def test_a_driver_without_a_program_is_attached_and_the_version_is_said() -> None:
+    with attached(UntriedDriver), amanda.apply(amanda.Tool()) as scope:
+        pass
+    assert [entry.reason for entry in scope.report] == ["1.0 is newer than the last that was tested (0.9)"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "failure"),
+    [
+        (DeafDriver, "of matmul tools did not see its op, a routine before it, a routine after it"),
+        (FailingDriver, "relu raises ZeroDivisionError"),
+    ],
+)
+def test_a_driver_that_fails_its_self_test_is_not_used(driver: type[NewerDriver], failure: str) -> None:
+    seen: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: seen.append(context.get_op_type()))
+    for _ in range(2):
+        with attached(driver), amanda.apply(tool) as scope:
+            assert fake.mul(fake.tensor([1.0]), 2.0).numbers == [2.0]
+        (entry,) = scope.report
+        assert entry.what == driver.__name__
+        assert "1.0 is newer than the last that was tested (0.9)" in entry.reason
+        assert failure in entry.reason
+    assert seen == []
