@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -43,10 +42,9 @@ class UntriedDriver(NewerDriver):
 
 
 @pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each test be the first of its process."""
     monkeypatch.setattr(attachment, "_tried", set())
-    yield
 
 
 def test_a_newer_version_is_said_once_with_the_number_of_checks(caplog: pytest.LogCaptureFixture) -> None:

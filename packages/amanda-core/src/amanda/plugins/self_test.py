@@ -39,7 +39,7 @@ def version_note(driver: Driver) -> str:
 
 
 def self_test(driver: Driver) -> Verdict:
-    """Run an attached driver's exercise bare, under a tool that looks, and under one that doubles the result."""
+    """Run an attached driver's exercise: bare, under a tool that looks, under one that doubles the result."""
     exercise = driver.exercise()
     if exercise is None:
         return Verdict(driver.looked_up(), "")
