@@ -29,7 +29,8 @@ UNSEEN_IN_WORKERS = (
     "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
 )
 _RESET = "_MultiProcessingDataLoaderIter._reset"
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""Names of the function that runs a checkpoint: since torch 2.14, and before, where the second is the only one."""
 
 INTERNAL_FUNCTIONS = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
@@ -82,7 +83,8 @@ class TorchPatches:
     def _follow_checkpoints(attributes: Attributes) -> None:
         """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
-        generator = torch_attribute(f"utils.checkpoint.{_GENERATOR}")
+        name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
+        generator = getattr(checkpoint, name, None)
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")
 
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
@@ -108,7 +110,7 @@ class TorchPatches:
             init = functools.wraps(original_init)(make_hook)
             attributes.set(checkpoint._recomputation_hook, "__init__", init)
         if generator is not None:
-            attributes.set(checkpoint, _GENERATOR, functools.wraps(generator)(generate))
+            attributes.set(checkpoint, name, functools.wraps(generator)(generate))
         if forward is not None:
             run = staticmethod(functools.wraps(forward)(run_forward))
             attributes.set(checkpoint.CheckpointFunction, "forward", run)
