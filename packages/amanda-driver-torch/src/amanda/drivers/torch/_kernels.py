@@ -65,8 +65,12 @@ def is_level_of_function(frame: FrameType) -> bool:
     """
     if frame.f_globals.get("__name__") == type(FUNCTION_CALL).__module__:
         return True
+    if frame.f_code is _CALL_FROM_APPLY:
+        return True  # the native `apply`, which makes this call, is the op
     caller = frame.f_back
     return caller is not None and caller.f_code is _FUNCTION_CALL_CODE
 
 
 _FUNCTION_CALL_CODE = type(FUNCTION_CALL).__call__.__code__
+_CALL_FROM_APPLY = getattr(torch_attribute("autograd.function._call_custom_function_call"), "__code__", None)
+"""Code by which the native `apply` brings a Function to transforms; None before torch 2.14."""

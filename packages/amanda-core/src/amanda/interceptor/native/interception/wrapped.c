@@ -17,6 +17,7 @@ static int wrapped_traverse(Wrapped *self, visitproc visit, void *arg) {
 
 static void wrapped_dealloc(Wrapped *self) {
     PyObject_GC_UnTrack(self);
+    if (self->references) PyObject_ClearWeakRefs((PyObject *)self);
     Py_CLEAR(self->function);
     Py_CLEAR(self->site);
     Py_TYPE(self)->tp_free(self);
@@ -90,4 +91,5 @@ PyTypeObject Wrapped_Type = {
     .tp_richcompare = wrapped_compare,
     .tp_hash = wrapped_hash,
     .tp_repr = wrapped_repr,
+    .tp_weaklistoffset = offsetof(Wrapped, references),
 };

@@ -16,7 +16,8 @@ _FRAMEWORK = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\[[^\]]*\]\.?")
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
-_CONTAINERS = {"_modules", ""}
+# Since torch 2.14 a module that compiles itself is found by `__self__` of its call.
+_CONTAINERS = {"_modules", "__self__", ""}
 
 
 def source_of(node: Node) -> str:
