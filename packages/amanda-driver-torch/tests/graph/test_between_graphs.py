@@ -65,9 +65,11 @@ def test_a_module_of_torch_that_compiles_itself_runs_op_by_op(traceable: bool, b
                 assert torch.equal(model(x), 2 * bare)
         assert tool.calls == (0 if traceable else calls)
         assert not scope.report
-    assert tool.analysed == ["eager"]
+    # Up to torch 2.13 dynamo leaves the `forward` of torch's own modules to Python.
+    in_graphs = torch.torch_version.TorchVersion(torch.__version__) >= (2, 14)
+    assert tool.analysed[:1] == ["graph" if in_graphs else "eager"]
     assert torch.equal(model(x), bare)
-    assert not counters["frames"]["total"]
+    assert in_graphs or not counters["frames"]["total"]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -115,7 +117,8 @@ def test_routines_at_ops_between_graphs_are_the_users_python() -> None:
     assert tool.calls == 3
 
 
-def doubled_under(stance: str, compiled: Any, before: str = "default") -> tuple[Doubling, str]:
+def run_under(stance: str, compiled: Any, before: str = "default") -> tuple[Doubling, str, bool]:
+    """Run a compiled model; return the tool, the report, and whether the tool acted."""
     tool = Doubling(traceable=True)
     model, x = Net(), torch.rand(2, 3)
     bare = model(x)
@@ -126,23 +129,25 @@ def doubled_under(stance: str, compiled: Any, before: str = "default") -> tuple[
         else:
             with torch.compiler.set_stance(stance):
                 output = model(x)
-    assert torch.equal(output, 2 * bare)
-    return tool, str(scope.report)
+    return tool, str(scope.report), torch.equal(output, 2 * bare)
 
 
 def test_a_stance_that_asks_to_compile_leaves_it_to_the_scope_how() -> None:
-    tool, report = doubled_under("default", "instrument")
+    tool, report, has_acted = run_under("default", "instrument")
+    assert has_acted
     assert tool.analysed == ["graph"]
     assert "everything" in report
 
 
 def test_a_stance_that_asks_for_python_gets_it() -> None:
     for stance, before in (("before", "force_eager"), ("force_eager", "default")):
-        tool, report = doubled_under(stance, "instrument", before)
+        tool, report, has_acted = run_under(stance, "instrument", before)
+        assert has_acted
         assert tool.analysed == ["eager"]
         assert "everything" in report
 
 
 def test_a_stance_that_hides_ops_is_reported() -> None:
     for compiled, stance in (("eager", "default"), ("instrument", "eager_on_recompile")):
-        assert f"stance is {stance!r}" in doubled_under(stance, compiled)[1]
+        # Whether the tool acts in what dynamo makes of hidden ops depends on the version of torch.
+        assert f"stance is {stance!r}" in run_under(stance, compiled)[1]
