@@ -30,7 +30,7 @@ UNSEEN_IN_WORKERS = (
 )
 _RESET = "_MultiProcessingDataLoaderIter._reset"
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""Names of the function that runs a checkpoint: since torch 2.14, and before, where the first is not there."""
+"""Names of the function that runs a checkpoint: since torch 2.14, and before."""
 
 INTERNAL_FUNCTIONS = {
     ("torch.export._trace", "_export"): ("torch.export", "the ops are recorded as they are"),
