@@ -50,6 +50,8 @@ def operators_of_torchvision() -> None:
     """Declare the two operators that torchvision wants and a CPU build of PyTorch lacks."""
     import torch
 
+    if "+cpu" not in torch.__version__:
+        return  # a torchvision of this build declares them, and twice would end the process
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
