@@ -1,4 +1,4 @@
-"""A framework that is newer than the last that was tested is tried, and the report says what came of it."""
+"""Versions that do not fit: a framework newer than the last that was tested, a package that breaks one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 import amanda
 from amanda.backend import Exercise
+from amanda.plugins.entries import ImportFailure, imported
 from amanda.scope.attachment import attachment
 from amanda.testing import FakeDriver, attached, fake
 
@@ -96,3 +97,25 @@ def test_a_driver_that_fails_its_self_test_is_not_used(driver: type[NewerDriver]
         assert "1.0 is newer than the last that was tested (0.9)" in entry.reason
         assert failure in entry.reason
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (AttributeError("module 'pluggy' has no attribute 'bool'"), "pip install another version of pluggy"),
+        (
+            ImportError("cannot import name 'x' from 'pluggy' (a file)"),
+            "pip install another version of pluggy",
+        ),
+        (AttributeError("module 'frame' has no attribute 'bool'"), "reinstall"),
+        (AttributeError("module 'nobody_has_this' has no attribute 'bool'"), "reinstall"),
+        (RuntimeError("no accelerator"), "reinstall"),
+    ],
+)
+def test_a_package_that_does_not_fit_a_framework_is_named(error: Exception, fix: str) -> None:
+    def load() -> None:
+        raise error
+
+    with pytest.raises(ImportFailure) as failure:
+        imported(load)
+    assert failure.value.fix("reinstall", "frame").endswith(fix)

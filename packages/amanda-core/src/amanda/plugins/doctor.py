@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from amanda.errors import PluginError
 from amanda.plugins import manager
+from amanda.plugins.drivers import how_to_install
 from amanda.plugins.entries import COMMANDS, Plugin, PluginEntry, registry, rivalry, upgrade
 from amanda.plugins.requirements import Unfit, unfit_requirements
 from amanda.plugins.self_test import self_test
@@ -95,8 +96,9 @@ def _check_drivers() -> Iterator[Diagnosis]:
             finding = finding._replace(message=_framework_version(driver.name.partition("/")[0]))
         yield finding
     # Without a driver no op is seen: that is wrong, however well all else is.
-    if not any(driver.state == "ready" for driver in drivers):
-        fix = 'pip install "amanda-core[torch]" or "amanda-core[tf]", and the framework'
+    if all(driver.state == "absent" for driver in drivers):
+        frameworks = sorted({driver.name.partition("/")[0] for driver in drivers})
+        fix = f"pip install {' or '.join(frameworks)}" if frameworks else how_to_install()
         yield Diagnosis("wrong", "drivers", f"no framework can be instrumented: {fix}")
     yield from _check_attachment()
 

@@ -176,7 +176,7 @@ def _candidate(entry: PluginEntry, load: bool, again: bool) -> _DriverCandidate:
         plugin = entry.plugin("broken import", str(error))
     except ImportFailure as failed:
         fault = f"{framework} itself fails to import ({failed})"
-        fix = failed.fix(f"pip install --force-reinstall {framework}")
+        fix = failed.fix(f"pip install --force-reinstall {framework}", framework.partition(".")[0])
         plugin = entry.plugin("broken import", f"{fault}: {fix}")
     return _DriverCandidate(entry, plugin)
 

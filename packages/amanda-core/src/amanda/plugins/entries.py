@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from amanda.errors import PluginError
@@ -84,18 +85,39 @@ class PluginEntry:
 class ImportFailure(Exception):
     """An import failed of itself, whatever it raised."""
 
-    def fix(self, otherwise: str) -> str:
+    def fix(self, otherwise: str, package: str = "") -> str:
         """Return what to do about the failure.
 
-        otherwise: the answer where no lack of memory, files or disk is behind it: the installation is broken.
+        otherwise: the answer where neither a lack of memory, files or disk is behind it, nor a version of
+        another package: the installation is broken.  package: import name of what was imported.
         """
         cause = self.__cause__
         # A lack of memory or files may lie behind several errors of imports.
         while cause is not None:
             if _may_pass(cause):
                 return "free memory, open files or disk, whichever it lacked; the next use tries again"
+            if misfit := _misfit(cause, package):
+                return f"{misfit} does not fit it: pip install another version of {misfit.split()[0]}"
             cause = cause.__cause__ or cause.__context__
         return otherwise
+
+
+_LACKS_NAME = re.compile(r"module '(\w+)[\w.]*' has no attribute|cannot import name .* from '(\w+)")
+_OTHER_NUMPY = re.compile(r"numpy\.dtype size changed|numpy\S* failed to import|compiled using NumPy")
+
+
+def _misfit(error: BaseException, package: str) -> str:
+    """Return name and version of a package that is too old or new for the one that failed; "" if unknown."""
+    if match := _LACKS_NAME.search(str(error)):
+        name = match[1] or match[2]
+    elif _OTHER_NUMPY.search(str(error)):
+        name = "numpy"
+    else:
+        return ""
+    try:
+        return "" if name == package else f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return ""
 
 
 def _may_pass(error: BaseException) -> bool:
