@@ -84,7 +84,7 @@ class TorchPatches:
         """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
-        generator = getattr(checkpoint, name, None)
+        generator: Any = getattr(checkpoint, name, None)
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")
 
         def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
