@@ -3,7 +3,7 @@
 What a session installs is a dependency group of pyproject.toml, at the versions of constraints.txt. Sessions
 that require `dev` share its environment; every other session has one of its own. Sessions: dev, demo, tests,
 tests_slow, tests_long, zoo, zoo_tf, opdb, opdb_onnx, opdb_tf, opdb_jax, opdb_mindspore, fuzz, soak,
-reliability, mindspore, jax, pythons, torch_versions, tf_versions, types, lint, dist, wheels, release,
+reliability, mindspore, jax, newest, pythons, torch_versions, tf_versions, types, lint, dist, wheels, release,
 templates, third_party, docs, recipes, suites, bench, paper, gpu.
 """
 
@@ -62,8 +62,8 @@ BY_MODULE = ("--numprocesses=auto", "--dist=loadscope")
 NO_TESTS = 5
 """Pytest's exit status where nothing was selected."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# The newest version of each is the shared environment's, which all tests run on.
-TORCH_VERSIONS = ("2.4.1", "2.9.1")
+# All tests run on one version of each, the shared environment's.
+TORCH_VERSIONS = ("2.4.1", "2.9.1", "2.14.1")
 TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")
 BOUND_BY_TENSORFLOW = ("tensorflow-cpu", "tf-keras", "numpy", "pandas", "protobuf", "ml-dtypes")
 MINDSPORE_VERSION = "2.10.0"
@@ -356,6 +356,18 @@ def torch_versions(session: nox.Session, version: str) -> None:
     found = {**OLD_WARNINGS, "LD_LIBRARY_PATH": str(libraries)}
     support(
         session, "PyTorch", version, "private names, compiled callables, conformance suite", *tests, **found
+    )
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Run the conformance suites on the newest version of each framework; `-- --pre` takes candidates too."""
+    frameworks = ("torch", "tensorflow-cpu", "onnx", "onnxruntime", "jax")
+    session.install("--quiet", "--upgrade", *session.posargs, *frameworks, *group("drivers"), "hypothesis")
+    session.install("--quiet", "--no-deps", *editable(*DISTRIBUTIONS))
+    session.run("python", "-m", "amanda", "doctor")
+    session.run(
+        "python", "-m", "pytest", *WITH_SLOW, *SUITES, f"{JAX}/tests/test_driver.py", env=OLD_WARNINGS
     )
 
 
