@@ -19,13 +19,17 @@ SLOW_IN_SUITES = {
 }
 """Tests that every driver inherits from `amanda.testing`, which knows no marks of this project."""
 
+GRAPH_SUITES = {"TestFunctionDriver", "TestGraphDriver"}
+"""Suites of graph modes, beside that of the framework's eager mode."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them as slow."""
+    """Mark them as slow; as long where another mode of the framework has the same test."""
     for item in items:
         if item.name in SLOW_IN_SUITES:
-            item.add_marker("slow")
+            is_of_graphs = isinstance(item, pytest.Function) and item.cls.__name__ in GRAPH_SUITES
+            item.add_marker("long" if is_of_graphs else "slow")
 
 
 @pytest.fixture(autouse=True, scope="module")

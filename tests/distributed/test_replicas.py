@@ -11,7 +11,7 @@ from typing import Any
 import children
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 WORKER = Path(__file__).with_name("worker_tensorflow.py")
 MODES = ("fit", "function", "eager")

@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Torch", pytest.param("Keras", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Torch", "Keras"])
 @pytest.mark.filterwarnings("ignore")  # what Keras warns of is not ours
 def test_found_models_have_the_flops_of_the_start_at_most(
     name: str, example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ def masks(tool: PruneTool) -> list[torch.Tensor]:
     return [value for name, value in tool.state_dict().items() if name.endswith("/mask")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_global_budget_has_the_masks_of_global_unstructured_on_resnet50(resnet50: Any) -> None:
     torch.manual_seed(0)
     model = resnet50().eval()

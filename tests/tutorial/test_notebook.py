@@ -37,7 +37,7 @@ def printed(notebook: Any) -> list[tuple[str, str]]:
     return cells
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xfail(
     not NATIVE, strict=True, reason="never: BERT holds a reference to gelu, which the fallback cannot detour"
 )

@@ -122,7 +122,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], DynamicPruneTool], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["positions", *(pytest.param(name, marks=pytest.mark.long) for name in ("channels", "tokens"))]
+)
 def test_the_target_is_reached_on_digits_and_outlives_the_tool(
     name: str, digits: tuple[Tensor, Tensor]
 ) -> None:

@@ -82,13 +82,8 @@ APPLICATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "MobileNetV2" else pytest.mark.long)
-        for name in APPLICATIONS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", APPLICATIONS)
 def test_application_is_smaller_and_computes_what_was_masked(name: str) -> None:
     model = getattr(keras.applications, name)(
         weights=None, input_shape=(64, 64, 3), classes=10, classifier_activation=None

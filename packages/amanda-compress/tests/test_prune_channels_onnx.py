@@ -369,9 +369,9 @@ def test_groups_are_those_of_the_module_that_was_exported() -> None:
         np.testing.assert_allclose(run(result.model, x.numpy()), module(x).numpy(), atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the exporter about itself
-@pytest.mark.parametrize("name", ["resnet18", pytest.param("mobilenetv2_050", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_050"])
 def test_groups_are_those_of_models_of_timm(name: str) -> None:
     let_torchvision_load()
     timm = pytest.importorskip("timm")

@@ -341,7 +341,7 @@ assert all((one.value == 0).float().mean() == 0.5 for one in model.weights if le
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_keras_on_torch_is_finalized() -> None:
     pytest.importorskip("keras")
     environment = {**os.environ, "KERAS_BACKEND": "torch"}

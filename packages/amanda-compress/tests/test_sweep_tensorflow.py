@@ -63,7 +63,7 @@ def by_hand(model: keras.Model, evaluate: Any) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("eagerly", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_each_point_is_what_one_kernel_pruned_by_hand_gives(
     model: keras.Model, digits: tuple[Any, Any], eagerly: bool
 ) -> None:

@@ -164,7 +164,7 @@ class Halving(amanda.Tool):
         return y + 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_loops_branches_tables_and_compiled_functions_stay(small: Path, tmp_path: Path) -> None:
     done = amanda.instrument(small, Halving(), out=tmp_path / "halved")
     x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)

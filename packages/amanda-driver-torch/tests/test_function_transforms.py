@@ -213,7 +213,11 @@ def test_a_tool_that_changes_nothing_leaves_every_bit(name: str, routine: Callab
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "f",
+    [composed, *(pytest.param(function, marks=pytest.mark.long) for function in FUNCTIONS[1:])],
+    ids=lambda f: f.__name__,
+)
 @pytest.mark.parametrize("routine", [nothing, cloned])
 def test_a_tool_that_changes_nothing_leaves_pairs_of_transforms(
     f: Function, routine: Callable[..., Any]

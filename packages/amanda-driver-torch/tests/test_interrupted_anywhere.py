@@ -62,7 +62,7 @@ def test_nothing_stays_behind(bench: Bench, fresh: bool, error: type[BaseExcepti
     assert interruptions > len(places) / STRIDE / 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not interceptor.NATIVE, reason="the tests above are of the other interceptor")
 def test_nothing_stays_behind_without_native_code() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NATIVE_OR_NOT, __file__]

@@ -35,7 +35,7 @@ def test_outside(size):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tests_of_a_user_run_in_two_processes(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(TESTS)
     done = children.run(

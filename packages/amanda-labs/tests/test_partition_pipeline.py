@@ -79,8 +79,10 @@ def test_models_train_to_the_bits_of_one_process(
     ("name", "stages"),
     [
         ("tied", 2),
-        ("recurrent", 2),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("tied", 3), ("gpt2", 2), ("gpt2", 4))),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("recurrent", 2), ("tied", 3), ("gpt2", 2), ("gpt2", 4))
+        ),
     ],
 )
 def test_gradients_of_tied_parameters_add_up_over_stages(

@@ -99,7 +99,7 @@ def test_training_is_the_same_to_the_bit(
     assert all(torch.equal(state, other_state) for (_, state), other_state in states)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_result_declares_what_crosses(protect: Callable[[str], Protecting]) -> None:
     model, tool = Net(), protect("module=classifier.2")
     with amanda.apply(tool):
@@ -166,7 +166,7 @@ def test_protected_parameters_are_nowhere_in_the_memory_of_the_program(
     assert found_in_memory(masked) == [False, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_that_are_clipped_are_an_error(protect: Callable[[str], Protecting]) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -237,7 +237,7 @@ class Checkpointed(nn.Module):
         return output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_a_pass_within_a_pass_arrive(protect: Callable[[str], Protecting]) -> None:
     plain, model, tool = Checkpointed(), Checkpointed(), protect("type=linear")
     x = torch.rand(3, 4)
@@ -256,7 +256,7 @@ def descend(model: nn.Module, batches: Sequence[Tensor]) -> None:
         optimizer.step()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_passes_on_several_threads_add_up(protect: Callable[[str], Protecting]) -> None:
     torch.manual_seed(0)
     model, tool = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), protect("module=0|1")
@@ -300,7 +300,7 @@ class Breaking(nn.Module):
         raise ArithmeticError("broken")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_a_pass_that_failed_are_forgotten(
     protect: Callable[[str], Protecting], monkeypatch: Any
 ) -> None:

@@ -144,10 +144,8 @@ def mobilenet_v2(library: Any) -> Any:
     return library.applications.MobileNetV2((32, 32, 3), weights=None, classes=10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "pairs"), [pytest.param(resnet, 53, marks=pytest.mark.long), (mobilenet_v2, 52)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("make", "pairs"), [(resnet, 53), (mobilenet_v2, 52)])
 def test_twins_of_models_of_torchvision_are_folded_in_every_mode(make: Any, pairs: int) -> None:
     pytest.importorskip("tf_keras")
     images = np.random.default_rng(2).random((1, 32, 32, 3)).astype(np.float32)

@@ -91,7 +91,7 @@ if len(sys.argv) == 3:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_counted_before_a_process_became_another_program_is_kept(script: Path) -> None:
     script.write_text(BECOMES)
     done = amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py", "2")

@@ -162,7 +162,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_threads_and_processes_of_a_program_are_merged(script: Path) -> None:
     script.write_text(MODEL + CHILDREN)
     run = amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py")
@@ -251,7 +251,7 @@ print(len(history.history["loss"]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_keras_script_runs_under_tools(script: Path) -> None:
     script.write_text(FIT)
     run = amanda_run(script.parent, "-t", "flops", "-t", "nan:phase=forward", "-o", "out", "train.py")
@@ -304,7 +304,7 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_transformers_trainer_runs_under_tools(script: Path) -> None:
     script.write_text(TRAINER)
     (script.parent / "patch").mkdir()

@@ -107,7 +107,7 @@ def test_ranks_are_missed_of_each_start() -> None:
     assert missing_ranks(["process3"]) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_each_begin_with_the_command_are_merged_by_the_last(script: Path) -> None:
     tools = ["-t", "flops", "-t", "stats:type=linear", "-o", "out"]
     stderr = run(script.parent, *TORCHRUN, *RUN, *tools, "--", "train.py", "whole")
@@ -152,7 +152,7 @@ def test_a_killed_rank_leaves_the_results_of_the_others(script: Path) -> None:
     assert flops(out / "flops.json").remarks == merged.remarks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_rank_leaves_what_was_saved_before(script: Path) -> None:
     tools = ["-t", "flops", "-t", "trace", "--every", "0.3", "-o", "out"]
     stderr = run(script.parent, *RUN, *tools, "--", *TORCHRUN, "train.py", "killed", "1.5", fails=True)

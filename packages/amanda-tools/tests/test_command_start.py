@@ -49,7 +49,9 @@ def test_no_tool_imports_a_library_before_it_is_used() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.long) for method in ("spawn", "forkserver"))]
+)
 def test_processes_that_import_a_framework_themselves_are_merged(tmp_path: Path, method: str) -> None:
     start = f"""
 import multiprocessing
@@ -69,10 +71,18 @@ if __name__ == "__main__":
     "program",
     [
         "import threading\nthread = threading.Thread(target=work)\nthread.start()\nthread.join()\nwork()",
-        "import _thread, time\n_thread.start_new_thread(work, ())\ntime.sleep(9)\nwork()",
+        pytest.param(
+            "import _thread, time\n_thread.start_new_thread(work, ())\ntime.sleep(9)\nwork()",
+            marks=pytest.mark.long,
+        ),
         "import asyncio\nasync def main():\n    work()\nasyncio.run(main())\nwork()",
-        "import amanda, asyncio\nasync def main():\n    work()\nasyncio.run(main())\nwork()",
-        "import contextvars\ncontextvars.copy_context().run(work)\nwork()",
+        pytest.param(
+            "import amanda, asyncio\nasync def main():\n    work()\nasyncio.run(main())\nwork()",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "import contextvars\ncontextvars.copy_context().run(work)\nwork()", marks=pytest.mark.long
+        ),
         "from concurrent.futures import ThreadPoolExecutor\n"
         "with ThreadPoolExecutor(1) as pool:\n    pool.submit(work).result()\nwork()",
     ],

@@ -108,7 +108,7 @@ def phases(folder: Path, *options: str) -> list[list[Any]]:
     return contents
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_amanda_run_leaves_construction_out_of_every_tool(tmp_path: Path) -> None:
     tools = ["-t", "flops", "-t", "trace"]
     assert phases(tmp_path, *tools) == [["backward", "forward", "optimizer"]] * 2

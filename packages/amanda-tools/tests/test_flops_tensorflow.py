@@ -131,8 +131,8 @@ TWINS = {
 """Keras' twins of torchvision's models, and the multiply-accumulates of both for an image of 224 by 224."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.long), "mobilenet_v2"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2"])
 def test_a_twin_of_a_model_of_torchvision_costs_the_same_in_every_mode(name: str) -> None:
     make, wanted = TWINS[name]
     images, model = np.zeros((1, 224, 224, 3), np.float32), make(keras)

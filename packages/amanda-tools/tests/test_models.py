@@ -155,7 +155,7 @@ def test_onnx_models_run_on_inputs_of_their_graph(folder: Path) -> None:
     assert macs(made("onnx:model.onnx", ["x=5,8"])) == 5 * 8 * 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_of_keras_run_on_inputs_of_their_own() -> None:
     pytest.importorskip("keras")
     subject = made("keras:MobileNetV2:alpha=0.35", ["2,224,224,3"])

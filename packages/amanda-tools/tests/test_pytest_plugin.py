@@ -164,7 +164,7 @@ def test_nothing_is_imported_until_a_test_asks(pytester: pytest.Pytester) -> Non
     result.stdout.no_fnmatch_line("*warning*")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_the_fixture_nothing_is_instrumented_and_it_can_be_off(
     pytester: pytest.Pytester,
 ) -> None:

@@ -40,7 +40,7 @@ def test_a_routine_that_calls_a_function_on_the_only_thread_for_ops_is_told() ->
     assert "TF_NUM_INTEROP_THREADS=2" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_two_threads_a_routine_may_call_a_function() -> None:
     done = run(2, TF_NUM_INTEROP_THREADS="1")
     assert done.stdout == "9.0\n", done.stderr[-2000:]

@@ -62,7 +62,7 @@ def test_an_op_is_analysed_once(graph, y) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("equal", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_hundreds_of_scopes_are_flat(graph, y, equal) -> None:
     tool = Doubling()
 

@@ -178,7 +178,7 @@ assert [one.what for one in inside[3]] == ["routines before backward ops that no
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_keras_in_graph_mode() -> None:
     done = children.run([sys.executable, "-c", KERAS])
     assert done.returncode == 0, done.stderr[-3000:]

@@ -236,7 +236,7 @@ def test_a_tool_that_changes_has_its_graphs_made_again() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("mark", [lambda routine: routine, amanda.observer])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_graphs_end_with_their_tools(backend: str, mark: Callable[[Any], Any]) -> None:
     compiled, tools = torch.compile(network(), backend=backend), []
     expected = compiled(X)

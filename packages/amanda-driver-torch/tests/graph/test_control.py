@@ -88,7 +88,7 @@ class Counted(amanda.Tool):
         self.add_inst_for_op(lambda context: context.insert_after_op(self.calls, outputs=[]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of inductor's own imports
 @pytest.mark.parametrize(("make", "is_told"), [(Counted, False), (lambda: Added(0), True)])
 def test_inductor_keeps_values_for_observers_alone_and_the_report_says_so(
