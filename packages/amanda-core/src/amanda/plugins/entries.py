@@ -195,12 +195,12 @@ OFFERS = {
     "tools": Offer(
         ("coverage", "dump", "flops", "mapping", "nan", "profile", "standard_mapping", "stats", "trace"),
         ("diff", "instrument", "merge", "run", "view"),
-        ("kit", "libraries", "models", "notebook", "onnx_graph", "results", "select", "steps", "trials"),
+        ("kit", "libraries", "models", "notebook", "results", "select", "steps"),
     ),
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
         ("sweep",),
-        ("dynamic_prune", "effective_flops", "weights"),
+        ("dynamic_prune", "effective_flops", "onnx_graph", "trials", "weights"),
     ),
     "labs": Offer(
         ("effective_path", "inject", "partition", "patch", "remat", "rewrite", "search", "sentinel"),
