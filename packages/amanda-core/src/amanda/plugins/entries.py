@@ -200,10 +200,11 @@ OFFERS = {
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
         ("sweep",),
-        ("dynamic_prune", "effective_flops", "onnx_graph", "trials", "weights"),
+        ("axes", "dynamic_prune", "effective_flops", "onnx_graph", "trials", "weights"),
     ),
     "labs": Offer(
         ("effective_path", "inject", "partition", "patch", "remat", "rewrite", "search", "sentinel"),
+        packages=("rerun",),
     ),
 }  # fmt: skip
 """By the extra of amanda-core that brings them."""

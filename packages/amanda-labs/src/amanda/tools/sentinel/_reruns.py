@@ -12,7 +12,8 @@ from typing import Any
 
 import amanda
 from amanda.tools.kit import leaves
-from amanda.tools.mapping import UNINITIALISED, Rerun, undisturbed
+from amanda.tools.mapping import UNINITIALISED
+from amanda.tools.rerun import Rerun, undisturbed
 
 _RUNS = 4
 _VARYING = re.compile(

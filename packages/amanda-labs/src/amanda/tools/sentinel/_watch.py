@@ -12,7 +12,8 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import MappingTool, StandardMapping, rerun
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.rerun import rerun
 from amanda.tools.sentinel import _reruns
 from amanda.tools.sentinel._result import VARIES, Alarm, WatchedNorm, WatchedOp
 
