@@ -18,13 +18,14 @@ from amanda.tools.kit._tensor_tool import (
     op_tensors,
     parameter_inputs,
     remarks_on_packed_inputs,
+    torch_tensors,
 )
 from amanda.tools.kit._tensors import RequiredNames, Tensors, TensorsError, tensors_of
 
 __all__ = [
     "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "RequiredNames", "Role", "TensorTool",
     "Tensors", "TensorsError", "leaves", "op_tensors", "parameter_inputs", "remarks_on_packed_inputs",
-    "tensors_of",
+    "tensors_of", "torch_tensors",
 ]  # fmt: skip
 
 # Names that were here, by the package that has them now.
