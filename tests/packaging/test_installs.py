@@ -61,8 +61,8 @@ def test_pytorch_and_the_tools_come_with_two_extras_and_count_a_program(empty: E
     ("extras", "names", "packages"),
     [
         ("tools", {"amanda-tools"}, 19),
-        ("compress", {"amanda-tools", "amanda-compress"}, 28),
-        ("labs", {"amanda-tools", "amanda-compress", "amanda-labs"}, 37),
+        ("compress", {"amanda-tools", "amanda-compress"}, 29),
+        ("labs", {"amanda-tools", "amanda-compress", "amanda-labs"}, 38),
     ],
 )
 def test_every_tool_is_imported_where_there_is_no_framework(

@@ -17,6 +17,7 @@ import amanda.tools.kit as kit
         ("BitField", "amanda.tools.inject"),
         ("rerun", "amanda.tools.rerun"),
         ("canonical", "amanda.tools.axes"),
+        ("Dataflow", "amanda.tools.dataflow"),
         ("Progress", "amanda.tools.trials"),
         ("Globs", "amanda.tools.select"),
         ("TensorMap", "amanda.backend"),

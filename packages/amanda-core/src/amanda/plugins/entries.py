@@ -200,7 +200,7 @@ OFFERS = {
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
         ("sweep",),
-        ("axes", "dynamic_prune", "effective_flops", "onnx_graph", "trials", "weights"),
+        ("axes", "dataflow", "dynamic_prune", "effective_flops", "onnx_graph", "trials", "weights"),
     ),
     "labs": Offer(
         ("effective_path", "inject", "partition", "patch", "remat", "rewrite", "search", "sentinel"),

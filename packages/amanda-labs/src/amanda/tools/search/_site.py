@@ -12,7 +12,8 @@ from zlib import crc32
 
 import amanda
 from amanda.tools.axes import canonical_extents
-from amanda.tools.kit import Dataflow, DataflowNode, tensors_of
+from amanda.tools.dataflow import Dataflow, DataflowNode
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import itemsize, product_of
 from amanda.tools.search._candidates import OpCandidate, Original, SearchError

@@ -1,4 +1,4 @@
-"""Base of tools that look: tensors of any library, and the ops that produced them.
+"""Base of tools that look: tensors of any library, and the ops that read and give them.
 
 A tool that observes tensors derives from `TensorTool`; one that changes weights from
 `amanda.tools.weights.WeightTool`.
@@ -8,7 +8,6 @@ from typing import Any
 
 from amanda.options import warn_deprecated
 from amanda.plugins import import_from
-from amanda.tools.kit._dataflow import Dataflow, DataflowNode
 from amanda.tools.kit._tensor_tool import (
     OpRecord,
     OpTensor,
@@ -23,9 +22,8 @@ from amanda.tools.kit._tensor_tool import (
 from amanda.tools.kit._tensors import RequiredNames, Tensors, TensorsError, tensors_of
 
 __all__ = [
-    "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "RequiredNames", "Role", "TensorTool",
-    "Tensors", "TensorsError", "leaves", "op_tensors", "parameter_inputs", "remarks_on_packed_inputs",
-    "tensors_of", "torch_tensors",
+    "OpRecord", "OpTensor", "RequiredNames", "Role", "TensorTool", "Tensors", "TensorsError", "leaves",
+    "op_tensors", "parameter_inputs", "remarks_on_packed_inputs", "tensors_of", "torch_tensors",
 ]  # fmt: skip
 
 # Names that were here, by the package that has them now.
@@ -36,6 +34,7 @@ _MOVED = {
         ("Unfolding", "Window", "canonical", "canonical_extents", "restored", "windows_of"),
         "amanda.tools.axes",
     ),
+    **dict.fromkeys(("Dataflow", "DataflowNode"), "amanda.tools.dataflow"),
     **dict.fromkeys(("Progress", "check_number"), "amanda.tools.trials"),
     **dict.fromkeys(
         ("Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightTool", "weight_input"),
