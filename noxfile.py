@@ -50,6 +50,7 @@ CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS, COMPRESS, LABS = DISTRIBUTI
 ALL_TOOLS = (TOOLS, COMPRESS, LABS)
 MIXES = {"wheels": DISTRIBUTIONS, "editable": [], "core-editable": DISTRIBUTIONS[1:], "core-wheel": [CORE]}
 EXAMPLE = ROOT / "examples" / "low_rank"
+FAKE_ARRAYS = ROOT / "tests" / "plugins" / "fake-arrays"
 WHEELS = ROOT / "build" / "wheels"
 BIN = "Scripts" if os.name == "nt" else "bin"
 DEV = ROOT / ".nox" / "dev" / BIN / "python"
@@ -543,7 +544,7 @@ def third_party(session: nox.Session) -> None:
     with TemporaryDirectory() as folder, session.chdir(folder):
         answers = ("--data", "tool=magnitude", "--data", "kind=weights", str(ROOT / "templates" / "tool"))
         session.run("copier", "copy", "--quiet", "--defaults", *answers, "magnitude")
-        install(session, "--no-deps", "--no-build-isolation", "./magnitude")
+        install(session, "--no-deps", "--no-build-isolation", "./magnitude", str(FAKE_ARRAYS))
         shutil.rmtree("magnitude/src")
         shutil.copytree(EXAMPLE / "tests", "tests")
         for place in ("tests", "magnitude/tests"):

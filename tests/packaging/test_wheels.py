@@ -103,6 +103,13 @@ def test_vendored_files_have_their_licence_beside_them_and_in_the_metadata(wheel
         assert [name for name in names if name.endswith(str(licence))]
 
 
+def test_the_tools_that_look_stay_small(wheels: Path) -> None:
+    # Whoever counts FLOPs installs these; what changes weights or programs is in other distributions.
+    with ZipFile(find(wheels, "amanda-tools")) as wheel:
+        sources = [name for name in wheel.namelist() if name.endswith(".py")]
+        assert sum(wheel.read(name).count(b"\n") for name in sources) <= 22_000
+
+
 def test_the_extras_name_the_other_distributions(wheels: Path) -> None:
     with ZipFile(find(wheels, "amanda-core")) as core:
         requires = metadata(core, "METADATA").get_all("Requires-Dist", [])

@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 
 import amanda
 from amanda.drivers.onnxruntime import session_options
-from amanda.tools.kit import canonical, canonical_extents, restored
+from amanda.tools.axes import canonical, canonical_extents, restored
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool, convert

@@ -68,7 +68,7 @@ def test_pytorch_trains_saves_and_finalizes(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "function", "fit"])
-def test_tensorflow_trains_and_finalizes(mode: str) -> None:
+def test_tensorflow_trains_saves_and_finalizes(mode: str, tmp_path: Path) -> None:
     keras = pytest.importorskip("keras")
     import tensorflow as tf
 
@@ -85,9 +85,37 @@ def test_tensorflow_trains_and_finalizes(mode: str) -> None:
         if mode == "fit":
             model.fit(X, np.zeros((4, 12)), epochs=3, verbose=0)
         y = np.asarray(call(X))
-    tool.finalize(model)
+    np.savez(tmp_path / "state.npz", **tool.state_dict())
+    again = LowRankTool(RANK)
+    with np.load(tmp_path / "state.npz") as state:
+        again.load_state_dict(dict(state))
+    with amanda.apply(again):
+        np.testing.assert_allclose(model(X), y, rtol=1e-4, atol=1e-5)
+    again.finalize(model)
     np.testing.assert_allclose(model(X), y, rtol=1e-4, atol=1e-5)
     assert np.linalg.matrix_rank(model.get_weights()[0]) == RANK
+
+
+def test_a_framework_of_others_trains_saves_and_finalizes() -> None:
+    pytest.importorskip("fake_arrays")  # how its tensors are computed with, and where its parameters are
+    from amanda.testing import FakeDriver, attached, fake
+
+    layer, x = fake.Linear(fake.Parameter([3.0, -0.1, 0.2, -2.0], (2, 2))), fake.tensor([[1.0, 2.0]])
+    tool, again = LowRankTool(1), LowRankTool(1)
+    with attached(FakeDriver), amanda.apply(tool):
+        for _ in range(3):
+            layer.weight.grad = None
+            fake.sum(layer(x)).backward()
+            assert layer.weight.grad is not None
+            new = np.subtract(layer.weight.numbers, np.multiply(0.01, layer.weight.grad.numbers))
+            layer.weight.assign(fake.Tensor(new.tolist(), (2, 2)))
+        y = layer(x).numbers
+    again.load_state_dict(tool.state_dict())
+    with attached(FakeDriver), amanda.apply(again):
+        np.testing.assert_allclose(layer(x).numbers, y)
+    again.finalize(layer)
+    np.testing.assert_allclose(layer(x).numbers, y)
+    assert np.linalg.matrix_rank(np.reshape(layer.weight.numbers, (2, 2))) == 1
 
 
 def onnx_model(place: Path) -> tuple[Path, Any]:

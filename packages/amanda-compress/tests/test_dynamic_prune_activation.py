@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amanda
+from amanda.tools.axes import Window, windows_of
 from amanda.tools.dynamic_prune import ActivationPruneTool
 from amanda.tools.dynamic_prune._math import needed_inputs
-from amanda.tools.kit import Window, windows_of
 
 
 class Block(nn.Module):

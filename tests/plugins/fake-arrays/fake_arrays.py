@@ -1,10 +1,11 @@
 """The fake framework's ops in the words of StandardMapping, its arithmetic, and where its parameters are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+from autoray import register_function
 
 import amanda
 from amanda.testing import fake
@@ -52,6 +53,16 @@ class FakeTensors(Tensors):
 
     def kind(self, x: Any) -> tuple[str, str]:
         return x.dtype, ""
+
+
+def _transpose(x: fake.Tensor, axes: Sequence[int] | None = None) -> fake.Tensor:
+    """Return a tensor with its axes in another order, which is the reverse where none is given."""
+    array = np.transpose(FakeTensors().to_numpy(x), axes)
+    return fake.Tensor(array.reshape(-1).tolist(), array.shape, x.dtype)
+
+
+# Tools call autoray's `do("transpose", x)`, and the library of the fake tensors has no function of that name.
+register_function("amanda", "transpose", _transpose)
 
 
 class FakeParameters(ParameterStore):

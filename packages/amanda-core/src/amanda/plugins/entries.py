@@ -215,17 +215,19 @@ class Offer(NamedTuple):
 # A table and not a query of an index: an error message must not need the network.
 OFFERS = {
     "tools": Offer(
-        ("coverage", "dump", "flops", "inject", "mapping", "nan", "patch", "profile",
-         "standard_mapping", "stats", "trace"),
+        ("coverage", "dump", "flops", "mapping", "nan", "profile", "standard_mapping", "stats", "trace"),
         ("diff", "instrument", "merge", "run", "view"),
-        ("kit", "libraries", "models", "notebook", "onnx_graph", "results", "select", "steps", "trials"),
+        ("kit", "libraries", "models", "notebook", "results", "select", "steps"),
     ),
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
         ("sweep",),
-        ("dynamic_prune", "effective_flops", "weights"),
+        ("axes", "dataflow", "dynamic_prune", "effective_flops", "onnx_graph", "trials", "weights"),
     ),
-    "labs": Offer(("effective_path", "partition", "remat", "rewrite", "search", "sentinel")),
+    "labs": Offer(
+        ("effective_path", "inject", "partition", "patch", "remat", "rewrite", "search", "sentinel"),
+        packages=("rerun",),
+    ),
 }  # fmt: skip
 """By the extra of amanda-core that brings them."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import amanda
 from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, Range, Seed, checked
+from amanda.tools.dataflow import DataflowNode
 from amanda.tools.dynamic_prune._base import (
     LAYERS,
     DynamicPruneResult,
@@ -32,7 +33,7 @@ from amanda.tools.dynamic_prune._math import (
     renormalised,
     top_mask,
 )
-from amanda.tools.kit import DataflowNode, tensors_of
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of

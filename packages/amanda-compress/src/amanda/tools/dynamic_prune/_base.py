@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary, ref
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.options import Seed, checked
-from amanda.tools.kit import Dataflow, DataflowNode, tensors_of
+from amanda.tools.dataflow import Dataflow, DataflowNode
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import get_dtype_name
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MATRIX_PRODUCTS, StandardMapping

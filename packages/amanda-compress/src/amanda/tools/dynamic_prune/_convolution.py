@@ -10,6 +10,8 @@ from typing import Any
 
 import amanda
 from amanda.options import NonNegativeFloat, PositiveFloat, PositiveShare, Seed, checked
+from amanda.tools.axes import Window, windows_of
+from amanda.tools.dataflow import DataflowNode
 from amanda.tools.dynamic_prune._base import DynamicPruneTool, PrunedOp, Run, residual_at, without_run
 from amanda.tools.dynamic_prune._math import (
     as_type_of,
@@ -23,7 +25,6 @@ from amanda.tools.dynamic_prune._math import (
     saliency,
     top_mask,
 )
-from amanda.tools.kit import DataflowNode, Window, windows_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import CONVOLUTIONS, spatial_axes

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from amanda.tools.kit import Window, tensors_of
+from amanda.tools.axes import Window
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import astype, do, get_dtype_name
 from amanda.tools.libraries import numpy as np
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 import amanda
 from amanda.errors import AmandaError
 from amanda.options import Range
-from amanda.tools.kit import Unfolding, canonical, restored, tensors_of
+from amanda.tools.axes import Unfolding, canonical, restored
+from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import backend_of
 from amanda.tools.quantize._kernels import tensorflow_kernel, torch_kernel
 

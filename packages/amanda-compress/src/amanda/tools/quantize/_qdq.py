@@ -7,7 +7,7 @@ from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from amanda.tools.kit import Unfolding
+from amanda.tools.axes import Unfolding
 from amanda.tools.libraries import ml_dtypes
 from amanda.tools.libraries import numpy as np
 from amanda.tools.onnx_graph import (

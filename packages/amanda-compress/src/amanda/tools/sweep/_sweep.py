@@ -11,13 +11,12 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import amanda
 from amanda.action import ActionType, Routine
 from amanda.options import Name, NonNegativeInt, NotEmpty, PositiveShare, Range, Share, checked
-from amanda.tools.kit import Progress, check_number
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.sweep._allocation import KEEP, Allocation, CostOption, RemainingShare, SweepCost
 from amanda.tools.sweep._result import ALL, Point, Site, SweepError, SweepResult
-from amanda.tools.trials import SearchResult, Trial
+from amanda.tools.trials import Progress, SearchResult, Trial, check_number
 
 Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]

@@ -7,7 +7,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.tools.kit import tensors_of, windows_of
+from amanda.tools.axes import windows_of
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do, shape
 from amanda.tools.mapping import (
     CONVOLUTIONS,

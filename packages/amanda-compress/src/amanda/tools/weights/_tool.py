@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Generic, cast
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.options import deprecated
-from amanda.tools.kit import canonical, restored, tensors_of
+from amanda.tools.axes import canonical, restored
+from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs
 from amanda.tools.weights._parameters import ParameterError

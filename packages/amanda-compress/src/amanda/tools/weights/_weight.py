@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import canonical, canonical_extents, restored, tensors_of
+from amanda.tools.axes import canonical, canonical_extents, restored
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import Column, Result, not_met, shortened

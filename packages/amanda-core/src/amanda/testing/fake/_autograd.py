@@ -70,6 +70,9 @@ class Tensor:
     def __mul__(self, other: Tensor | Number) -> Tensor:
         return cast(Tensor, _operators().mul(self, other))
 
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return cast(Tensor, _operators().matmul(self, other))
+
     def __reduce__(self) -> tuple[Any, ...]:
         options = () if isinstance(self, Parameter) else (self.requires_grad,)
         return type(self), (self.numbers, self.shape, self.dtype, *options)

@@ -10,8 +10,9 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
+from amanda.tools.axes import windows_of
 from amanda.tools.effective_path._rules import FIRST, OUTSIDE, WINDOWED, Indices, InputIndex
-from amanda.tools.kit import tensors_of, windows_of
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import are_transposed, local, spatial_axes
 from amanda.tools.trace import Op

@@ -12,7 +12,7 @@ from typing import Any
 import amanda
 from amanda import interceptor
 from amanda.errors import ToolError
-from amanda.tools.kit import leaves
+from amanda.tools.kit import torch_tensors
 from amanda.tools.partition._enclave import ProtectError, RawBytes, TensorHeader, pack_tensor
 
 _OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
@@ -91,7 +91,7 @@ class ParameterStandIns:
         """Return True if an op reads a stand-in, or a parameter or buffer, which may become one."""
         return any(
             self.find(value) is not None or parameter_path(value) is not None
-            for value in tensors_in(context.get_inputs())
+            for value in torch_tensors(context.get_inputs())
         )
 
     def adopt(self, context: amanda.OpContext, hold: HoldTensor) -> None:
@@ -104,7 +104,7 @@ class ParameterStandIns:
         op_text = f"{context['type']} at {context.get_source()}"
         if torch.is_autocast_enabled("cpu"):
             raise ProtectError(f"{op_text} is selected and runs under autocast, which protect does not know")
-        for value in tensors_in(context.get_inputs()):
+        for value in torch_tensors(context.get_inputs()):
             # Bytes are sent as they lie in memory.
             if value.device.type != "cpu" or value.layout != torch.strided:
                 raise ProtectError(
@@ -149,7 +149,7 @@ class ParameterStandIns:
         """Raise ProtectError where an op that is not selected reads a stand-in, else note its parameters."""
         import torch
 
-        for value in tensors_in(context.get_inputs()):
+        for value in torch_tensors(context.get_inputs()):
             stand_in = self.find(value)
             if stand_in is not None:
                 raise ProtectError(
@@ -162,7 +162,7 @@ class ParameterStandIns:
 
     def _computes_from_parameters_alone(self, context: amanda.OpContext) -> bool:
         """Return True if all tensors that an op reads are stand-ins, and its result is a new tensor."""
-        inputs = tensors_in(context.get_inputs())
+        inputs = torch_tensors(context.get_inputs())
         # An op in place gives back the stand-in, whose values stay in the process.
         return bool(inputs) and all(map(self.find, inputs)) and not context["in_place"]
 
@@ -269,13 +269,6 @@ def _overloads(context: amanda.OpContext) -> list[Any]:
 
     packet = getattr(torch.ops.aten, context.get_op_type(), None)
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
-
-
-def tensors_in(values: Sequence[Any]) -> list[Any]:
-    """Return the tensors among the inputs of an op, and in its lists."""
-    import torch
-
-    return [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def parameter_path(value: Any) -> str | None:

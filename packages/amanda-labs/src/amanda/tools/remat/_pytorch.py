@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from amanda import interceptor
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.libraries import tree_map
-from amanda.tools.mapping import undisturbed
 from amanda.tools.remat._storage import Handle
+from amanda.tools.rerun import undisturbed
 
 _REQUIRED = RequiredNames(
     "amanda.tools.remat",

@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 from amanda import interceptor
-from amanda.tools.mapping import undisturbed
 from amanda.tools.remat._eviction import Eviction, StorageRecomputation
 from amanda.tools.remat._pytorch import TorchRuntime
 from amanda.tools.remat._storage import (
@@ -25,6 +24,7 @@ from amanda.tools.remat._storage import (
     Storage,
     join_neighbours,
 )
+from amanda.tools.rerun import undisturbed
 
 
 class RematStore:

@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import amanda
 from amanda.errors import OptionError, ToolError
 from amanda.options import Name, NonNegativeInt, Where, checked
-from amanda.tools.mapping import MappingTool, Rerun, StandardMapping, rerun
+from amanda.tools.mapping import MappingTool, StandardMapping
 from amanda.tools.remat import _pytorch
 from amanda.tools.remat._storage import HEURISTICS, HeuristicName, MemoryTotals, OpCounts
 from amanda.tools.remat._store import RematStore
+from amanda.tools.rerun import Rerun, rerun
 from amanda.tools.results import Column, Result, amount, shortened
 
 logger = logging.getLogger("amanda")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import amanda
 from amanda.backend import TensorMap
-from amanda.tools.kit import Dataflow, DataflowNode
+from amanda.tools.dataflow import Dataflow, DataflowNode
 from amanda.tools.rewrite._rules import Maybe, Op, Pattern, PatternError, Rule
 
 Edge = tuple[int, int]

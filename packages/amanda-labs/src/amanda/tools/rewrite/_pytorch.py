@@ -11,7 +11,7 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
-from amanda.tools.kit import RequiredNames, leaves
+from amanda.tools.kit import RequiredNames, torch_tensors
 from amanda.tools.libraries import tree_map
 from amanda.tools.rewrite._program import OpExecution, OpExecutions, ProgramNode
 
@@ -81,7 +81,7 @@ class TorchOpExecutions(OpExecutions):
             if len(self._forms) >= _MAX_FORMS:
                 self._forms.clear()
             self._forms[key] = _form_of(value, inputs)
-        for tensor in _tensors_in([value]):
+        for tensor in torch_tensors([value]):
             # The first execution is computed, and still found as a producer.
             self._by_output[tensor] = delay
         return value
@@ -121,7 +121,7 @@ class DelayedExecution(OpExecution):
         import torch
 
         # Autocast is a setting of each device.
-        devices = sorted({tensor.device.type for tensor in _tensors_in(self.inputs)})
+        devices = sorted({tensor.device.type for tensor in torch_tensors(self.inputs)})
         self.modes: tuple[Any, ...] = (
             torch.is_grad_enabled(),
             *((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -142,7 +142,7 @@ class DelayedExecution(OpExecution):
 
     def is_read(self) -> bool:
         """Return True if the output was read, or if it was computed and has hooks."""
-        if any(tensor._backward_hooks or tensor.retains_grad for tensor in _tensors_in([self._value])):
+        if any(tensor._backward_hooks or tensor.retains_grad for tensor in torch_tensors([self._value])):
             self.reader = self.reader or HOOKS[0]
         return super().is_read()
 
@@ -151,7 +151,7 @@ class DelayedExecution(OpExecution):
         if not form.requires_grad:
             return _make_stand_in(self, form)
         self.has_stand_in = True
-        stand_in = _torch_classes()[1].apply(self, form, *_tensors_in(self.inputs))
+        stand_in = _torch_classes()[1].apply(self, form, *torch_tensors(self.inputs))
         # `apply` returns another Python object than `forward` made.
         stand_in._amanda_delay = self
         return stand_in
@@ -168,7 +168,7 @@ class DelayedExecution(OpExecution):
         with self._lock:
             if self._value is None:
                 # Saved before the op draws: a second computation has to give the same numbers.
-                self._random = torch.get_rng_state(), get_device_states(*_tensors_in(self.inputs))
+                self._random = torch.get_rng_state(), get_device_states(*torch_tensors(self.inputs))
                 self._value, self._arguments = self._compute_output()
             return self._value, self._arguments
 
@@ -231,21 +231,14 @@ def _differentiable_alias(value: Any) -> Any:
     return _torch_classes()[2].apply(value, _computed_value(value).detach())
 
 
-def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among values and in their lists."""
-    from torch import Tensor
-
-    return [tensor for tensor in leaves(values) if isinstance(tensor, Tensor)]
-
-
 def _storage_ids(values: Sequence[Any]) -> set[int]:
     """Return the storages of tensors."""
-    return {tensor.untyped_storage()._cdata for tensor in _tensors_in(values) if delay_of(tensor) is None}
+    return {tensor.untyped_storage()._cdata for tensor in torch_tensors(values) if delay_of(tensor) is None}
 
 
 def _tensor_versions(values: Sequence[Any]) -> list[int | None]:
     """Return how often each tensor was written; None for tensors of inference mode, which do not count."""
-    return [None if tensor.is_inference() else tensor._version for tensor in _tensors_in(values)]
+    return [None if tensor.is_inference() else tensor._version for tensor in torch_tensors(values)]
 
 
 def _input_signature(value: Any) -> Hashable:
@@ -328,13 +321,13 @@ def _torch_classes() -> tuple[Any, Any, Any]:
             """Return the gradients of the delayed op's inputs; None for untrained ones, delay and form."""
             # The stand-in's node is entered only if the match was not replaced: the op's own gradient is
             # computed.
-            inputs, create_graph = _tensors_in(ctx.delay.inputs), torch.is_grad_enabled()
+            inputs, create_graph = torch_tensors(ctx.delay.inputs), torch.is_grad_enabled()
             # With create_graph the caller's graph holds, and frees, the one of the value, so each call of
             # this function needs a value with a graph of its own.
             value, arguments = ctx.delay.compute_again() if create_graph else ctx.delay.differentiable()
             trained_arguments = [
                 argument
-                for tensor, argument in zip(inputs, _tensors_in(arguments), strict=True)
+                for tensor, argument in zip(inputs, torch_tensors(arguments), strict=True)
                 if tensor.requires_grad
             ]
             input_gradients = iter(

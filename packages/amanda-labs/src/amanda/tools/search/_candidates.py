@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import amanda
 from amanda.errors import AmandaError
 from amanda.options import Length, Name, checked
-from amanda.tools.kit import canonical, restored, tensors_of, windows_of
+from amanda.tools.axes import canonical, restored, windows_of
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import MATRIX_PRODUCTS, product_of
 from amanda.tools.quantize import Grid, choose_qparams, extremes, fake_quantize, fake_quantize_gradient

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import amanda
 from amanda.options import Name, NonNegativeFloat, NonNegativeInt, Seed, checked, shown
-from amanda.tools.kit import Progress, check_number
 from amanda.tools.libraries import numpy as np
 from amanda.tools.search._candidates import SearchError
 from amanda.tools.search._controllers import (
@@ -22,7 +21,7 @@ from amanda.tools.search._controllers import (
     StudyTrials,
 )
 from amanda.tools.search._tool import SearchTool
-from amanda.tools.trials import SearchResult, Trial
+from amanda.tools.trials import Progress, SearchResult, Trial, check_number
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "optuna": OptunaController,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from zlib import crc32
 
 import amanda
-from amanda.tools.kit import Dataflow, DataflowNode, canonical_extents, tensors_of
+from amanda.tools.axes import canonical_extents
+from amanda.tools.dataflow import Dataflow, DataflowNode
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import itemsize, product_of
 from amanda.tools.search._candidates import OpCandidate, Original, SearchError

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal
 import amanda
 from amanda.files import write_file
 from amanda.options import File, Name, NonNegativeFloat, Seed, checked
-from amanda.tools.kit import Dataflow, DataflowNode, leaves
+from amanda.tools.dataflow import Dataflow, DataflowNode
+from amanda.tools.kit import leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.results import Column, Result, parsing, read_json, shortened, to_json
 from amanda.tools.search._candidates import Choice, Original, SearchError

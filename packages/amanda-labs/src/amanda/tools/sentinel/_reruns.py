@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import amanda
-from amanda.tools.kit import leaves
-from amanda.tools.mapping import UNINITIALISED, Rerun, undisturbed
+from amanda.tools.kit import torch_tensors
+from amanda.tools.mapping import UNINITIALISED
+from amanda.tools.rerun import Rerun, undisturbed
 
 _RUNS = 4
 _VARYING = re.compile(
@@ -83,7 +84,7 @@ def rerun_op(compute: Callable[..., Any], kind: str, inputs: Sequence[Any], reco
             # Hooks of the program, as of a checkpoint, must not see what this run saves.
             if native._autograd._saved_tensors_hooks_is_enabled():
                 stack.enter_context(hooks(lambda tensor: tensor, lambda tensor: tensor))
-        return [output.detach() for output in tensors([compute(arguments)])]
+        return [output.detach() for output in torch_tensors([compute(arguments)])]
 
 
 def compare_reruns(first: Sequence[Any], rerun: Callable[[], list[Any]]) -> tuple[str, str]:
@@ -129,7 +130,7 @@ def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable
     def again() -> list[Any]:
         """Run the node again; return its gradients, in the shapes and types of the outgoing ones."""
         with undisturbed():
-            outputs = tensors([node(*gradients)])
+            outputs = torch_tensors([node(*gradients)])
         # Another number of gradients is a difference by itself.
         if len(outputs) != len(outgoing):
             return outputs
@@ -154,13 +155,6 @@ def is_plain(value: Any) -> bool:
         and not (value.is_meta or value.is_quantized or value.is_nested)
         and value.numel() > 0
     )
-
-
-def tensors(values: Any) -> list[Any]:
-    """Return the tensors in values, also in lists."""
-    import torch
-
-    return [value for value in leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def is_view_of(x: Any, bases: Sequence[Any]) -> bool:

@@ -12,7 +12,9 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.mapping import MappingTool, StandardMapping, rerun
+from amanda.tools.kit import torch_tensors
+from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.rerun import rerun
 from amanda.tools.sentinel import _reruns
 from amanda.tools.sentinel._result import VARIES, Alarm, WatchedNorm, WatchedOp
 
@@ -140,7 +142,7 @@ class StepWatcher(amanda.Tool):
     @amanda.observer
     def _before_backward_op(self, *gradients: Any, op: WatchedOp) -> None:
         if self._is_sampled(op):
-            self._open_inputs[get_ident(), id(op)] = gradients, _reruns.tensors(gradients)
+            self._open_inputs[get_ident(), id(op)] = gradients, torch_tensors(gradients)
 
     @amanda.observer
     def _after_backward_op(self, *gradients: Any, op: WatchedOp, dtype: Any) -> None:
@@ -155,7 +157,7 @@ class StepWatcher(amanda.Tool):
             # Other inputs are outputs of ops, whose norms are taken there.
             if _is_floating(value, dtype) and value.is_leaf:
                 self._record_norm(op, names.get(position, f"input {position}"), value, is_input=True)
-        self._open_inputs[get_ident(), id(op)] = inputs, _reruns.tensors(inputs)
+        self._open_inputs[get_ident(), id(op)] = inputs, torch_tensors(inputs)
 
     @_counts_time
     def _check_outputs(
@@ -166,7 +168,7 @@ class StepWatcher(amanda.Tool):
 
         An op whose outputs are all views of its inputs computes no numbers, and is not run again.
         """
-        tensors, has_new_memory = _reruns.tensors(outputs), False
+        tensors, has_new_memory = torch_tensors(outputs), False
         for i, output in enumerate(tensors):
             # A view has no numbers of its own.
             if not _reruns.is_view_of(output, input_tensors):
@@ -190,7 +192,7 @@ class StepWatcher(amanda.Tool):
         dtype: Any,
     ) -> None:
         """Record norms of the gradients, and run the backward node again if that is possible."""
-        tensors = _reruns.tensors(outgoing)
+        tensors = torch_tensors(outgoing)
         for i, gradient in enumerate(outgoing):
             if _is_floating(gradient, dtype):
                 self._record_norm(op, f"gradient {i}", gradient)

@@ -62,32 +62,29 @@ class ExecutionMatcher:
         """
         sides = self._executions([index], 0), self._executions([other_index], 1)
         counts = list(map(len, sides))
-        matches_in_order = [
-            self._match_executions(*execution_pair) for execution_pair in zip(*sides, strict=False)
-        ]
-        are_comparable = all(map(self._is_comparable, matches_in_order))
+        in_order = _match_in_order(*sides)
+        matches = [match for match in in_order if match.pairs]
+        are_comparable = all(map(self._is_comparable, in_order))
         # Executed as often, or a loop of another length that begins alike: executions pair up in order.
         if are_comparable and (
             counts[0] == counts[1]
-            or (min(counts) > 1 and all(self._is_near(match.pairs) for match in matches_in_order[:2]))
+            or (min(counts) > 1 and all(self._is_near(match.pairs) for match in in_order[:2]))
         ):
             self.unmatched += abs(counts[0] - counts[1])
-            return [match for match in matches_in_order if match.pairs]
+            return matches
         # Outputs of other shapes from inputs of the same shapes are a difference, not another op.
-        if counts[0] == counts[1] and all(
-            self._reads_alike(match, default=False) for match in matches_in_order
-        ):
-            return [match for match in matches_in_order if match.pairs]
+        if counts[0] == counts[1] and all(self._reads_alike(match, default=False) for match in in_order):
+            return matches
         # One run may compute at once what the other computes step by step, as with a cache of keys and
         # values.
-        if (matches := self._match_pieces(*sides, self.is_same_line(index, other_index))) is not None:
-            return matches
+        if (pieces := self._match_pieces(*sides, self.is_same_line(index, other_index))) is not None:
+            return pieces
         if are_comparable and min(counts) > 1:
             self.unmatched += abs(counts[0] - counts[1])
-            return [match for match in matches_in_order if match.pairs]
+            return matches
         # Without inputs nothing in the dump speaks against the pair.
         if counts[0] == counts[1] and not self._has_inputs:
-            return [match for match in matches_in_order if match.pairs]
+            return matches
         self.unlike += 1
         return []
 
@@ -103,17 +100,11 @@ class ExecutionMatcher:
     def of_results(self, index: int, other_index: int) -> list[OpMatch]:
         """Match the last ops of two runs, of any type; none where their tensors have other shapes."""
         sides = self._executions([index], 0), self._executions([other_index], 1)
-        matches_in_order = [
-            self._match_executions(*execution_pair) for execution_pair in zip(*sides, strict=False)
-        ]
-        have_same_shapes = all(
-            self._has_same_shape(pair) for match in matches_in_order for pair in match.pairs
-        )
-        return (
-            [match for match in matches_in_order if match.pairs]
-            if have_same_shapes and len(sides[0]) == len(sides[1])
-            else []
-        )
+        in_order = _match_in_order(*sides)
+        if len(sides[0]) != len(sides[1]):
+            return []
+        have_same_shapes = all(self._has_same_shape(pair) for match in in_order for pair in match.pairs)
+        return [match for match in in_order if match.pairs] if have_same_shapes else []
 
     def is_same_line(self, index: int, other_index: int) -> bool:
         """Return False for ops of two lines in runs of the same code."""
@@ -151,14 +142,6 @@ class ExecutionMatcher:
             for index in indices for execution, outputs in self._runs[side].results(index).items()
         ]  # fmt: skip
         return sorted(executions, key=lambda item: (item[1][0].order, item[0]))
-
-    def _match_executions(
-        self, execution_a: tuple[Execution, list[Entry]], execution_b: tuple[Execution, list[Entry]]
-    ) -> OpMatch:
-        """Return the match of two executions, tensor by tensor."""
-        return OpMatch(
-            list(pair_entries(execution_a[1], execution_b[1])), ([execution_a[0]], [execution_b[0]])
-        )
 
     def _is_comparable(self, match: OpMatch) -> bool:
         """Return False where two executions are not of the same op.
@@ -232,6 +215,17 @@ class ExecutionMatcher:
             return summary_distance(*pair).relative
         a, b = (run.array(entry) for run, entry in zip(self._runs, pair, strict=True))
         return math.inf if a is None or b is None else array_distance(a, b).relative
+
+
+def _match_in_order(
+    executions: Sequence[tuple[Execution, list[Entry]]],
+    other_executions: Sequence[tuple[Execution, list[Entry]]],
+) -> list[OpMatch]:
+    """Match executions of two ops in order, tensor by tensor; those that one op has more are left."""
+    return [
+        OpMatch(list(pair_entries(outputs, other_outputs)), ([key], [other_key]))
+        for (key, outputs), (other_key, other_outputs) in zip(executions, other_executions, strict=False)
+    ]
 
 
 def _is_piece(executions: Sequence[Sequence[Entry]], other_executions: Sequence[Sequence[Entry]]) -> bool:

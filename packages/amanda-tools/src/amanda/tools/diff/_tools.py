@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.diff._run import OUTPUT_ROLES, Run
 from amanda.tools.dump import Dump, Entry, Op
-from amanda.tools.kit import RequiredNames, leaves, op_tensors, tensors_of
+from amanda.tools.kit import RequiredNames, op_tensors, tensors_of, torch_tensors
 from amanda.tools.mapping import StandardMapping
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _enter_modes(narrow: set[str]) -> Any:
 
         def _run_wide(self, func: Any, args: Any, kwargs: Any) -> Any:
             """Run a kernel in float64; in float32 if it draws random numbers or has no kernel in float64."""
-            tensors = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
+            tensors = torch_tensors((args, kwargs), structures=True)
             if _copies_or_views(func) or not any(x.is_floating_point() for x in tensors):
                 return func(*args, **kwargs)
             # An op in place keeps the type of the tensor that it writes, which views and autograd hold on to.
@@ -111,12 +111,7 @@ def _enter_modes(narrow: set[str]) -> Any:
                 name for name in values_by_name
                 if (alias := arguments[name].alias_info) is not None and alias.is_write
             }  # fmt: skip
-            written_tensors = [
-                x
-                for name in written_names
-                for x in leaves([values_by_name[name]])
-                if isinstance(x, torch.Tensor)
-            ]
+            written_tensors = torch_tensors(values_by_name[name] for name in written_names)
             dtype = next((x.dtype for x in written_tensors if x.is_floating_point()), None)
             if dtype is None:
                 return func(*args, **kwargs)
@@ -151,7 +146,7 @@ def _enter_modes(narrow: set[str]) -> Any:
             try:
                 return func(*args, **(kwargs or {}))
             except RuntimeError:
-                tensors = [x for x in leaves((args, kwargs), structures=True) if isinstance(x, torch.Tensor)]
+                tensors = torch_tensors((args, kwargs), structures=True)
                 # Functions in Python check that types are equal, and one input is float64 already; what
                 # writes in place must not write into a copy.
                 if len({x.dtype for x in tensors if x.is_floating_point()}) < 2 or func.__name__.endswith(

@@ -23,7 +23,7 @@ from amanda.tools.flops._table import (
     gradients_of_factors,
     traffic,
 )
-from amanda.tools.kit import leaves
+from amanda.tools.kit import leaves, torch_tensors
 from amanda.tools.mapping import MATRIX_PRODUCTS, itemsize, local, share, torch_shape, torch_word
 
 
@@ -50,7 +50,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_op_type()
     # Attributes of a tensor subclass may run code of the program.
     with DisableTorchFunction():
-        tensors = list(tensors_of(inputs))
+        tensors = torch_tensors(inputs)
         context["differentiated"] = [value.requires_grad for value in tensors]
         context["is_complex"] = any(value.dtype.is_complex for value in tensors)
     context["is_view"] = is_view
@@ -88,19 +88,12 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     import torch
 
     with torch._C.DisableTorchFunction():
-        input_storages = {_storage(local(tensor)) for tensor in tensors_of(inputs)}
-        output_storages = [_storage(local(tensor)) for tensor in tensors_of(outputs)]
+        input_storages = {_storage(local(tensor)) for tensor in torch_tensors(inputs)}
+        output_storages = [_storage(local(tensor)) for tensor in torch_tensors(outputs)]
     # Outputs without memory of their own, such as sparse ones, count as copies.
     return (
         bool(output_storages) and None not in output_storages and input_storages.issuperset(output_storages)
     )
-
-
-def tensors_of(values: Sequence[Any]) -> Iterator[Any]:
-    """Return the tensors among values, those in lists too."""
-    import torch
-
-    return (value for value in leaves(values) if isinstance(value, torch.Tensor))
 
 
 def _storage(tensor: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Base of tools that look: tensors of any library, the ops that produced them, weight layouts, windows.
+"""Base of tools that look: tensors of any library, and the ops that read and give them.
 
 A tool that observes tensors derives from `TensorTool`; one that changes weights from
 `amanda.tools.weights.WeightTool`.
@@ -8,9 +8,6 @@ from typing import Any
 
 from amanda.options import warn_deprecated
 from amanda.plugins import import_from
-from amanda.tools.kit._axes import Unfolding, Window, canonical, canonical_extents, restored, windows_of
-from amanda.tools.kit._dataflow import Dataflow, DataflowNode
-from amanda.tools.kit._progress import Progress, check_number
 from amanda.tools.kit._tensor_tool import (
     OpRecord,
     OpTensor,
@@ -20,25 +17,31 @@ from amanda.tools.kit._tensor_tool import (
     op_tensors,
     parameter_inputs,
     remarks_on_packed_inputs,
+    torch_tensors,
 )
 from amanda.tools.kit._tensors import RequiredNames, Tensors, TensorsError, tensors_of
 
 __all__ = [
-    "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "Progress", "RequiredNames", "Role",
-    "TensorTool", "Tensors", "TensorsError", "Unfolding", "Window", "canonical",
-    "canonical_extents", "check_number", "leaves", "op_tensors", "parameter_inputs",
-    "remarks_on_packed_inputs", "restored", "tensors_of", "windows_of",
+    "OpRecord", "OpTensor", "RequiredNames", "Role", "TensorTool", "Tensors", "TensorsError", "leaves",
+    "op_tensors", "parameter_inputs", "remarks_on_packed_inputs", "tensors_of", "torch_tensors",
 ]  # fmt: skip
 
 # Names that were here, by the package that has them now.
 _MOVED = {
     **dict.fromkeys(("BitField", "bits_of", "from_bytes", "to_bytes"), "amanda.tools.inject"),
-    **dict.fromkeys(("Rerun", "rerun", "spatial_axes", "undisturbed"), "amanda.tools.mapping"),
+    **dict.fromkeys(("Rerun", "rerun", "undisturbed"), "amanda.tools.rerun"),
+    **dict.fromkeys(
+        ("Unfolding", "Window", "canonical", "canonical_extents", "restored", "windows_of"),
+        "amanda.tools.axes",
+    ),
+    **dict.fromkeys(("Dataflow", "DataflowNode"), "amanda.tools.dataflow"),
+    **dict.fromkeys(("Progress", "check_number"), "amanda.tools.trials"),
     **dict.fromkeys(
         ("Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult", "WeightTool", "weight_input"),
         "amanda.tools.weights",
     ),
     "Globs": "amanda.tools.select", "TensorMap": "amanda.backend", "read_onnx": "amanda.tools.onnx_graph",
+    "spatial_axes": "amanda.tools.mapping",
 }  # fmt: skip
 
 

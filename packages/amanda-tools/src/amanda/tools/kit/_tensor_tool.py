@@ -42,6 +42,13 @@ def _members(value: Any) -> Any:
     return value
 
 
+def torch_tensors(values: Iterable[Any], structures: bool = False) -> list[Any]:
+    """Return the tensors of PyTorch among values, those in lists too.  structures: as of `leaves`."""
+    import torch
+
+    return [value for value in leaves(values, structures) if isinstance(value, torch.Tensor)]
+
+
 def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
     """Return the positions of inputs that are parameters or views of one, or were read from a variable.
 

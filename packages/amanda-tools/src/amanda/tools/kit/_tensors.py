@@ -73,6 +73,10 @@ class Tensors:
     device_block: ClassVar[int] = 1 << 22
     """Number of elements to work on at once, as many as keep a device busy."""
 
+    def library(self, *values: Any) -> Any:
+        """Return a module with NumPy's names of functions that computes with some values."""
+        return np
+
     @staticmethod
     def numpy_type(dtype: str) -> np.dtype[Any]:
         """Return the element type of a name in NumPy or ml_dtypes; raise AmandaError where there is none."""
@@ -243,43 +247,44 @@ class Tensors:
 
     def round(self, x: Any) -> Any:
         """Return the nearest integers, half to even."""
-        return np.rint(x)
+        return self.library(x).rint(x)
 
     def floor(self, x: Any) -> Any:
         """Return the nearest integers that are not larger."""
-        return np.floor(x)
+        return self.library(x).floor(x)
 
     def absolute(self, x: Any) -> Any:
         """Return magnitudes."""
-        return np.abs(x)
+        return self.library(x).abs(x)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """Return elements of x where the condition holds, else of y."""
-        return np.where(condition, x, y)
+        return self.library(condition, x, y).where(condition, x, y)
 
     def minimum(self, x: Any, y: Any) -> Any:
         """Return the smaller of each pair; y may be a number."""
-        return np.minimum(x, y)
+        return self.library(x, y).minimum(x, y)
 
     def maximum(self, x: Any, y: Any) -> Any:
         """Return the larger of each pair; y may be a number."""
-        return np.maximum(x, y)
+        return self.library(x, y).maximum(x, y)
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
         """Return the elements of `value` where x lies between two bounds, exclusively; 0 for the others."""
-        return np.where((x <= low) | (x >= high), value * 0, value)
+        return self.where((x <= low) | (x >= high), value * 0, value)
 
     def sum(self, x: Any, axes: Sequence[int]) -> Any:
         """Return the sum over axes."""
-        return np.sum(x, axis=tuple(axes))
+        return self.library(x).sum(x, axis=tuple(axes))
 
     def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
         """Return the least and the largest elements over axes, without autograd."""
-        return np.min(x, axis=tuple(axes)), np.max(x, axis=tuple(axes))
+        library = self.library(x)
+        return library.min(x, axis=tuple(axes)), library.max(x, axis=tuple(axes))
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
         """Return the same elements in another shape."""
-        return np.reshape(x, shape)
+        return self.library(x).reshape(x, tuple(shape))
 
     def is_dense(self, x: Any) -> bool:
         """Return True for a tensor that has elements and stores each of them."""

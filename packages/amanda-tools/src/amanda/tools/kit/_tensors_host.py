@@ -36,48 +36,6 @@ class NumpyOnHost:
         return lambda *values, **options: function(*map(self._to_array, values), **options)
 
 
-class HostTensorLibrary(Tensors):
-    """Tensors of a library that are computed with in NumPy; `cast` makes tensors of the results."""
-
-    def library(self, *values: Any) -> Any:
-        """Return the library that computes with some values."""
-        raise NotImplementedError
-
-    def wide(self, x: Any) -> Any:
-        """Return a value in float32, or in its own type if that is wider."""
-        array = self.library(x).asarray(x)
-        return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
-
-    def round(self, x: Any) -> Any:
-        return self.library(x).rint(x)
-
-    def floor(self, x: Any) -> Any:
-        return self.library(x).floor(x)
-
-    def absolute(self, x: Any) -> Any:
-        return self.library(x).abs(x)
-
-    def where(self, condition: Any, x: Any, y: Any) -> Any:
-        return self.library(condition, x, y).where(condition, x, y)
-
-    def minimum(self, x: Any, y: Any) -> Any:
-        return self.library(x, y).minimum(x, y)
-
-    def maximum(self, x: Any, y: Any) -> Any:
-        return self.library(x, y).maximum(x, y)
-
-    def sum(self, x: Any, axes: Sequence[int]) -> Any:
-        return self.library(x).sum(x, axis=tuple(axes))
-
-    def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
-        """Return the least and the largest elements over axes."""
-        library = self.library(x)
-        return library.min(x, axis=tuple(axes)), library.max(x, axis=tuple(axes))
-
-    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        return self.library(x).reshape(x, tuple(shape))
-
-
 class JaxParameter:
     """An array of a tool that an optimizer trains; a reference of JAX holds it, which programs read.
 
@@ -121,7 +79,7 @@ def outside_of_programs() -> AbstractContextManager[Any]:
     return context
 
 
-class JaxTensorLibrary(HostTensorLibrary):
+class JaxTensorLibrary(Tensors):
     """Arrays of JAX, computed with in NumPy, as where a program calls routines back; symbols in JAX.
 
     XLA divides and fuses as it likes, so that a value half way between two integers would round otherwise.
@@ -135,6 +93,10 @@ class JaxTensorLibrary(HostTensorLibrary):
         if any(isinstance(value, jax.core.Tracer) for value in values):
             return jax.numpy
         return NumpyOnHost(lambda value: np.asarray(value) if isinstance(value, jax.Array) else value)
+
+    def wide(self, x: Any) -> Any:
+        """Return a value in float32, or in its own type if that is wider."""
+        return super().wide(self.library(x).asarray(x))
 
     def reference(self, value: Any) -> Any:
         """Return a reference of JAX to an array."""
@@ -156,9 +118,6 @@ class JaxTensorLibrary(HostTensorLibrary):
     def ranks(self, values: Any) -> Any:
         library = self.library(values)
         return library.argsort(library.argsort(values, -1, stable=True), -1, stable=True)
-
-    def within(self, value: Any, x: Any, low: float, high: float) -> Any:
-        return self.library(value, x).where((x <= low) | (x >= high), value * 0, value)
 
     def with_gradient(
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
@@ -198,12 +157,16 @@ class JaxTensorLibrary(HostTensorLibrary):
         return state.value if isinstance(state, JaxParameter) else state
 
 
-class MindSporeTensorLibrary(HostTensorLibrary):
+class MindSporeTensorLibrary(Tensors):
     """Tensors of MindSpore, computed with in NumPy: the CPU lacks kernels of many of its functions."""
 
     def library(self, *values: Any) -> Any:
         """Return NumPy, whose functions take arrays for tensors of MindSpore."""
         return NumpyOnHost(lambda value: self.to_numpy(value) if hasattr(value, "asnumpy") else value)
+
+    def wide(self, x: Any) -> Any:
+        """Return a value in float32, or in its own type if that is wider."""
+        return super().wide(self.library(x).asarray(x))
 
     def plain(self, x: Any) -> Array:
         return self.wide(x)

@@ -37,6 +37,10 @@ _ALIGNED = 16
 class TensorFlowTensorLibrary(Tensors):
     """Tensors of TensorFlow; arrays to compute with share the memory of tensors on the host."""
 
+    def library(self, *values: Any) -> Any:
+        """Return TensorFlow, which has some functions under NumPy's names; methods call the others."""
+        return _tf()
+
     def plain(self, x: Any) -> Array:
         """Return a tensor as an array of NumPy, in float32 or wider."""
         array = np.asarray(x)
@@ -127,21 +131,6 @@ class TensorFlowTensorLibrary(Tensors):
     def round(self, x: Any) -> Any:
         return _tf().math.rint(x)
 
-    def floor(self, x: Any) -> Any:
-        return _tf().floor(x)
-
-    def absolute(self, x: Any) -> Any:
-        return _tf().abs(x)
-
-    def where(self, condition: Any, x: Any, y: Any) -> Any:
-        return _tf().where(condition, x, y)
-
-    def minimum(self, x: Any, y: Any) -> Any:
-        return _tf().minimum(x, y)
-
-    def maximum(self, x: Any, y: Any) -> Any:
-        return _tf().maximum(x, y)
-
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
         # where, not a product: 0 times NaN would stay NaN.
         return _tf().where((x <= low) | (x >= high), _tf().zeros_like(value), value)
@@ -152,12 +141,10 @@ class TensorFlowTensorLibrary(Tensors):
     def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
         """Return the least and the largest elements over axes; arrays of a tensor in host memory."""
         if self.is_in_host_memory(x):
-            return super().extent(np.asarray(x), axes)
+            array = np.asarray(x)
+            return np.min(array, axis=tuple(axes)), np.max(array, axis=tuple(axes))
         x = self.detach(x)
         return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
-
-    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        return _tf().reshape(x, list(shape))
 
     def is_dense(self, x: Any) -> bool:
         """Return True for a tensor that has elements."""

@@ -21,7 +21,6 @@ from amanda.tools.mapping._products import (
     product_of,
     spatial_axes,
 )
-from amanda.tools.mapping._pytorch import Rerun, rerun, undisturbed
 from amanda.tools.mapping._pytorch import dtype as torch_dtype
 from amanda.tools.mapping._pytorch import shape as torch_shape
 from amanda.tools.mapping._pytorch import word as torch_word
@@ -32,7 +31,7 @@ from amanda.tools.mapping._tensors import backend_of, distributed, is_partial, i
 __all__ = [
     "CONVOLUTIONS", "MATRIX_PRODUCTS", "PRODUCTS", "SEVERAL_WEIGHTS", "TENSORFLOW_PASSES",
     "TENSORFLOW_READS", "TRANSPOSED_CONVOLUTIONS", "UNINITIALISED", "VOCABULARY", "InstalledEntries",
-    "MappingRule", "MappingTool", "Product", "Rerun", "RuleError", "StandardMapping", "are_transposed",
-    "backend_of", "distributed", "is_partial", "itemsize", "local", "product_of", "rerun", "share",
-    "spatial_axes", "torch_dtype", "torch_shape", "torch_word", "undisturbed", "weight_gradient", "whole",
+    "MappingRule", "MappingTool", "Product", "RuleError", "StandardMapping", "are_transposed",
+    "backend_of", "distributed", "is_partial", "itemsize", "local", "product_of", "share",
+    "spatial_axes", "torch_dtype", "torch_shape", "torch_word", "weight_gradient", "whole",
 ]  # fmt: skip

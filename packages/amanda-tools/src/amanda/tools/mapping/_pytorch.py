@@ -1,15 +1,12 @@
-"""PyTorch's part of StandardMapping, ATen's names beside the vocabulary's, and ops that may run again."""
+"""PyTorch's part of StandardMapping, and ATen's names beside the vocabulary's."""
 
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import amanda
 from amanda import OpContext
 from amanda.tools.mapping._phases import phase_in_torch
 from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
@@ -333,86 +330,3 @@ def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
     if kind in MATRIX_PRODUCTS:
         return weight if word(name) in MATRIX_PRODUCTS else None
     return 1 if kind.startswith("conv") and "conv" in name else None
-
-
-class Rerun(NamedTuple):
-    """The facts of an op that say whether it may run again.
-
-    written: positions of the inputs that the op writes; None for all.  pure: whether the op may run again.
-    random: whether it may draw random numbers.  scratch: positions that it writes and does not read.
-    """
-
-    written: tuple[int, ...] | None = ()
-    pure: bool = False
-    random: bool = False
-    scratch: tuple[int, ...] = ()
-
-
-_STATISTICS = (3, 4)
-"""Positions of the running mean and variance among the inputs of a normalization."""
-_NATIVE = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-)  # fmt: skip
-
-
-def rerun(context: amanda.OpContext) -> None:
-    """Write the `Rerun` of an op into its context as `rerun`: a rule for PyTorch's eager mode."""
-    context["rerun"] = _rerun_facts(context)
-
-
-def _rerun_facts(context: amanda.OpContext) -> Rerun:
-    """Return whether an op may run again, and what it writes, by the schemas of its overloads.
-
-    An op without a schema is not pure; an op of which an overload may write any input has `written` None.
-    """
-    import torch
-
-    inputs, name = context.get_inputs(), context.get_op_type()
-    # `_fused_adam_` and its like write several lists.
-    if context["in_place"]:
-        return Rerun(None if name.startswith("_fused") else (0,))
-    written = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
-    if written:
-        return Rerun(written)
-    is_native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
-    packet = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
-    if packet is None or not is_native:
-        return Rerun()
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    schemas = [overload._schema for overload in overloads]
-    mutating = [schema for schema in schemas if schema.is_mutable]
-    # An overload that writes anything but `out` may write any input.
-    if any(not any(argument.is_out for argument in schema.arguments) for schema in mutating):
-        return Rerun(None)
-    # PyTorch tags the overloads that draw random numbers.
-    random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-    # Input 5 is the flag of training: with it a normalization writes running averages that its outputs do
-    # not depend on.
-    is_training = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
-    scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if is_training else ()
-    random = random or any(isinstance(value, torch.Generator) for value in inputs)
-    return Rerun(scratch, True, random, scratch)
-
-
-def _is_out_argument(context: amanda.OpContext, value: Any) -> bool:
-    """Return True for the tensor that is given as `out`; False for an op without that argument."""
-    try:
-        return value is not None and context.get_value("out") is value
-    except amanda.AmandaError:
-        return False
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Return a context that hides calls from the user's modes and tensor subclasses."""
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with ExitStack() as stack:
-        # Leaving modes costs some microseconds, and nearly always there is none.
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.no_grad())
-        yield

@@ -10,7 +10,7 @@ from typing import Any
 import amanda
 from amanda.errors import did_you_mean
 from amanda.tools.command import function_of
-from amanda.tools.kit import leaves
+from amanda.tools.kit import torch_tensors
 from amanda.tools.libraries import numpy as np
 from amanda.tools.models._subject import Input, ModelError, Request, Subject, library, reshaped
 
@@ -63,9 +63,8 @@ def torch_subject(request: Request, module: Any, inputs: Sequence[Input], call: 
     def run() -> None:
         """Run forward, and backward if that is asked for."""
         with torch.set_grad_enabled(request.backward):
-            outputs = leaves([call()], structures=True)
-            tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
-            differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+            outputs = torch_tensors([call()], structures=True)
+            differentiable = [output for output in outputs if output.requires_grad]
             with amanda.disabled():
                 # The first gradient is ours, so tools count no op for it.
                 gradients = [torch.ones_like(output) for output in differentiable]

@@ -160,16 +160,13 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
         raise ModelError(f"the options {last!r} cannot be read: {error}") from None
 
 
-def library(name: str, word: str, package: str = "") -> Any:
+def library(name: str, word: str) -> Any:
     """Import a library that a model needs; raise ModelError where it is absent or broken."""
-    package = package or name
     try:
         return import_module(name)
     except Exception as error:  # a binary that does not fit raises other errors than ImportError
         # Another name would be of a package that the library itself needs.
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            raise ModelError(
-                f"{word} needs {package}, which is not installed: pip install {package}"
-            ) from None
+            raise ModelError(f"{word} needs {name}, which is not installed: pip install {name}") from None
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"{word} needs {package}, whose import fails: {first}") from error
+        raise ModelError(f"{word} needs {name}, whose import fails: {first}") from error

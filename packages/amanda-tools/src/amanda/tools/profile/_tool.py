@@ -11,7 +11,7 @@ from typing import Any
 
 import amanda
 from amanda.options import NonNegativeInt, checked
-from amanda.tools.kit import RequiredNames, leaves
+from amanda.tools.kit import RequiredNames, leaves, torch_tensors
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
 from amanda.tools.profile._records import OpProfile, name_of
@@ -104,9 +104,7 @@ def _storages_of(values: Iterable[Any]) -> list[Any]:
     torch = _torch()
     storages: list[Any] = []
     with torch._C.DisableTorchFunction():
-        for tensor in leaves(values):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in torch_tensors(values):
             try:
                 storage = tensor.untyped_storage()
                 storage.nbytes()
@@ -141,7 +139,7 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     saved_values: list[Any] = []
     visited: set[Any] = set()
     with torch._C.DisableTorchFunction():
-        nodes = [tensor.grad_fn for tensor in leaves(outputs) if isinstance(tensor, torch.Tensor)]
+        nodes = [tensor.grad_fn for tensor in torch_tensors(outputs)]
         while nodes:
             node = nodes.pop()
             # Older nodes belong to other ops.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
 from amanda.options import deprecated
-from amanda.tools.kit import canonical_extents
+from amanda.tools.axes import canonical_extents
 from amanda.tools.mapping import MATRIX_PRODUCTS
 from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.weights import ParameterSlice, Weight, WeightInput, WeightTool, weight_input

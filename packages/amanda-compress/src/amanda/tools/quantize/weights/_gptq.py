@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
-from amanda.tools.kit import Progress
 from amanda.tools.quantize._fake_quantize import Grid, QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
 from amanda.tools.quantize.weights._integers import (
@@ -17,6 +16,7 @@ from amanda.tools.quantize.weights._integers import (
     nearest,
     qparams,
 )
+from amanda.tools.trials import Progress
 from amanda.tools.weights import SelectionOptions
 
 if TYPE_CHECKING:

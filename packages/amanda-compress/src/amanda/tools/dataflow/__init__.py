@@ -11,6 +11,8 @@ from typing import Any
 import amanda
 from amanda.backend import TensorMap
 
+__all__ = ["Dataflow", "DataflowNode"]
+
 # Bounds of a loop that never ends: makers that are kept, and ops that a search visits.
 _MAX_MAKERS, _MAX_STEPS, _MAX_VISITED = 100_000, 200, 1000
 

@@ -1,4 +1,4 @@
-"""Results of tools that try a model many times: trials, and those that no other dominates.
+"""Tools that try a model many times: trials, those that no other dominates, and their progress.
 
 result = SearchResult(trials, "accuracy", ["flops"], "")
 print(result.best, result.front)
@@ -12,11 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.tools.results import Column, PlottedResult, shortened
+from amanda.tools.trials._progress import Progress, check_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["SearchResult", "Trial", "dominates"]
+__all__ = ["Progress", "SearchResult", "Trial", "check_number", "dominates"]
 
 
 @dataclass(frozen=True)

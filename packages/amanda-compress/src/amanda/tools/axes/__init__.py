@@ -12,6 +12,8 @@ from amanda.tools.mapping import spatial_axes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+__all__ = ["Unfolding", "Window", "canonical", "canonical_extents", "restored", "windows_of"]
+
 
 class Unfolding(NamedTuple):
     """The way from a weight to its canonical form: reshape to `split`, transpose by `order`, then reshape.

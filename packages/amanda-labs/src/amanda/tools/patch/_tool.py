@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 
 import amanda
 from amanda.options import AnyFloat, NonNegativeInt, PositiveInt, Where, checked
-from amanda.tools.kit import check_number, leaves, tensors_of
+from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.patch._frameworks import (
@@ -24,6 +24,7 @@ from amanda.tools.patch._frameworks import (
 from amanda.tools.patch._result import Patched, PatchError, PatchResult, PatchSweep, Region, is_value
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
+from amanda.tools.trials import check_number
 
 logger = logging.getLogger("amanda")
 _MAX_MODULES = 40
