@@ -16,7 +16,7 @@ from amanda.scope import in_force
 from ._autograd import activation_of_pass
 from ._collectives import report_reducers
 from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
-from ._control_flow import UTILS, run_map_op_by_op
+from ._control_flow import run_control_flow_op_by_op
 from ._operators import Operators
 from ._requirements import log_once, torch_attribute
 
@@ -74,7 +74,7 @@ class TorchPatches:
         for module, name in INTERNAL_FUNCTIONS:
             attributes.when_imported(module, functools.partial(_run_uninstrumented, attributes, module, name))
         attributes.when_imported(LOADER, lambda: _report_loader_workers(attributes))
-        attributes.when_imported(UTILS, lambda: run_map_op_by_op(attributes))
+        run_control_flow_op_by_op(attributes)
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
         attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+import torch.fx.traceback
 from amanda import interceptor
 from amanda.backend import Action, Execution, OpFacts, State
 from amanda.errors import AmandaError
@@ -281,6 +282,16 @@ def custom_ops() -> Any:
         _register_effectful_op(op, EffectType.ORDERED)
         torch.fx.node.has_side_effect(op)
     return torch.ops.amanda
+
+
+def call_python(name: str, *args: Any) -> Any:
+    """Call a custom op as a part of the traced graph, but of no checkpoint, which would call it again."""
+    meta = torch.fx.traceback.get_current_meta()
+    marks = {mark: meta.pop(mark) for mark in ("recompute", "ac_graph_id") if mark in meta}
+    try:
+        return getattr(custom_ops(), name)(*args)
+    finally:
+        meta.update(marks)
 
 
 _libraries: list[Any] = []  # an op lives as long as its library
