@@ -174,8 +174,7 @@ class FlopsTool(amanda.Tool):
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
-        if is_eager:
-            place = place.for_samples(amanda.ShapeTally.samples(context.get_input_shapes()))
+        place = place.for_samples(context.get_samples())
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
             # Not counted by itself; backward ops build their stand-ins from its values.

@@ -17,7 +17,9 @@ from amanda.graph import RoutineTable
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
+from .._levels import in_transform
 from .._tensors import TorchTensors, cast_to_fit
+from .._transforms import TransformedTensors
 from ._routine_inputs import TorchReads
 
 
@@ -43,14 +45,21 @@ class SymbolicTensors(TorchTensors):
         return (str(super().shapes(inputs)),)
 
 
+class SymbolicTensorsInTransform(TransformedTensors, SymbolicTensors):
+    """`TensorOps` of values that may have symbols for sizes, within transforms of torch.func."""
+
+
 current_state = State.current
 TENSORS: Any = SymbolicTensors()
 _EXPORTED: Any = ExportedTensors()
+_IN_TRANSFORM: Any = SymbolicTensorsInTransform()
 
 
 def tensor_ops() -> Any:
     """Return the `TensorOps` for routines that are part of a graph."""
-    return _EXPORTED if torch.compiler.is_exporting() else TENSORS
+    if torch.compiler.is_exporting():
+        return _EXPORTED
+    return _IN_TRANSFORM if in_transform() else TENSORS
 
 
 _TOKEN = "amanda_execution"
