@@ -1,4 +1,4 @@
-"""torch.func's transforms in compiled functions: ops inside are ops, for routines that trace and observers."""
+"""torch.func transforms in compiled functions: ops inside are ops, for traceable routines and observers."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from ._levels import (
     innermost,
     is_functionalized,
     is_wrapped,
+    tangents,
     with_batches_first,
     without_transforms,
 )
@@ -78,7 +79,7 @@ class TransformedTensors(TorchTensors):
         return needs if any(needs) else None
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of a sample of each tensor, also in lists, with the sizes of its batches."""
+        """Return the shape of a sample of each tensor, also in lists, with its batches and tangents."""
         return tuple([_shape_of(value) for value in inputs])
 
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
@@ -168,8 +169,9 @@ class RunBeside(Saved):
 def _shape_of(value: Any) -> Hashable:
     """Return the extents of a sample of a tensor, or of each tensor in a list; None for anything else."""
     if isinstance(value, torch.Tensor):
-        sizes = batch_sizes(value)
-        return BatchedShape(value.shape, sizes) if sizes else shape_of(value)
+        sizes = tuple(batch_sizes(value))
+        derivatives = tuple(tangents(value)) if has_tangents() else ()
+        return BatchedShape(value.shape, sizes, derivatives) if sizes or derivatives else shape_of(value)
     if isinstance(value, (list, tuple)):
         return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
     return None

@@ -84,7 +84,7 @@ def _copy_body(
     places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
     operands = torch.fx.node.map_arg(tuple(_operands(node)), twins.__getitem__)
     inner_twins: dict[Node, Any] = dict(zip(places, operands, strict=True))
-    if node.target.name() == _CHECKPOINT:  # type: ignore[union-attr]
+    if str(node.target) == _CHECKPOINT:
         checkpoint = next(_checkpoint_numbers)
     return _copy_nodes(body, target, inner_twins, f"{prefix}{node.name}_", checkpoint)
 
@@ -93,7 +93,7 @@ def _body_of(node: Node, module: GraphModule) -> GraphModule | None:
     """Return the body of a checkpoint or of a region that can be put in its place; None for other nodes."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
-    if node.target.name() not in (_CHECKPOINT, _REGION) or any(
+    if str(node.target) not in (_CHECKPOINT, _REGION) or any(
         user.target is not getitem for user in node.users
     ):
         return None
@@ -108,7 +108,7 @@ def _body_of(node: Node, module: GraphModule) -> GraphModule | None:
 
 def _operands(node: Node) -> Any:
     """Return the operands of a checkpoint or of a region: all after the body and a region's name."""
-    return node.args[2:] if node.target.name() == _REGION else node.args[1:]  # type: ignore[union-attr]
+    return node.args[2:] if str(node.target) == _REGION else node.args[1:]
 
 
 def _element_of(node: Node, twins: dict[Node, Any]) -> Any:
@@ -119,7 +119,8 @@ def _element_of(node: Node, twins: dict[Node, Any]) -> Any:
 
 
 def _output_of(module: GraphModule) -> Node:
-    return next(iter(reversed(module.graph.nodes)))
+    output: Node = next(iter(reversed(module.graph.nodes)))
+    return output
 
 
 def _attribute(module: GraphModule, target: str) -> Any:

@@ -295,7 +295,7 @@ def custom_ops() -> Any:
 
 def call_python(name: str, *args: Any) -> Any:
     """Call a custom op as a part of the traced graph, but of no checkpoint, which would call it again."""
-    meta = torch.fx.traceback.get_current_meta()
+    meta: Any = torch.fx.traceback.get_current_meta()
     marks = {mark: meta.pop(mark) for mark in ("recompute", "ac_graph_id") if mark in meta}
     try:
         return getattr(custom_ops(), name)(*args)

@@ -140,11 +140,10 @@ class FxRewriting:
                     "PyTorch do not hand on: replace one op alone, or run op by op"
                 )
                 raise facts.explain(error, plan.replace)
-            if self._late is not None:
-                plan = self._late.take_over(plan, facts)
+            actions = plan if self._late is None else self._late.take_over(plan, facts)
             if call.in_transform:
-                plan = self._only_inlined(plan, facts)
-            self._steps[node].append(OpStep(facts, plan))
+                actions = self._only_inlined(actions, facts)
+            self._steps[node].append(OpStep(facts, actions))
 
     def _only_inlined(self, plan: Actions, facts: OpFacts) -> Actions:
         """Return the actions that become a part of the graph; count those that would be calls of Python.
