@@ -93,6 +93,11 @@ def is_functionalized() -> bool:
     return any(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
 
 
+def is_only_functionalized() -> bool:
+    """Return True if torch.func.functionalize is the only transform in force."""
+    return all(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
+
+
 def has_tangents() -> bool:
     """Return True under a transform of forward-mode gradients, such as jvp."""
     return any(item.key() == _functorch.TransformType.Jvp for item in interpreters())
