@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby, product
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
+    functionalize,
     grad,
     grad_and_value,
     hessian,
@@ -481,20 +483,63 @@ def test_functions_of_autograd_are_seen_once_by_their_name() -> None:
     assert [op for op, *_ in tool.forward].count("Cube") == 4
 
 
-def test_ops_under_functionalize_are_reported_by_name() -> None:
-    tool = Everywhere()
+FUNCTIONALIZED: dict[str, Callable[[Function], Function]] = {
+    "alone": functionalize,
+    "without views": lambda f: functionalize(f, remove="mutations_and_views"),
+    "of grad": lambda f: functionalize(grad(lambda x: f(x).sum())),
+    "of vmap": lambda f: lambda x: functionalize(vmap(f))(torch.stack([x, 2 * x])),
+    "under vmap": lambda f: lambda x: vmap(functionalize(f))(torch.stack([x, 2 * x])),
+    "of jvp": lambda f: functionalize(lambda x: jvp(f, (x,), (x,))[1]),
+    "of hessian": lambda f: functionalize(hessian(lambda x: f(x).sum())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("act", [nothing, unchanged, cloned])
+@pytest.mark.parametrize("function", [composed, in_place, view_written, partly_recorded])
+@pytest.mark.parametrize("name", FUNCTIONALIZED)
+def test_ops_under_functionalize_are_seen_and_leave_all_bits(
+    name: str, function: Function, act: Callable[..., Any]
+) -> None:
+    if (name, function) == ("under vmap", view_written):
+        return  # torch raises an error
+    program, tool, x = FUNCTIONALIZED[name](function), Everywhere(act), X.clone()
+    bare = program(x)
     with amanda.apply(tool) as scope:
-        torch.func.functionalize(lambda x: x.sin().cos())(X)
-    assert tool.forward == []
-    assert [entry.what.rpartition(" ")[2] for entry in scope.report] == ["sin", "cos"]
+        assert torch.equal(program(x), bare)
+    assert torch.equal(x, X)
+    assert {"sin", "mul"} & {op for op, *_ in tool.forward}
+    assert not [entry for entry in scope.report if "run as they are" in entry.reason]
+
+
+def test_a_changed_value_acts_under_functionalize_alone() -> None:
+    with amanda.apply(At("sin", after=lambda y: 3 * y)) as scope:
+        tripled = functionalize(torch.sin)(X)
+        assert not list(scope.report)
+        slope = functionalize(grad(lambda x: x.sin().sum()))(X)
+    assert torch.equal(tripled, 3 * X.sin())
+    assert torch.equal(slope, X.cos())
+    (entry,) = scope.report
+    assert entry.what == "torch.func.functionalize"
+    assert "stays as it was" in entry.reason
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
-def test_what_linearize_records_is_reported() -> None:
+def test_primal_ops_of_linearize_are_seen_and_the_recorded_program_is_named() -> None:
     bare = linearize(composed, X)[1](X)
     with amanda.apply(Everywhere(cloned)) as scope:
         assert torch.equal(linearize(composed, X)[1](X), bare)
-    assert "a graph by make_fx" in [entry.what for entry in scope.report]
+    (entry,) = (entry for entry in scope.report if entry.what == "torch.func.linearize")
+    assert entry.reason.startswith("its tangents are a recorded program, of ATen's operators: ")
+    assert {"mul", "mv"} <= set(re.findall(r"\d+ (\w+)", entry.reason))
+    tool = Everywhere()
+    with amanda.apply(tool):
+        _, tangents = linearize(lambda x: x.sin().cos(), X)
+        assert [op for op, *_ in tool.forward][:2] == ["sin", "cos"]
+    with amanda.apply(tool):
+        tool.forward.clear()
+        tangents(X)
+    assert "mul" in [op for op, *_ in tool.forward]
 
 
 def test_an_error_within_a_transform_leaves_no_transform_in_force() -> None:

@@ -9,7 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.func import functional_call, grad, hessian, stack_module_state, vmap  # noqa: E402
+from torch.func import (  # noqa: E402
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jvp,
+    stack_module_state,
+    vmap,
+)
 
 import amanda  # noqa: E402
 from amanda.tools.flops import FlopsTool  # noqa: E402
@@ -34,7 +42,7 @@ def macs(program: Callable[[], Any]) -> dict[str, int]:
     counts = {"forward": 0, "backward": 0}
     for place in tool.result.places:
         assert place.macs is not None
-        counts[place.phase] += place.calls * place.macs
+        counts[place.phase] = counts.get(place.phase, 0) + place.calls * place.macs
     return counts
 
 
@@ -91,6 +99,8 @@ def test_second_derivatives_of_a_loss_have_backward_ops() -> None:
     counts = macs(lambda: laplacians(x).diagonal(dim1=1, dim2=2).sum())
     assert counts["forward"] == ROWS * (FIRST + SECOND)
     assert counts["backward"] == ROWS * (FIRST + SECOND)
+    # Three directions, of each product and of each gradient but that of the sum, which is constant.
+    assert counts["tangent"] == 3 * ROWS * (FIRST + SECOND + FIRST)
 
 
 def test_a_step_that_differentiates_a_step_is_counted_at_both_levels() -> None:
@@ -106,6 +116,97 @@ def test_a_step_that_differentiates_a_step_is_counted_at_both_levels() -> None:
     counts = macs(lambda: grad(adapted_loss)(weight))
     # Backward: the inner step, the outer one, and through the product of the inner one to both its factors.
     assert counts == {"forward": 2 * product, "backward": 4 * product}
+
+
+NET = network()
+A, B = torch.rand(5, 3), torch.rand(3, 2)
+SQUARE = torch.rand(3, 3)
+IMAGES = torch.rand(2, 3, 8, 8)
+QUERY = torch.rand(1, 2, 7, 4)
+MM, CONV = 5 * 3 * 2, 2 * 4 * 6 * 6 * 3 * 9
+SCORES = 2 * 7 * 7 * 4  # and as many for the product with the values
+
+
+def twice_differentiated(x: Any, direction: Any) -> Any:
+    return jvp(lambda y: jvp(lambda z: z @ z, (y,), (direction(y),))[1], (x,), (x,))
+
+
+def attention(query: Any, key: Any, value: Any) -> Any:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize(
+    ("program", "forward", "tangent"),
+    [
+        (lambda: jvp(lambda a: a @ B, (A,), (A,)), MM, MM),
+        (lambda: jvp(torch.mm, (A, B), (A, B)), MM, 2 * MM),
+        (lambda: jvp(lambda a, b: torch.einsum("ij,jk->ik", a, b), (A, B), (A, B)), MM, 2 * MM),
+        (lambda: jvp(lambda a: torch.addmm(torch.ones(2), a, B), (A,), (A,)), MM, MM),
+        (lambda: jvp(NET, (A,), (A,)), 5 * (FIRST + SECOND), 5 * (FIRST + SECOND)),
+        (lambda: jacfwd(NET)(A[0]), FIRST + SECOND, 3 * (FIRST + SECOND)),
+        (lambda: vmap(jacfwd(NET))(A), 5 * (FIRST + SECOND), 5 * 3 * (FIRST + SECOND)),
+        (lambda: jvp(vmap(lambda a: B.t() @ a), (A,), (A,)), MM, MM),
+        # Of 3 ** 2 products of components without a common level one is the forward product.
+        (lambda: twice_differentiated(SQUARE, lambda y: y), 27, 8 * 27),
+        (lambda: twice_differentiated(SQUARE, lambda y: SQUARE), 27, 6 * 27),
+        (lambda: jvp(lambda x: torch.conv2d(x, torch.ones(4, 3, 3, 3)), (IMAGES,), (IMAGES,)), CONV, CONV),
+        (lambda: jvp(attention, (QUERY,) * 3, (QUERY,) * 3), 2 * SCORES, 4 * SCORES),
+        (lambda: jvp(lambda v: attention(QUERY, QUERY, v), (QUERY,), (QUERY,)), 2 * SCORES, SCORES),
+    ],
+)  # fmt: skip
+def test_tangents_cost_a_product_for_each_factor_that_has_one(
+    program: Callable[[], Any], forward: int, tangent: int
+) -> None:
+    assert macs(program) == {"forward": forward, "backward": 0, "tangent": tangent}
+
+
+def test_tangents_of_elementwise_ops_cost_an_operation_for_each_element_and_tangent() -> None:
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        jvp(lambda a: a.sin() * a + 1, (A,), (A,))
+        jvp(lambda a: a.t().reshape(-1), (A,), (A,))
+    assert tool.result.total(phase="forward") == 3 * 15
+    assert tool.result.total(phase="tangent") == (1 + 2 + 1) * 15
+    rows = tool.result.by("phase", "type").rows()
+    assert ("tangent", "mul") in {tuple(row[:2]) for row in rows}
+
+
+def test_tangents_of_gradients_are_counted() -> None:
+    weight = torch.ones(4, 3, 3, 3)
+
+    def loss(x: Any) -> Any:
+        return torch.conv2d(x, weight).square().sum()
+
+    # The gradient of the images alone: its kernel has no tangent, what enters has.
+    counts = macs(lambda: jvp(grad(loss), (IMAGES,), (IMAGES,)))
+    assert counts == {"forward": CONV, "backward": CONV, "tangent": 2 * CONV}
+
+
+def test_all_products_that_torch_runs_for_tangents_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    # Where all factors have tangents; of others torch's counter counts products with tangents of zeros.
+    for program in (lambda: jvp(torch.mm, (A, B), (A, B)), lambda: twice_differentiated(SQUARE, lambda y: y)):
+        with FlopCounterMode(display=False) as counter:
+            program()
+        assert sum(macs(program).values()) == counter.get_total_flops() // 2
+
+
+def test_tangents_that_no_formula_knows_are_named() -> None:
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        jvp(torch.linalg.inv, (SQUARE + torch.eye(3),), (SQUARE,))
+    assert tool.result.unsupported == {"linalg_inv": 1}
+
+
+def test_samples_of_a_vmap_are_counted_in_compiled_graphs() -> None:
+    net, tool = network(), FlopsTool()
+    compiled = torch.compile(lambda x: vmap(lambda row: (net[0].weight @ row).sin())(x), backend="aot_eager")
+    with amanda.apply(tool, compiled="instrument"):
+        compiled(A)
+    assert tool.result.total("macs") == 5 * FIRST
+    assert tool.result.total("flops") == 5 * (2 * FIRST + 4)
 
 
 def test_a_nan_of_one_sample_is_found_at_its_op() -> None:

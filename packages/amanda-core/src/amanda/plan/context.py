@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from amanda.errors import ActionError, AmandaError, MissingKeyError, did_you_mean
 from amanda.namespace import Namespace
 from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
+from amanda.plan.batched_shape import sample_count
 from amanda.plan.facts import (
     OpFacts,
     Selection,
@@ -128,6 +129,13 @@ class OpContext(dict[str, Any]):
         # `ToolStack.keep` makes shapes a part of the key of this op's plans from now on.
         self._facts.reads_shapes = True
         return tuple(self._facts.input_shapes)
+
+    def get_samples(self) -> int:
+        """Return how many samples an execution computes at once: 1 unless a vmap maps the op.
+
+        In eager mode the shapes of the inputs say that: see `get_input_shapes`.
+        """
+        return sample_count(self.get_input_shapes()) if self.is_eager() else self._facts.samples
 
     def get_outputs(self) -> list[Any] | None:
         """Return the op's outputs; None before it has run."""

@@ -39,6 +39,7 @@ class OpFacts:
     device_of: names the device of a value, "" where the device is unknown.
     aliases: other paths of the module of `scope`.  input_shapes: shapes of the inputs of an eager op.
     reads_shapes: whether an analysis routine has read the shapes.
+    samples: that an execution computes at once, of an op of a graph within a vmap.
     compute: runs an eager op on other inputs; None where nothing can.
     replaceable: whether a tool may replace the backward op.  dropped: whether the values were dropped.
     """
@@ -73,6 +74,7 @@ class OpFacts:
     aliases: Sequence[str] = ()
     input_shapes: Sequence[Any] = ()
     reads_shapes: bool = False
+    samples: int = 1
 
     def drop_values(self) -> None:
         """Drop every tensor, so that a context that lives on keeps no tensor alive."""

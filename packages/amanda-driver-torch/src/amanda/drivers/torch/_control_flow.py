@@ -1,50 +1,290 @@
-"""The higher-order op `map`, which torch compiles by itself, made to run op by op in scopes."""
+"""Control flow of torch (`cond`, `while_loop`, `scan`, `map`), whose bodies run op by op in scopes.
+
+Torch compiles each call of these ops with dynamo, and records the gradient of a body with make_fx: no tool
+sees the recorded ops, and no routine acts on them. In scopes the bodies run as Python under autograd.
+"""
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from amanda import interceptor
-from amanda.backend import Attributes
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from amanda.backend import Attributes, State
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ._compiled_callables import asks_for_graphs
+from ._levels import in_transform
 
-UTILS = "torch._higher_order_ops.utils"
-_RUN_FUNCTION = "_maybe_compile_and_run_fn"
+ROUNDED_OTHERWISE = (
+    "its body ran op by op under autograd, not as make_fx records it: numbers may be rounded otherwise than "
+    "without tools, such as the gradient of a weight, which is summed over the steps in another order"
+)
+UNREAD = "weights that only the branch not taken reads have no gradient, rather than one of zeros"
 
 
-def run_map_op_by_op(attributes: Attributes) -> None:
-    """Make torch's `map` run its body op by op, on flat results as compiled code returns them.
+def run_control_flow_op_by_op(attributes: Attributes) -> None:
+    """Make torch's control flow run its bodies op by op in scopes, from the import of each op on."""
+    for module, (class_name, run) in _OPS.items():
+        attributes.when_imported(
+            module, functools.partial(_replace_call, attributes, module, class_name, run)
+        )
 
-    Otherwise `map` takes a single result tensor for a list of tensors when gradients are recorded.  Does
-    nothing before torch 2.7.
-    """
-    module = sys.modules[UTILS]
-    original = getattr(module, _RUN_FUNCTION, None)
-    if original is None:  # before torch 2.7
+
+def _replace_call(attributes: Attributes, module: str, class_name: str, run: Callable[..., Any]) -> None:
+    """Replace the call of a higher-order op; do nothing if this torch lacks the class of the op."""
+    op_class = getattr(sys.modules[module], class_name, None)
+    if op_class is None:
         return
+    original = vars(op_class)["__call__"]
 
     @functools.wraps(original)
-    def run(fn: Callable[..., Any], *args: Any) -> Any:
-        """Run the body of `map` on flat results, which get their form back; run all else as torch does."""
-        if torch.compiler.is_dynamo_compiling():  # dynamo would trace what follows
-            return original(fn, *args)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs) if _runs_op_by_op() else original(self, *args, **kwargs)
+
+    attributes.set(op_class, "__call__", call)
+
+
+def _runs_op_by_op() -> bool:
+    """Return True if tools see the program's ops, and neither a mode nor a transform takes the call."""
+    activation = interceptor.active()
+    if activation is None or type(activation.state) is not State:
+        return False
+    return not torch._C._len_torch_dispatch_stack() and not in_transform()
+
+
+def is_control_flow(function: Any) -> bool:
+    """Return True for a function within torch that calls a higher-order op, and that torch compiles."""
+    is_inner = "<locals>" in getattr(function, "__qualname__", "")
+    return is_inner and getattr(function, "__module__", "") in _COMPILING_MODULES
+
+
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
+    """Run the branch that is taken; what only the other branch reads gets zeros as gradient, as in torch."""
+    taken, other = (true_fn, false_fn) if pred else (false_fn, true_fn)
+    if not torch.is_grad_enabled():
+        return taken(*operands)
+    operands = _gathered(operands)
+    outputs = taken(*operands)
+    return _with_gradients(outputs, operands, _read_by(other, operands))
+
+
+def _while_loop(
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any] = (),
+    **options: Any,
+) -> Any:
+    """Run the body while the condition holds; return the carried values in the form that the body gives."""
+    operands = values = _gathered(tuple(carried_inputs))
+    results: Any = None
+    while cond_fn(*values, *additional_inputs):
+        results = body_fn(*values, *additional_inputs)
+        values = tuple(tree_leaves(results))
+    if results is None:
+        return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
+    _report_rounding("while_loop", values)
+    return _with_gradients(results, operands)
+
+
+def _scan(
+    combine_fn: Callable[..., Any],
+    init: Sequence[Any],
+    xs: Sequence[Any],
+    additional_inputs: Sequence[Any] = (),
+) -> Any:
+    """Run the steps in order; return the last carry and the stacked outputs, as the function has them."""
+    operands = carry, rows = _gathered((tuple(init), tuple(xs)))
+    outputs: list[list[Any]] = []
+    form: Any = None
+    for row in zip(*(value.unbind(0) for value in rows), strict=True):
+        results, form = tree_flatten(combine_fn(*carry, *row, *additional_inputs))
+        carry = tuple(results[: len(init)])
+        outputs.append(results[len(init) :])
+    _report_rounding("scan", carry)
+    stacked = tree_unflatten([*carry, *_stacked(outputs)], form)
+    return _with_gradients(stacked, operands)
+
+
+def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
+    """Run the function on each row; return the stacked results, as the function has them."""
+    operands = rows, shared = _gathered((tuple(xs), tuple(pos_args)))
+    outputs: list[list[Any]] = []
+    form: Any = None
+    arguments = [_for_each_row(value, len(rows[0])) for value in shared]
+    for i, row in enumerate(zip(*(value.unbind(0) for value in rows), strict=True)):
+        results, form = tree_flatten(f(*row, *(values[i] for values in arguments)))
+        outputs.append(results)
+    _report_rounding("map_impl", outputs[-1])
+    return _with_gradients(tree_unflatten(_stacked(outputs), form), operands)
+
+
+def _for_each_row(value: Any, count: int) -> Sequence[Any]:
+    """Return an argument of `map` for each row; autograd sums the gradients of all rows at once, as torch."""
+    if not _needs_gradient(value) or isinstance(value, torch.nn.Parameter) or not torch.is_grad_enabled():
+        return [value] * count
+    with interceptor.Suspension():
+        return value.expand(count, *value.shape).unbind(0)  # type: ignore[no-any-return]
+
+
+def _stacked(steps: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the results of all steps as one tensor each; what is no tensor is that of the last step."""
+    return [
+        torch.stack(values) if isinstance(values[-1], torch.Tensor) else values[-1]
+        for values in zip(*steps, strict=True)
+    ]
+
+
+def _gathered(operands: Any) -> Any:
+    """Return views of the operands, at which autograd sums the gradients of a body before any others.
+
+    Torch sums them so, and the order decides the last bits.  Parameters stay what they are to tools: autograd
+    sums their gradients in one place.
+    """
+
+    def view(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            return value
+        return value.view_as(value) if value.requires_grad else value
+
+    if not torch.is_grad_enabled():
+        return operands
+    with interceptor.Suspension():
+        return tree_map(view, operands)
+
+
+class _WithGradients(torch.autograd.Function):
+    """Identity on outputs; each of the inputs beside them gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> Any:
+        """Return the first `count` tensors."""
+        ctx.unread = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[count:]]
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of the outputs as they are, and zeros for the inputs beside them."""
+        needs_gradient = ctx.needs_input_grad[1 + len(gradients) :]
+        with interceptor.Suspension():
+            zeros = [
+                torch.zeros(shape, dtype=dtype, device=device) if needs else None
+                for (shape, dtype, device), needs in zip(ctx.unread, needs_gradient, strict=True)
+            ]
+        return None, *gradients, *zeros
+
+
+def _with_gradients(outputs: Any, operands: Any, read_elsewhere: Iterable[torch.Tensor] | None = None) -> Any:
+    """Return outputs that all need a gradient, with zeros as the gradient of what they do not depend on.
+
+    read_elsewhere: tensors with that gradient; None for all operands.
+    """
+    if not torch.is_grad_enabled():
+        return outputs
+    leaves, form = tree_flatten(outputs)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _can_need(leaf)]
+    results = [leaves[i] for i in places]
+    needing = [value for value in tree_leaves(operands) if _needs_gradient(value)]
+    reached = {id(value) for value in _inputs_of(results)}
+    candidates = needing if read_elsewhere is None else read_elsewhere
+    unread = [value for value in candidates if id(_source(value)) not in reached]
+    if not unread and (not needing or all(result.requires_grad for result in results)):
+        return outputs
+    with interceptor.Suspension():
+        joined: Any = _WithGradients.apply(len(results), *results, *(unread or needing))  # type: ignore[no-untyped-call]
+    for i, result in zip(places, joined, strict=True):
+        leaves[i] = result
+    return tree_unflatten(leaves, form)
+
+
+def _can_need(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _source(tensor: torch.Tensor) -> Any:
+    """Return what autograd's graph has for a tensor: its node, or the tensor itself if it is a leaf."""
+    return tensor if tensor.grad_fn is None else tensor.grad_fn
+
+
+def _inputs_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes and the leaves in autograd's graph of tensors."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    yield from (tensor for tensor in tensors if tensor.grad_fn is None)
+    visited: set[Any] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node not in visited:
+            visited.add(node)
+            yield node
+            if hasattr(node, "variable"):  # AccumulateGrad
+                yield node.variable
+            waiting += [child for child, _ in node.next_functions if child is not None]
+
+
+class _ReadTensors(TorchFunctionMode):
+    """Collects the tensors that need a gradient among the arguments of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled():
+            for value in tree_leaves((args, kwargs)):
+                if _needs_gradient(value):
+                    self.tensors[id(value)] = value
+        return func(*args, **(kwargs or {}))
+
+
+def _read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Tensor]:
+    """Return the operands and the captured tensors that need a gradient and that a branch reads.
+
+    The branch runs without data, as dynamo runs it without tools.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    stand_ins: dict[int, torch.Tensor] = {}
+
+    def without_data(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake: torch.Tensor = fakes.from_tensor(value.detach(), static_shapes=True)
+        stand_ins[id(fake)] = value
+        return fake.requires_grad_(value.requires_grad)
+
+    try:
+        with interceptor.Suspension():
+            arguments = tree_map(without_data, operands)
+            with _ReadTensors() as read, fakes:
+                branch(*arguments)
+    except Exception:  # of a branch that has no values without data
         activation = interceptor.active()
-        runs_op_by_op = activation is not None and not asks_for_graphs(activation.state)
-        if getattr(fn, "__name__", "") != "run_flattened_map" or not runs_op_by_op:
-            return original(fn, *args)
-        body, *operands = args
-        spec: Any = None
+        if activation is not None:
+            activation.state.report("cond", UNREAD)
+        return []
+    tensors = [stand_ins.get(id(tensor), tensor) for tensor in read.tensors.values()]
+    return [tensor for tensor in tensors if not hasattr(tensor, "fake_mode")]  # results have one
 
-        def flat_body(*inputs: Any) -> list[Any]:
-            nonlocal spec
-            leaves, spec = tree_flatten(body(*inputs))
-            return leaves
 
-        results = original(fn, flat_body, *operands)
-        return results if spec is None else tree_unflatten(results, spec)
+def _report_rounding(name: str, results: Sequence[Any]) -> None:
+    """Report that numbers may be rounded otherwise, if there will be gradients."""
+    activation = interceptor.active()
+    if activation is not None and any(map(_needs_gradient, results)):
+        activation.state.report(name, ROUNDED_OTHERWISE)
 
-    attributes.set(module, _RUN_FUNCTION, run)
+
+_PACKAGE = "torch._higher_order_ops"
+_OPS: dict[str, tuple[str, Callable[..., Any]]] = {
+    f"{_PACKAGE}.cond": ("CondOp", _cond),
+    f"{_PACKAGE}.while_loop": ("WhileLoopOp", _while_loop),
+    f"{_PACKAGE}.scan": ("ScanOp", _scan),
+    f"{_PACKAGE}.map": ("MapImpl", _map),
+}
+_COMPILING_MODULES = frozenset({*_OPS, f"{_PACKAGE}.associative_scan", "torch.nn.attention.flex_attention"})

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _functorch: Any = torch._C._functorch
 in_transform = torch._C._are_functorch_transforms_active
@@ -92,9 +93,53 @@ def is_functionalized() -> bool:
     return any(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
 
 
+def is_only_functionalized() -> bool:
+    """Return True if torch.func.functionalize is the only transform in force."""
+    return all(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
+
+
 def has_tangents() -> bool:
     """Return True under a transform of forward-mode gradients, such as jvp."""
     return any(item.key() == _functorch.TransformType.Jvp for item in interpreters())
+
+
+def tangents(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
+    """Return the tangents of a tensor: the levels that differentiate, and the sizes of the batches of each.
+
+    A tangent of a tangent has the levels of both.
+    """
+    return [
+        (levels, tuple(sorted(batches.items()))) for levels, batches in _components(tensor).items() if levels
+    ]
+
+
+def _components(tensor: torch.Tensor) -> dict[tuple[int, ...], dict[int, int]]:
+    """Return the batches of a tensor's value, under (), and of its tangents, under their levels."""
+    if not is_wrapped(tensor):
+        return {(): {}}
+    level, inner = _functorch.maybe_get_level(tensor), _functorch.get_unwrapped(tensor)
+    components = _components(inner)
+    if _functorch.is_batchedtensor(tensor):
+        size = inner.shape[_functorch.maybe_get_bdim(tensor)]
+        return {levels: {**batches, level: size} for levels, batches in components.items()}
+    with _without_transforms_above(level):
+        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    if tangent is not None:
+        components |= {(*levels, level): batches for levels, batches in _components(tangent).items()}
+    return components
+
+
+@contextmanager
+def _without_transforms_above(level: int) -> Iterator[None]:
+    """Leave the transforms within a level, which would take the wrappers of the level for plain tensors."""
+    stack: list[Any] = []
+    try:
+        while interpreters()[-1:] and interpreters()[-1].level() > level:
+            stack.append(_functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while stack:
+            _functorch.push_dynamic_layer_stack(stack.pop())
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 import functools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,7 +18,7 @@ from amanda.scope import in_force
 from ._autograd import activation_of_pass
 from ._collectives import report_reducers
 from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
-from ._control_flow import UTILS, run_map_op_by_op
+from ._control_flow import run_control_flow_op_by_op
 from ._operators import Operators
 from ._requirements import log_once, torch_attribute
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 
 LOADER = "torch.utils.data.dataloader"
+CONST_FOLD = "torch.fx.experimental.const_fold"
+RECORDED_TANGENTS = "its tangents are a recorded program, of ATen's operators"
 UNSEEN_IN_WORKERS = (
     "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
 )
@@ -75,7 +79,8 @@ class TorchPatches:
         for module, name in INTERNAL_FUNCTIONS:
             attributes.when_imported(module, functools.partial(_run_uninstrumented, attributes, module, name))
         attributes.when_imported(LOADER, lambda: _report_loader_workers(attributes))
-        attributes.when_imported(UTILS, lambda: run_map_op_by_op(attributes))
+        attributes.when_imported(CONST_FOLD, lambda: _report_recorded_tangents(attributes))
+        run_control_flow_op_by_op(attributes)
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
         attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
 
@@ -259,6 +264,46 @@ def _report_loader_workers(attributes: Attributes) -> None:
 
     owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
     attributes.set(owner, "_reset", report_and_reset)
+
+
+def _report_recorded_tangents(attributes: Attributes) -> None:
+    """Patch the module that `torch.func.linearize` makes of its tangents' program to report the ops in it."""
+    # The function that makes the module cannot be replaced: dynamo recognises torch's functions alone.
+    module_class = sys.modules[CONST_FOLD].FoldedGraphModule
+    original = module_class.__init__
+
+    @functools.wraps(original)
+    def make_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        activation = interceptor.active()
+        if activation is not None and _is_called_by("linearize"):
+            counts = Counter(
+                node.target.overloadpacket.__name__
+                for node in self.graph.nodes
+                if isinstance(node.target, torch._ops.OpOverload)
+            )
+            names = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            activation.state.report("torch.func.linearize", f"{RECORDED_TANGENTS}: {names}")
+
+    attributes.set(module_class, "__init__", make_and_report)
+
+
+def _is_called_by(name: str) -> bool:
+    """Return True if a function of torch.func by this name is among the nearest callers."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_CALLS_BETWEEN):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(
+            "torch._functorch"
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALLS_BETWEEN = 8
+"""Calls at most from `linearize` to the module that it makes: dynamo puts some around it."""
 
 
 def _replaying_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:

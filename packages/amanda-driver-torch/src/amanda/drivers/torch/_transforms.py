@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from amanda import interceptor
 from amanda.action import marks
-from amanda.backend import Call, Trace
+from amanda.backend import Call, State, Trace
 from amanda.eager import Saved
-from amanda.interceptor import Site
 from amanda.plan import BatchedShape, spread
 
 from ._autograd import NodeBracket
@@ -24,7 +24,10 @@ from ._levels import (
     has_tangents,
     innermost,
     is_functionalized,
+    is_only_functionalized,
     is_wrapped,
+    layers,
+    tangents,
     with_batches_first,
     without_transforms,
 )
@@ -33,18 +36,13 @@ from ._storages import same_bits
 from ._straight_through import StraightThrough
 from ._tensors import TorchTensors, cast_to_fit, shape_of
 
-RUNS_AS_IS = "the ops inside run as they are"
+UNCHANGED = (
+    "a value that a routine changes stays as it was, within other transforms and where gradients are computed"
+)
 
 
 class TransformedTensors(TorchTensors):
     """`TensorOps` of tensors that function transforms have wrapped; mixed into a driver before its class."""
-
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
-        """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
-        if is_functionalized():
-            return f"torch.func.functionalize of {site.key}", RUNS_AS_IS
-        obstacle: tuple[str, str] | None = super().obstacle(site)  # type: ignore[misc]
-        return obstacle
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -78,7 +76,7 @@ class TransformedTensors(TorchTensors):
         return needs if any(needs) else None
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of a sample of each tensor, also in lists, with the sizes of its batches."""
+        """Return the shape of a sample of each tensor, also in lists, with its batches and tangents."""
         return tuple([_shape_of(value) for value in inputs])
 
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
@@ -102,6 +100,8 @@ class TransformedTensors(TorchTensors):
         # Integers have no gradient, and an inference tensor enters no graph.
         if not (original.is_floating_point() or original.is_complex()) or original.is_inference():
             return value
+        if is_functionalized():  # for which torch has no rule of autograd.Function
+            return _without_functions(original, value)
         result: torch.Tensor = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
         return result
 
@@ -165,11 +165,25 @@ class RunBeside(Saved):
         return target.copy_(copy)
 
 
+def _without_functions(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value` if nothing is differentiated and no other transform is in force, else `original`.
+
+    Under other transforms a write into a view of `original` would not reach `value`.
+    """
+    if is_only_functionalized() and not any(layer.requires_grad for layer in layers(original)):
+        return value
+    activation = interceptor.ACTIVATION.get(None)
+    if activation is not None and isinstance(activation.state, State):
+        activation.state.report("torch.func.functionalize", UNCHANGED)
+    return original
+
+
 def _shape_of(value: Any) -> Hashable:
     """Return the extents of a sample of a tensor, or of each tensor in a list; None for anything else."""
     if isinstance(value, torch.Tensor):
-        sizes = batch_sizes(value)
-        return BatchedShape(value.shape, sizes) if sizes else shape_of(value)
+        sizes = tuple(batch_sizes(value))
+        derivatives = tuple(tangents(value)) if has_tangents() else ()
+        return BatchedShape(value.shape, sizes, derivatives) if sizes or derivatives else shape_of(value)
     if isinstance(value, (list, tuple)):
         return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
     return None

@@ -10,6 +10,7 @@ from typing import Any
 import amanda
 from amanda.tools.flops._cost import OpCost, are_known, shape_of
 from amanda.tools.flops._table import CONTRACTIONS
+from amanda.tools.flops._tangents import TANGENT, has_tangents, tangent_place
 from amanda.tools.kit import leaves
 
 MAX_SHAPES = 1024
@@ -163,6 +164,8 @@ class ShapeCounts(amanda.ShapeTally):
         yield from self._places(self)
         for samples, counted in self._batched.items():
             yield from (place.for_samples(samples) for place in self._places(counted))
+        for counted in (self, *self._batched.values()):
+            yield from self._tangent_places(counted)
         if self._recomputed is not None:
             yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
 
@@ -176,6 +179,19 @@ class ShapeCounts(amanda.ShapeTally):
                 cost.bytes, cost.estimate,
             )  # fmt: skip
 
+    def _tangent_places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
+        """Yield a place for the tangents of each set of shapes that was counted and has tangents."""
+        for shapes, calls in counted.items():
+            if has_tangents(shapes):
+                place = tangent_place(self._shaped(shapes), self.cost(shapes), shapes)
+                scope, source = self._context.get_scope(), self._context.get_source()
+                yield replace(place, module=scope, source=source, calls=calls)
+
+    def _shaped(self, shapes: tuple[Any, ...]) -> ShapedContext:
+        """Return the op's context with stand-ins of these shapes."""
+        sides = zip(self._builders, shapes, strict=True)
+        return ShapedContext(self._context, [_stand_ins(builders, side) for builders, side in sides])
+
     def cost(self, shapes: tuple[Any, ...]) -> OpCost:
         """Return the cost of an execution with these shapes, of whichever op of this kind."""
         key = (self.key, shapes)
@@ -184,9 +200,7 @@ class ShapeCounts(amanda.ShapeTally):
             # Costs can be computed again at any time, so all are dropped rather than the oldest.
             if len(self._costs) >= MAX_COSTS:
                 self._costs.clear()
-            sides = zip(self._builders, shapes, strict=True)
-            context = ShapedContext(self._context, [_stand_ins(builders, side) for builders, side in sides])
-            cost = self._costs[key] = self._measure(context, shapes)
+            cost = self._costs[key] = self._measure(self._shaped(shapes), shapes)
         return cost
 
 
@@ -259,6 +273,8 @@ class FirstShapeCount:
                 self._first = self._share(replace(self._first.for_samples(samples), calls=0))
         place = self._first if shapes == self._shapes else self._other
         place.calls += 1
+        if has_tangents(shapes):
+            self._share(replace(self._other, phase=TANGENT, calls=0)).calls += 1
 
 
 def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> list[Any]:

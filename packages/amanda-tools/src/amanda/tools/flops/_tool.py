@@ -33,6 +33,7 @@ from amanda.tools.flops._cost_model import (
 )
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
+from amanda.tools.flops._tangents import has_tangents, tangent_place
 from amanda.tools.kit import remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
 
@@ -174,8 +175,7 @@ class FlopsTool(amanda.Tool):
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
-        if is_eager:
-            place = place.for_samples(amanda.ShapeTally.samples(context.get_input_shapes()))
+        of_sample, place = place, place.for_samples(context.get_samples())
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
             # Not counted by itself; backward ops build their stand-ins from its values.
@@ -183,6 +183,9 @@ class FlopsTool(amanda.Tool):
                 context, sides, lambda *_: place, {}, self._settle_counts, key=_place_key(place)
             )
         context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(place))
+        if is_eager and has_tangents(context.get_input_shapes()):
+            tangents = tangent_place(context, of_sample, [context.get_input_shapes()])
+            context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(tangents))
 
     def _calls_counted_ops(self, context: amanda.OpContext, name: str) -> bool:
         """Return True for a function in Python, forward or backward, whose own ops compute and are counted.

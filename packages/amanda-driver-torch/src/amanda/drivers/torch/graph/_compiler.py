@@ -27,6 +27,7 @@ from .._modules import ParameterPaths, module_path, plain_module_calls
 from .._patches import TorchPatches
 from ._frames import SKIP_ONCE, skip_result
 from ._guards import guard_by_identity, guard_by_lifetime, guard_by_reads
+from ._inlining import inlined
 from ._instrument import namespace
 from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory
@@ -340,6 +341,7 @@ class InstrumentingBackend:
         self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram, late: LateObservers | None
     ) -> GraphModule | None:
         """Return the graph of the converted frame with routines in it; None if tools insert none."""
+        module = inlined(module) or module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         is_parameter = [isinstance(value, torch.nn.Parameter) for value in inputs]
         is_static = [

@@ -15,6 +15,7 @@ from amanda import interceptor
 from amanda.backend import Driver, Namespace
 
 from .._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
+from .._control_flow import is_control_flow
 from .._modules import plain_module_calls
 from .._patches import TorchPatches
 from .._requirements import missing_for_graphs
@@ -55,8 +56,10 @@ class GraphDriver(Driver):
             activation = interceptor.active()
             if activation is None:
                 return _PlainCallback(callback) if _runs_as_outside(module._stance) else original(callback)
-            compiler = _compiler_module(activation.state)
             caller = sys._getframe(1)  # dynamo's frame, which names the compiled callable
+            if is_control_flow(caller.f_locals.get("fn")):
+                return original(callback)  # bodies run op by op: torch compiles them for eager mode
+            compiler = _compiler_module(activation.state)
             by_stance = functools.partial(_callback_by_stance, original, activation.state, module, caller)
             return by_stance(callback) if compiler is None else compiler.choose_callback(callback, by_stance)
 

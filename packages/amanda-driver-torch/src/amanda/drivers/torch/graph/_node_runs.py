@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from amanda.scope import in_force
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .._autograd import AccumulateGrad
+from .._levels import all_layers, batch_sizes, in_transform, is_wrapped, without_transforms
 from .._schema import flatten_outputs
-from .._transforms import RUNS_AS_IS
 
 if TYPE_CHECKING:
     from amanda.backend import Call
@@ -38,8 +39,10 @@ class NativeCall:
     """One call of a native op within a node.
 
     call: as the eager driver binds it, with tensors without data.  args, kwargs: templates.
-    outputs: its results.  nodes: its backward ops, as `backward_nodes` yields them.
+    outputs: its results.  results: the same, as later calls take them: of its level under a transform.
+    nodes: its backward ops, as `backward_nodes` yields them.
     leaves: the tensors among its inputs whose gradient is stored.
+    in_transform: whether a transform of torch.func is around the call.  samples: that it computes at once.
     """
 
     def __init__(self, call: Call, site: interceptor.Site, args: Any, kwargs: Any) -> None:
@@ -48,6 +51,9 @@ class NativeCall:
         self.args = args
         self.kwargs = kwargs
         self.outputs: Any = None
+        self.results: Any = None
+        self.in_transform = False
+        self.samples = 1
         self.nodes: list[tuple[Any, int]] = []
         self.leaves: list[torch.Tensor] = []
 
@@ -73,7 +79,7 @@ class NodeReplay:
     def forget_symbols(self) -> None:
         """Drop the tensors without data that the graph was run on."""
         for call in self.calls:
-            call.call = call.outputs = None
+            call.call = call.outputs = call.results = None
             call.nodes, call.leaves = [], []
 
 
@@ -94,9 +100,13 @@ class CallRecorder:
         """Run a native call, and note it; bind: makes the eager driver's call of it."""
         self.bind = bind
         with uninstrumented():  # kernels in Python call ops of their own
+            if in_transform():
+                native_call = _record_in_transform(bind, site, args, kwargs)
+                self.calls.append(native_call)
+                return native_call.results
             native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
             start = sequence()
-            native_call.outputs = site.invoke(args, kwargs)
+            native_call.outputs = native_call.results = site.invoke(args, kwargs)
             # What an op has written leads to nodes, too, as those of an op that returns nothing.
             tensors = _tensors_in(
                 [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
@@ -109,6 +119,33 @@ class CallRecorder:
             ]
         self.calls.append(native_call)
         return native_call.outputs
+
+
+def _record_in_transform(
+    bind: Callable[..., Call], site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> NativeCall:
+    """Run a native call within transforms; tools get a tensor of the shape of a sample for each wrapper."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    batches: dict[int, int] = {}
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not is_wrapped(value):
+            return value
+        if id(value) not in stand_ins:
+            batches.update(batch_sizes(value))
+            with without_transforms():
+                sample = torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
+            stand_ins[id(value)] = sample
+        return stand_ins[id(value)]
+
+    native_call = NativeCall(
+        bind(site, tree_map(stand_in, args), tree_map(stand_in, kwargs)), site, args, kwargs
+    )
+    native_call.in_transform = True
+    native_call.results = site.invoke(args, kwargs)
+    native_call.outputs = tree_map(stand_in, native_call.results)
+    native_call.samples = prod(batches.values())
+    return native_call
 
 
 def uninstrumented() -> AbstractContextManager[None]:
@@ -200,7 +237,7 @@ def make_replay(
     templates = []
     for call in calls:
         args, kwargs = slots.template(call.args), slots.template(call.kwargs)
-        slots.add(call.outputs)
+        slots.add(call.results)
         template = NativeCall(call.call, call.site, args, kwargs)
         template.outputs, template.nodes, template.leaves = call.outputs, call.nodes, call.leaves
         templates.append(template)
@@ -212,7 +249,7 @@ class NodeRun:
 
     module_tensors: if the node calls a module, the parameters and buffers of the module by name.
     replay: None if the node cannot be replayed, for the reason `obstacle`, or has no native call.
-    subject: the report's subject for that reason; "" for the node itself.
+    backward_counts: backward ops that the node runs within a transform of torch.func, by name.
     """
 
     def __init__(self, node: Node, value: Any, calls: list[NativeCall]) -> None:
@@ -222,10 +259,25 @@ class NodeRun:
         self.module_tensors: dict[str, torch.Tensor] = {}
         self.replay: NodeReplay | None = None
         self.obstacle = ""
-        self.subject = ""
+        self.backward_counts: Counter[str] = Counter()
 
 
-_UNSEEN_TRANSFORM = "a torch.func transform (vmap, grad, ...)"
+def _is_of_transform(target: Any) -> bool:
+    """Return True for a function by which torch.func enters, leaves and differentiates at a level."""
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith(("torch._functorch", "torch._C._functorch", "torch.autograd.forward_ad"))
+
+
+def _backward_counts(outputs: Any) -> Counter[str]:
+    """Count the backward ops, by name, of a gradient that the graph computes within a transform."""
+    waiting = [tensor.grad_fn for tensor in all_layers(_tensors_in(outputs)) if tensor.grad_fn is not None]
+    visited: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in visited:
+            visited.add(node)
+            waiting += [child for child, _ in node.next_functions if child is not None]
+    return Counter(type(node).__name__ for node in visited if type(node) is not AccumulateGrad)
 
 
 def run_graph(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str], Any]) -> dict[Node, NodeRun]:
@@ -265,10 +317,11 @@ def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> N
         return node_run
     if _reads_number(node, args):
         return NodeRun(node, callee(node, module)(*args, **kwargs), [])
-    # Within a transform the tensors are wrappers, whose levels a replay would not know.
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        node_run = NodeRun(node, callee(node, module)(*args, **kwargs), [])
-        node_run.obstacle, node_run.subject = RUNS_AS_IS, _UNSEEN_TRANSFORM
+    if _is_of_transform(node.target):
+        value = callee(node, module)(*args, **kwargs)
+        node_run = NodeRun(node, value, [])
+        if getattr(node.target, "__name__", "") == "_autograd_grad":
+            node_run.backward_counts = _backward_counts(args[0])
         return node_run
     with recording_calls() as recorder:
         value = callee(node, module)(*args, **kwargs)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ._node_runs import backward_nodes, sequence, uninstrumented
-from ._ops import GraphExecution, GraphProgram, custom_ops
+from ._ops import GraphExecution, GraphProgram, call_python
 
 if TYPE_CHECKING:
     from ._python_calls import PlaceValues, PythonCall
@@ -81,7 +81,7 @@ class WaitingObservers:
         tensors = [item for _, values in members for item in values.flat]
         numbers = [item for _, values in members for item in values.numbers]
         with uninstrumented():
-            custom_ops().call(token, tensors, numbers, [], program.number, slot)
+            call_python("call", token, tensors, numbers, [], program.number, slot)
 
 
 @dataclass(slots=True)

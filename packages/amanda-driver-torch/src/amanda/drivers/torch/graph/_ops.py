@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+import torch.fx.traceback
 from amanda import interceptor
 from amanda.backend import Action, Execution, OpFacts, State
 from amanda.errors import AmandaError
@@ -16,7 +17,9 @@ from amanda.graph import RoutineTable
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
+from .._levels import in_transform
 from .._tensors import TorchTensors, cast_to_fit
+from .._transforms import TransformedTensors
 from ._routine_inputs import TorchReads
 
 
@@ -42,14 +45,21 @@ class SymbolicTensors(TorchTensors):
         return (str(super().shapes(inputs)),)
 
 
+class SymbolicTensorsInTransform(TransformedTensors, SymbolicTensors):
+    """`TensorOps` of values that may have symbols for sizes, within transforms of torch.func."""
+
+
 current_state = State.current
 TENSORS: Any = SymbolicTensors()
 _EXPORTED: Any = ExportedTensors()
+_IN_TRANSFORM: Any = SymbolicTensorsInTransform()
 
 
 def tensor_ops() -> Any:
     """Return the `TensorOps` for routines that are part of a graph."""
-    return _EXPORTED if torch.compiler.is_exporting() else TENSORS
+    if torch.compiler.is_exporting():
+        return _EXPORTED
+    return _IN_TRANSFORM if in_transform() else TENSORS
 
 
 _TOKEN = "amanda_execution"
@@ -281,6 +291,16 @@ def custom_ops() -> Any:
         _register_effectful_op(op, EffectType.ORDERED)
         torch.fx.node.has_side_effect(op)
     return torch.ops.amanda
+
+
+def call_python(name: str, *args: Any) -> Any:
+    """Call a custom op as a part of the traced graph, but of no checkpoint, which would call it again."""
+    meta: Any = torch.fx.traceback.get_current_meta()
+    marks = {mark: meta.pop(mark) for mark in ("recompute", "ac_graph_id") if mark in meta}
+    try:
+        return getattr(custom_ops(), name)(*args)
+    finally:
+        meta.update(marks)
 
 
 _libraries: list[Any] = []  # an op lives as long as its library

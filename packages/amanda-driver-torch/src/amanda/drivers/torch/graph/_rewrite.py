@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from amanda.backend import GraphAnalysis, Namespace, OpFacts, digest
 from amanda.errors import ActionError
+from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
@@ -34,10 +35,12 @@ from ._symbols import GraphSymbols
 if TYPE_CHECKING:
     from amanda.backend import Action
     from amanda.graph import History
-    from amanda.plan import Actions
     from torch.fx import GraphModule, Node
 
     from ._observers import LateObservers
+
+
+IN_TRANSFORM = "torch.func transforms in a graph"
 
 
 class FxRewriting:
@@ -81,6 +84,7 @@ class FxRewriting:
         self._leaf_actions: dict[int, Sequence[Action]] = {}
         self._sites: dict[int, tuple[OpFacts, bool]] = {}
         self._seen_leaves: set[int] = set()
+        self._left_in_transform: Counter[str] = Counter()
         self._leaf_count = 0
         self._trials = RoutineTrials(self._routines, symbols, history)
 
@@ -104,6 +108,7 @@ class FxRewriting:
                         ran, self._sites, self._late is not None
                     ):
                         self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
+                self._report_transforms(ran)
                 check_views(ran, self._steps)
                 changed = {node: steps for node, steps in self._steps.items() if any(steps)}
                 if not changed and not self._leaves:
@@ -120,8 +125,8 @@ class FxRewriting:
         """Bring the native ops of a node to the tools, or report why they cannot be instrumented."""
         node = node_run.node
         if node_run.obstacle:
-            name = node_run.subject or getattr(node.target, "__name__", str(node.target))
-            self.program.report(name, node_run.obstacle, "" if node_run.subject else source_of(node))
+            name = getattr(node.target, "__name__", str(node.target))
+            self.program.report(name, node_run.obstacle, source_of(node))
         if node_run.replay is None:
             return
         self._steps[node] = []
@@ -135,9 +140,34 @@ class FxRewriting:
                     "PyTorch do not hand on: replace one op alone, or run op by op"
                 )
                 raise facts.explain(error, plan.replace)
-            self._steps[node].append(
-                OpStep(facts, plan if self._late is None else self._late.take_over(plan, facts))
-            )
+            actions = plan if self._late is None else self._late.take_over(plan, facts)
+            if call.in_transform:
+                actions = self._only_inlined(actions, facts)
+            self._steps[node].append(OpStep(facts, actions))
+
+    def _only_inlined(self, plan: Actions, facts: OpFacts) -> Actions:
+        """Return the actions that become a part of the graph; count those that would be calls of Python.
+
+        Within a transform a call of Python would get the wrappers of no level.
+        """
+        inlined = Actions()
+        inlined.add(action for action in plan.all if self._routines.is_inlined(action))
+        if len(list(inlined.all)) < len(list(plan.all)):
+            self._left_in_transform[facts.op_type] += 1
+        return inlined
+
+    def _report_transforms(self, ran: Mapping[Node, NodeRun]) -> None:
+        """Report the ops within transforms at which routines do not run, and the backward ops there."""
+        reasons = {"routines that are called as Python do not run there": self._left_in_transform}
+        if any(stack.wants_backward for stack in self._analysis.stack.chain):
+            backward_counts: Counter[str] = Counter()
+            for node_run in ran.values():
+                backward_counts += node_run.backward_counts
+            reasons["backward ops are not instrumented there"] = backward_counts
+        for reason, counts in reasons.items():
+            if counts:
+                names = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+                self.program.report(IN_TRANSFORM, f"{reason}: {names}")
 
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
         """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
@@ -167,6 +197,7 @@ class FxRewriting:
             read_variables=lambda: ordinals, read_value=self.symbols.read_value,
             variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
             device_of=_device_of, compute=eager_call.computation(),
+            samples=call.samples,
         )  # fmt: skip
 
     def _read_parameter(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from amanda.plan import Actions, run_replacement, run_routine
 
 from ._node_runs import uninstrumented
 from ._observers import WaitingObservers
-from ._ops import GraphProgram, custom_ops, tensor_ops
+from ._ops import GraphProgram, call_python, tensor_ops
 from ._python_calls import (
     GradientReplacementCall,
     PlaceValues,
@@ -142,8 +142,8 @@ class NodeRoutines:
                 lambda: GradientReplacementCall(action, facts, values, is_read),
                 is_read,
             )
-            results = custom_ops().call(
-                self.token, [*values.flat, *likes], values.numbers, likes, self.program.number, slot
+            results = call_python(
+                "call", self.token, [*values.flat, *likes], values.numbers, likes, self.program.number, slot
             )
         placed = list(leaving)
         for i, gradient in zip(read_positions, results, strict=True):
@@ -170,8 +170,8 @@ class NodeRoutines:
             if is_taped:
                 results = self._call_taped(slot, values, likes)
             else:
-                results = custom_ops().call(
-                    self.token, values.flat, values.numbers, likes, self.program.number, slot
+                results = call_python(
+                    "call", self.token, values.flat, values.numbers, likes, self.program.number, slot
                 )
             if not result_positions:
                 return None
@@ -221,13 +221,13 @@ class TapedRoutine(torch.autograd.Function):
         ctx.slot = slot
         ctx.count = count
         ctx.save_for_backward(token, *values)
-        return tuple(custom_ops().tape(token, values, numbers, likes, program, slot))
+        return tuple(call_python("tape", token, values, numbers, likes, program, slot))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradients of the values that need one, and None for all other arguments."""
         token, *values = ctx.saved_tensors
-        pulled = custom_ops().pull(token, list(gradients), values, ctx.slot)
+        pulled = call_python("pull", token, list(gradients), values, ctx.slot)
         # Five arguments come before the values.
         needs_gradient = ctx.needs_input_grad[5 : 5 + len(values)]
         input_gradients = [

@@ -1,0 +1,189 @@
+"""The cost of tangents: what forward-mode derivatives (`jvp`, `jacfwd`) compute beside an op.
+
+A value is a sum of components: itself, its tangent at each level that differentiates, and tangents of
+tangents, which have the levels of both. What is linear in each of its factors makes one product of any
+components that have no level in common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product as combinations
+from math import prod
+from typing import Any
+
+from amanda.tools.flops._cost import Cost, OpCost, shape_of, size
+from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, MOVES
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import MATRIX_PRODUCTS, PRODUCTS, itemsize, torch_word
+
+TANGENT = "tangent"
+"""The phase of what forward-mode derivatives compute beside an op."""
+
+Levels = frozenset[int]
+Components = Mapping[Levels, Mapping[int, int]]
+"""The sizes of the batches of each component by their levels; the value itself is under no level."""
+
+_ATTENTION = "scaled_dot_product_attention"
+_LINEAR = re.compile(r"_?fft_.*")
+"""Ops that are linear in their one tensor, so that a tangent takes what the op takes."""
+_PRODUCT_NODE = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+
+
+def has_tangents(shapes: Any) -> bool:
+    """Return True if any value among shapes has a tangent."""
+    if getattr(shapes, "tangents", ()):
+        return True
+    return isinstance(shapes, (list, tuple)) and any(map(has_tangents, shapes))
+
+
+def tangent_place(context: Any, place: OpCost, shapes: Sequence[Any]) -> OpCost:
+    """Return the place that counts the tangents of executions; its cost is of all their samples.
+
+    context: of the op, or a `ShapedContext`.  place: of the op, its cost that of one sample.
+    shapes: those of the inputs, at a backward op those of inputs, outputs, and both sides of gradients.
+    """
+    is_backward = place.phase == "backward"
+    inputs = [_components(shape) for shape in shapes[0]]
+    cost = _backward_cost(context, place, shapes) if is_backward else _cost(context, place, shapes[0])
+    macs, flops = cost or (None, None)
+    values = [context.get_grad_outputs(), context.get_grad_inputs()] if is_backward else [
+        context.get_inputs(), context.get_outputs(),
+    ]  # fmt: skip
+    sides = [_components(shape) for side in shapes[2:] for shape in side] if is_backward else inputs
+    count = sum(_samples([batches]) for levels, batches in _closure(sides).items() if levels)
+    moved = sum(size(context["shape"](value)) * _itemsize(value) for value in leaves(values)) * count
+    return replace(
+        place, phase=TANGENT, calls=0, macs=macs, flops=flops, bytes=place.bytes and moved,
+        estimate=place.estimate if cost is None else 0,
+    )  # fmt: skip
+
+
+def _itemsize(value: Any) -> int:
+    """Return the bytes of an element; of one of an unknown type those of float32, as most tensors have it."""
+    return itemsize(str(getattr(value, "dtype", "")).removeprefix("torch.")) or 4
+
+
+def _cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
+    """Return the cost of the tangents of an op; None where no formula knows."""
+    word, macs = context["type"], place.macs
+    components = [_components(shape) for shape in shapes]
+    if place.flops == 0 or word in MOVES:
+        return Cost()
+    if macs is None or place.flops is None:
+        return None
+    if word == _ATTENTION:
+        return _attention_cost(context, macs, components)
+    if word in PRODUCTS:
+        positions = PRODUCTS[word].factors
+        factors = [components[i] for i in positions] or [_components(shape) for shape in _tensors(shapes)]
+        return Cost.of_macs(macs * _products(factors))
+    if word in ELEMENTWISE:
+        extents = [shape_of(value, context["shape"]) for value in context.get_outputs() or ()]
+        visited = max((size(shape) for shape in extents), default=0)
+        sizes = [max(size(shape), visited) for shape in shapes]
+        return Cost(0, sum(n * count for n, count in zip(sizes, _tangents(components), strict=True)))
+    if _LINEAR.fullmatch(context.get_op_type()):
+        return Cost(macs, place.flops).part(sum(_tangents(components)))
+    return None
+
+
+def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
+    """Return the cost of the tangents of a backward op; None where no formula knows."""
+    inputs, _, entering, leaving = shapes
+    word = context["backward_type"].removesuffix("_backward")
+    if place.flops == 0:
+        return Cost()
+    if place.macs is None:
+        return None
+    if word in ELEMENTWISE:
+        # One operation for each element of a gradient, as for the gradient itself.
+        counts = _tangents([_components(shape) for shape in leaving])
+        return Cost(0, sum(size(shape) * count for shape, count in zip(leaving, counts, strict=True)))
+    factors = PRODUCTS[word].factors if word in CONTRACTIONS and word in PRODUCTS else ()
+    if len(factors) != 2 or context.get_backward_order() > 1:
+        return None
+    node = _PRODUCT_NODE.fullmatch(context.get_backward_op().__name__)
+    positions = factors if node is None else MATRIX_PRODUCTS[torch_word(node[1].lower())].factors
+    gradient = _components(next(shape for shape in entering if shape is not None))
+    # The gradient of a factor is the product of the entering gradient and the other factor.
+    others = [
+        _components(inputs[other])
+        for position, other in zip(positions, reversed(factors), strict=True)
+        if position < len(leaving) and leaving[position] is not None
+    ]
+    macs = place.macs // max(len(others), 1)
+    return Cost.of_macs(macs * sum(_products([gradient, other]) for other in others))
+
+
+def _attention_cost(context: Any, macs: int, components: Sequence[Components]) -> Cost:
+    """Return the cost of the tangents of attention: of its scores, of their softmax, and of the result."""
+    query, value = (context["shape"](context.get_inputs()[i]) for i in (0, 2))
+    depth, width = query[-1], value[-1]
+    score_macs = macs * depth // (depth + width)
+    weights = _closure(components[:2])
+    products = score_macs * _products(components[:2]) + (macs - score_macs) * _products(
+        [weights, components[2]]
+    )
+    return Cost.of_macs(products, score_macs // depth * sum(_tangents([weights])))
+
+
+def _components(shape: Any) -> Components:
+    """Return the components of a value, or of all values of a list."""
+    if isinstance(shape, (list, tuple)) and not hasattr(shape, "tangents"):
+        return _closure([_components(item) for item in shape if isinstance(item, tuple)])
+    tangents = {frozenset(levels): dict(batches) for levels, batches in getattr(shape, "tangents", ())}
+    return {frozenset(): dict(getattr(shape, "batches", ())), **tangents}
+
+
+def _closure(factors: Iterable[Components]) -> Components:
+    """Return the components of a function of some values."""
+    result: dict[Levels, dict[int, int]] = {frozenset(): {}}
+    for factor in factors:
+        for (levels, batches), (others, other_batches) in combinations(list(result.items()), factor.items()):
+            if not levels & others:
+                merged = result.setdefault(levels | others, {})
+                merged.update({**batches, **other_batches})
+    return result
+
+
+def _products(factors: Sequence[Components]) -> int:
+    """Return how many products the tangents take, each times its samples."""
+    total = 0
+    for chosen in combinations(*(factor.items() for factor in factors)):
+        levels = [level for component, _ in chosen for level in component]
+        if levels and len(levels) == len(set(levels)):
+            total += _samples(batches for _, batches in chosen)
+    return total
+
+
+def _tangents(values: Sequence[Components]) -> list[int]:
+    """Return how many tangents each value has, each times its samples."""
+    return [
+        sum(_samples([batches, *_others(values, i)]) for levels, batches in value.items() if levels)
+        for i, value in enumerate(values)
+    ]
+
+
+def _others(values: Sequence[Components], index: int) -> Iterator[Mapping[int, int]]:
+    """Yield the batches of all values but one."""
+    return (value[frozenset()] for i, value in enumerate(values) if i != index and frozenset() in value)
+
+
+def _samples(batches: Iterable[Mapping[int, int]]) -> int:
+    """Return the number of samples of values with these batches together."""
+    merged: dict[int, int] = {}
+    for sizes in batches:
+        merged.update(sizes)
+    return prod(merged.values())
+
+
+def _tensors(shapes: Sequence[Any]) -> Iterator[Any]:
+    """Yield the shapes of the tensors among inputs, also of those in lists."""
+    for shape in shapes:
+        if isinstance(shape, tuple) and all(isinstance(item, tuple) for item in shape) and shape:
+            yield from shape
+        elif isinstance(shape, tuple):
+            yield shape
