@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import Samples, tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Selection, listed
 from amanda.tools.weights._parameters import ParameterStore, SharedState, parameter_store
-from amanda.tools.weights._views import AliasedWeightView, Find, IndexedRows, order_of_axes, row_layout
+from amanda.tools.weights._views import (
+    AliasedWeightView,
+    Find,
+    IndexedRows,
+    WeightsOfSamples,
+    order_of_axes,
+    row_layout,
+)
 from amanda.tools.weights._weight import Weight, WeightView
 from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads
 
@@ -82,6 +90,7 @@ EINSUM = "the operands of an einsum are one list, of which none is changed"
 """Reason for skipping an einsum that reads a parameter."""
 ADAPTER = "it is an adapter's, which is changed if `module` selects it"
 SELECTED = "it reads what other ops select out of a parameter, which can be followed in eager PyTorch alone"
+COMPUTED_SAMPLES = "each sample of a vmap has its own, and no module holds it"
 INDEXED = "it reads elements of a parameter that an index selects, which are no weights by themselves"
 
 
@@ -105,7 +114,7 @@ class Weights(Generic[W]):
         self._skipped: set[Hashable] = set()
         self._skip_reasons: dict[Hashable, str] = {}
         self._unselected_count, self._has_unweighted_product = 0, False
-        self._views: dict[Hashable, AliasedWeightView] = {}
+        self._views: dict[Hashable, AliasedWeightView | WeightsOfSamples] = {}
         self._by_parameter: dict[Hashable, list[W]] = {}
         # Anew with the weights: numbers of readers count from the first read after `clear`.
         self._shared = SharedState()
@@ -155,7 +164,9 @@ class Weights(Generic[W]):
             self._skip_reasons[identity] = reason
             # A lookup may come after the product, as where the output layer of a language model is tied and
             # runs in another call.
-            outdated_ops |= self._retract(context, self._by_parameter.pop(identity, []), reason)
+            keys = [key for key in self._by_parameter if identity in (key, _slot_of_sample(key))]
+            weights = [weight for key in keys for weight in self._by_parameter.pop(key)]
+            outdated_ops |= self._retract(context, weights, reason)
         return outdated_ops
 
     def view_of_read(
@@ -174,8 +185,11 @@ class Weights(Generic[W]):
         if slices:
             views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
             return None, partial(_current_view, views, read.holder)
+        if read.is_handed_in:
+            find = partial(self._view_of_samples, context, read.layout, read.holder)
+            return find(value, None), find
         if not read.is_followed:
-            return self._view_of(context, value, read.holder, read.layout), None
+            return self._view_of_samples(context, read.layout, read.holder, value, None), None
         find = partial(self._locate, context, read.layout)
         return find(value, ParameterSlice.of_input(context, read.index)), find
 
@@ -190,6 +204,65 @@ class Weights(Generic[W]):
             rows = self._rows(context, origin, value, layout)
             return None if rows is None else IndexedRows(rows, origin)
         return self._view_of(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
+
+    def _view_of_samples(
+        self,
+        context: amanda.OpContext,
+        layout: str | None,
+        holder: Any,
+        value: Any,
+        origin: ParameterSlice | None,
+    ) -> WeightView | None:
+        """Return the view of a value that a function transform may have wrapped; None for a skipped one.
+
+        origin: unused, since the holder is known.
+        """
+        samples = tensors_of(value).samples(value) if context.is_eager() else None
+        if samples is None:
+            return self._view_of(context, value, holder, layout)
+        with samples.outside():
+            store = parameter_store(samples.data)
+            key = None if holder is None else store.locate(holder, samples.first)
+            # One mask for all samples, where the model had one weight in this place before: it may have been
+            # adapted in each sample since, as MAML does.
+            if not samples.sizes or key in self._by_key or key in self._views or key in self._skipped:
+                return self._view_of(context, samples.first, holder, layout)
+            if key is None or self._tool.leaves_samples:
+                if self._tool.selection(context):
+                    self.skip(context, self._tool.leaves_samples if key else COMPUTED_SAMPLES)
+                return None
+            return self._weights_of_samples(context, store, samples, key, holder, layout)
+
+    def _weights_of_samples(
+        self, context: amanda.OpContext, store: ParameterStore, samples: Samples, key: Any, holder: Any,
+        layout: str | None,
+    ) -> WeightView | None:  # fmt: skip
+        """Return the view of a batch that has a weight for each sample; None for skipped weights."""
+        identity, part = key
+        view_key: Hashable = (*key, samples.sizes)
+        if identity in self._skip_reasons:
+            if self._tool.selection(context):
+                self.skip(context, self._skip_reasons[identity])
+        elif view_key not in self._views and view_key not in self._skipped:
+            # Skipped until all weights are added: a failure half way leaves the whole batch unchanged.
+            self._skipped.add(view_key)
+            weights: list[W] = []
+            for numbers in np.ndindex(samples.sizes):
+                # A batch of another size has the weights of the same numbers.
+                location = (identity, numbers), part
+                if location not in self._by_key:
+                    read = _WeightRead(samples.data[numbers], holder, location, layout, numbers)
+                    self._add_view(context, store, location, read)
+                weight = self._by_key.get(location)
+                if weight is None:
+                    return None
+                weights.append(weight)
+            self._skipped.discard(view_key)
+            self._views[view_key] = WeightsOfSamples(samples.sizes, weights)
+        view = self._views.get(view_key)
+        for weight in getattr(view, "weights", ()):
+            weight.readers.add(context.get_op_id())
+        return view
 
     def _view_of(
         self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None
@@ -309,6 +382,9 @@ class Weights(Generic[W]):
         if whole is not None and read.location is not None:
             identity, part = read.location
             reader, suffix = self._shared.key_for(context, identity, part, whole, path is not None)
+        # As the driver of JAX names the slices of a stack.
+        number = "".join(f"[{number}]" for number in read.numbers)
+        suffix += number
 
         copy = tensors_of(read.value).copy
 
@@ -317,7 +393,7 @@ class Weights(Generic[W]):
 
         return self._tool.weight_type(
             context, read.value, read.layout, store, read.location, whole, len(self._by_key), keep,
-            self._tool.error, path or ("" if variable is None else store.name(variable)),
+            self._tool.error, (path or ("" if variable is None else store.name(variable))) + number,
             _weak_reference(variable),
         )  # fmt: skip
 
@@ -350,6 +426,11 @@ class Weights(Generic[W]):
         return outdated_ops
 
 
+def _slot_of_sample(identity: Hashable) -> Hashable:
+    """Return the identity of the slot that has a weight for each sample; None for any other identity."""
+    return identity[0] if isinstance(identity, tuple) and len(identity) == 2 else None
+
+
 def _current_view(
     views: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
 ) -> WeightView | None:
@@ -361,10 +442,13 @@ def _current_view(
 
 
 class _WeightRead:
-    """The weight that an op reads: value, parameter, identity and part, and layout."""
+    """The weight that an op reads: value, parameter, identity and part, layout, and number of the sample."""
 
-    def __init__(self, value: Any, holder: Any, location: Any, layout: str | None) -> None:
+    def __init__(
+        self, value: Any, holder: Any, location: Any, layout: str | None, numbers: Sequence[int] = ()
+    ) -> None:
         self.value, self.holder, self.location, self.layout = value, holder, location, layout
+        self.numbers = numbers
 
 
 def _why_unsupported(context: amanda.OpContext, value: Any) -> str | None:

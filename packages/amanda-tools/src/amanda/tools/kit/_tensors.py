@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,6 +60,36 @@ Save = Callable[[], Callable[[], None]]
 
 class TensorsError(AmandaError):
     """An entry point of `amanda.tensors` is not a class of tensors, or two have one name."""
+
+
+class Samples:
+    """The values of all samples of a tensor that function transforms have wrapped, such as vmap and grad.
+
+    levels: of the vmaps that the tensor has a batch of, the outermost first.  sizes: numbers of samples.
+    data: a plain tensor without autograd, with an axis for each batch in front.
+    """
+
+    levels: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: Any
+
+    @property
+    def first(self) -> Any:
+        """The data of the first sample of each batch."""
+        return self.data[(0,) * len(self.sizes)]
+
+    @property
+    def total(self) -> Any:
+        """The sum of the data of all samples."""
+        return self.data.sum(tuple(range(len(self.sizes)))) if self.sizes else self.data
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context outside of all transforms, where state can be computed of `data`."""
+        raise NotImplementedError
+
+    def wrapped(self, data: Any) -> Any:
+        """Return data with axes of samples in front as one value under the transforms, without a gradient."""
+        raise NotImplementedError
 
 
 class Tensors:
@@ -127,6 +158,10 @@ class Tensors:
 
     def unread(self, x: Any) -> str | None:
         """Return why the elements of a tensor cannot be read; None where they can be."""
+        return None
+
+    def samples(self, x: Any) -> Samples | None:
+        """Return the samples of a tensor that a transform has wrapped; None of any other tensor."""
         return None
 
     def dense(self, x: Any) -> Any:
