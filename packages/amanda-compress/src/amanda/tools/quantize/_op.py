@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.errors import AmandaError, ToolError
 from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import do
 from amanda.tools.quantize._fake_quantize import Groups, QuantizeError, Scale, fake_quantize_fixed
 from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Noise, Quantizer
 from amanda.tools.quantize._result import Quantized
+from amanda.tools.quantize._samples import LEARNED, ModelQuantizers, SampledValue
 from amanda.tools.weights import ParameterSlice, WeightInput, WeightReads, parameter_store, weight_input
 
 if TYPE_CHECKING:
@@ -51,6 +54,8 @@ class QuantizedOp:
         # Only for measurements: the computation of an op keeps its attributes alive.
         self._recompute: Any = _computation_of(context) if tool.measures else None
         self._part_quantizers: dict[tuple[int, int | None], _PartQuantizer] = {}
+        # The position of a weight that was first read as a batch: each model of an ensemble has its own.
+        self._batched_weight: int | None = None
         self.quantizers = dict(self._make_quantizers(context))
         # One routine reads all positions: a routine for each would cost a call of Python more at each
         # execution.
@@ -58,12 +63,17 @@ class QuantizedOp:
 
     def _make_quantizers(
         self, context: amanda.OpContext
-    ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
+    ) -> Iterator[tuple[tuple[int, int | None], Quantizer | ModelQuantizers]]:
         """Yield quantizers, each with the position of its input and the index in a list of tensors there."""
         read = weight_input(context)
         # In a file, a weight that cannot be followed is an activation as any other.
         if read is not None and read.is_lost and context.is_static():
             read = None
+        levels: tuple[int, ...] = ()
+        if read is not None and context.is_eager():
+            samples = tensors_of(context.get_inputs()[read.index]).samples(context.get_inputs()[read.index])
+            levels = () if samples is None else samples.levels
+            self._batched_weight = read.index if levels else None
         for position in context["operands"]:
             value = context.get_inputs()[position]
             for item, tensor in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
@@ -72,36 +82,44 @@ class QuantizedOp:
                 if weight is not None and dtype.endswith("]"):
                     self.skip_reason = f"it is packed, {dtype}"
                 is_number = dtype.startswith(("float", "bfloat")) and not getattr(tensor, "is_meta", False)
-                if (
-                    is_number
-                    and context.is_eager()
-                    and (unread := tensors_of(tensor).unread(tensor)) is not None
-                ):
-                    self.skip_reason, is_number = unread, False
+                samples = tensors_of(tensor).samples(tensor) if is_number and context.is_eager() else None
+                if samples is not None and self._options.method.startswith("lsq"):
+                    self.skip_reason, is_number = LEARNED, False
+                elif samples is not None:
+                    is_of_models, tensor = bool({*levels} & {*samples.levels}), samples.first
+                elif is_number and context.is_eager():
+                    unread = tensors_of(tensor).unread(tensor)
+                    self.skip_reason, is_number = unread or self.skip_reason, unread is None
                 if not is_number or self._options.bits(weight is not None) is None:
                     continue
+                make: Callable[[str], Quantizer | None]
                 if weight is None:
                     name = f"input {position}" if item is None else f"input {position}.{item}"
-                    yield (
-                        (position, item),
-                        self._activation_quantizer(context, read, name, (position, item), tensor),
+                    make = partial(
+                        self._activation_quantizer, context, read, name, (position, item), tensor
                     )
-                elif (weight_quantizer := self._weight_quantizer(context, weight, tensor)) is not None:
-                    yield (position, item), weight_quantizer
+                else:
+                    make = partial(self._weight_quantizer, context, weight, tensor)
+                if samples is not None and is_of_models:
+                    quantizers = ModelQuantizers(weight is not None, tensors_of(tensor), make)
+                    yield (position, item), quantizers
+                elif (quantizer := make("")) is not None:
+                    yield (position, item), quantizer
 
     def _activation_quantizer(
         self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
-        value: Any,
+        value: Any, suffix: str = "",
     ) -> Quantizer:  # fmt: skip
         """Return the quantizer of an activation, which has a scale for each weight that the op reads.
 
+        suffix: of its name, the number of a model of an ensemble.
         Registers the quantizers for other slices or parts in `_part_quantizers`.
         """
         make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
         if read is not None and (first := self._slice_quantizer(read, make_for_slice, key)) is not None:
             return first
         if read is None or not (read.is_part and read.is_followed):
-            return self._make_quantizer(name, None, (), value, context)
+            return self._make_quantizer(name, None, (), value, context, suffix)
         # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
@@ -145,8 +163,13 @@ class QuantizedOp:
         )
         return quantizers[slices[0]]
 
-    def _weight_quantizer(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
-        """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped."""
+    def _weight_quantizer(
+        self, context: amanda.OpContext, read: WeightInput, value: Any, suffix: str = ""
+    ) -> Quantizer | None:
+        """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped.
+
+        suffix: of its name, the number of a model of an ensemble.
+        """
         # An optimizer takes its parameters before the training, when it is not known which rows data will
         # select.
         if read.varies and self._options.method.startswith("lsq"):
@@ -161,7 +184,7 @@ class QuantizedOp:
         # one scale each.
         if groups is None and self._options.per_channel:
             groups = _output_groups(context["shape"](value), _weight_layout(context, read))
-        make = partial(self._make_quantizer, "weight", read, self._axes(context, read, value), groups=groups)
+        make = partial(self._make_quantizer, f"weight{suffix}", read, self._axes(context, read, value), groups=groups)
         first = self._slice_quantizer(read, partial(make, value, context), (read.index, None))
         if first is not None:
             return first
@@ -281,39 +304,66 @@ class QuantizedOp:
 
     def _read_in_graph(self, *values: Any) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
-        read_values = self._values_to_quantise(values, None)
+        read_values, _ = self._values_to_quantise(values, None)
         if self._must_calibrate(read_values):
             self._calibrate(read_values)
             return None
-        return self._quantise_values(values, read_values, [()] * len(read_values))
+        return self._quantise_values(values, read_values, {}, [()] * len(read_values))
 
     def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
         """Quantise or calibrate as `_read_in_graph`; a recomputation repeats the first execution exactly."""
-        read_values, first_execution = (
-            self._values_to_quantise(values, ParameterSlice.of_execution(run)),
-            run.get(self),
-        )
+        read_values, sampled = self._values_to_quantise(values, ParameterSlice.of_execution(run))
+        first_execution = run.get(self)
         if first_execution is None:
             first_execution = run[self] = _FirstExecution(
                 self._must_calibrate(read_values), [()] * len(read_values)
             )
             if first_execution.calibrates:
-                self._calibrate(read_values)
+                with _outside(sampled):
+                    self._calibrate(read_values)
         if first_execution.calibrates:
             return None
         # Checkpointing runs an op twice: other scales would give other values in the backward pass.
-        quantised = self._quantise_values(values, read_values, first_execution.qparams, recomputed)
+        qparams = first_execution.qparams
+        quantised = self._quantise_values(values, read_values, sampled, qparams, recomputed)
         # Kept by execution, as the moving averages of "qat" have moved on when the op is recomputed.
         first_execution.qparams = [quantizer.qparams for *_, quantizer in read_values]
         return quantised
 
-    def _values_to_quantise(self, values: Sequence[Any], part_of: ParameterSlice | None) -> list[_ReadValue]:
-        """Return index, item, value and quantizer of each value to quantise; skip unreadable values."""
+    def _values_to_quantise(
+        self, values: Sequence[Any], part_of: ParameterSlice | None
+    ) -> tuple[list[_ReadValue], dict[tuple[int, int | None], SampledValue]]:
+        """Return index, item, value and quantizer of each value to quantise; skip unreadable values.
+
+        Of a value that transforms have wrapped each part comes, and the whole in the dict that is returned too.
+        """
         read_values: list[_ReadValue] = []
+        sampled: dict[tuple[int, int | None], SampledValue] = {}
+        levels = self._levels_of_models(values)
         for (position, item), quantizer in self.quantizers.items():
             # Values come in the order of positions, quantizers in that of operands.
             index = self._positions.index(position)
             value = values[index] if item is None else values[index][item]
+            samples = quantizer.xp.samples(value)
+            if samples is not None:
+                if self._options.method.startswith("lsq"):
+                    self.skip_reason = LEARNED
+                    continue
+                # Other batches share the scale of an activation, as a batch without vmap does.
+                is_shared_weight = quantizer.is_weight and isinstance(quantizer, Quantizer)
+                whole = SampledValue(value, samples, samples.levels if is_shared_weight else levels)
+                with samples.outside():
+                    parts = [
+                        (index, item, part, quantizer.of(numbers) if isinstance(quantizer, ModelQuantizers)
+                         else quantizer)
+                        for numbers, part in whole.parts()
+                    ]
+                if all(part_quantizer is not None for *_, part_quantizer in parts):
+                    read_values += parts
+                    sampled[index, item] = whole
+                continue
+            if isinstance(quantizer, ModelQuantizers):
+                quantizer = quantizer.of(())
             of_part = self._part_quantizers.get((position, item))
             part_quantizer = quantizer if of_part is None else of_part(value, part_of)
             if part_quantizer is None and quantizer.is_weight:
@@ -325,7 +375,15 @@ class QuantizedOp:
                     read_values.append((index, item, value, part_quantizer))
             except Exception as error:  # whatever the class of a tensor refuses
                 self.skip_reason = f"{type(value).__name__} refuses to be read: {error}"
-        return read_values
+        return read_values, sampled
+
+    def _levels_of_models(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Return the levels of the vmaps whose samples have a weight of their own each; () without them."""
+        if self._batched_weight not in self._positions:
+            return ()
+        weight = values[self._positions.index(self._batched_weight)]
+        samples = tensors_of(weight).samples(weight)
+        return () if samples is None else samples.levels
 
     def _must_calibrate(self, read_values: Sequence[_ReadValue]) -> bool:
         """Return True within `calibrating`, and for the first `calibration` executions of the op."""
@@ -346,15 +404,35 @@ class QuantizedOp:
 
     def _quantise_values(
         self, values: Sequence[Any], read_values: Sequence[_ReadValue],
+        sampled: Mapping[tuple[int, int | None], SampledValue],
         first_qparams: Sequence[tuple[Any, ...]], recomputed: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the quantised values.  first_qparams: of the first execution, for a recomputation."""
+        """Return the quantised values.
+
+        sampled: the values that transforms have wrapped, of which `read_values` has the parts.
+        first_qparams: of the first execution, for a recomputation.
+        """
         tool, results = self._tool, list(values)
-        for (index, item, value, quantizer), qparams in zip(read_values, first_qparams, strict=True):
-            quantised = quantizer(value, tool.is_frozen, qparams)
-            quantizer.executions += not recomputed
-            if tool.measures and not recomputed:
-                quantizer.noise.add(value, quantised)
+        parts: dict[tuple[int, int | None], list[Any]] = {}
+        passes: dict[tuple[int, int | None], list[Any]] = {}
+        with _outside(sampled):
+            for (index, item, value, quantizer), qparams in zip(read_values, first_qparams, strict=True):
+                quantised = quantizer(value, tool.is_frozen, qparams)
+                quantizer.executions += not recomputed
+                if tool.measures and not recomputed:
+                    quantizer.noise.add(value, quantised)
+                parts.setdefault((index, item), []).append(quantised)
+                if self._options.trains and (index, item) in sampled:
+                    ones = do("ones_like", value)
+                    clipped = quantizer.clipped_gradient(value, *quantizer.qparams, gradient=ones)
+                    passes.setdefault((index, item), []).append(clipped > 0)
+        for key, (quantised, *others) in parts.items():
+            index, item = key
+            if key in sampled:
+                quantised = sampled[key].joined([quantised, *others])
+                if key in passes:
+                    where = sampled[key].joined(passes[key])
+                    quantised = sampled[key].straight_through(quantised, where)
             if item is not None:
                 quantised = [*results[index][:item], quantised, *results[index][item + 1 :]]
             results[index] = quantised
@@ -405,7 +483,7 @@ class QuantizedOp:
             exact = self._recompute(inputs)
             exact_outputs = exact if isinstance(exact, (list, tuple)) else [exact]
             for exact_output, output in zip(exact_outputs, outputs, strict=True):
-                self._output.add(exact_output, output)
+                self._output.add(_data_of(exact_output), _data_of(output))
 
     def rows(self) -> Iterator[Quantized]:
         """Yield a result row for each quantised tensor."""
@@ -422,6 +500,17 @@ class QuantizedOp:
 _PartQuantizer = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
 """Returns the quantizer of a value, from the value and the part of a parameter that the op reads."""
 _ReadValue = tuple[int, "int | None", Any, Quantizer]
+
+
+def _outside(sampled: Mapping[Any, SampledValue]) -> AbstractContextManager[None]:
+    """Return a context outside of the transforms that have wrapped values; any context without such values."""
+    return next((value.samples.outside() for value in sampled.values()), nullcontext())
+
+
+def _data_of(value: Any) -> Any:
+    """Return the numbers of a value, of all samples where transforms have wrapped it."""
+    samples = tensors_of(value).samples(value)
+    return value if samples is None else samples.data
 
 
 def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:

@@ -40,22 +40,18 @@ class TorchSamples(Samples):
             x = functions.get_unwrapped(x)
         # Levels count from the outermost transform.
         self.levels = tuple(sorted(axes))
-        with torch.no_grad():
-            with self.outside():
-                data = x.detach().movedim([axes[level] for level in self.levels], [*range(len(axes))])
+        with torch.no_grad(), self.outside():
+            data = x.detach().movedim([axes[level] for level in self.levels], [*range(len(axes))])
         self.data, self.sizes = data, tuple(data.shape[: len(axes)])
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Leave all transforms and autograd within the context."""
-        import torch
-
+        """Leave all transforms within the context."""
         stack: list[Any] = []
         try:
             while self._functions.peek_interpreter_stack() is not None:
                 stack.append(self._functions.pop_dynamic_layer_stack())
-            with torch.no_grad():
-                yield
+            yield
         finally:
             while stack:  # the outermost, which was left last, comes first
                 self._functions.push_dynamic_layer_stack(stack.pop())
