@@ -50,9 +50,12 @@ class SampledValue:
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """Return new values of the parts as one value under the transforms, without a gradient."""
-        data = do("reshape", do("stack", tuple(parts)), (*self._sizes, *shape(parts[0])))
         front = tuple(range(len(self._axes)))
-        return self.samples.wrapped(do("moveaxis", data, front, tuple(self._axes)))
+        # Within a transform the result of each operation belongs to its level.
+        with self.samples.outside():
+            data = do("reshape", do("stack", tuple(parts)), (*self._sizes, *shape(parts[0])))
+            data = do("moveaxis", data, front, tuple(self._axes))
+        return self.samples.wrapped(data)
 
     def straight_through(self, quantised: Any, passes: Any) -> Any:
         """Return quantised values with a gradient, which passes to the value where `passes` is true."""
