@@ -13,6 +13,11 @@ torch = pytest.importorskip("torch")
 from torch.func import functional_call, grad, stack_module_state, vmap  # noqa: E402
 
 import amanda  # noqa: E402
+from amanda.tools.dynamic_prune import (  # noqa: E402
+    ActivationPruneTool,
+    AttentionPruneTool,
+    DynamicChannelPruneTool,
+)
 from amanda.tools.prune import PruneTool  # noqa: E402
 from amanda.tools.quantize import QuantizeTool  # noqa: E402
 
@@ -292,3 +297,44 @@ def test_weights_are_quantised_that_are_first_read_within_a_transform(method: An
         result = net(x)
     assert not torch.equal(result, net(x))
     assert derivative.isfinite()
+
+
+class Block(torch.nn.Module):
+    """A residual branch of convolutions, and an attention over the rows of each channel."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.norm, self.query, self.key = torch.nn.BatchNorm2d(4), torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.fused = fused
+
+    def forward(self, x: Any) -> Any:
+        x = torch.relu(self.norm(self.second(torch.relu(self.first(x))))) + x
+        query, key = self.query(x), self.key(x)
+        if self.fused:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, x)
+        return torch.softmax(query @ key.transpose(-1, -2), -1) @ x
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch computes it sample by sample
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [DynamicChannelPruneTool, ActivationPruneTool, AttentionPruneTool])
+def test_dynamic_pruning_leaves_ops_within_transforms(make: Any, fused: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Block(fused).eval(), torch.rand(3, 4, 6, 6)
+    loss = square_loss(net)
+
+    def run() -> list[Any]:
+        of_samples = vmap(grad(loss), (None, 0))(detached(net), x[:, None])
+        return [vmap(lambda x: net(x[None])[0])(x), grad(lambda x: net(x).sum())(x), *of_samples.values()]
+
+    bare, tool = run(), make()
+    with amanda.apply(tool):
+        net(x)
+        before = net(x)
+        assert all(map(torch.equal, run(), bare))
+        assert torch.equal(net(x), before)
+    (note, *_) = [note for note in tool.result.notes() if "within transforms" in note]
+    kind = "conv2d of first" if make is not AttentionPruneTool else "scaled_dot" if fused else "softmax"
+    assert note.startswith(kind)
+    assert note.endswith("is left as it is within transforms: a transform such as vmap has wrapped its input.")
