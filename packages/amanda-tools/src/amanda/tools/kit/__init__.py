@@ -21,13 +21,13 @@ from amanda.tools.kit._tensor_tool import (
     parameter_inputs,
     remarks_on_packed_inputs,
 )
-from amanda.tools.kit._tensors import RequiredNames, Samples, Tensors, TensorsError, tensors_of
+from amanda.tools.kit._tensors import RequiredNames, Samples, Tensors, TensorsError, shape_text, tensors_of
 
 __all__ = [
     "Dataflow", "DataflowNode", "OpRecord", "OpTensor", "Progress", "RequiredNames", "Role",
     "Samples", "TensorTool", "Tensors", "TensorsError", "Unfolding", "Window", "canonical",
     "canonical_extents", "check_number", "leaves", "op_tensors", "parameter_inputs",
-    "remarks_on_packed_inputs", "restored", "tensors_of", "windows_of",
+    "remarks_on_packed_inputs", "restored", "shape_text", "tensors_of", "windows_of",
 ]  # fmt: skip
 
 # Names that were here, by the package that has them now.

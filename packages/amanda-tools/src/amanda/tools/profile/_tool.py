@@ -11,7 +11,7 @@ from typing import Any
 
 import amanda
 from amanda.options import NonNegativeInt, checked
-from amanda.tools.kit import RequiredNames, leaves
+from amanda.tools.kit import RequiredNames, leaves, tensors_of
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
 from amanda.tools.profile._records import OpProfile, name_of
@@ -111,7 +111,11 @@ def _storages_of(values: Iterable[Any]) -> list[Any]:
                 storage = tensor.untyped_storage()
                 storage.nbytes()
             except (NotImplementedError, RuntimeError):
-                continue  # sparse, or a wrapper without memory of its own
+                # Sparse, or a wrapper without memory of its own: that of a transform wraps a plain tensor.
+                samples = tensors_of(tensor).samples(tensor)
+                if samples is None or samples.data.layout is not torch.strided:
+                    continue
+                storage = samples.data.untyped_storage()
             storages.append(storage)
     return storages
 

@@ -202,7 +202,7 @@ class _OpStreams(OpRecord):
         # A copy of the items: another thread may execute the op meanwhile.
         for tensor, stream in list(self.measured.items()):
             yield Measured(
-                self.phase, self.type, self.module, self.source, tensor, stream.dtype,
+                self.phase, self.type, self.module, self.source, stream.label(tensor), stream.dtype,
                 stream.executions, stream.accumulator.statistics(), stream.accumulator.sketch(),
             )  # fmt: skip
 
@@ -214,6 +214,18 @@ class _Stream:
     accumulator: Accumulator
     dtype: str
     executions: int = 0
+    batches: set[tuple[int, ...]] = field(default_factory=set)
+
+    def note_batches(self, sizes: Sequence[int]) -> None:
+        """Note the sizes of the batches of a vmap; of many different sizes the least and the greatest."""
+        self.batches.add(tuple(map(int, sizes)))
+        if len(self.batches) > 2:
+            self.batches = {min(self.batches), max(self.batches)}
+
+    def label(self, label: str) -> str:
+        """Return a label with the sizes of the batches in it: "output 0 (vmap 8)"."""
+        sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
+        return label.replace("(vmap)", f"(vmap {sizes})")
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -297,9 +309,12 @@ class StatsTool(TensorTool[_OpStreams]):
         for tensor in tensors:
             # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
+            label += " (vmap)" * bool(tensor.batches)
             label += f" {tensor.slice}" * bool(tensor.slice) + " (partial)" * is_partial(tensor.tensor)
             stream = record.measured.get(label)
             if stream is None:
                 stream = record.measured[label] = _Stream(Accumulator(self._bins), tensor.dtype)
             stream.executions += 1
+            if tensor.batches:
+                stream.note_batches(tensor.tensor.shape[: tensor.batches])
             yield stream.accumulator, tensor.tensor
