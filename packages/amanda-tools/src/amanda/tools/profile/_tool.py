@@ -99,6 +99,13 @@ def _record_event(event: Any) -> Any:
     return event
 
 
+def _batch_sizes(context: amanda.OpContext) -> tuple[int, ...]:
+    """Return the numbers of samples of the vmaps that an op runs under; () without a vmap."""
+    values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
+    samples = (tensors_of(value).samples(value) for value in leaves(values) if hasattr(value, "shape"))
+    return max((each.sizes for each in samples if each is not None), key=len, default=())
+
+
 def _storages_of(values: Iterable[Any]) -> list[Any]:
     """Return the storages of the tensors in values, also in lists."""
     torch = _torch()
@@ -271,6 +278,7 @@ class ProfileTool(amanda.Tool):
         self._recorder = Recorder(schedule, limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
         self._untimed: dict[str, set[tuple[int, int | None]]] = {}
+        self._batched: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}
         self._steps = Steps()
         self._steps.on_step(self._recorder.on_step)
         self.depends_on(self._steps, StandardMapping(), MappingTool(RULES))
@@ -291,6 +299,11 @@ class ProfileTool(amanda.Tool):
         self._recorder.memory.process_deaths()
         result = ProfileResult.of(self._recorder, self._kernels.obstacle)
         result.remarks = [f"{len(ops):,} ops {reason}." for reason, ops in self._untimed.items()]
+        result.remarks += [
+            f"{len(ops):,} ops ran under vmap when they were first met: a call computed all samples, "
+            f"{'x'.join(map(str, sizes))}."
+            for sizes, ops in self._batched.items()
+        ]
         return result
 
     def clear(self) -> None:
@@ -305,9 +318,11 @@ class ProfileTool(amanda.Tool):
     def _instrument(self, context: amanda.OpContext) -> None:
         """Insert the routines that measure the time and memory of an op."""
         facts: MeasuringFacts = context["profile"]
+        op = context.get_op_id(), context.get_backward_op_id()
         if facts.untimed:
-            op = context.get_op_id(), context.get_backward_op_id()
             self._untimed.setdefault(facts.untimed, set()).add(op)
+        if context.is_eager() and (sizes := _batch_sizes(context)):
+            self._batched.setdefault(sizes, set()).add(op)
         if facts.passes:
             return
         insert_before: Callable[..., None] = context.insert_before_op

@@ -207,6 +207,9 @@ class _OpStreams(OpRecord):
             )  # fmt: skip
 
 
+_BATCH = "(vmap)"
+
+
 @dataclass(slots=True)
 class _Stream:
     """One tensor of an op over its executions."""
@@ -223,9 +226,11 @@ class _Stream:
             self.batches = {min(self.batches), max(self.batches)}
 
     def label(self, label: str) -> str:
-        """Return a label with the sizes of the batches in it: "output 0 (vmap 8)"."""
+        """Return the label of the stream with the sizes of the batches in it: "output 0 (vmap 8)"."""
+        if not self.batches:
+            return label
         sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
-        return label.replace("(vmap)", f"(vmap {sizes})")
+        return label.replace(_BATCH * len(min(self.batches)), f"(vmap {sizes})")
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -309,7 +314,8 @@ class StatsTool(TensorTool[_OpStreams]):
         for tensor in tensors:
             # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
-            label += " (vmap)" * bool(tensor.batches)
+            # Batches of any size are one stream, which replaces these words by the sizes.
+            label += f" {_BATCH * tensor.batches}" * bool(tensor.batches)
             label += f" {tensor.slice}" * bool(tensor.slice) + " (partial)" * is_partial(tensor.tensor)
             stream = record.measured.get(label)
             if stream is None:
