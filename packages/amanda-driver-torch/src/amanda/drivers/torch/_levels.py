@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from amanda.plan import BatchedShape
 
 _functorch: Any = torch._C._functorch
 in_transform = torch._C._are_functorch_transforms_active
@@ -95,6 +96,21 @@ def is_functionalized() -> bool:
 def has_tangents() -> bool:
     """Return True under a transform of forward-mode gradients, such as jvp."""
     return any(item.key() == _functorch.TransformType.Jvp for item in interpreters())
+
+
+def in_batches_of_now(shapes: Any) -> Any:
+    """Return shapes of an op's execution without the batches of vmaps that have ended since.
+
+    Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
+    """
+    if isinstance(shapes, BatchedShape):
+        # A vmap that began since may have the level of one that ended: nothing tells them apart.
+        levels = {item.level() for item in interpreters() if item.key() == _functorch.TransformType.Vmap}
+        batches = [batch for batch in shapes.batches if batch[0] in levels]
+        return BatchedShape(shapes, batches) if batches else tuple(shapes)
+    if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
+        return tuple([in_batches_of_now(shape) for shape in shapes])
+    return shapes
 
 
 @contextmanager
