@@ -190,3 +190,39 @@ def test_a_finding_and_a_difference_name_the_axes_of_batches() -> None:
     leaky = torch.nn.functional.leaky_relu
     result = diff(lambda: vmap(lambda x: leaky(net(x), 0.1))(x), lambda: vmap(lambda x: leaky(net(x), 0.2))(x))
     assert "float32 [vmap 5, 2]" in str(result)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 4])  # 4: as many samples as the layers have columns
+def test_a_backward_pass_outside_of_a_vmap_is_counted_once(rows: int) -> None:
+    net, x = network(), torch.rand(rows, 3)
+    counts = macs(lambda: vmap(net)(x).sum().backward())
+    assert counts == macs(lambda: net(x).sum().backward())
+    models = [network() for _ in range(2)]
+    parameters, _ = stack_module_state(models)
+
+    def ensemble() -> None:
+        vmap(lambda parameters: functional_call(net, parameters, (x,)))(parameters).sum().backward()
+
+    assert macs(ensemble) == {phase: 2 * count for phase, count in counts.items()}
+
+
+def test_a_step_that_adapts_weights_to_each_task_is_counted_at_both_levels() -> None:
+    net, support, queries = network(), torch.rand(6, 5, 3), torch.rand(6, 7, 3)
+    parameters = {name: value.detach() for name, value in net.named_parameters()}
+
+    def loss(parameters: Any, x: Any) -> Any:
+        return functional_call(net, parameters, (x,)).square().sum()
+
+    def adapted_loss(parameters: Any, support: Any, queries: Any) -> Any:
+        slopes = grad(loss)(parameters, support)
+        return loss({name: parameters[name] - 0.1 * slopes[name] for name in parameters}, queries)
+
+    def step() -> None:
+        grad(lambda p: vmap(adapted_loss, (None, 0, 0))(p, support, queries).sum())(parameters)
+
+    gradients = FIRST + 2 * SECOND  # the inputs need none
+    through_both = 2 * FIRST + 6 * SECOND
+    assert macs(step) == {
+        "forward": 6 * (5 + 7) * (FIRST + SECOND),
+        "backward": 6 * ((5 + 7) * gradients + 5 * through_both),
+    }

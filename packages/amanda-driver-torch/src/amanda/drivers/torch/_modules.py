@@ -131,7 +131,8 @@ class HeldParameters:
         # Of children too: MultiheadAttention reads the weights of its projection itself.
         for owner in () if module is None else (module, *module.children()):
             for name, tensor in owner._parameters.items():
-                if tensor is None or isinstance(tensor, torch.nn.Parameter):
+                # A subclass says itself what operations on it do; wrappers of transforms are of this class.
+                if type(tensor) is not torch.Tensor:
                     continue
                 if value is tensor or _is_within(innermost(value), innermost(tensor)):
                     slots = self._slots.setdefault(owner, {})
