@@ -158,7 +158,9 @@ def test_results_name_the_axes_of_batches(tmp_path: Any) -> None:
     traced = str(trace.result)
     assert "float32[vmap 5,3] float32[4,3] float32[4]" in traced
     assert Graph.from_dict(trace.result.graph.to_dict()) == trace.result.graph
-    assert "ops ran under vmap when they were first met: a call computed all samples, 5." in str(profile.result)
+    assert "ops ran under vmap when they were first met: a call computed all samples, 5." in str(
+        profile.result
+    )
     linear = next(place for place in profile.result.places if place.type == "linear")
     assert linear.allocated == ROWS * 4 * 4
     shapes = {(row[2], row[4]): row[7] for row in dump.result.rows()}
@@ -188,7 +190,9 @@ def test_a_finding_and_a_difference_name_the_axes_of_batches() -> None:
     (finding,) = tool.result.findings
     assert str(finding.outputs[0]).startswith("float32 (vmap 5)x2: 10 NaN")
     leaky = torch.nn.functional.leaky_relu
-    result = diff(lambda: vmap(lambda x: leaky(net(x), 0.1))(x), lambda: vmap(lambda x: leaky(net(x), 0.2))(x))
+    result = diff(
+        lambda: vmap(lambda x: leaky(net(x), 0.1))(x), lambda: vmap(lambda x: leaky(net(x), 0.2))(x)
+    )
     assert "float32 [vmap 5, 2]" in str(result)
 
 

@@ -17,11 +17,11 @@ LEARNED = "its scale is learned, and a transform such as vmap has wrapped the va
 class ModelQuantizers:
     """Quantizers of an input of an op whose weight differs among the samples of a vmap, as in an ensemble.
 
-    make: returns a new quantizer, whose name has a suffix: "[0]" of the first model; None for a skipped input.
+    make: returns a new quantizer, whose name has a suffix, "[0]" of the first model; None if it is skipped.
     """
 
-    def __init__(self, is_weight: bool, xp: Any, make: Callable[[str], Quantizer | None]) -> None:
-        self.is_weight, self.xp, self._make = is_weight, xp, make
+    def __init__(self, make: Callable[[str], Quantizer | None]) -> None:
+        self._make = make
         self._quantizers: dict[tuple[int, ...], Quantizer | None] = {}
 
     def of(self, numbers: tuple[int, ...]) -> Quantizer | None:

@@ -405,7 +405,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         if self.wants_gradients:
             samples = tensors_of(gradient).samples(gradient)
             with nullcontext() if samples is None else samples.outside():
-                # One weight of all samples has the sum of their gradients, as that of the sum of their losses.
+                # One weight of all samples has the sum of their gradients: that of the sum of their losses.
                 whole = gradient if samples is None else samples.total
                 for weight, part_gradient in view.gradients(whole):
                     self.on_gradient(weight, part_gradient)

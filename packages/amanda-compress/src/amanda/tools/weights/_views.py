@@ -156,7 +156,10 @@ class WeightsOfSamples(WeightView):
         return any(id(weight) in weights for weight in self.weights)
 
     def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
-        """Yield the weight of each sample, with a function for its value.  value: with an axis for each batch."""
+        """Yield the weight of each sample, with a function for its value.
+
+        value: of all samples, with an axis for each batch in front.
+        """
         for numbers, weight in zip(np.ndindex(self._sizes), self.weights, strict=True):
             yield weight, partial(value.__getitem__, numbers)
 
@@ -179,7 +182,7 @@ class WeightsOfSamples(WeightView):
         return super().tensors_like(value, names)
 
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
-        """Call `on_read` for the weight of each sample; return what the op reads instead, None for no change."""
+        """Call `on_read` for the weight of each sample; return what the op reads instead, or None."""
         samples = tensors_of(value).samples(value)
         assert samples is not None  # the view was found by them
         with samples.outside():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import amanda
@@ -15,6 +14,13 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Selection, listed
 from amanda.tools.weights._parameters import ParameterStore, SharedState, parameter_store
+from amanda.tools.weights._readers import (
+    describe_op,
+    einsum_parameters,
+    element_counts,
+    is_adapter,
+    why_unsupported,
+)
 from amanda.tools.weights._views import (
     AliasedWeightView,
     Find,
@@ -150,12 +156,12 @@ class Weights(Generic[W]):
         if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
             self.skip(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
-            self.reasons[_describe_op(context)] = ADAPTER
+            self.reasons[describe_op(context)] = ADAPTER
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
         holders = [] if holder is None else [holder]
         reason = LOOKED_UP
         if context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
-            reason, holders = CONTRACTED, _einsum_parameters(context)
+            reason, holders = CONTRACTED, einsum_parameters(context)
             if holders and self._tool.selection(context):
                 self.skip(context, EINSUM)
         outdated_ops: set[int] = set()
@@ -325,7 +331,9 @@ class Weights(Generic[W]):
                 self._add_rows(context, store, key, origin, value, layout)
             else:
                 self._unselected_count += 1
-        return self._views.get(key)
+        view = self._views.get(key)
+        assert view is None or isinstance(view, AliasedWeightView)
+        return view
 
     def _add_rows(
         self,
@@ -359,7 +367,7 @@ class Weights(Generic[W]):
         self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead, whole: Any
     ) -> bool:
         """Add a weight with its state, and return True; record the reason if the tool skips the weight."""
-        reason = _why_unsupported(context, read.value)
+        reason = why_unsupported(context, read.value)
         if reason is None:
             weight = self._make_weight(context, store, read, whole)
             reason = self._tool.on_weight(weight)
@@ -399,8 +407,8 @@ class Weights(Generic[W]):
 
     def skip(self, context: amanda.OpContext, reason: str) -> None:
         """Record why the weight of an op is left as it is, and how many elements it has."""
-        self.reasons[_describe_op(context)] = reason
-        self.skipped_elements.update(_element_counts(context))
+        self.reasons[describe_op(context)] = reason
+        self.skipped_elements.update(element_counts(context))
 
     def _retract(self, context: amanda.OpContext, weights: list[W], reason: str) -> set[int]:
         """Stop changing weights that an embedding or an einsum reads too; return the ids of their readers."""
@@ -451,69 +459,6 @@ class _WeightRead:
         self.numbers = numbers
 
 
-def _why_unsupported(context: amanda.OpContext, value: Any) -> str | None:
-    """Return why a value cannot be a weight of the tool; None if it can."""
-    extents = context["shape"](value)
-    if extents is None or None in extents or len(extents) < 2:
-        return f"its shape is {extents}"
-    if 0 in extents:
-        return "it has no elements"
-    if not str(context["dtype"](value)).startswith(("float", "bfloat")):
-        return f"its type is {context['dtype'](value)}"
-    if context.is_static() and not _is_in_file(context, context["weight_index"]):
-        return "it is computed when the model runs"
-    return None
-
-
-def _is_in_file(context: amanda.OpContext, index: int) -> bool:
-    """Return True if an input of an op of a file is a constant."""
-    try:
-        return context.get_value(index) is not context.get_inputs()[index]
-    except AmandaError:
-        return False
-
-
-def _element_counts(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
-    """Yield holder and number of elements of each weight that an op reads; nothing for computed weights."""
-    try:
-        inputs = context.get_inputs()
-    except AmandaError:  # the values of its first execution are gone
-        return
-    weight = context["weight_index"]
-    several = context["type"] in SEVERAL_WEIGHTS or context["type"] == "einsum"
-    positions = range(len(inputs)) if several else [weight]
-    for position in positions:
-        if position is None or position >= len(inputs):
-            continue
-        value = inputs[position]
-        if isinstance(value, (list, tuple)):
-            holders = [parameter_store(tensor).owner(tensor) for tensor in value]
-        else:
-            holders = [context.get_variable(position)]
-        for holder in holders:
-            size = None if holder is None else _element_count(context, holder, value)
-            if size is not None:
-                yield parameter_store(holder).identity(holder), size
-
-
-def _einsum_parameters(context: amanda.OpContext) -> list[Any]:
-    """Return the parameters that an einsum of PyTorch reads, whole or in part."""
-    lists = [operand for operand in context.get_inputs() if isinstance(operand, (list, tuple))]
-    owners = [parameter_store(operand).owner(operand) for group in lists for operand in group]
-    return [operand for operand in owners if operand is not None]
-
-
-def _element_count(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
-    """Return the number of elements of a holder, or of the value where the holder is a handle."""
-    for candidate in (holder, value):
-        extents: Sequence[int] | None = (
-            None if isinstance(candidate, (list, tuple)) else context["shape"](candidate)
-        )
-        if extents and None not in extents:
-            return prod(extents)
-    return None
-
-
 def _weak_reference(holder: Any) -> Callable[[], Any]:
     """Return a weak reference; a function that returns None for an object without weak references."""
     try:
@@ -521,12 +466,3 @@ def _weak_reference(holder: Any) -> Callable[[], Any]:
     except TypeError:
         # Some holders have no weak references, such as the tuple of an ONNX initializer.
         return lambda: None
-
-
-def _describe_op(context: amanda.OpContext) -> str:
-    return f"{context['type']} of {context.get_scope() or context.get_source()}"
-
-
-def is_adapter(context: amanda.OpContext) -> bool:
-    """Return True if the op is one of a LoRA adapter of peft, which is trained beside the model's weights."""
-    return any(part.startswith("lora_") for path in context.get_scopes() for part in path.split("."))

@@ -112,7 +112,7 @@ class HeldParameters:
         self._innermost = weakref.ref(modules[-1]) if modules else None
 
     def __call__(self, value: Any) -> Any:
-        """Return the parameter, leaf or slot whose tensor a value is or is a view of; None for another value."""
+        """Return the parameter, leaf or slot whose tensor a value is or views; None for another value."""
         if not isinstance(value, torch.Tensor):
             return None
         with WithoutTorchFunction():  # routines ask, too

@@ -156,7 +156,9 @@ class Entry:
     def from_dict(cls, value: Mapping[str, Any]) -> Entry:
         """Return the entry that `to_dict` described."""
         # Files of earlier versions have no batches; every other field is needed.
-        fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value or name != "batches"}
+        fields = {
+            name: value[name] for name in cls.__dataclass_fields__ if name in value or name != "batches"
+        }
         fields.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
         # True would pass for an extent of 1.
         if not all(type(extent) is int for extent in fields["shape"]):
