@@ -20,9 +20,13 @@ from torch.func import (  # noqa: E402
 )
 
 import amanda  # noqa: E402
+from amanda.tools.diff import diff  # noqa: E402
+from amanda.tools.dump import Dump, DumpTool  # noqa: E402
 from amanda.tools.flops import FlopsTool  # noqa: E402
 from amanda.tools.nan import NanTool  # noqa: E402
+from amanda.tools.profile import ProfileTool  # noqa: E402
 from amanda.tools.stats import StatsTool  # noqa: E402
+from amanda.tools.trace import Graph, TraceTool  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -230,8 +234,100 @@ def test_statistics_are_those_of_all_samples() -> None:
     with amanda.apply(tool):
         vmap(net)(x)
         vmap(net, in_dims=1)(columns)
-    elements = {entry.tensor: [] for entry in plain.result}
+    elements: dict[str, list[int]] = {}
     for entry in tool.result:
-        elements[entry.tensor].append(entry.statistics.elements)
+        elements.setdefault(entry.tensor, []).append(entry.statistics.elements)
     expected = [entry.statistics.elements for entry in plain.result if entry.tensor == "output 0"]
-    assert elements["output 0"] == [2 * count for count in expected]
+    assert elements["output 0 (vmap 5)"] == [2 * count for count in expected]
+
+
+def batched_program() -> None:
+    """Run a network on each of five samples, and compute the gradients of each."""
+    net, x = network(), torch.rand(ROWS, 3)
+    vmap(grad(lambda x: net(x).square().sum()))(x)
+
+
+def test_results_name_the_axes_of_batches(tmp_path: Any) -> None:
+    stats, trace, profile = StatsTool(), TraceTool(), ProfileTool()
+    dump = DumpTool(tmp_path / "dump", inputs="full", outputs="full")
+    for tool in (stats, trace, profile, dump):
+        with amanda.apply(tool):
+            batched_program()
+    measured = {(entry.module, entry.tensor) for entry in stats.result}
+    assert ("0", "output 0 (vmap 5)") in measured
+    assert ("0", "weight") in measured
+    traced = str(trace.result)
+    assert "float32[vmap 5,3] float32[4,3] float32[4]" in traced
+    assert Graph.from_dict(trace.result.graph.to_dict()) == trace.result.graph
+    assert "ops ran under vmap when they were first met: a call computed all samples, 5." in str(
+        profile.result
+    )
+    linear = next(place for place in profile.result.places if place.type == "linear")
+    assert linear.allocated == ROWS * 4 * 4
+    shapes = {(row[2], row[4]): row[7] for row in dump.result.rows()}
+    assert shapes["0", "output 0"] == ["vmap 5", 4]
+    assert shapes["0", "weight 1"] == [4, 3]
+    assert "(vmap 5)x4" in str(dump.result)
+    entry = next(entry for entry in Dump(tmp_path / "dump").entries if entry.batches)
+    assert entry.shape[0] == ROWS
+
+
+def test_batches_of_several_sizes_are_one_row() -> None:
+    net, tool = network(), StatsTool(weights=False)
+    with amanda.apply(tool):
+        for rows in (2, 5, 3):
+            vmap(net)(torch.rand(rows, 3))
+        vmap(vmap(net))(torch.rand(4, 2, 3))
+        net(torch.rand(3))
+    labels = [entry.tensor for entry in tool.result if entry.module == "1"]
+    assert labels == ["output 0 (vmap 2 to 5)", "output 0 (vmap 4x2)", "output 0"]
+
+
+def test_a_finding_and_a_difference_name_the_axes_of_batches() -> None:
+    net, x = network(), torch.rand(ROWS, 3)
+    tool = NanTool()
+    with amanda.apply(tool):
+        vmap(lambda x: (net(x) - 10).log())(x)
+    (finding,) = tool.result.findings
+    assert str(finding.outputs[0]).startswith("float32 (vmap 5)x2: 10 NaN")
+    leaky = torch.nn.functional.leaky_relu
+    result = diff(
+        lambda: vmap(lambda x: leaky(net(x), 0.1))(x), lambda: vmap(lambda x: leaky(net(x), 0.2))(x)
+    )
+    assert "float32 [vmap 5, 2]" in str(result)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 4])  # 4: as many samples as the layers have columns
+def test_a_backward_pass_outside_of_a_vmap_is_counted_once(rows: int) -> None:
+    net, x = network(), torch.rand(rows, 3)
+    counts = macs(lambda: vmap(net)(x).sum().backward())
+    assert counts == macs(lambda: net(x).sum().backward())
+    models = [network() for _ in range(2)]
+    parameters, _ = stack_module_state(models)
+
+    def ensemble() -> None:
+        vmap(lambda parameters: functional_call(net, parameters, (x,)))(parameters).sum().backward()
+
+    assert macs(ensemble) == {phase: 2 * count for phase, count in counts.items()}
+
+
+def test_a_step_that_adapts_weights_to_each_task_is_counted_at_both_levels() -> None:
+    net, support, queries = network(), torch.rand(6, 5, 3), torch.rand(6, 7, 3)
+    parameters = {name: value.detach() for name, value in net.named_parameters()}
+
+    def loss(parameters: Any, x: Any) -> Any:
+        return functional_call(net, parameters, (x,)).square().sum()
+
+    def adapted_loss(parameters: Any, support: Any, queries: Any) -> Any:
+        slopes = grad(loss)(parameters, support)
+        return loss({name: parameters[name] - 0.1 * slopes[name] for name in parameters}, queries)
+
+    def step() -> None:
+        grad(lambda p: vmap(adapted_loss, (None, 0, 0))(p, support, queries).sum())(parameters)
+
+    gradients = FIRST + 2 * SECOND  # the inputs need none
+    through_both = 2 * FIRST + 6 * SECOND
+    assert macs(step) == {
+        "forward": 6 * (5 + 7) * (FIRST + SECOND),
+        "backward": 6 * ((5 + 7) * gradients + 5 * through_both),
+    }

@@ -23,6 +23,7 @@ from amanda.interceptor.imports import lacking, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
 from amanda.plan.facts import Operation, OpFacts
+from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import failed, matched, picked_by
 from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
@@ -52,6 +53,7 @@ __all__ = [
     "Observed",
     "OpFacts",
     "Operation",
+    "ParameterSlot",
     "Reads",
     "Recomputation",
     "Rewriter",

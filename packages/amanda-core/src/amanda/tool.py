@@ -15,7 +15,7 @@ from amanda.errors import DependencyCycleError, ToolError
 from amanda.options import Name, checked, deprecated, warn_deprecated
 from amanda.plan.action import Action, InstrumentationPoint
 from amanda.plan.context import OpContext
-from amanda.plan.lifetime import forget_all, forget_ops, parameter_slots
+from amanda.plan.lifetime import ParameterSlot, forget_all, forget_ops, parameter_slots
 from amanda.plan.tools import (
     Admission,
     AnalysisRoutine,
@@ -242,6 +242,8 @@ class Tool:
         owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
         as accelerate does, has the number of the one that was there before.
         """
+        if isinstance(variable, ParameterSlot):
+            return variable.identity
         slot_ordinal = None if owner is None else parameter_slots.ordinal(owner, variable)
         return interceptor.ordinal(variable) if slot_ordinal is None else slot_ordinal
 
@@ -310,7 +312,7 @@ class Tool:
     def _number_path(self, path: str, variable: Any) -> str:
         """Return a variable's path, with ".1", ".2" for those of further models."""
         numbers = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
-        number = numbers.setdefault(interceptor.ordinal(variable), len(numbers))
+        number = numbers.setdefault(self.identity_of(variable), len(numbers))
         return path if number == 0 else f"{path}.{number}"
 
     def place(self, context: OpContext) -> str:

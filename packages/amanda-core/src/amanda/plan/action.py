@@ -270,7 +270,9 @@ def opening(func: RoutineT) -> RoutineT:
 def all_samples(func: RoutineT) -> RoutineT:
     """Mark an observer that reads values within a function transform as tensors outside of the transform.
 
-    A value under a vmap comes with the samples of all batches, whose axes are the first.
+    A value under a vmap comes with the samples of all batches, whose axes are the first.  The observer has a
+    keyword `batches`, () by default: the number of these axes of each value, where any value has them;
+    elements of lists and tuples count as values.
     """
     return _add_mark(func, "all_samples")
 

@@ -229,8 +229,10 @@ class OpContext(dict[str, Any]):
     def get_variable(self, index: int | str) -> Any:
         """Return what holds an input's value from one execution to the next; None where nothing does.
 
-        PyTorch: the parameter, or the leaf, that the input is or is a view of.  TensorFlow: the handle of the
-        variable that it was read of (`variable.handle`), in a session's graph the tensor that makes it.
+        PyTorch: the parameter, or the leaf, that the input is or is a view of; of a tensor that the program
+        hands in for a parameter, as `functional_call` does, the slot of the module.
+        TensorFlow: the handle of the variable that it was read of (`variable.handle`), in a session's graph
+        the tensor that makes it.
         """
         return self._facts.variable_of(self._input_at(index, "get_variable"))
 

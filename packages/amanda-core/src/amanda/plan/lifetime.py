@@ -50,13 +50,18 @@ class ParameterSlots:
         slot, owner_ordinal = self._slot(owner, value), interceptor.ordinal(owner)
         if slot is None or not owner_ordinal:
             return ordinal, not self._finders
-        first_ordinal = self._ordinals.setdefault(owner_ordinal, {}).setdefault(slot, ordinal)
-        self._slot_ordinals.add(first_ordinal)
+        first_ordinal = self.adopt_at(owner_ordinal, slot, ordinal)
         # From now on ops that read the tensor have the ids of the slot's first tensor: plans under its own
         # number are never looked up again.
         if first_ordinal != ordinal:
             plan_lifetimes.on_death(ordinal)
         return first_ordinal, True
+
+    def adopt_at(self, owner_ordinal: int, slot: Hashable, ordinal: int) -> int:
+        """Return the ordinal of the first value in a slot, which is the one passed if there was none."""
+        first_ordinal = self._ordinals.setdefault(owner_ordinal, {}).setdefault(slot, ordinal)
+        self._slot_ordinals.add(first_ordinal)
+        return first_ordinal
 
     def released(self, ordinal: int) -> Iterable[int]:
         """Return the ordinals that no living object has once the object with this ordinal is dead."""
@@ -67,6 +72,19 @@ class ParameterSlots:
 
     def _slot(self, owner: Any, value: Any) -> Hashable:
         return next((slot for find in self._finders if (slot := find(owner, value)) is not None), None)
+
+
+class ParameterSlot:
+    """A slot of a module for a parameter that the program hands in anew for each call.
+
+    It is the variable of the op that reads the slot, as `context.get_variable` returns it.  A driver keeps
+    the object as long as the module lives.
+    identity: ordinal of the first value in the slot, and so of a parameter that lies there in other calls.
+    """
+
+    def __init__(self, owner: Any, slot: Hashable) -> None:
+        """owner: the module.  slot: as the driver's function `slot_of` returns it for a parameter there."""
+        self.identity = parameter_slots.adopt_at(interceptor.ordinal(owner), slot, interceptor.ordinal(self))
 
 
 class PlanLifetimes:

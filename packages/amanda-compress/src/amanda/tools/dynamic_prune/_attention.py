@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 def scaled_dot_product_attention(
     prune: Callable[..., Tensor],
+    leaves: Callable[[Tensor], bool],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -58,15 +59,16 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Stand in for PyTorch's function of this name: `prune` changes the probabilities.
 
+    leaves: returns True for queries whose attention runs as it is.
     run, recomputed: arguments of the routine, which are passed on to `prune`.
-    Returns NotImplemented, which runs the original, where queries are not as many as keys.
+    Returns NotImplemented, which runs the original, there and where queries are not as many as keys.
     """
     import torch
     from torch.nn import functional
 
     # NotImplemented runs the original: generation with a cache has one query, whose tokens cannot be matched
     # with keys.
-    if query.shape[-2] != key.shape[-2] or query.dim() not in (3, 4):
+    if leaves(query) or query.shape[-2] != key.shape[-2] or query.dim() not in (3, 4):
         return NotImplemented
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -176,7 +178,7 @@ class AttentionPruneTool(DynamicPruneTool):
         notes = [
             f"{name} is one fused op: the attention in it was not pruned." for name in sorted(self._fused)
         ]
-        return DynamicPruneResult(self._rows.values(), notes)
+        return DynamicPruneResult(self._rows.values(), [*notes, *self._notes()])
 
     def loss(self) -> Any:
         """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
@@ -199,9 +201,9 @@ class AttentionPruneTool(DynamicPruneTool):
                 self._fused.add(kind)
                 return
             attention = self._attention(context, node, node)
-            context.replace_op(
-                partial(attend, partial(self._attend, attention=attention)), **without_run(context)
-            )
+            prune = partial(self._attend, attention=attention)
+            leaves = partial(self._leaves, attention)
+            context.replace_op(partial(attend, prune, leaves), **without_run(context))
         elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return
@@ -282,6 +284,8 @@ class AttentionPruneTool(DynamicPruneTool):
 
         probabilities: (N, H, T, T), or (N * H, T, T).
         """
+        if self._leaves(attention, probabilities):
+            return probabilities
         if len(probabilities.shape) == 3:
             shape, heads = tuple(probabilities.shape), attention.heads or 1
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
@@ -311,6 +315,14 @@ class AttentionPruneTool(DynamicPruneTool):
         noise = partial(self._noise, run=run, recomputed=recomputed)
         decision.later = self._choose_tokens(probabilities, attention, decision, previous, noise)
         return probabilities
+
+    def _leaves(self, attention: _Attention, value: Any) -> bool:
+        """Return True within a transform, where all tokens reach the layers behind an attention."""
+        if not self._is_transformed(value, attention.pruned):
+            return False
+        decision = self._states.of(attention)
+        decision.alive = decision.later = None
+        return True
 
     def _choose_tokens(
         self, probabilities: Any, attention: _Attention, decision: _TokenMasks, previous: _TokenMasks | None,
@@ -361,6 +373,8 @@ class AttentionPruneTool(DynamicPruneTool):
         """
         decision = self._states.of(residual)
         decision.state = None
+        if self._is_transformed(branch, residual.attention.pruned):
+            return None
         alive = self._tokens_alive(residual.attention, branch)
         if alive is None:
             return None

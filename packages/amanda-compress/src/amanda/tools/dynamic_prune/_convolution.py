@@ -113,7 +113,8 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         # behind it.
         if kind in _NORMS and position == 0:
             if context["weight_index"] is not None:
-                context.insert_before_op(self._replace_scale_by_ones, inputs=[context["weight_index"]])
+                weight = context["weight_index"]
+                context.insert_before_op(self._replace_scale_by_ones, inputs=[0, weight], layer=layer)
             context.insert_after_op(self._prune, outputs=[0], layer=layer)
         elif with_vector and kind == "add" and notes.get("scaled"):
             context.insert_after_op(self._prune, layer=layer)
@@ -145,11 +146,14 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _predict_gate(self, x: Any, layer: _GatedConvolution) -> None:
-        """Compute saliencies and gate of a convolution from its input."""
+        """Compute saliencies and gate of a convolution from its input; none within a transform."""
+        prediction = self._states.of(layer)
+        if self._is_transformed(x, layer.pruned):
+            prediction.gate = prediction.saliency = None
+            return
         channel_means = do("mean", do("abs", x), axis=tuple(spatial_axes(layer.layout)))  # of Gao et al.
         # Predictors are in float32 under mixed precision.
         channel_means = as_type_of(channel_means, layer.weight)
-        prediction = self._states.of(layer)
         prediction.saliency = saliency(channel_means, layer.weight, layer.bias)
         count = density_count(self._density, int(layer.bias.shape[0]))
         keep_mask = top_mask(prediction.saliency, count)
@@ -166,6 +170,8 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
         """Add an execution to the result, with the share of products that the gate saves."""
         positions, prediction = prod(output.shape) // int(layer.bias.shape[0]), self._states.of(layer)
+        if prediction.gate is None:
+            return
         layer.pruned.add(1 - prediction.share_kept, layer.size * positions, 1 - prediction.share_computed)
 
     @amanda.differentiable
@@ -173,7 +179,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         """Return a value times the gate of its channels; the value itself before the convolution has run."""
         gate = self._states.of(layer).gate
         # The convolution has not run in this execution, as in a branch of the program that was skipped.
-        if gate is None:
+        if gate is None or self._is_transformed(value, layer.pruned):
             return value
         # Without a normalisation behind, activations would shrink or grow with the gate from layer to layer.
         gate = as_type_of(normalised_gate(gate) if evenly else gate, value)
@@ -181,10 +187,12 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         extents[layer.layout.index("C")] = gate.shape[1]
         return value * do("reshape", gate, tuple(extents))
 
-    @staticmethod
     @amanda.differentiable
-    def _replace_scale_by_ones(scale: Any) -> Any:
-        return do("ones_like", scale)
+    def _replace_scale_by_ones(self, value: Any, scale: Any, layer: _GatedConvolution) -> Any:
+        """Return the value, and ones in the place of a normalisation's scale, if the gate takes its place."""
+        if self._states.of(layer).gate is None or self._is_transformed(value, layer.pruned):
+            return None
+        return value, do("ones_like", scale)
 
 
 def _is_vector(node: DataflowNode, position: int, layer: _GatedConvolution) -> bool:
@@ -242,6 +250,11 @@ class _BranchMasks:
     input_masks: dict[_Convolution, Any] = field(default_factory=dict)
     macs_used: Any = None
     macs_dense: int = 0
+
+    def forget(self) -> None:
+        """Forget the decision for the last input."""
+        self.mask = self.macs_used = None
+        self.output_masks, self.input_masks, self.macs_dense = {}, {}, 0
 
 
 class ActivationPruneTool(DynamicPruneTool):
@@ -349,7 +362,9 @@ class ActivationPruneTool(DynamicPruneTool):
         if block is None:
             return None
         # The mask unit runs at the first convolution, and later ones of the branch use what it decided.
-        if block.convolutions[0] is convolution:
+        if self._is_transformed(x, convolution.pruned):
+            self._states.of(block).forget()
+        elif block.convolutions[0] is convolution:
             self._predict_masks(x, block, run, recomputed)
         decision = self._states.of(block)
         output_mask, input_mask = (
@@ -368,7 +383,9 @@ class ActivationPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _mask_branch(self, branch: Any, block: _Block) -> Any:
         mask = self._states.of(block).mask
-        return None if mask is None else _masked(branch, mask, block.convolutions[-1].layout)
+        if mask is None or self._is_transformed(branch, block.convolutions[0].pruned):
+            return None
+        return _masked(branch, mask, block.convolutions[-1].layout)
 
     def _predict_masks(self, x: Any, block: _Block, run: Run, recomputed: bool) -> None:
         """Compute the masks of all convolutions of a branch from its input, and the MACs that remain."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._importance import (
     OF_GRADIENTS,
@@ -286,6 +287,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         self.wants_gradients = regrow == "gradient" or self._options.uses_gradients
         if self.wants_gradients or self._options.uses_inputs:
             self.leaves_rows = "gradients and inputs are not followed to rows that an index selects"
+            self.leaves_samples = "gradients and inputs are not followed to the samples of a vmap"
         super().__init__(type, module, exclude)
         if self._options.uses_inputs:
             # After the base class's routine: inputs are read for weights that it has just met.
@@ -409,10 +411,18 @@ class PruneTool(WeightTool[PrunedWeight]):
         weight = run.get(self._key, view)
         if isinstance(weight, PrunedWeight) and self._mask_updater.is_gathering(weight):
             # In an observer, which gets no gradient: importance does not train.
-            rows = rows_of(value, weight.canonical_shape)
-            weight.gather_inputs(
-                sum_of_squares(rows) if self._options.importance == "wanda" else sum_of_products(rows)
-            )
+            samples = tensors_of(value).samples(value)
+            if samples is None:
+                self._gather_rows(weight, rows_of(value, weight.canonical_shape))
+                return
+            with samples.outside():
+                for numbers in np.ndindex(samples.sizes):
+                    self._gather_rows(weight, rows_of(samples.data[numbers], weight.canonical_shape))
+
+    def _gather_rows(self, weight: PrunedWeight, rows: Any) -> None:
+        weight.gather_inputs(
+            sum_of_squares(rows) if self._options.importance == "wanda" else sum_of_products(rows)
+        )
 
     @amanda.traceable
     def transform(self, value: Any, mask: Any, offset: Any = None) -> Any:

@@ -1,19 +1,23 @@
-"""One op whose inputs are quantised: its quantizers, and the routines that call them."""
+"""One op whose inputs are quantised: the routines that call its quantizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.errors import AmandaError, ToolError
+from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
-from amanda.tools.quantize._fake_quantize import Groups, QuantizeError, Scale, fake_quantize_fixed
-from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Noise, Quantizer
+from amanda.tools.libraries import do
+from amanda.tools.quantize._fake_quantize import QuantizeError, Scale, fake_quantize_fixed
+from amanda.tools.quantize._op_quantizers import OpQuantizers
+from amanda.tools.quantize._quantizer import Noise, Quantizer
 from amanda.tools.quantize._result import Quantized
-from amanda.tools.weights import ParameterSlice, WeightInput, WeightReads, parameter_store, weight_input
+from amanda.tools.quantize._samples import LEARNED, SampledValue
+from amanda.tools.weights import ParameterSlice, WeightReads
 
 if TYPE_CHECKING:
     from amanda.tools.quantize._tool import QuantizeOptions, QuantizeTool
@@ -33,198 +37,19 @@ class _FirstExecution:
     qparams: list[tuple[Any, ...]]
 
 
-class QuantizedOp:
-    """An op, with the quantizers of its inputs.
-
-    created: all quantizers of this op.  skip_reason: why the weight is not quantised.
-    quantizers: by position of the input and index in a list of tensors there.
-    """
+class QuantizedOp(OpQuantizers):
+    """An op whose inputs are quantised."""
 
     def __init__(self, context: amanda.OpContext, tool: QuantizeTool, options: QuantizeOptions) -> None:
-        self._tool, self._options = tool, options
+        super().__init__(context, tool, options)
         self._columns = context["phase"], context["type"], context.get_scope(), context.get_source()
-        self.name = f"{context['type']} of {context.get_scope() or context.get_source()}"
-        self.skip_reason = ""
-        self.created: list[Quantizer] = []
         self._executions = 0
         self._output = Noise()
         # Only for measurements: the computation of an op keeps its attributes alive.
         self._recompute: Any = _computation_of(context) if tool.measures else None
-        self._part_quantizers: dict[tuple[int, int | None], _PartQuantizer] = {}
-        self.quantizers = dict(self._make_quantizers(context))
         # One routine reads all positions: a routine for each would cost a call of Python more at each
         # execution.
-        self._positions = sorted({position for position, _ in self.quantizers})
-
-    def _make_quantizers(
-        self, context: amanda.OpContext
-    ) -> Iterator[tuple[tuple[int, int | None], Quantizer]]:
-        """Yield quantizers, each with the position of its input and the index in a list of tensors there."""
-        read = weight_input(context)
-        # In a file, a weight that cannot be followed is an activation as any other.
-        if read is not None and read.is_lost and context.is_static():
-            read = None
-        for position in context["operands"]:
-            value = context.get_inputs()[position]
-            for item, tensor in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
-                weight = read if read is not None and (position, item) == (read.index, None) else None
-                dtype = str(context["dtype"](tensor))
-                if weight is not None and dtype.endswith("]"):
-                    self.skip_reason = f"it is packed, {dtype}"
-                is_number = dtype.startswith(("float", "bfloat")) and not getattr(tensor, "is_meta", False)
-                if (
-                    is_number
-                    and context.is_eager()
-                    and (unread := tensors_of(tensor).unread(tensor)) is not None
-                ):
-                    self.skip_reason, is_number = unread, False
-                if not is_number or self._options.bits(weight is not None) is None:
-                    continue
-                if weight is None:
-                    name = f"input {position}" if item is None else f"input {position}.{item}"
-                    yield (
-                        (position, item),
-                        self._activation_quantizer(context, read, name, (position, item), tensor),
-                    )
-                elif (weight_quantizer := self._weight_quantizer(context, weight, tensor)) is not None:
-                    yield (position, item), weight_quantizer
-
-    def _activation_quantizer(
-        self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
-        value: Any,
-    ) -> Quantizer:  # fmt: skip
-        """Return the quantizer of an activation, which has a scale for each weight that the op reads.
-
-        Registers the quantizers for other slices or parts in `_part_quantizers`.
-        """
-        make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
-        if read is not None and (first := self._slice_quantizer(read, make_for_slice, key)) is not None:
-            return first
-        if read is None or not (read.is_part and read.is_followed):
-            return self._make_quantizer(name, None, (), value, context)
-        # A loop runs one line with several weights: activations have a scale for each weight at each line.
-        line = context.get_scope(), context.get_op_type(), context.get_source(), key
-
-        def make_for_part(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
-            """Return a new quantizer; raise QuantizeError for loaded state of an older version."""
-            # The name under which older versions saved one scale for all rounds.
-            old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
-            try:
-                return self._make_quantizer(name, None, (), value, reader, suffix)
-            except ToolError as error:
-                if old_name not in self._tool.waiting_state():
-                    raise
-                raise QuantizeError(
-                    f"the scale {old_name} that was loaded is of one round of a loop, as earlier versions "
-                    "saved it, and nothing tells which part of a parameter that round read: calibrate again"
-                ) from error
-
-        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
-            """Return the quantizer for a part of a parameter; None where the op reads no part."""
-            quantizer: Quantizer | None = self._tool.parts.state_of(
-                context, part_of, partial(make_for_part, value), line
-            )
-            return quantizer
-
-        self._part_quantizers[key] = quantizer_of_part
-        # The first execution is at hand in the analysis; later ones are found in the routine.
-        first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
-        return self._make_quantizer(name, None, (), value, context) if first is None else first
-
-    def _slice_quantizer(
-        self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
-    ) -> Quantizer | None:
-        """Create quantizers for all slices of a stack; return that of the first, None without a stack."""
-        holder = read.holder
-        slices = () if holder is None else parameter_store(holder).slices(holder)
-        if not slices:
-            return None
-        quantizers = {parameter: make(f" of {parameter.path}") for parameter in slices}
-        self._part_quantizers[key] = lambda value, origin: quantizers.get(
-            parameter_store(holder).current_slice(holder)
-        )
-        return quantizers[slices[0]]
-
-    def _weight_quantizer(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Quantizer | None:
-        """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped."""
-        # An optimizer takes its parameters before the training, when it is not known which rows data will
-        # select.
-        if read.varies and self._options.method.startswith("lsq"):
-            self.skip_reason = "its scale is learned, and an index selects what it reads of a parameter"
-            return None
-        groups = None
-        if self._options.group_size is not None:
-            groups = self._groups(context, read, value)
-            if groups is None:
-                return None
-        # A transposed convolution in groups counts outputs along two axes, of which no product of axes gives
-        # one scale each.
-        if groups is None and self._options.per_channel:
-            groups = _output_groups(context["shape"](value), _weight_layout(context, read))
-        make = partial(self._make_quantizer, "weight", read, self._axes(context, read, value), groups=groups)
-        first = self._slice_quantizer(read, partial(make, value, context), (read.index, None))
-        if first is not None:
-            return first
-        if not read.is_part:
-            return make(value, context)
-
-        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
-            """Return the quantizer for a part of the parameter; None where the op reads no part."""
-            quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value))
-            return quantizer
-
-        if read.is_followed:
-            self._part_quantizers[read.index, None] = quantizer_of_part
-        return quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
-
-    def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
-        """Return the groups of a weight; None, and set `skip_reason`, if groups do not fit."""
-        shape, size = context["shape"](value), self._options.group_size
-        layout = _weight_layout(context, read)
-        if layout is None or shape is None or size is None:
-            self.skip_reason = "which of its axes are inputs is not known, so that it has no groups"
-            return None
-        groups = Groups(size, layout)
-        if groups.fit(shape):
-            return groups
-        shape_text = "x".join(map(str, shape))
-        self.skip_reason = (
-            f"the inputs of each output are no multiple of group_size {size}: it is {shape_text}, {layout}"
-        )
-        return None
-
-    def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
-        """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
-
-        Outputs have the axis O, and the axes I and M in a depthwise convolution.
-        """
-        layout = _weight_layout(context, read) or ""
-        # Selected experts come as a batch of weights, each with scales of its own.
-        batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
-        letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
-        return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
-
-    def _make_quantizer(
-        self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
-        reader: amanda.OpContext, suffix: str = "", groups: Groups | None = None,
-    ) -> Quantizer:  # fmt: skip
-        """Create a quantizer whose state is saved under the op `reader`.
-
-        Raises QuantizeError for a learned scale that no optimizer can train.
-        """
-        if reader["is_called_back"] and self._options.method.startswith("lsq"):
-            raise QuantizeError(
-                f"{self.name} is of {reader.namespace[0]}, where no optimizer trains a tool's scales: "
-                f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
-            )
-        default = QUANTIZERS[self._options.method, read is not None]
-        # What data select has no scale that could be kept from one execution to the next.
-        quantizer_class, state = (DynamicQuantizer, {}) if read is not None and read.varies else default
-        keep = partial(self._tool.keep, reader)
-        self.created.append(quantizer_class(
-            name + suffix, read is not None, axes, self._options, state, value, keep, groups,
-        ))  # fmt: skip
-        return self.created[-1]
+        self._positions = sorted({position for position, _ in (*self.quantizers, *self.model_quantizers)})
 
     def forget(self) -> None:
         """Forget the values that were observed."""
@@ -281,51 +106,99 @@ class QuantizedOp:
 
     def _read_in_graph(self, *values: Any) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
-        read_values = self._values_to_quantise(values, None)
+        read_values, _ = self._values_to_quantise(values, None)
         if self._must_calibrate(read_values):
             self._calibrate(read_values)
             return None
-        return self._quantise_values(values, read_values, [()] * len(read_values))
+        return self._quantise_values(values, read_values, {}, [()] * len(read_values))
 
     def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
         """Quantise or calibrate as `_read_in_graph`; a recomputation repeats the first execution exactly."""
-        read_values, first_execution = (
-            self._values_to_quantise(values, ParameterSlice.of_execution(run)),
-            run.get(self),
-        )
+        read_values, sampled = self._values_to_quantise(values, ParameterSlice.of_execution(run))
+        first_execution = run.get(self)
         if first_execution is None:
             first_execution = run[self] = _FirstExecution(
                 self._must_calibrate(read_values), [()] * len(read_values)
             )
             if first_execution.calibrates:
-                self._calibrate(read_values)
+                with _outside(sampled):
+                    self._calibrate(read_values)
         if first_execution.calibrates:
             return None
         # Checkpointing runs an op twice: other scales would give other values in the backward pass.
-        quantised = self._quantise_values(values, read_values, first_execution.qparams, recomputed)
+        qparams = first_execution.qparams
+        quantised = self._quantise_values(values, read_values, sampled, qparams, recomputed)
         # Kept by execution, as the moving averages of "qat" have moved on when the op is recomputed.
         first_execution.qparams = [quantizer.qparams for *_, quantizer in read_values]
         return quantised
 
-    def _values_to_quantise(self, values: Sequence[Any], part_of: ParameterSlice | None) -> list[_ReadValue]:
-        """Return index, item, value and quantizer of each value to quantise; skip unreadable values."""
+    def _values_to_quantise(
+        self, values: Sequence[Any], part_of: ParameterSlice | None
+    ) -> tuple[list[_ReadValue], dict[tuple[int, int | None], SampledValue]]:
+        """Return index, item, value and quantizer of each value to quantise; skip unreadable values.
+
+        Of a value that transforms have wrapped each part comes, and the whole value in a dict beside it.
+        """
         read_values: list[_ReadValue] = []
-        for (position, item), quantizer in self.quantizers.items():
+        sampled: dict[tuple[int, int | None], SampledValue] = {}
+        levels = self._levels_of_models(values)
+        for key in (*self.quantizers, *self.model_quantizers):
+            quantizer, position, item = self.quantizers.get(key), *key
             # Values come in the order of positions, quantizers in that of operands.
             index = self._positions.index(position)
             value = values[index] if item is None else values[index][item]
-            of_part = self._part_quantizers.get((position, item))
-            part_quantizer = quantizer if of_part is None else of_part(value, part_of)
-            if part_quantizer is None and quantizer.is_weight:
-                self.skip_reason = WeightReads.unknown_part
+            samples = tensors_of(value).samples(value)
+            if samples is not None:
+                # Other batches share the scale of an activation, as a batch without vmap does.
+                is_shared_weight = quantizer is not None and quantizer.is_weight
+                whole = SampledValue(value, samples, samples.levels if is_shared_weight else levels)
+                parts = self._parts_to_quantise(key, index, whole)
+                if parts:
+                    read_values += parts
+                    sampled[index, item] = whole
                 continue
-            part_quantizer = quantizer if part_quantizer is None else part_quantizer
+            of_part = self._part_quantizers.get(key)
+            if quantizer is None:
+                part_quantizer = self.model_quantizers[key].of(())
+            else:
+                part_quantizer = quantizer if of_part is None else of_part(value, part_of)
+                if part_quantizer is None and quantizer.is_weight:
+                    self.skip_reason = WeightReads.unknown_part
+                    continue
+                part_quantizer = part_quantizer or quantizer
             try:
-                if part_quantizer.xp.is_dense(value):
+                if part_quantizer is not None and part_quantizer.xp.is_dense(value):
                     read_values.append((index, item, value, part_quantizer))
             except Exception as error:  # whatever the class of a tensor refuses
                 self.skip_reason = f"{type(value).__name__} refuses to be read: {error}"
-        return read_values
+        return read_values, sampled
+
+    def _parts_to_quantise(
+        self, key: tuple[int, int | None], index: int, whole: SampledValue
+    ) -> list[_ReadValue]:
+        """Return the parts of a value that transforms have wrapped; none of a skipped one.
+
+        index: of the value among those that the routine gets.
+        """
+        if self._options.method.startswith("lsq"):
+            self.skip_reason = LEARNED
+            return []
+        parts: list[_ReadValue] = []
+        with whole.samples.outside():
+            for numbers, part in whole.parts():
+                quantizer = self.quantizers.get(key) or self.model_quantizers[key].of(numbers)
+                if quantizer is None:
+                    return []
+                parts.append((index, key[1], part, quantizer))
+        return parts
+
+    def _levels_of_models(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Return the levels of the vmaps whose samples have a weight of their own each; () without them."""
+        if self.batched_weight not in self._positions:
+            return ()
+        weight = values[self._positions.index(self.batched_weight)]
+        samples = tensors_of(weight).samples(weight)
+        return () if samples is None else samples.levels
 
     def _must_calibrate(self, read_values: Sequence[_ReadValue]) -> bool:
         """Return True within `calibrating`, and for the first `calibration` executions of the op."""
@@ -346,15 +219,35 @@ class QuantizedOp:
 
     def _quantise_values(
         self, values: Sequence[Any], read_values: Sequence[_ReadValue],
+        sampled: Mapping[tuple[int, int | None], SampledValue],
         first_qparams: Sequence[tuple[Any, ...]], recomputed: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the quantised values.  first_qparams: of the first execution, for a recomputation."""
+        """Return the quantised values.
+
+        sampled: the values that transforms have wrapped, of which `read_values` has the parts.
+        first_qparams: of the first execution, for a recomputation.
+        """
         tool, results = self._tool, list(values)
-        for (index, item, value, quantizer), qparams in zip(read_values, first_qparams, strict=True):
-            quantised = quantizer(value, tool.is_frozen, qparams)
-            quantizer.executions += not recomputed
-            if tool.measures and not recomputed:
-                quantizer.noise.add(value, quantised)
+        parts: dict[tuple[int, int | None], list[Any]] = {}
+        passes: dict[tuple[int, int | None], list[Any]] = {}
+        with _outside(sampled):
+            for (index, item, value, quantizer), qparams in zip(read_values, first_qparams, strict=True):
+                quantised = quantizer(value, tool.is_frozen, qparams)
+                quantizer.executions += not recomputed
+                if tool.measures and not recomputed:
+                    quantizer.noise.add(value, quantised)
+                parts.setdefault((index, item), []).append(quantised)
+                if self._options.trains and (index, item) in sampled:
+                    ones = do("ones_like", value)
+                    clipped = quantizer.clipped_gradient(value, *quantizer.qparams, gradient=ones)
+                    passes.setdefault((index, item), []).append(clipped > 0)
+        for key, (quantised, *others) in parts.items():
+            index, item = key
+            if key in sampled:
+                quantised = sampled[key].joined([quantised, *others])
+                if key in passes:
+                    where = sampled[key].joined(passes[key])
+                    quantised = sampled[key].straight_through(quantised, where)
             if item is not None:
                 quantised = [*results[index][:item], quantised, *results[index][item + 1 :]]
             results[index] = quantised
@@ -405,7 +298,7 @@ class QuantizedOp:
             exact = self._recompute(inputs)
             exact_outputs = exact if isinstance(exact, (list, tuple)) else [exact]
             for exact_output, output in zip(exact_outputs, outputs, strict=True):
-                self._output.add(exact_output, output)
+                self._output.add(_data_of(exact_output), _data_of(output))
 
     def rows(self) -> Iterator[Quantized]:
         """Yield a result row for each quantised tensor."""
@@ -419,22 +312,19 @@ class QuantizedOp:
             )  # fmt: skip
 
 
-_PartQuantizer = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
-"""Returns the quantizer of a value, from the value and the part of a parameter that the op reads."""
 _ReadValue = tuple[int, "int | None", Any, Quantizer]
+"""Index of a value among those of the routine, index in a list there, the value, and its quantizer."""
 
 
-def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:
-    """Return the axes of a weight, an embedding's rows as outputs; None where they are not known."""
-    return "OI" if context["type"] == "embedding" else read.layout
+def _outside(sampled: Mapping[Any, SampledValue]) -> AbstractContextManager[None]:
+    """Return a context outside of the transforms that have wrapped values; a null context without any."""
+    return next((value.samples.outside() for value in sampled.values()), nullcontext())
 
 
-def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups | None:
-    """Return a group for each output of a transposed convolution in groups; None where axes count outputs."""
-    if layout is None or extents is None or "M" not in layout:
-        return None
-    is_depthwise = getattr(layout, "groups", 0) in (0, extents[layout.index("I") - len(layout)])
-    return None if is_depthwise else Groups.of_outputs(extents, layout)
+def _data_of(value: Any) -> Any:
+    """Return the numbers of a value, of all samples where transforms have wrapped it."""
+    samples = tensors_of(value).samples(value)
+    return value if samples is None else samples.data
 
 
 def _computation_of(context: amanda.OpContext) -> Any:

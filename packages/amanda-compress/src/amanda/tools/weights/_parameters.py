@@ -95,7 +95,7 @@ class ParameterStore:
         parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
         """
         # An ordinal is never given twice, unlike `id`, which a later parameter may get.
-        return interceptor.ordinal(parameter)
+        return amanda.Tool.identity_of(parameter)
 
     def name(self, parameter: Any) -> str:
         """Return the name that the framework has given to a parameter; "" without one."""
@@ -199,7 +199,7 @@ class StridedStore(ParameterStore):
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, StridedLayout | None]:
         """Return the parameter that a weight is or is a view of, and the layout of the view."""
         layout = StridedLayout.of(weight)
-        return interceptor.ordinal(parameter), None if layout == StridedLayout.of(parameter) else layout
+        return self.identity(parameter), None if layout == self.whole(parameter) else layout
 
     def whole(self, parameter: Any) -> StridedLayout:
         """Return the parameter's own layout."""

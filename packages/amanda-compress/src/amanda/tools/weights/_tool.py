@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Generic, cast
@@ -62,6 +63,9 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     framework: ClassVar[str] = ""
     """Name of the only framework that the tool supports, such as "PyTorch"; "" for all."""
+
+    leaves_samples: str = ""
+    """Reason to skip weights of which each sample of a vmap has its own; "" to change these too."""
 
     leaves_rows: str = ""
     """Reason to skip weights whose rows data select, such as experts; "" to change these too."""
@@ -400,8 +404,12 @@ class WeightTool(amanda.Tool, Generic[W]):
         if view is None or not is_weights(gradient):
             return None
         if self.wants_gradients:
-            for weight, part_gradient in view.gradients(gradient):
-                self.on_gradient(weight, part_gradient)
+            samples = tensors_of(gradient).samples(gradient)
+            with nullcontext() if samples is None else samples.outside():
+                # One weight of all samples has the sum of their gradients: that of the sum of their losses.
+                whole = gradient if samples is None else samples.total
+                for weight, part_gradient in view.gradients(whole):
+                    self.on_gradient(weight, part_gradient)
         return view.transformed_gradient(self, gradient) if transforms and view.is_ready else None
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
+from amanda.tools.kit import tensors_of
+from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import numpy as np
 from amanda.tools.weights._parameters import ParameterStore
 from amanda.tools.weights._weight import Array, Present, Weight, WeightView
 from amanda.tools.weights._weight_input import ParameterSlice
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amanda.tools.weights._tool import WeightTool
+
+
+TRANSFORMED_PART = "a transform such as vmap has wrapped what an op reads as a part of it"
+"""Reason for leaving a view of a parameter unchanged."""
 
 
 class AliasedWeightView(WeightView):
@@ -89,6 +96,14 @@ class AliasedWeightView(WeightView):
             self._versions = versions
         return super().tensors_like(value, names)
 
+    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+        """Return what `transform` of an elementwise tool returns; None of another tool under a transform."""
+        if tool.elementwise:
+            return super()._apply(tool, value, state)
+        for weight in self._ready:
+            tool.weights.reasons[f"{weight.type} of {weight.name}"] = TRANSFORMED_PART
+        return None
+
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
         """Return what ops read instead of a value; None for no change."""
         if tool.elementwise:
@@ -118,6 +133,66 @@ class AliasedWeightView(WeightView):
 
     def _transfer(self, pieces: Sequence[tuple[Array, Any]], part: Any, fill: Any) -> Array:
         return self._store.transfer(pieces, part, self._whole, fill)
+
+
+class WeightsOfSamples(WeightView):
+    """The weights that the samples of a vmap have in one place of the model, as the models of an ensemble.
+
+    sizes: of the batches, the outermost first.  weights: one for each sample, in the order of the samples.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[Weight]) -> None:
+        super().__init__()
+        self._sizes, self.weights = tuple(sizes), weights
+        self._versions: list[int] = []
+
+    @property
+    def is_ready(self) -> bool:
+        """True once every weight has state."""
+        return all(weight.is_ready for weight in self.weights)
+
+    def is_of(self, weights: Container[int]) -> bool:
+        """Return True if a sample has a weight with one of these ids."""
+        return any(id(weight) in weights for weight in self.weights)
+
+    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+        """Yield the weight of each sample, with a function for its value.
+
+        value: of all samples, with an axis for each batch in front.
+        """
+        for numbers, weight in zip(np.ndindex(self._sizes), self.weights, strict=True):
+            yield weight, partial(value.__getitem__, numbers)
+
+    def arrays(self, names: Iterable[str]) -> dict[str, Array]:
+        """Return state by name, with an axis for each batch in front."""
+        arrays = {}
+        for name in names:
+            states = [array for weight in self.weights for array in weight.arrays([name]).values()]
+            if states:
+                stacked = do("stack", states)
+                arrays[name] = do("reshape", stacked, (*self._sizes, *shape(stacked)[1:]))
+        return arrays
+
+    def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
+        """Return state by name in the element type of a tensor, on its device."""
+        versions = [weight.changes for weight in self.weights]
+        if versions != self._versions:
+            self._tensors.clear()
+            self._versions = versions
+        return super().tensors_like(value, names)
+
+    def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
+        """Call `on_read` for the weight of each sample; return what the op reads instead, or None."""
+        samples = tensors_of(value).samples(value)
+        assert samples is not None  # the view was found by them
+        with samples.outside():
+            for weight, present in self.within(samples.data):
+                tool.on_read(weight, present)
+            if not self.is_ready:
+                return None
+            tensors = self.tensors_like(samples.first, tool.state_names)
+        state = {name: samples.wrapped(tensor) for name, tensor in tensors.items()}
+        return self.weights[0]._apply(tool, value, state)
 
 
 class IndexedRows(WeightView):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import amanda
 from amanda.errors import AmandaError
 from amanda.tools.axes import canonical, canonical_extents, restored
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import Samples, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import Column, Result, not_met, shortened
@@ -59,9 +59,30 @@ class WeightView:
 
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
         """Call `on_read` for each weight within; return what the op reads instead, None for no change."""
+        samples = tensors_of(value).samples(value)
+        if samples is not None:
+            return self._read_samples(tool, value, samples)
         for weight, present in self.within(value):
             tool.on_read(weight, present)
         return self.transformed(tool, value) if self.is_ready else None
+
+    def _read_samples(self, tool: WeightTool[Any], value: Any, samples: Samples) -> Any:
+        """Do as `read_by` with a value that a function transform has wrapped: a weight of all samples.
+
+        What a batch has in the place of the weight, such as the weights that each task of a vmap has adapted,
+        is transformed alike, and changes no state.
+        """
+        # State that is computed within a transform would be of this call alone.
+        with samples.outside():
+            if not samples.sizes:
+                for weight, present in self.within(samples.data):
+                    tool.on_read(weight, present)
+            state = self.tensors_like(samples.first, tool.state_names) if self.is_ready else None
+        return None if state is None else self._apply(tool, value, state)
+
+    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+        """Return what `transform` of a tool returns for a value and state; None for no change."""
+        return tool.transform(value, **state)
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
         """Yield the weights, each with its part of the gradient of the value; nothing of selected rows."""
@@ -69,7 +90,7 @@ class WeightView:
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
         """Return what the op reads instead of a value; None for no change."""
-        return tool.transform(value, **self.tensors_like(value, tool.state_names))
+        return self._apply(tool, value, self.tensors_like(value, tool.state_names))
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
         """Return the gradient of the value from the gradient of the transformed value; None for no change."""
@@ -276,6 +297,9 @@ class Weight(WeightView):
 
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
         """Call `on_read`; return what the op reads instead, None for no change."""
+        samples = self._xp.samples(value)
+        if samples is not None:
+            return self._read_samples(tool, value, samples)
         tool.on_read(self, lambda: value)
         if self._updated == NEVER or self.is_skipped:
             return None
@@ -288,11 +312,11 @@ class Weight(WeightView):
         """Yield the weight itself, with the whole gradient."""
         yield self, gradient
 
-    def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
-        """Return what ops read instead of a value; None for no change."""
+    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+        """Return what `transform` of a tool returns for a value and state; None for no change."""
         if tool.elementwise:
-            return super().transformed(tool, value)
-        result = super().transformed(tool, self.canonical(value))
+            return tool.transform(value, **state)
+        result = tool.transform(self.canonical(value), **state)
         return None if result is None else self.restored(result)
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import amanda
-from amanda.backend import TensorMap
+from amanda.backend import ParameterSlot, TensorMap
 from amanda.errors import AmandaError
 from amanda.tools.kit import RequiredNames, Tensors, tensors_of
 from amanda.tools.mapping import (
@@ -40,6 +40,7 @@ class WeightInput:
     varies: True if the data may select other elements of the parameter at each execution.
     is_part: True for a part of a parameter that `ParameterSlice.of_input` returns; if `is_followed`, the part
     of the first execution.
+    is_handed_in: True for a tensor that the program hands in for a parameter, another one at each call.
     """
 
     index: int
@@ -49,6 +50,7 @@ class WeightInput:
     is_lost: bool
     varies: bool
     is_part: bool
+    is_handed_in: bool = False
 
     def multiplied_input(self, context: amanda.OpContext) -> MultipliedInput | None:
         """Return the input that the op multiplies by the weight; None where that is not followed."""
@@ -153,6 +155,7 @@ class WeightReads(amanda.Tool):
             index, layout, holder, is_followed,
             is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"), varies=varies,
             is_part=not varies and (is_followed or _is_part_in_graph(context, index)),
+            is_handed_in=isinstance(holder, ParameterSlot),
         )  # fmt: skip
 
     def source(self, context: amanda.OpContext, index: int) -> ParameterSlice | None:
@@ -180,6 +183,8 @@ class WeightReads(amanda.Tool):
             return False
         if context.get_variable(index) is None:
             return self.slices.of(context.get_inputs()[index]) is not None
+        if isinstance(context.get_variable(index), ParameterSlot):
+            return False
         return may_vary(context, index)
 
     def _is_moved(self, context: amanda.OpContext, index: int) -> bool:

@@ -5,16 +5,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import Samples, tensors_of
+from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Selection, listed
 from amanda.tools.weights._parameters import ParameterStore, SharedState, parameter_store
-from amanda.tools.weights._views import AliasedWeightView, Find, IndexedRows, order_of_axes, row_layout
+from amanda.tools.weights._readers import (
+    describe_op,
+    einsum_parameters,
+    element_counts,
+    is_adapter,
+    why_unsupported,
+)
+from amanda.tools.weights._views import (
+    AliasedWeightView,
+    Find,
+    IndexedRows,
+    WeightsOfSamples,
+    order_of_axes,
+    row_layout,
+)
 from amanda.tools.weights._weight import Weight, WeightView
 from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads
 
@@ -82,6 +96,7 @@ EINSUM = "the operands of an einsum are one list, of which none is changed"
 """Reason for skipping an einsum that reads a parameter."""
 ADAPTER = "it is an adapter's, which is changed if `module` selects it"
 SELECTED = "it reads what other ops select out of a parameter, which can be followed in eager PyTorch alone"
+COMPUTED_SAMPLES = "each sample of a vmap has its own, and no module holds it"
 INDEXED = "it reads elements of a parameter that an index selects, which are no weights by themselves"
 
 
@@ -105,7 +120,7 @@ class Weights(Generic[W]):
         self._skipped: set[Hashable] = set()
         self._skip_reasons: dict[Hashable, str] = {}
         self._unselected_count, self._has_unweighted_product = 0, False
-        self._views: dict[Hashable, AliasedWeightView] = {}
+        self._views: dict[Hashable, AliasedWeightView | WeightsOfSamples] = {}
         self._by_parameter: dict[Hashable, list[W]] = {}
         # Anew with the weights: numbers of readers count from the first read after `clear`.
         self._shared = SharedState()
@@ -141,12 +156,12 @@ class Weights(Generic[W]):
         if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
             self.skip(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
-            self.reasons[_describe_op(context)] = ADAPTER
+            self.reasons[describe_op(context)] = ADAPTER
         holder = context.get_variable(0) if context["type"] in LOOKUPS else None
         holders = [] if holder is None else [holder]
         reason = LOOKED_UP
         if context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
-            reason, holders = CONTRACTED, _einsum_parameters(context)
+            reason, holders = CONTRACTED, einsum_parameters(context)
             if holders and self._tool.selection(context):
                 self.skip(context, EINSUM)
         outdated_ops: set[int] = set()
@@ -155,7 +170,9 @@ class Weights(Generic[W]):
             self._skip_reasons[identity] = reason
             # A lookup may come after the product, as where the output layer of a language model is tied and
             # runs in another call.
-            outdated_ops |= self._retract(context, self._by_parameter.pop(identity, []), reason)
+            keys = [key for key in self._by_parameter if identity in (key, _slot_of_sample(key))]
+            weights = [weight for key in keys for weight in self._by_parameter.pop(key)]
+            outdated_ops |= self._retract(context, weights, reason)
         return outdated_ops
 
     def view_of_read(
@@ -174,8 +191,11 @@ class Weights(Generic[W]):
         if slices:
             views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
             return None, partial(_current_view, views, read.holder)
+        if read.is_handed_in:
+            find = partial(self._view_of_samples, context, read.layout, read.holder)
+            return find(value, None), find
         if not read.is_followed:
-            return self._view_of(context, value, read.holder, read.layout), None
+            return self._view_of_samples(context, read.layout, read.holder, value, None), None
         find = partial(self._locate, context, read.layout)
         return find(value, ParameterSlice.of_input(context, read.index)), find
 
@@ -190,6 +210,65 @@ class Weights(Generic[W]):
             rows = self._rows(context, origin, value, layout)
             return None if rows is None else IndexedRows(rows, origin)
         return self._view_of(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
+
+    def _view_of_samples(
+        self,
+        context: amanda.OpContext,
+        layout: str | None,
+        holder: Any,
+        value: Any,
+        origin: ParameterSlice | None,
+    ) -> WeightView | None:
+        """Return the view of a value that a function transform may have wrapped; None for a skipped one.
+
+        origin: unused, since the holder is known.
+        """
+        samples = tensors_of(value).samples(value) if context.is_eager() else None
+        if samples is None:
+            return self._view_of(context, value, holder, layout)
+        with samples.outside():
+            store = parameter_store(samples.data)
+            key = None if holder is None else store.locate(holder, samples.first)
+            # One mask for all samples, where the model had one weight in this place before: it may have been
+            # adapted in each sample since, as MAML does.
+            if not samples.sizes or key in self._by_key or key in self._views or key in self._skipped:
+                return self._view_of(context, samples.first, holder, layout)
+            if key is None or self._tool.leaves_samples:
+                if self._tool.selection(context):
+                    self.skip(context, self._tool.leaves_samples if key else COMPUTED_SAMPLES)
+                return None
+            return self._weights_of_samples(context, store, samples, key, holder, layout)
+
+    def _weights_of_samples(
+        self, context: amanda.OpContext, store: ParameterStore, samples: Samples, key: Any, holder: Any,
+        layout: str | None,
+    ) -> WeightView | None:  # fmt: skip
+        """Return the view of a batch that has a weight for each sample; None for skipped weights."""
+        identity, part = key
+        view_key: Hashable = (*key, samples.sizes)
+        if identity in self._skip_reasons:
+            if self._tool.selection(context):
+                self.skip(context, self._skip_reasons[identity])
+        elif view_key not in self._views and view_key not in self._skipped:
+            # Skipped until all weights are added: a failure half way leaves the whole batch unchanged.
+            self._skipped.add(view_key)
+            weights: list[W] = []
+            for numbers in np.ndindex(samples.sizes):
+                # A batch of another size has the weights of the same numbers.
+                location = (identity, numbers), part
+                if location not in self._by_key:
+                    read = _WeightRead(samples.data[numbers], holder, location, layout, numbers)
+                    self._add_view(context, store, location, read)
+                weight = self._by_key.get(location)
+                if weight is None:
+                    return None
+                weights.append(weight)
+            self._skipped.discard(view_key)
+            self._views[view_key] = WeightsOfSamples(samples.sizes, weights)
+        view = self._views.get(view_key)
+        for weight in getattr(view, "weights", ()):
+            weight.readers.add(context.get_op_id())
+        return view
 
     def _view_of(
         self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None
@@ -252,7 +331,9 @@ class Weights(Generic[W]):
                 self._add_rows(context, store, key, origin, value, layout)
             else:
                 self._unselected_count += 1
-        return self._views.get(key)
+        view = self._views.get(key)
+        assert view is None or isinstance(view, AliasedWeightView)
+        return view
 
     def _add_rows(
         self,
@@ -286,7 +367,7 @@ class Weights(Generic[W]):
         self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead, whole: Any
     ) -> bool:
         """Add a weight with its state, and return True; record the reason if the tool skips the weight."""
-        reason = _why_unsupported(context, read.value)
+        reason = why_unsupported(context, read.value)
         if reason is None:
             weight = self._make_weight(context, store, read, whole)
             reason = self._tool.on_weight(weight)
@@ -309,6 +390,9 @@ class Weights(Generic[W]):
         if whole is not None and read.location is not None:
             identity, part = read.location
             reader, suffix = self._shared.key_for(context, identity, part, whole, path is not None)
+        # As the driver of JAX names the slices of a stack.
+        number = "".join(f"[{number}]" for number in read.numbers)
+        suffix += number
 
         copy = tensors_of(read.value).copy
 
@@ -317,14 +401,14 @@ class Weights(Generic[W]):
 
         return self._tool.weight_type(
             context, read.value, read.layout, store, read.location, whole, len(self._by_key), keep,
-            self._tool.error, path or ("" if variable is None else store.name(variable)),
+            self._tool.error, (path or ("" if variable is None else store.name(variable))) + number,
             _weak_reference(variable),
         )  # fmt: skip
 
     def skip(self, context: amanda.OpContext, reason: str) -> None:
         """Record why the weight of an op is left as it is, and how many elements it has."""
-        self.reasons[_describe_op(context)] = reason
-        self.skipped_elements.update(_element_counts(context))
+        self.reasons[describe_op(context)] = reason
+        self.skipped_elements.update(element_counts(context))
 
     def _retract(self, context: amanda.OpContext, weights: list[W], reason: str) -> set[int]:
         """Stop changing weights that an embedding or an einsum reads too; return the ids of their readers."""
@@ -350,6 +434,11 @@ class Weights(Generic[W]):
         return outdated_ops
 
 
+def _slot_of_sample(identity: Hashable) -> Hashable:
+    """Return the identity of the slot that has a weight for each sample; None for any other identity."""
+    return identity[0] if isinstance(identity, tuple) and len(identity) == 2 else None
+
+
 def _current_view(
     views: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
 ) -> WeightView | None:
@@ -361,73 +450,13 @@ def _current_view(
 
 
 class _WeightRead:
-    """The weight that an op reads: value, parameter, identity and part, and layout."""
+    """The weight that an op reads: value, parameter, identity and part, layout, and number of the sample."""
 
-    def __init__(self, value: Any, holder: Any, location: Any, layout: str | None) -> None:
+    def __init__(
+        self, value: Any, holder: Any, location: Any, layout: str | None, numbers: Sequence[int] = ()
+    ) -> None:
         self.value, self.holder, self.location, self.layout = value, holder, location, layout
-
-
-def _why_unsupported(context: amanda.OpContext, value: Any) -> str | None:
-    """Return why a value cannot be a weight of the tool; None if it can."""
-    extents = context["shape"](value)
-    if extents is None or None in extents or len(extents) < 2:
-        return f"its shape is {extents}"
-    if 0 in extents:
-        return "it has no elements"
-    if not str(context["dtype"](value)).startswith(("float", "bfloat")):
-        return f"its type is {context['dtype'](value)}"
-    if context.is_static() and not _is_in_file(context, context["weight_index"]):
-        return "it is computed when the model runs"
-    return None
-
-
-def _is_in_file(context: amanda.OpContext, index: int) -> bool:
-    """Return True if an input of an op of a file is a constant."""
-    try:
-        return context.get_value(index) is not context.get_inputs()[index]
-    except AmandaError:
-        return False
-
-
-def _element_counts(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
-    """Yield holder and number of elements of each weight that an op reads; nothing for computed weights."""
-    try:
-        inputs = context.get_inputs()
-    except AmandaError:  # the values of its first execution are gone
-        return
-    weight = context["weight_index"]
-    several = context["type"] in SEVERAL_WEIGHTS or context["type"] == "einsum"
-    positions = range(len(inputs)) if several else [weight]
-    for position in positions:
-        if position is None or position >= len(inputs):
-            continue
-        value = inputs[position]
-        if isinstance(value, (list, tuple)):
-            holders = [parameter_store(tensor).owner(tensor) for tensor in value]
-        else:
-            holders = [context.get_variable(position)]
-        for holder in holders:
-            size = None if holder is None else _element_count(context, holder, value)
-            if size is not None:
-                yield parameter_store(holder).identity(holder), size
-
-
-def _einsum_parameters(context: amanda.OpContext) -> list[Any]:
-    """Return the parameters that an einsum of PyTorch reads, whole or in part."""
-    lists = [operand for operand in context.get_inputs() if isinstance(operand, (list, tuple))]
-    owners = [parameter_store(operand).owner(operand) for group in lists for operand in group]
-    return [operand for operand in owners if operand is not None]
-
-
-def _element_count(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
-    """Return the number of elements of a holder, or of the value where the holder is a handle."""
-    for candidate in (holder, value):
-        extents: Sequence[int] | None = (
-            None if isinstance(candidate, (list, tuple)) else context["shape"](candidate)
-        )
-        if extents and None not in extents:
-            return prod(extents)
-    return None
+        self.numbers = numbers
 
 
 def _weak_reference(holder: Any) -> Callable[[], Any]:
@@ -437,12 +466,3 @@ def _weak_reference(holder: Any) -> Callable[[], Any]:
     except TypeError:
         # Some holders have no weak references, such as the tuple of an ONNX initializer.
         return lambda: None
-
-
-def _describe_op(context: amanda.OpContext) -> str:
-    return f"{context['type']} of {context.get_scope() or context.get_source()}"
-
-
-def is_adapter(context: amanda.OpContext) -> bool:
-    """Return True if the op is one of a LoRA adapter of peft, which is trained beside the model's weights."""
-    return any(part.startswith("lora_") for path in context.get_scopes() for part in path.split("."))

@@ -25,7 +25,7 @@ from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._leaves import report_leaves
-from ._levels import all_layers
+from ._levels import all_layers, in_batches_of_now
 from ._nodes import QuickHooks, free_without_recursion, place_hooks_quickly, remove_all
 from ._overrides import WithoutTorchFunction, reading_context
 from ._requirements import torch_attribute
@@ -264,7 +264,7 @@ class _BackwardPass:
                     # Analysed before: its hooks are native or bound functions that need no step object.
                     before, after, hooks_for_shapes = settled
                     if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(mark.shapes or trace.shapes)
+                        before, after, _ = hooks_for_shapes(in_batches_of_now(mark.shapes or trace.shapes))
                     if before is not None:
                         keep((node, node.register_prehook(before)))
                     if after is not None:
@@ -272,8 +272,9 @@ class _BackwardPass:
                     continue
             self._steps.append(trace)
             order = mark.order + 1
+            shapes = in_batches_of_now(mark.shapes or trace.shapes)
             step = BackwardStep(
-                self._driver, trace, node_type, place, self._state, not is_leaf, order, mark.shapes
+                self._driver, trace, node_type, place, self._state, not is_leaf, order, shapes
             )
             if step.has_work or self._create_graph:
                 self._expected[id(trace)] += 1

@@ -27,7 +27,7 @@ from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional, wait_for_results
 from ._kernels import FUNCTION_CALL, is_dispatched_again, is_level_of_function, is_part_of_op
 from ._levels import in_transform, is_within_kernel
-from ._modules import ParameterPaths, enclose_modules, module_path, part_of, slot_of, variable_of
+from ._modules import HeldParameters, ParameterPaths, enclose_modules, module_path, part_of, slot_of
 from ._overrides import (
     NO_OVERRIDES,
     WITH_SUBCLASSES,
@@ -311,7 +311,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
         facts = super().describe(call, subjects)
         facts.scope = module_path(subjects)
-        facts.variable_of, facts.part_of, facts.path_of = variable_of, part_of, ParameterPaths(subjects)
+        facts.variable_of, facts.part_of = HeldParameters(subjects), part_of
+        facts.path_of = ParameterPaths(subjects)
         return facts
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from amanda.plan import BatchedShape
 from torch.autograd import forward_ad
 
 _functorch: Any = torch._C._functorch
@@ -140,6 +141,21 @@ def _without_transforms_above(level: int) -> Iterator[None]:
     finally:
         while stack:
             _functorch.push_dynamic_layer_stack(stack.pop())
+
+
+def in_batches_of_now(shapes: Any) -> Any:
+    """Return shapes of an op's execution without the batches of vmaps that have ended since.
+
+    Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
+    """
+    if isinstance(shapes, BatchedShape):
+        # A vmap that began since may have the level of one that ended: nothing tells them apart.
+        levels = {item.level() for item in interpreters() if item.key() == _functorch.TransformType.Vmap}
+        batches = [batch for batch in shapes.batches if batch[0] in levels]
+        return BatchedShape(shapes, batches) if batches else tuple(shapes)
+    if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
+        return tuple([in_batches_of_now(shape) for shape in shapes])
+    return shapes
 
 
 @contextmanager

@@ -4,10 +4,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, ClassVar
 
 import torch
-from amanda.backend import Attributes, digest
+from amanda.backend import Attributes, ParameterSlot, digest
+from amanda.drivers.torch._levels import innermost, is_wrapped
 from amanda.drivers.torch._overrides import WithoutTorchFunction
 from amanda.drivers.torch._wrappers import without_wrappers
 from amanda.interceptor import Enclosure
@@ -66,14 +68,94 @@ def module_path(subjects: Sequence[Any]) -> str:
     return ".".join(filter(None, parts))
 
 
-def variable_of(value: Any) -> Any:
-    """Return the parameter, or the leaf, that a tensor is or is a view of; None for any other value."""
-    if not isinstance(value, torch.Tensor):
+class HandedInParameter(ParameterSlot):
+    """The slot of a module for a parameter whose tensor is handed in, as by `torch.func.functional_call`.
+
+    name: of the parameter in its module.  shape: without the axes of batches, as of one model of an ensemble.
+    framework: the attribute by which tools choose the tensors of a framework.
+    """
+
+    framework = "torch"
+
+    def __init__(self, module: torch.nn.Module, name: str, shape: tuple[int, ...]) -> None:
+        super().__init__(module, (name, shape))
+        self.name, self.shape = name, shape
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module; None once it is dead."""
+        return self._module()
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return the tensor that lies in the slot now; None once the module is dead."""
+        module = self._module()
+        return None if module is None else module._parameters.get(self.name)
+
+    def numel(self) -> int:
+        """Return the number of elements, of one model of an ensemble."""
+        return prod(self.shape)
+
+
+class HeldParameters:
+    """Find the variables of an op: parameters, leaves, and slots of the module for what is handed in.
+
+    The module is held weakly.
+    """
+
+    _slots: ClassVar[
+        "weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, Any], HandedInParameter]]"
+    ] = weakref.WeakKeyDictionary()
+
+    def __init__(self, subjects: Sequence[Any]) -> None:
+        modules = [module for module in subjects if isinstance(module, torch.nn.Module)]
+        self._innermost = weakref.ref(modules[-1]) if modules else None
+
+    def __call__(self, value: Any) -> Any:
+        """Return the parameter, leaf or slot whose tensor a value is or views; None for another value."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        with WithoutTorchFunction():  # routines ask, too
+            base = value if value._base is None else value._base
+            if isinstance(base, torch.nn.Parameter):
+                return base
+            slot = self._slot_of(value)
+            if slot is not None:
+                return slot
+            is_leaf = base.requires_grad and base.is_leaf and not is_wrapped(base)
+            return base if is_leaf else None
+
+    def _slot_of(self, value: torch.Tensor) -> HandedInParameter | None:
+        """Return the slot of the op's module, or of one of its children, that holds a value; None without."""
+        module = None if self._innermost is None else self._innermost()
+        # Of children too: MultiheadAttention reads the weights of its projection itself.
+        for owner in () if module is None else (module, *module.children()):
+            for name, tensor in owner._parameters.items():
+                # A subclass says itself what operations on it do; wrappers of transforms are of this class.
+                if type(tensor) is not torch.Tensor:
+                    continue
+                if value is tensor or _is_within(innermost(value), innermost(tensor)):
+                    slots = self._slots.setdefault(owner, {})
+                    key = name, tuple(tensor.shape)
+                    slot = slots.get(key)
+                    if slot is None:
+                        slot = slots[key] = HandedInParameter(owner, *key)
+                    return slot
         return None
-    with WithoutTorchFunction():  # routines ask, too
-        base = value if value._base is None else value._base
-        is_held = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
-        return base if is_held else None
+
+
+def _is_within(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return True if a strided view lies within the elements of a tensor."""
+    if view.layout is not torch.strided or tensor.layout is not torch.strided or view.is_nested:
+        return False
+    bases = [other if other._base is None else other._base for other in (view, tensor)]
+    if bases[0] is not bases[1] or not tensor.numel():
+        return False
+    # Parameters may be views of one vector that has all of them.
+    end = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.storage_offset() <= view.storage_offset() <= end
 
 
 def part_of(value: Any, variable: Any) -> str:
@@ -98,14 +180,28 @@ class ParameterPaths:
         self._modules = [weakref.ref(module) for module in subjects if isinstance(module, torch.nn.Module)]
 
     def __call__(self, variable: Any) -> str | None:
-        """Return the path of a parameter in the outermost module that holds it; None for any other tensor."""
+        """Return the path of a parameter in the outermost module that holds it; None for any other tensor.
+
+        The path of a slot is that of its module.
+        """
         living = [module for module in (reference() for reference in self._modules) if module is not None]
+        if isinstance(variable, HandedInParameter):
+            return self._path_of_slot(living, variable)
         for count, module in enumerate(living, 1):
             name = self._cached_name(module, variable)
             if name is not None:
                 parts = module_path(living[:count]), without_wrappers(module, name)
                 return ".".join(part for part in parts if part)
         return None
+
+    @staticmethod
+    def _path_of_slot(living: Sequence[torch.nn.Module], slot: HandedInParameter) -> str | None:
+        """Return the path of a slot of one of the living modules, or of a child of the last of them."""
+        owner = slot.module
+        if owner is None:
+            return None
+        enclosing = [*living[: living.index(owner)], owner] if owner in living else [*living, owner]
+        return ".".join(filter(None, (module_path(enclosing), slot.name)))
 
     def _cached_name(self, module: torch.nn.Module, variable: Any) -> str | None:
         """Return the path of a parameter in a module; None if the module does not hold it."""

@@ -135,7 +135,10 @@ class TransformedTensors(TorchTensors):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine that changes no value; explain what it cannot do under a transform."""
-        arguments = [_data_of(value) for value in values] if "all_samples" in marks(func) else values
+        arguments = values
+        if "all_samples" in marks(func):
+            arguments, batches = [_data_of(value) for value in values], _batch_counts(values)
+            kwargs = {**kwargs, "batches": batches} if any(batches) else kwargs
         with running_routine(arguments):
             return super().call_observer(func, arguments, kwargs)
 
@@ -216,6 +219,17 @@ def _data_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return with_batches_first(value)[1] if is_wrapped(value) else value
     return [_data_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _batch_counts(values: Sequence[Any]) -> list[int]:
+    """Return the number of batches of each value; elements of lists and tuples count as values."""
+    counts: list[int] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            counts += _batch_counts(value)
+        else:
+            counts.append(len(batch_axes(value)) if isinstance(value, torch.Tensor) else 0)
+    return counts
 
 
 def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

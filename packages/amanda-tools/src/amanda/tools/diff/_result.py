@@ -109,10 +109,16 @@ def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
         nonfinite = statistics.nan + statistics.inf + statistics.negative_inf
         error_text = "" if agrees else f" by {relative:.2g}"
         texts.append(
-            f"{_name(entry, parameters)}{error_text}: {entry.dtype} {list(entry.shape)}{span}"
+            f"{_name(entry, parameters)}{error_text}: {entry.dtype} {_extents(entry)}{span}"
             f"{f' with {nonfinite:,} NaN or Inf' if nonfinite else ''}"
         )
     return ", ".join(texts)
+
+
+def _extents(entry: Entry) -> str:
+    """Return the extents of a tensor, those of the batches of a vmap by name: "[vmap 8, 3]"."""
+    axes = (f"vmap {extent}" if i < entry.batches else str(extent) for i, extent in enumerate(entry.shape))
+    return f"[{', '.join(axes)}]"
 
 
 def _name(entry: Entry, parameters: Mapping[int, str]) -> str:

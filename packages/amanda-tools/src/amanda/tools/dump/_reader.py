@@ -128,6 +128,7 @@ class Entry:
     from 0.  role: "input", "weight", "output", "gradient" (output of a backward op) or "weight gradient".
     position: among the inputs, outputs or gradients.  file, key: where its numbers are; None if they are not
     stored, and then `left_out` names the option that excludes them.
+    batches: number of axes in front that are the batches of a vmap.
     """
 
     op: int
@@ -141,6 +142,7 @@ class Entry:
     file: str | None = None
     key: str | None = None
     left_out: str | None = None
+    batches: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -153,7 +155,10 @@ class Entry:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Entry:
         """Return the entry that `to_dict` described."""
-        fields = {name: value[name] for name in cls.__dataclass_fields__}
+        # Files of earlier versions have no batches; every other field is needed.
+        fields = {
+            name: value[name] for name in cls.__dataclass_fields__ if name in value or name != "batches"
+        }
         fields.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
         # True would pass for an extent of 1.
         if not all(type(extent) is int for extent in fields["shape"]):
@@ -179,6 +184,7 @@ class RawEntry(NamedTuple):
     left_out: str | None = None
     file: str | None = None
     key: str | None = None
+    batches: int = 0
 
     def entry(self) -> Entry:
         """Return the entry of these fields."""
@@ -188,7 +194,7 @@ class RawEntry(NamedTuple):
             summary = Summary(Statistics.of_vector(self.numbers), tuple(real.astype(np.float64).tolist()))
         return Entry(
             self.op, self.order, self.execution, self.role, self.position, self.shape, self.dtype, summary,
-            self.file, self.key, self.left_out,
+            self.file, self.key, self.left_out, self.batches,
         )  # fmt: skip
 
 

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+def _named_axes(entry: Entry) -> list[int | str]:
+    """Return the extents of a tensor, those of the batches of a vmap by name: ["vmap 8", 3]."""
+    return [f"vmap {extent}" if i < entry.batches else extent for i, extent in enumerate(entry.shape)]
+
+
+def _shown_shape(axes: Sequence[int | str]) -> str:
+    """Return a shape as the table shows it: "(vmap 8)x3"."""
+    return "x".join(str(axis) if isinstance(axis, int) else f"({axis})" for axis in axes) or "scalar"
+
+
 class DumpResult(Result):
     """Entries of a dump, in the order of execution.
 
@@ -37,7 +47,7 @@ class DumpResult(Result):
         Column("module", show=partial(shortened, width=24)),
         Column("source", show=partial(shortened, width=24)),
         Column("tensor"), Column("execution", number=True, shown=False), Column("dtype"),
-        Column("shape", show=lambda shape: "x".join(map(str, shape)) or "scalar"),
+        Column("shape", show=_shown_shape),
         *(Column(name, show="{:.4g}".format, number=True) for name in ("mean", "std", "min", "max")),
         Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),
         Column("file", show=lambda name: name.removeprefix("tensors-").partition(".")[0]),
@@ -59,7 +69,7 @@ class DumpResult(Result):
         moments = (stats.mean, stats.std, stats.least, stats.most) if stats.count else (None,) * 4
         return (
             op.phase, op.type, op.module, op.source, f"{entry.role} {entry.position}", entry.execution,
-            entry.dtype, list(entry.shape), *moments, stats.nan, stats.inf + stats.negative_inf, entry.file,
+            entry.dtype, _named_axes(entry), *moments, stats.nan, stats.inf + stats.negative_inf, entry.file,
         )  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
@@ -200,21 +210,21 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
         """Add the tensors of executions of many ops."""
-        pending: list[tuple[Any, NDArray[Any] | None, str | None, _Facts]] = []
+        pending: list[tuple[Any, NDArray[Any] | None, str | None, _Facts, int]] = []
         for record, tensors, execution in observed:
             for op_tensor in tensors:
                 keep = self._keeps[op_tensor.role.split()[-1]]
                 if keep != "no":
                     source, shape, stored, left_out = self._select_data(op_tensor, keep)
                     tensor = op_tensor.role, op_tensor.position, shape, op_tensor.dtype
-                    pending.append(
-                        (source, stored, left_out, (record.index, self._order, execution, *tensor))
-                    )
+                    facts = record.index, self._order, execution, *tensor
+                    pending.append((source, stored, left_out, facts, op_tensor.batches))
             self._order += 1
         # All at once: an accumulator measures the tensors of many ops together.
         summaries = summarize([source for source, *_ in pending])
-        for (_, stored, left_out, facts), (numbers, sample) in zip(pending, summaries, strict=True):
-            self._writer.add(RawEntry(*facts, numbers, sample, left_out), stored)
+        measured = zip(pending, summaries, strict=True)
+        for (_, stored, left_out, facts, batches), (numbers, sample) in measured:
+            self._writer.add(RawEntry(*facts, numbers, sample, left_out, batches=batches), stored)
 
     def _select_data(
         self, op_tensor: OpTensor, keep: Keep

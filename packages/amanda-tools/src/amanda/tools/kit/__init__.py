@@ -19,11 +19,12 @@ from amanda.tools.kit._tensor_tool import (
     remarks_on_packed_inputs,
     torch_tensors,
 )
-from amanda.tools.kit._tensors import RequiredNames, Tensors, TensorsError, tensors_of
+from amanda.tools.kit._tensors import RequiredNames, Samples, Tensors, TensorsError, shape_text, tensors_of
 
 __all__ = [
-    "OpRecord", "OpTensor", "RequiredNames", "Role", "TensorTool", "Tensors", "TensorsError", "leaves",
-    "op_tensors", "parameter_inputs", "remarks_on_packed_inputs", "tensors_of", "torch_tensors",
+    "OpRecord", "OpTensor", "RequiredNames", "Role", "Samples", "TensorTool", "Tensors", "TensorsError",
+    "leaves", "op_tensors", "parameter_inputs", "remarks_on_packed_inputs", "shape_text", "tensors_of",
+    "torch_tensors",
 ]  # fmt: skip
 
 # Names that were here, by the package that has them now.

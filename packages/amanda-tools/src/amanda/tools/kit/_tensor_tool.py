@@ -97,7 +97,7 @@ class OpTensor(NamedTuple):
     role: "input", "weight", "output", "gradient" or "weight gradient".  position: among the inputs, outputs
     or gradients.  flat_index: the position after the lists among the values are flattened.
     dtype: name of the element type.  slice: index of the weight that the op reads among those in one array,
-    "[1]"; "" elsewhere.
+    "[1]"; "" elsewhere.  batches: number of axes in front that are the batches of a vmap.
     """
 
     role: str
@@ -106,6 +106,7 @@ class OpTensor(NamedTuple):
     tensor: Any
     dtype: str
     slice: str = ""
+    batches: int = 0
 
     def unread(self, reason: str, kind: str, where: str) -> str:
         """Return a sentence for a result on a tensor that cannot be read.
@@ -118,12 +119,13 @@ class OpTensor(NamedTuple):
 
 def op_tensors(
     values: Sequence[Any], dtype: Dtype, role: str = "", kinds: tuple[str, ...] = NUMBERS, first: int = 0,
-    leave: Leave | None = None,
+    leave: Leave | None = None, batches: Sequence[int] = (),
 ) -> Iterator[OpTensor]:  # fmt: skip
     """Yield the tensors among inputs, outputs or gradients of an op that can be read, also those in lists.
 
     dtype: what StandardMapping writes.  kinds: what the name of the element type begins with.  first:
     position of the first value.  leave: called with a tensor that cannot be read, and why.
+    batches: numbers of batches by flat index, as an observer of all samples gets them.
     """
     flat_index = 0
     for position, value in enumerate(values, first):
@@ -132,6 +134,8 @@ def op_tensors(
             name = dtype(tensor)
             if name is not None and (name.startswith(kinds) or name.endswith("]")):
                 op_tensor = OpTensor(role, position, flat_index, tensor, name)
+                if batches:
+                    op_tensor = op_tensor._replace(batches=batches[flat_index])
                 reason = tensors_of(tensor).unread(tensor)
                 if reason is None:
                     yield op_tensor
@@ -264,27 +268,27 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     @all_samples
     def _observe_execution(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
-        is_weights: Callable[[int, Any], bool] | None = None,
+        is_weights: Callable[[int, Any], bool] | None = None, batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Observe the tensors of an execution that is due.  first: position of the first value."""
         execution = self._count_execution(record, role)
         if execution is not None:
             leave = partial(self._note_unread, record)
-            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave)
+            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave, batches)
             self.observe(record, tensors, execution)
 
     @amanda.observer
     @all_samples
     def _observe_slice(
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, run: dict[str, Any], first: int = 0,
-        is_weights: Callable[[int, Any], bool] | None = None,
+        is_weights: Callable[[int, Any], bool] | None = None, batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Observe an execution, counted for the weight that it reads among those of one array."""
         slice_name: str = run.get(_SLICE, "")
         execution = self._count_execution(record, f"{role} {slice_name}")
         if execution is not None:
             leave = partial(self._note_unread, record)
-            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave)
+            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave, batches)
             self.observe(record, (tensor._replace(slice=slice_name) for tensor in tensors), execution)
 
     def _note_unread(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
@@ -353,9 +357,10 @@ def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:
 def _tensors_with_roles(
     values: Sequence[Any], role: str, dtype: Dtype, first: int = 0,
     is_weights: Callable[[int, Any], bool] | None = None, leave: Leave | None = None,
+    batches: Sequence[int] = (),
 ) -> Iterator[OpTensor]:  # fmt: skip
     """Yield the tensors among values under a role, those of weights under the weight's if they are told."""
-    tensors = op_tensors(values, dtype, role, first=first, leave=leave)
+    tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
     return tensors if is_weights is None else _with_weight_roles(tensors, is_weights)
 
 

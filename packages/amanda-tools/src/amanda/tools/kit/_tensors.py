@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,6 +60,46 @@ Save = Callable[[], Callable[[], None]]
 
 class TensorsError(AmandaError):
     """An entry point of `amanda.tensors` is not a class of tensors, or two have one name."""
+
+
+class Samples:
+    """The values of all samples of a tensor that function transforms have wrapped, such as vmap and grad.
+
+    levels: of the vmaps that the tensor has a batch of, the outermost first.  sizes: numbers of samples.
+    data: a plain tensor without autograd, with an axis for each batch in front.
+    """
+
+    levels: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: Any
+
+    @property
+    def first(self) -> Any:
+        """The data of the first sample of each batch."""
+        return self.data[(0,) * len(self.sizes)]
+
+    @property
+    def total(self) -> Any:
+        """The sum of the data of all samples."""
+        return self.data.sum(tuple(range(len(self.sizes)))) if self.sizes else self.data
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context outside of all transforms, where state can be computed of `data`."""
+        raise NotImplementedError
+
+    def wrapped(self, data: Any) -> Any:
+        """Return data with axes of samples in front as one value under the transforms, without a gradient."""
+        raise NotImplementedError
+
+
+def shape_text(extents: Sequence[int], batches: int = 0) -> str:
+    """Return a shape as text; the first axes may be those of batches of a vmap.
+
+    >>> shape_text((3, 4)), shape_text(()), shape_text((8, 3, 4), batches=1)
+    ('3x4', 'scalar', '(vmap 8)x3x4')
+    """
+    axes = [f"(vmap {extent})" if i < batches else str(extent) for i, extent in enumerate(extents)]
+    return "x".join(axes) or "scalar"
 
 
 class Tensors:
@@ -131,6 +172,10 @@ class Tensors:
 
     def unread(self, x: Any) -> str | None:
         """Return why the elements of a tensor cannot be read; None where they can be."""
+        return None
+
+    def samples(self, x: Any) -> Samples | None:
+        """Return the samples of a tensor that a transform has wrapped; None of any other tensor."""
         return None
 
     def dense(self, x: Any) -> Any:

@@ -19,7 +19,8 @@ from amanda.tools.kit._elements_torch import (
     stored_elements,
     why_unread,
 )
-from amanda.tools.kit._tensors import RequiredNames, Save, Tensors
+from amanda.tools.kit._samples_torch import TorchSamples
+from amanda.tools.kit._tensors import RequiredNames, Samples, Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
 
 if TYPE_CHECKING:
@@ -124,6 +125,15 @@ class TorchTensorLibrary(Tensors):
                 return "it has a shape and no elements, on the device meta"
             return "it belongs to a transform, such as vmap" if is_wrapped(x) else None
         return why_unread(x)
+
+    def samples(self, x: Tensor) -> Samples | None:
+        """Return the samples of a value of torch.func; None where what it wraps cannot be read."""
+        import torch
+
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x):  # a hot path
+            return None
+        samples = TorchSamples(x)
+        return samples if self.unread(samples.data) is None else None
 
     def dense(self, x: Tensor) -> Tensor | None:
         """Return a tensor that stores each of its elements; None of nested ones and on the meta device."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import amanda
-from amanda.tools.kit import OpTensor, RequiredNames, op_tensors, tensors_of
+from amanda.tools.kit import OpTensor, RequiredNames, op_tensors, shape_text, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import made_of, number_of
@@ -21,6 +21,7 @@ class Summary(NamedTuple):
     """Shape, element type, numbers of NaN and infinite elements, and the range of the finite elements.
 
     least, most, mean: of the finite elements; None where there are none.
+    batches: number of axes in front that are the batches of a vmap.
     """
 
     shape: tuple[int, ...]
@@ -30,25 +31,26 @@ class Summary(NamedTuple):
     least: float | None = None
     most: float | None = None
     mean: float | None = None
+    batches: int = 0
 
     @classmethod
-    def of(cls, tensor: Any, dtype: str) -> Summary:
+    def of(cls, tensor: Any, dtype: str, batches: int = 0) -> Summary:
         """Return the summary of a floating tensor, or of the magnitudes of a complex tensor."""
         tensors = tensors_of(tensor)
         shape, numbers = tensors.extents(tensor), tensors.stored_values(tensor, widen=True)
         if numbers is None:
-            return cls(shape, dtype, 0, 0)
+            return cls(shape, dtype, 0, 0, batches=batches)
         finite = do("isfinite", numbers)
         nan, inf = (int(do("count_nonzero", do(test, numbers))) for test in ("isnan", "isinf"))
         finite_count = prod(map(int, numbers.shape)) - nan - inf
         if finite_count == 0:
-            return cls(shape, dtype, nan, inf)
+            return cls(shape, dtype, nan, inf, batches=batches)
         # where, not a selection: the elements stay on their device, in an array of a known shape.
         infinite = do("full_like", numbers, float("inf"))
         least = float(do("min", do("where", finite, numbers, infinite)))
         most = float(do("max", do("where", finite, numbers, -infinite)))
         mean = float(do("sum", do("where", finite, numbers, do("zeros_like", numbers)))) / finite_count
-        return cls(shape, dtype, nan, inf, least, most, mean)
+        return cls(shape, dtype, nan, inf, least, most, mean, batches)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Summary:
@@ -57,11 +59,10 @@ class Summary(NamedTuple):
         return made_of(cls, {**fields, **numbers, "shape": tuple(fields["shape"])})
 
     def __str__(self) -> str:
-        extents = "x".join(map(str, self.shape)) or "scalar"
         parts = [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
         if self.least is not None:
             parts.append(f"{self.least:.3g} to {self.most:.3g}, mean {self.mean:.3g}")
-        return f"{self.dtype} {extents}: {', '.join(parts)}"
+        return f"{self.dtype} {shape_text(self.shape, self.batches)}: {', '.join(parts)}"
 
 
 NAN, INF = 1, 2
@@ -142,11 +143,16 @@ class Floats(NamedTuple):
 
     @classmethod
     def of(
-        cls, values: Sequence[Any], dtype: Dtype, inf: bool, known_flags: Mapping[int, int] | None = None
-    ) -> Floats:
-        """Look for NaN, and Inf if `inf`, in the tensors among values; known_flags: flags of some of them."""
+        cls, values: Sequence[Any], dtype: Dtype, inf: bool, known_flags: Mapping[int, int] | None = None,
+        batches: Sequence[int] = (),
+    ) -> Floats:  # fmt: skip
+        """Look for NaN, and Inf if `inf`, in the tensors among values.
+
+        known_flags: flags of some of them.  batches: numbers of batches of a vmap, by flat index.
+        """
         known_flags = known_flags or {}
-        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floating(values, dtype)}
+        floats = op_tensors(values, dtype, kinds=_FLOATING, batches=batches)
+        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floats}
         holds: dict[int, int] = {}
         for i, op_tensor in tensors.items():
             flags = known_flags[i] if i in known_flags else nonfinite_flags(op_tensor.tensor, inf)
@@ -161,7 +167,8 @@ class Floats(NamedTuple):
 
     def summaries(self, indices: Iterable[int]) -> dict[int, Summary]:
         """Summarise some of the tensors."""
-        return {i: Summary.of(self.tensors[i].tensor, self.tensors[i].dtype) for i in indices}
+        tensors = ((i, self.tensors[i]) for i in indices)
+        return {i: Summary.of(read.tensor, read.dtype, read.batches) for i, read in tensors}
 
 
 class RecordedInputs(NamedTuple):
@@ -169,11 +176,13 @@ class RecordedInputs(NamedTuple):
 
     flags: of NaN and Inf, by flat index, of the tensors that were looked at before the op.
     alive: strong references to the inputs in graphs, whose caller may free them before the op ends.
+    batches: numbers of batches of a vmap, by flat index.
     """
 
     values: Sequence[Any]
     flags: Mapping[int, int]
     alive: Sequence[Any]
+    batches: Sequence[int] = ()
 
 
 class InputRecorder:
@@ -189,8 +198,8 @@ class InputRecorder:
         self._dtype, self._inf, self._in_place, self._is_eager = dtype, inf, in_place, is_eager
         self._written: frozenset[int] | None = None  # flat indices
 
-    def record(self, values: Sequence[Any]) -> RecordedInputs:
-        """Record the inputs of an execution that begins."""
+    def record(self, values: Sequence[Any], batches: Sequence[int] = ()) -> RecordedInputs:
+        """Record the inputs of an execution that begins; batches: of a vmap, by flat index."""
         references = _references(values)
         # From the second execution on, only inputs that the op writes are looked at beforehand.
         written_indices = self._written
@@ -205,7 +214,7 @@ class InputRecorder:
             # The op writes over this tensor, and the finding shows what it was before.
             references[0] = self._copy_floats(values[0])
         # In eager mode the caller holds its inputs; a second reference would keep memory longer.
-        return RecordedInputs(references, flags, () if self._is_eager else values)
+        return RecordedInputs(references, flags, () if self._is_eager else values, batches)
 
     def _copy_floats(self, value: Any) -> Any:
         """Return copies of floating tensors, which the op does not overwrite; any other value as it is."""
@@ -228,7 +237,8 @@ class InputRecorder:
         values = [_restore_value(value) for value in inputs.values]
         for position in unread(values):
             values[position] = None
-        return Floats.of(values, self._dtype, self._inf, {**unseen, **inputs.flags})
+        flags = {**unseen, **inputs.flags}
+        return Floats.of(values, self._dtype, self._inf, flags, inputs.batches)
 
 
 def _references(values: Sequence[Any]) -> list[Any]:

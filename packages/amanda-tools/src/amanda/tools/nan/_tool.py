@@ -200,17 +200,16 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     @all_samples
-    def _begin(self, *values: Any, op: _CheckedOp) -> None:
+    def _begin(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
         """Record the inputs of an eager op."""
-        self._running[get_ident(), op] = op.recorder.record(
-            values
-        )  # an eager op ends on the thread it began on
+        # An eager op ends on the thread it began on.
+        self._running[get_ident(), op] = op.recorder.record(values, batches)
 
     @amanda.observer
     @all_samples
-    def _end(self, *values: Any, op: _CheckedOp) -> None:
+    def _end(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
         """Check the outputs of an eager op."""
-        self._check_outputs(values, self._running.pop((get_ident(), op), None), op)
+        self._check_outputs(values, self._running.pop((get_ident(), op), None), op, batches)
 
     @amanda.observer
     def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
@@ -258,8 +257,11 @@ class NanTool(amanda.Tool):
                 inputs = inputs if begin is None else op.recorder.record(begin.values)
                 self._check_outputs(execution.values, inputs, op)
 
-    def _check_outputs(self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp) -> None:
-        """Add a finding if an execution gave NaN or Inf that it did not read."""
+    def _check_outputs(
+        self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp,
+        batches: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Add a finding if an execution gave NaN or Inf that it did not read; batches: of the values."""
         execution, self._executions = self._executions, self._executions + 1
         if recorded is not None:
             op.recorder.note_writes(recorded)
@@ -271,7 +273,7 @@ class NanTool(amanda.Tool):
         floats = floating(values, op.dtype, leave)
         if not any(nonfinite_flags(op_tensor.tensor, self._inf) for op_tensor in floats):
             return
-        output_floats = Floats.of(values, op.dtype, self._inf)
+        output_floats = Floats.of(values, op.dtype, self._inf, batches=batches)
         input_floats = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
         # The NaN was in the variable before, whoever wrote it there.
         if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads:

@@ -11,7 +11,7 @@ from typing import Any
 
 import amanda
 from amanda.options import NonNegativeInt, checked
-from amanda.tools.kit import RequiredNames, leaves, torch_tensors
+from amanda.tools.kit import RequiredNames, leaves, tensors_of, torch_tensors
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
 from amanda.tools.profile._records import OpProfile, name_of
@@ -99,6 +99,14 @@ def _record_event(event: Any) -> Any:
     return event
 
 
+def _batch_sizes(context: amanda.OpContext) -> tuple[int, ...]:
+    """Return the numbers of samples of the vmaps that an op runs under; () without a vmap."""
+    values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
+    is_tensor = context["dtype"]  # which asks no class of tensors for its shape
+    samples = (tensors_of(value).samples(value) for value in leaves(values) if is_tensor(value))
+    return max((each.sizes for each in samples if each is not None), key=len, default=())
+
+
 def _storages_of(values: Iterable[Any]) -> list[Any]:
     """Return the storages of the tensors in values, also in lists."""
     torch = _torch()
@@ -109,7 +117,11 @@ def _storages_of(values: Iterable[Any]) -> list[Any]:
                 storage = tensor.untyped_storage()
                 storage.nbytes()
             except (NotImplementedError, RuntimeError):
-                continue  # sparse, or a wrapper without memory of its own
+                # Sparse, or a wrapper without memory of its own: that of a transform wraps a plain tensor.
+                samples = tensors_of(tensor).samples(tensor)
+                if samples is None or samples.data.layout is not torch.strided:
+                    continue
+                storage = samples.data.untyped_storage()
             storages.append(storage)
     return storages
 
@@ -265,6 +277,7 @@ class ProfileTool(amanda.Tool):
         self._recorder = Recorder(schedule, limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
         self._untimed: dict[str, set[tuple[int, int | None]]] = {}
+        self._batched: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}
         self._steps = Steps()
         self._steps.on_step(self._recorder.on_step)
         self.depends_on(self._steps, StandardMapping(), MappingTool(RULES))
@@ -285,6 +298,11 @@ class ProfileTool(amanda.Tool):
         self._recorder.memory.process_deaths()
         result = ProfileResult.of(self._recorder, self._kernels.obstacle)
         result.remarks = [f"{len(ops):,} ops {reason}." for reason, ops in self._untimed.items()]
+        result.remarks += [
+            f"{len(ops):,} ops ran under vmap when they were first met: a call computed all samples, "
+            f"{'x'.join(map(str, sizes))}."
+            for sizes, ops in self._batched.items()
+        ]
         return result
 
     def clear(self) -> None:
@@ -299,9 +317,11 @@ class ProfileTool(amanda.Tool):
     def _instrument(self, context: amanda.OpContext) -> None:
         """Insert the routines that measure the time and memory of an op."""
         facts: MeasuringFacts = context["profile"]
+        op = context.get_op_id(), context.get_backward_op_id()
         if facts.untimed:
-            op = context.get_op_id(), context.get_backward_op_id()
             self._untimed.setdefault(facts.untimed, set()).add(op)
+        if context.is_eager() and (sizes := _batch_sizes(context)):
+            self._batched.setdefault(sizes, set()).add(op)
         if facts.passes:
             return
         insert_before: Callable[..., None] = context.insert_before_op

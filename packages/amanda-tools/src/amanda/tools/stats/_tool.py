@@ -202,9 +202,12 @@ class _OpStreams(OpRecord):
         # A copy of the items: another thread may execute the op meanwhile.
         for tensor, stream in list(self.measured.items()):
             yield Measured(
-                self.phase, self.type, self.module, self.source, tensor, stream.dtype,
+                self.phase, self.type, self.module, self.source, stream.label(tensor), stream.dtype,
                 stream.executions, stream.accumulator.statistics(), stream.accumulator.sketch(),
             )  # fmt: skip
+
+
+_BATCH = "(vmap)"
 
 
 @dataclass(slots=True)
@@ -214,6 +217,20 @@ class _Stream:
     accumulator: Accumulator
     dtype: str
     executions: int = 0
+    batches: set[tuple[int, ...]] = field(default_factory=set)
+
+    def note_batches(self, sizes: Sequence[int]) -> None:
+        """Note the sizes of the batches of a vmap; of many different sizes the least and the greatest."""
+        self.batches.add(tuple(map(int, sizes)))
+        if len(self.batches) > 2:
+            self.batches = {min(self.batches), max(self.batches)}
+
+    def label(self, label: str) -> str:
+        """Return the label of the stream with the sizes of the batches in it: "output 0 (vmap 8)"."""
+        if not self.batches:
+            return label
+        sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
+        return label.replace(_BATCH * len(min(self.batches)), f"(vmap {sizes})")
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -297,9 +314,13 @@ class StatsTool(TensorTool[_OpStreams]):
         for tensor in tensors:
             # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
+            # Batches of any size are one stream, which replaces these words by the sizes.
+            label += f" {_BATCH * tensor.batches}" * bool(tensor.batches)
             label += f" {tensor.slice}" * bool(tensor.slice) + " (partial)" * is_partial(tensor.tensor)
             stream = record.measured.get(label)
             if stream is None:
                 stream = record.measured[label] = _Stream(Accumulator(self._bins), tensor.dtype)
             stream.executions += 1
+            if tensor.batches:
+                stream.note_batches(tensor.tensor.shape[: tensor.batches])
             yield stream.accumulator, tensor.tensor

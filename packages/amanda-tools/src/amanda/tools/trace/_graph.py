@@ -29,6 +29,7 @@ class Tensor:
     recorded op made.  name: path of a parameter in its model, or a graph's name of a tensor.
     producer: the op that made or wrote the tensor.  consumers: the ops that read the tensor, or write a part
     of its memory.  alias_of: the tensor whose memory a view shares, or the tensor before it was written.
+    batches: numbers of samples of the vmaps that the tensor has a batch of; shape is that of one sample.
     """
 
     index: int
@@ -41,11 +42,12 @@ class Tensor:
     producer: int | None = None
     consumers: tuple[int, ...] = ()
     alias_of: int | None = None
+    batches: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """Return element type and extents: `float32[8,3,224,224]`."""
-        extents = "..." if self.shape is None else ",".join("?" if n is None else str(n) for n in self.shape)
-        return f"{self.dtype or '?'}[{extents}]"
+        """Return element type and extents: `float32[8,3,224,224]`, `float32[vmap 8,3,224,224]`."""
+        shape = ["..."] if self.shape is None else ["?" if n is None else str(n) for n in self.shape]
+        return f"{self.dtype or '?'}[{','.join([*(f'vmap {n}' for n in self.batches), *shape])}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +214,9 @@ def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
 
 def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
     """Return an op or tensor from JSON: lists become tuples, unknown keys are dropped."""
-    # Files of earlier versions have no recomputations; every other key is needed.
-    names = [field.name for field in fields(kind) if field.name in content or field.name != "recomputations"]
+    # Files of earlier versions lack these; every other key is needed.
+    later = ("recomputations", "batches")
+    names = [field.name for field in fields(kind) if field.name in content or field.name not in later]
     values = {name: content[name] if name == "attributes" else _tuples(content[name]) for name in names}
     return made_of(kind, values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import amanda
 from amanda import interceptor
 from amanda.backend import TensorMap
-from amanda.tools.kit import RequiredNames, leaves
+from amanda.tools.kit import RequiredNames, leaves, tensors_of
 from amanda.tools.mapping import itemsize
 from amanda.tools.trace._graph import Tensor, TraceFacts
 
@@ -160,6 +161,15 @@ class PytorchValues(FrameworkValues):
             if attributes.get("training") or attributes.get("use_input_stats"):
                 return facts._replace(written=_AVERAGES)
         return facts
+
+    def describe(self, tensor: Any, **fields: Any) -> Tensor:
+        """Return the record of a tensor, of all samples where a transform has wrapped it."""
+        described = super().describe(tensor, **fields)
+        samples = tensors_of(tensor).samples(tensor)
+        if samples is None or not samples.sizes:
+            return described
+        size = None if described.bytes is None else described.bytes * prod(samples.sizes)
+        return replace(described, batches=samples.sizes, bytes=size)
 
     def memory(self, tensor: Any) -> tuple[Any, MemorySpan] | None:
         """Return the storage and the span in it; None for a sparse tensor, or one that a transform hides."""

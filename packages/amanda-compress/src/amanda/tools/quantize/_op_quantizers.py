@@ -1,0 +1,255 @@
+"""The quantizers of an op's inputs, created as the op is analysed: weights, parts of them, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import amanda
+from amanda.errors import ToolError
+from amanda.tools.kit import tensors_of
+from amanda.tools.quantize._fake_quantize import Groups, QuantizeError
+from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Quantizer
+from amanda.tools.quantize._samples import LEARNED, ModelQuantizers
+from amanda.tools.weights import ParameterSlice, WeightInput, parameter_store, weight_input
+
+if TYPE_CHECKING:
+    from amanda.tools.quantize._tool import QuantizeOptions, QuantizeTool
+
+
+PartQuantizer = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
+"""Returns the quantizer of a value, from the value and the part of a parameter that the op reads."""
+
+
+class OpQuantizers:
+    """The quantizers of the inputs of an op.
+
+    created: all quantizers of this op.  skip_reason: why the weight is not quantised.
+    quantizers: by position of the input and index in a list of tensors there.
+    model_quantizers: likewise, of an op whose weight differs among the samples of a vmap.
+    batched_weight: position of the weight of such an op; None for other ops.
+    """
+
+    def __init__(self, context: amanda.OpContext, tool: QuantizeTool, options: QuantizeOptions) -> None:
+        self._tool, self._options = tool, options
+        self.name = f"{context['type']} of {context.get_scope() or context.get_source()}"
+        self.skip_reason = ""
+        self.created: list[Quantizer] = []
+        self._part_quantizers: dict[tuple[int, int | None], PartQuantizer] = {}
+        self.quantizers: dict[tuple[int, int | None], Quantizer] = {}
+        self.model_quantizers: dict[tuple[int, int | None], ModelQuantizers] = {}
+        self.batched_weight: int | None = None
+        self._create_quantizers(context)
+
+    def _create_quantizers(self, context: amanda.OpContext) -> None:
+        """Create the quantizers of the op's operands, and note why others have none."""
+        read = weight_input(context)
+        # In a file, a weight that cannot be followed is an activation as any other.
+        if read is not None and read.is_lost and context.is_static():
+            read = None
+        levels: tuple[int, ...] = ()
+        if read is not None and context.is_eager():
+            value = context.get_inputs()[read.index]
+            samples = tensors_of(value).samples(value)
+            levels = () if samples is None else samples.levels
+            self.batched_weight = read.index if levels else None
+        for position in context["operands"]:
+            value = context.get_inputs()[position]
+            for item, tensor in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
+                weight = read if read is not None and (position, item) == (read.index, None) else None
+                self._create_quantizer(context, read, weight, (position, item), tensor, levels)
+
+    def _create_quantizer(
+        self, context: amanda.OpContext, read: WeightInput | None, weight: WeightInput | None,
+        key: tuple[int, int | None], tensor: Any, levels: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Create the quantizer of a tensor, or those of each model of an ensemble.
+
+        weight: the weight input if it is the tensor, else None.  levels: of vmaps whose samples have a weight
+        of their own each.
+        """
+        dtype, is_of_models = str(context["dtype"](tensor)), False
+        if weight is not None and dtype.endswith("]"):
+            self.skip_reason = f"it is packed, {dtype}"
+        if not dtype.startswith(("float", "bfloat")) or getattr(tensor, "is_meta", False):
+            return
+        samples = tensors_of(tensor).samples(tensor) if context.is_eager() else None
+        if samples is not None:
+            if self._options.method.startswith("lsq"):
+                self.skip_reason = LEARNED
+                return
+            is_of_models, tensor = not {*levels}.isdisjoint(samples.levels), samples.first
+        elif context.is_eager() and (unread := tensors_of(tensor).unread(tensor)) is not None:
+            self.skip_reason = unread
+            return
+        if self._options.bits(weight is not None) is None:
+            return
+        make: Callable[[str], Quantizer | None]
+        if weight is None:
+            name = f"input {key[0]}" if key[1] is None else f"input {key[0]}.{key[1]}"
+            make = partial(self._activation_quantizer, context, read, name, key, tensor)
+        else:
+            make = partial(self._weight_quantizer, context, weight, tensor)
+        if is_of_models:
+            self.model_quantizers[key] = ModelQuantizers(make)
+        elif (quantizer := make("")) is not None:
+            self.quantizers[key] = quantizer
+
+    def _activation_quantizer(
+        self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
+        value: Any, suffix: str = "",
+    ) -> Quantizer:  # fmt: skip
+        """Return the quantizer of an activation, which has a scale for each weight that the op reads.
+
+        suffix: of its name, the number of a model of an ensemble.
+        Registers the quantizers for other slices or parts in `_part_quantizers`.
+        """
+        make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
+        if read is not None and (first := self._slice_quantizer(read, make_for_slice, key)) is not None:
+            return first
+        if read is None or not (read.is_part and read.is_followed):
+            return self._make_quantizer(name, None, (), value, context, suffix)
+        # A loop runs one line with several weights: activations have a scale for each weight at each line.
+        line = context.get_scope(), context.get_op_type(), context.get_source(), key
+
+        def make_for_part(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
+            """Return a new quantizer; raise QuantizeError for loaded state of an older version."""
+            # The name under which older versions saved one scale for all rounds.
+            old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
+            try:
+                return self._make_quantizer(name, None, (), value, reader, suffix)
+            except ToolError as error:
+                if old_name not in self._tool.waiting_state():
+                    raise
+                raise QuantizeError(
+                    f"the scale {old_name} that was loaded is of one round of a loop, as earlier versions "
+                    "saved it, and nothing tells which part of a parameter that round read: calibrate again"
+                ) from error
+
+        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+            """Return the quantizer for a part of a parameter; None where the op reads no part."""
+            quantizer: Quantizer | None = self._tool.parts.state_of(
+                context, part_of, partial(make_for_part, value), line
+            )
+            return quantizer
+
+        self._part_quantizers[key] = quantizer_of_part
+        # The first execution is at hand in the analysis; later ones are found in the routine.
+        first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
+        return self._make_quantizer(name, None, (), value, context) if first is None else first
+
+    def _slice_quantizer(
+        self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
+    ) -> Quantizer | None:
+        """Create quantizers for all slices of a stack; return that of the first, None without a stack."""
+        holder = read.holder
+        slices = () if holder is None else parameter_store(holder).slices(holder)
+        if not slices:
+            return None
+        quantizers = {parameter: make(f" of {parameter.path}") for parameter in slices}
+        self._part_quantizers[key] = lambda value, origin: quantizers.get(
+            parameter_store(holder).current_slice(holder)
+        )
+        return quantizers[slices[0]]
+
+    def _weight_quantizer(
+        self, context: amanda.OpContext, read: WeightInput, value: Any, suffix: str = ""
+    ) -> Quantizer | None:
+        """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped.
+
+        suffix: of its name, the number of a model of an ensemble.
+        """
+        # An optimizer takes its parameters before the training, when it is not known which rows data will
+        # select.
+        if read.varies and self._options.method.startswith("lsq"):
+            self.skip_reason = "its scale is learned, and an index selects what it reads of a parameter"
+            return None
+        groups = None
+        if self._options.group_size is not None:
+            groups = self._groups(context, read, value)
+            if groups is None:
+                return None
+        # A transposed convolution in groups counts outputs along two axes, of which no product of axes gives
+        # one scale each.
+        if groups is None and self._options.per_channel:
+            groups = _output_groups(context["shape"](value), _weight_layout(context, read))
+        make = partial(
+            self._make_quantizer, f"weight{suffix}", read, self._axes(context, read, value), groups=groups
+        )
+        first = self._slice_quantizer(read, partial(make, value, context), (read.index, None))
+        if first is not None:
+            return first
+        if not read.is_part:
+            return make(value, context)
+
+        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+            """Return the quantizer for a part of the parameter; None where the op reads no part."""
+            quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value))
+            return quantizer
+
+        if read.is_followed:
+            self._part_quantizers[read.index, None] = quantizer_of_part
+        return quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
+
+    def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
+        """Return the groups of a weight; None, and set `skip_reason`, if groups do not fit."""
+        shape, size = context["shape"](value), self._options.group_size
+        layout = _weight_layout(context, read)
+        if layout is None or shape is None or size is None:
+            self.skip_reason = "which of its axes are inputs is not known, so that it has no groups"
+            return None
+        groups = Groups(size, layout)
+        if groups.fit(shape):
+            return groups
+        shape_text = "x".join(map(str, shape))
+        self.skip_reason = (
+            f"the inputs of each output are no multiple of group_size {size}: it is {shape_text}, {layout}"
+        )
+        return None
+
+    def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
+        """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
+
+        Outputs have the axis O, and the axes I and M in a depthwise convolution.
+        """
+        layout = _weight_layout(context, read) or ""
+        # Selected experts come as a batch of weights, each with scales of its own.
+        batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
+        letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
+        return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
+
+    def _make_quantizer(
+        self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
+        reader: amanda.OpContext, suffix: str = "", groups: Groups | None = None,
+    ) -> Quantizer:  # fmt: skip
+        """Create a quantizer whose state is saved under the op `reader`.
+
+        Raises QuantizeError for a learned scale that no optimizer can train.
+        """
+        if reader["is_called_back"] and self._options.method.startswith("lsq"):
+            raise QuantizeError(
+                f"{self.name} is of {reader.namespace[0]}, where no optimizer trains a tool's scales: "
+                f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
+            )
+        default = QUANTIZERS[self._options.method, read is not None]
+        # What data select has no scale that could be kept from one execution to the next.
+        quantizer_class, state = (DynamicQuantizer, {}) if read is not None and read.varies else default
+        keep = partial(self._tool.keep, reader)
+        self.created.append(quantizer_class(
+            name + suffix, read is not None, axes, self._options, state, value, keep, groups,
+        ))  # fmt: skip
+        return self.created[-1]
+
+
+def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:
+    """Return the axes of a weight, an embedding's rows as outputs; None where they are not known."""
+    return "OI" if context["type"] == "embedding" else read.layout
+
+
+def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups | None:
+    """Return a group for each output of a transposed convolution in groups; None where axes count outputs."""
+    if layout is None or extents is None or "M" not in layout:
+        return None
+    is_depthwise = getattr(layout, "groups", 0) in (0, extents[layout.index("I") - len(layout)])
+    return None if is_depthwise else Groups.of_outputs(extents, layout)
