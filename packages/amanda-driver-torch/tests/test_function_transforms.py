@@ -510,6 +510,21 @@ def test_equal_values_at_as_strided_are_laid_out_as_the_originals() -> None:
     assert_transparent(lambda: grad(lambda x: program(x).square().sum())(X), cloned)
 
 
+def test_equal_values_of_expanded_tensors_have_tangents_of_their_elements() -> None:
+    def program(x: Tensor) -> Tensor:
+        return jvp(hessian(lambda x: x.abs().sum()), (x,), (x,))[1]  # type: ignore[no-any-return]
+
+    assert_transparent(lambda: program(X), cloned)
+
+
+def test_an_op_that_torch_refuses_to_write_is_refused_in_the_same_words() -> None:
+    refused = hessian(lambda x: x.geometric_(0.5).sum())
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        refused(X)
+    with pytest.raises(RuntimeError, match="leaf Variable"), amanda.apply(Everywhere()):
+        refused(X)
+
+
 def test_calls_in_the_rule_of_a_custom_op_for_vmap_are_part_of_the_op() -> None:
     @torch.library.custom_op("amanda_tests::double", mutates_args=())
     def double(x: Tensor) -> Tensor:
