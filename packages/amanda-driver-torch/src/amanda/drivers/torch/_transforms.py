@@ -33,11 +33,15 @@ from ._storages import same_bits
 from ._straight_through import StraightThrough
 from ._tensors import TorchTensors, cast_to_fit, shape_of
 
+_NODES_OF_AN_OP = 32
+"""Nodes that are taken for those of one op, which a rule for vmap or for tangents may compute by several."""
 RUNS_AS_IS = "the ops inside run as they are"
 
 
 class TransformedTensors(TorchTensors):
     """`TensorOps` of tensors that function transforms have wrapped; mixed into a driver before its class."""
+
+    runs_natively = False
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
@@ -94,7 +98,7 @@ class TransformedTensors(TorchTensors):
     def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
         """Return the written tensors that the nodes of inputs and outputs have saved, at all levels."""
         tensors = all_layers(written)
-        return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)])
+        return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)], _NODES_OF_AN_OP)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
