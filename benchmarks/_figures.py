@@ -130,6 +130,18 @@ def bare_seconds(step: Results) -> float:
     return min(*step["all cores"], median(step["wide"]["bare"]).middle)
 
 
+def of_transforms(results: Results) -> Iterator[Figure]:
+    """Judge an empty tool under function transforms over the bare program; the worst program tells."""
+    for variant, what in (("empty tool", "op"), ("empty tool, backward too", "op and backward op")):
+        worst, name = max(
+            (quotient(times[variant], times["bare"]), name) for name, times in results["programs"].items()
+        )
+        yield Figure(
+            f"function transforms: a tool that looks at every {what}", "<= 1.1 x",
+            f"{worst.text('.2f', 'x')} ({name})", verdict(worst, 1.1),
+        )  # fmt: skip
+
+
 def of_cache(results: Results) -> Iterator[Figure]:
     """Judge a pruning tool's step without the cache over one with it."""
     for model, passes in results["models"].items():
@@ -242,7 +254,7 @@ def bare_step(step: Results) -> float:
 
 
 JUDGES: dict[str, Callable[[Results], Iterator[Figure]]] = {
-    "ops": of_ops, "instructions": of_instructions, "steps": of_steps, "cache": of_cache,
-    "graphs": of_graphs, "memory": of_memory, "startup": of_startup, "profiling": of_profiling,
-    "tools": of_tools,
+    "ops": of_ops, "instructions": of_instructions, "steps": of_steps, "transforms": of_transforms,
+    "cache": of_cache, "graphs": of_graphs, "memory": of_memory, "startup": of_startup,
+    "profiling": of_profiling, "tools": of_tools,
 }  # fmt: skip

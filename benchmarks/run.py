@@ -16,7 +16,7 @@ from page import PAGE
 
 HERE = Path(__file__).parent
 NAMES = (
-    "ops", "steps", "backward", "analysis", "cache", "shapes", "graphs", "compiled", "sessions", "startup",
+    "ops", "steps", "backward", "transforms", "analysis", "cache", "shapes", "graphs", "compiled", "sessions", "startup",
     "memory", "instructions", "profiling", "tools", "peers", "remat", "sentinel",
     "distributed",
 )  # fmt: skip

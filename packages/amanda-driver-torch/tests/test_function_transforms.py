@@ -26,6 +26,7 @@ from torch.func import (
 )
 
 import amanda
+from amanda import interceptor
 from amanda.errors import MutationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
@@ -306,6 +307,34 @@ def test_nested_gradients_have_backward_ops_of_backward_ops() -> None:
     assert len({number for _, op, number in tool.backward if op == "sin"}) == 3
 
 
+@pytest.mark.skipif(not interceptor.NATIVE, reason="native code alone runs ops without Python")
+def test_native_code_runs_ops_without_work_until_another_layer_needs_a_gradient() -> None:
+    executed: list[str] = []
+
+    def analyse(context: amanda.OpContext) -> None:
+        name = context.get_backward_op().__name__
+        context.insert_before_backward_op(lambda: executed.append(name), grad_outputs=[])
+
+    def in_python() -> int:
+        return sum(interceptor.statistics()["python"].values())
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(analyse, backward=True)
+    with amanda.apply(tool):
+        counts = []
+        for _ in range(4):
+            vmap(torch.sin)(ROWS)
+            jvp(torch.sin, (ROWS,), (ROWS,))
+            counts.append(in_python())
+        assert counts[0] < counts[1] == counts[2] == counts[3]
+        assert executed == []
+        for times in (1, 2):
+            vmap(grad(lambda x: x.sin().sum()))(ROWS)
+            assert executed.count("SinBackward0") == times
+        vmap(torch.sin)(ROWS.clone().requires_grad_()).sum().backward()
+    assert executed.count("SinBackward0") == 3
+
+
 def test_ordinary_gradients_pass_through_what_ran_under_vmap() -> None:
     x, tool = ROWS.clone().requires_grad_(), Everywhere()
     with amanda.apply(tool):
@@ -557,6 +586,36 @@ def test_equal_values_at_as_strided_are_laid_out_as_the_originals() -> None:
 
     assert_transparent(lambda: vmap(program)(ROWS), cloned)
     assert_transparent(lambda: grad(lambda x: program(x).square().sum())(X), cloned)
+
+
+def test_equal_values_of_expanded_tensors_have_tangents_of_their_elements() -> None:
+    def program(x: Tensor) -> Tensor:
+        return jvp(hessian(lambda x: x.abs().sum()), (x,), (x,))[1]  # type: ignore[no-any-return]
+
+    assert_transparent(lambda: program(X), cloned)
+
+
+def test_an_op_that_torch_refuses_to_write_is_refused_in_the_same_words() -> None:
+    refused = hessian(lambda x: x.geometric_(0.5).sum())
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        refused(X)
+    with pytest.raises(RuntimeError, match="leaf Variable"), amanda.apply(Everywhere()):
+        refused(X)
+
+
+def test_statistics_of_batched_normalisation_can_be_written_by_routines() -> None:
+    def program(x: Tensor) -> Tensor:
+        samples, mean = x.expand(2, 4, 3, 3).clone().requires_grad_(), torch.zeros(2, 3)
+
+        def normalised(x: Tensor, mean: Tensor) -> Tensor:
+            result: Tensor = torch._native_batch_norm_legit(x, None, None, mean, mean + 1, False, 0.1, 1e-5)[0]
+            return result
+
+        vmap(normalised)(samples, mean).square().sum().backward()
+        assert samples.grad is not None
+        return torch.cat([samples.grad.flatten(), mean.flatten()])
+
+    assert_transparent(lambda: program(X), cloned)
 
 
 def test_calls_in_the_rule_of_a_custom_op_for_vmap_are_part_of_the_op() -> None:

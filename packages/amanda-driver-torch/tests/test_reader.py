@@ -182,21 +182,38 @@ def test_what_may_override_anything_has_no_key(x: torch.Tensor) -> None:
 
 
 @natively
-def test_under_a_transform_or_a_trace_nothing_has_a_key(x: torch.Tensor) -> None:
+def test_under_transforms_keys_tell_which_layers_of_a_tensor_need_a_gradient(x: torch.Tensor) -> None:
+    keys: list[int] = []
+    trained = x.clone().requires_grad_()
+
+    def function(y: torch.Tensor) -> torch.Tensor:
+        keys.extend(key(value) for value in (y, y.detach(), x, trained))
+        return y.sum()
+
+    for transform in (torch.func.vmap, torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        for _ in range(2):
+            transform(function)(x)
+    vmap, grad, nested = (keys[i : i + 4] for i in (0, 8, 16))
+    assert keys == [*vmap, *vmap, *grad, *grad, *nested, *nested]
+    # The tensor of the level, detached there or not, has keys of its own; those outside are as they are.
+    assert vmap[0] == vmap[1]
+    assert vmap[2:] == grad[2:] == nested[2:]
+    assert len({*vmap, *grad, *nested, key(x), key(trained), 0}) == 10
+
+
+@natively
+def test_wrappers_of_functionalize_and_traced_tensors_have_no_key(x: torch.Tensor) -> None:
     keys = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
         keys.append(key(x))
         return x.sum()
 
+    torch.func.functionalize(function)(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit, which goes
-        for transform in (torch.func.vmap, torch.func.grad, torch.func.jacrev):
-            transform(function)(x)
-        torch.func.jvp(function, (x,), (x,))
         torch.jit.trace(function, x, check_trace=False)
-    assert set(keys) == {0}
-    assert len(keys) == 5
+    assert keys == [0, 0]
     assert key(x) != 0
 
 

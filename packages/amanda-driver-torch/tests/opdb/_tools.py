@@ -35,6 +35,11 @@ def fresh(*values: Any) -> Any:
     return [[copied(item) for item in value] if _are_tensors(value) else copied(value) for value in values]
 
 
+def cloned(*values: Any) -> Any:
+    """Hand back a clone for each, at the level of function transforms that the value has."""
+    return [[item.clone() for item in value] if _are_tensors(value) else _cloned(value) for value in values]
+
+
 @amanda.differentiable
 def fresh_in_autograd(*values: Any) -> Any:
     """Hand back an equal new tensor for each, as a part of the backward pass."""

@@ -140,12 +140,15 @@ class EagerOps(TensorOps):
     slot_of: returns the name of the slot in which an object holds a parameter; None where the object does not
     hold the parameter. Another tensor in the same slot, as after offloading, is the same parameter to tools.
     reader: access of native code to tensors; None where native code does not read them.
+    runs_natively: whether native code may run routines at such calls; if not, it may still run calls that
+    have no work.
     views: links between values and the views that they replaced; None where tensors never share memory.
     """
 
     identity_types: tuple[type, ...] = ()
     slot_of: SlotOf | None = None
     reader: interceptor.Reader | None = None
+    runs_natively: bool = True
     views: Views | None = None
 
     namespace: Any

@@ -36,6 +36,8 @@ def cache_program(
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
         return
+    if not ops.runs_natively:
+        return
     facts = plan.chain[0].context._facts
     runs = plan.runs(ops, state.is_recorded)
     trace = _trace_recorder(ops, call_cache, plan, actions, runs, call, gradients, facts) if traced else None

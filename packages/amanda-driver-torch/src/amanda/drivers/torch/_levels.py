@@ -1,6 +1,6 @@
 """Levels of function transforms: the wrappers that torch.func puts around tensors, one for each level."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,18 @@ def wrapped_at(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
     for level in levels:
         data = _functorch._add_batch_dim(data, 0, level)
     return data
+
+
+def with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Return the result of a function of a tensor as vmap wraps it, and of that as grad does."""
+    results: list[Any] = []
+
+    def call(batched: torch.Tensor) -> torch.Tensor:
+        torch.func.vjp(lambda tracked: results.append(function(batched, tracked)) or tracked, batched)
+        return batched
+
+    torch.func.vmap(call)(tensor[None])
+    return results[0]
 
 
 def interpreters() -> Sequence[Any]:

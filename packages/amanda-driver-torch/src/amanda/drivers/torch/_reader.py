@@ -3,12 +3,14 @@
 import ctypes
 import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 from amanda import interceptor
 
 from ._layout import Libraries, find_layout
+from ._levels import layers, with_wrappers
 
 logger = logging.getLogger("amanda")
 
@@ -26,7 +28,8 @@ _AUTODIFF = (
 )
 _FUNCTION_MODE = "_ZN2at4impl27torch_function_mode_enabledEv"
 _KEY_INCLUDED = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
-_KEYS = ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer")
+_TRANSFORM = "FuncTorchDynamicLayerFrontMode"
+_KEYS = ("Python", _TRANSFORM, "Tracer")
 """Included where a dispatch mode, a transform of torch.func, or torch.jit.trace is in force."""
 
 
@@ -66,6 +69,7 @@ def make_reader(
             autodiff=libraries.addresses(_AUTODIFF),
             values=(*libraries.addresses(_VALUES), _storage_offset(), torch.empty(1), through),
             layout=tensor_layout,
+            wrappers=_wrappers(),
         )
         # Symbols may exist and mean something else in another build: a trial on samples decides.
         if _reads_correctly(reader):
@@ -97,6 +101,26 @@ def _handle_offset() -> int:
         if pointers == [sample._cdata for sample in samples]:
             return offset
     raise LookupError("the handle of a tensor")
+
+
+def _wrappers() -> tuple[int, int, tuple[torch.Tensor, ...]]:
+    """Return the index of transforms among the modes, the offset of what a wrapper wraps, and wrappers."""
+    offset, *samples = with_wrappers(lambda *samples: (_content_offset(samples), *samples), torch.empty(2))
+    return 1 + _KEYS.index(_TRANSFORM), offset, tuple(samples)
+
+
+def _content_offset(samples: tuple[torch.Tensor, ...]) -> int:
+    """Return the offset, in wrappers of transforms, of the pointer to the tensor that they wrap."""
+    contents = [next(islice(layers(sample), 1, None))._cdata for sample in samples]
+    for offset in range(0, _WRAPPER_SIZE, ctypes.sizeof(ctypes.c_void_p)):
+        pointers = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
+        if pointers == contents:
+            return offset
+    raise LookupError("the tensor within a wrapper of torch.func")
+
+
+_WRAPPER_SIZE = 256
+"""Bytes of a wrapper in which the pointer to its tensor is looked for; wrappers have more."""
 
 
 def _storage_offset() -> int:
@@ -134,5 +158,17 @@ def _reads_correctly(reader: interceptor.Reader) -> bool:
         fits = reader.can_substitute(plain, equal) and reader.can_substitute(trained, equal)
         misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
         fits = fits and not any(reader.can_substitute(plain, misfit) for misfit in misfits)
-    reads_keys = has_equal_keys and has_distinct_keys and ignores_gradients
+        reads_layers = _reads_layers(reader, plain, trained)
+    reads_keys = reads_layers and has_equal_keys and has_distinct_keys and ignores_gradients
     return bool(reads_keys and counts_writes and has_no_version and tells_memory and fits)
+
+
+def _reads_layers(reader: interceptor.Reader, *tensors: torch.Tensor) -> bool:
+    """Return True if keys under transforms tell which layers of a tensor need a gradient."""
+
+    def layer_keys(batched: torch.Tensor, tracked: torch.Tensor) -> list[int]:
+        samples = *tensors, batched, tracked, tracked.detach()
+        return [reader.key((sample,)) for sample in samples]
+
+    keys = with_wrappers(layer_keys, tensors[0])
+    return 0 not in keys and len({*keys}) == len(keys)

@@ -77,11 +77,12 @@ class SavedAtNodes(Saved):
 
     results: tensors that the op made or wrote.  A node may save a written tensor that has no gradient, such
     as the statistics of batch normalisation, so the nodes of the outputs are looked at too.
+    behind: number of nodes behind these that are looked at as well.
     """
 
-    def __init__(self, written: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    def __init__(self, written: list[torch.Tensor], results: list[torch.Tensor], behind: int = 0) -> None:
         self._written = written
-        self._nodes = set(map(_node_of, results)) - {None} if written else set()
+        self._nodes = _nearest_nodes(results, behind) if written else set()
 
     def keep(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
@@ -91,6 +92,17 @@ class SavedAtNodes(Saved):
                     if any(_share_memory(value, tensor) for tensor in self._written):
                         saved.register_hooks(_clone_below if is_wrapped(value) else torch.clone, _identity)
         self._written, self._nodes = [], set()
+
+
+def _nearest_nodes(results: list[torch.Tensor], behind: int) -> set[Any]:
+    """Return the nodes of some tensors, and up to a number of the nodes behind them, the nearest first."""
+    nodes = dict.fromkeys(node for node in map(_node_of, results) if node is not None)
+    waiting, most = list(nodes), len(nodes) + behind
+    while waiting and len(nodes) < most:
+        following = [node for node, _ in waiting.pop(0).next_functions if node is not None]
+        waiting += [node for node in following if node not in nodes]
+        nodes.update(dict.fromkeys(following))
+    return set(nodes)
 
 
 def _node_of(tensor: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ from amanda.interceptor import Suspension
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._levels import innermost, is_wrapped
-from ._straight_through import straight_through
+from ._straight_through import in_forward_mode, straight_through
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that override nothing."""
@@ -92,9 +92,10 @@ def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.new_empty_strided(value.size(), view.stride()).copy_(value)
     with torch.no_grad():
         data = value.detach()
-        # If elements that share a cell are equal, the copy can be expanded as the view is.
+        # If elements that share a cell are equal, the copy can be expanded as the view is. A forward-mode
+        # gradient is laid out like its tensor, and may differ where the elements are equal.
         distinct_values = distinct_elements(data, view)
-        if same_bits(distinct_values.expand(view.shape), data):
+        if not in_forward_mode() and same_bits(distinct_values.expand(view.shape), data):
             memory = data.new_empty_strided(distinct_values.size(), view.stride()).copy_(distinct_values)
             copy = memory.as_strided(view.size(), view.stride())
         else:

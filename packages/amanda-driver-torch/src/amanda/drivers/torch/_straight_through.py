@@ -82,9 +82,14 @@ def straight_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     return value
 
 
+def in_forward_mode() -> bool:
+    """Return True while tensors may have forward-mode gradients, by `dual_level` or by a transform."""
+    return forward_ad._current_level >= 0
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Return True if a tensor has a forward-mode gradient."""
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

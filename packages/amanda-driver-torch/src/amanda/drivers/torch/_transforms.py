@@ -39,10 +39,14 @@ from ._tensors import TorchTensors, cast_to_fit, shape_of
 UNCHANGED = (
     "a value that a routine changes stays as it was, within other transforms and where gradients are computed"
 )
+_NODES_OF_AN_OP = 32
+"""Nodes that are taken for those of one op, which a rule for vmap or for tangents may compute by several."""
 
 
 class TransformedTensors(TorchTensors):
     """`TensorOps` of tensors that function transforms have wrapped; mixed into a driver before its class."""
+
+    runs_natively = False
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -92,7 +96,7 @@ class TransformedTensors(TorchTensors):
     def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
         """Return the written tensors that the nodes of inputs and outputs have saved, at all levels."""
         tensors = all_layers(written)
-        return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)])
+        return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)], _NODES_OF_AN_OP)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
@@ -159,6 +163,8 @@ class RunBeside(Saved):
         target = inputs[0]
         if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
             return call.invoke(inputs)
+        if target.is_leaf and target.requires_grad:
+            return call.invoke(inputs)  # which torch refuses, in its words
         copy = target.clone()
         layout = copy.shape, copy.stride(), copy.dtype
         result = call.invoke([copy, *inputs[1:]])

@@ -441,7 +441,7 @@ FLAT PyObject *run_cached(Thread *thread, Call *call, CallCache *cache, uint64_t
     PyObject *program = cache->last_learned.value;
     if (unlikely(key != cache->last_learned.key || !program)) program = key ? map_get(&cache->entries, key) : NULL;
     if (unlikely(!program)) {
-        counts.handed[key ? NEW_FORM : !reader ? NO_READER : python_mode_active(reader) ? MODE : ARGUMENTS]++;
+        counts.handed[!reader ? NO_READER : python_mode_active(reader) ? MODE : key ? NEW_FORM : ARGUMENTS]++;
         return call_handler(thread, call, key, NULL);
     }
     counts.native++;

@@ -36,6 +36,11 @@ struct Reader {
         AskMode ask;
         uint16_t which;
     } modes[FUNCTION_LIMIT];
+    struct { /* what function transforms put around tensors; count 0: they are not known */
+        Py_ssize_t content;                   /* offset of the pointer to the tensor within */
+        int count, mode;                      /* mode: index of the mode in which a transform is in force */
+        const void *kinds[FUNCTION_LIMIT];    /* what a wrapper begins with */
+    } wrappers;
     Ask needs_gradient, unversioned;
     int64_t (*version)(const void *);
     bool (*gradients_on)(void);

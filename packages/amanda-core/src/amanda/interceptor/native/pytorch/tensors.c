@@ -3,6 +3,7 @@
 
 #define DEPTH_LIMIT 3
 #define LENGTH_LIMIT 64
+#define LAYER_LIMIT 16
 
 int reader_is_plain(const Reader *reader, PyObject *value) {
     PyTypeObject *type = Py_TYPE(value);
@@ -14,7 +15,7 @@ int reader_is_plain(const Reader *reader, PyObject *value) {
 /* What a key is made of, and of which. */
 typedef struct {
     const Reader *reader;
-    int gradients, sized;
+    int gradients, sized, transformed;
     uint64_t key;
 } KeyState;
 
@@ -45,8 +46,29 @@ static inline int mix_described(KeyState *state, PyObject *value) {
     return !state->sized || mix_extents(state, value);
 }
 
+static int is_wrapper_kind(const Reader *reader, const void *kind) {
+    for (int i = 0; i < reader->wrappers.count; i++)
+        if (reader->wrappers.kinds[i] == kind) return 1;
+    return 0;
+}
+
+/* Which of a tensor's wrappers, one within the other, and of the plain tensor in the innermost need a gradient. */
+static int mix_layers(KeyState *state, PyObject *value) {
+    const Reader *reader = state->reader;
+    const char *layer = *(const char *const *)tensor_at(reader, value);
+    for (int i = 0; layer && i < LAYER_LIMIT; i++) {
+        const void *kind = *(const void *const *)layer;
+        state->key = mix(mix(state->key, (uintptr_t)kind), (uint64_t)reader->needs_gradient(layer));
+        if (kind == reader->plain_kind) return !state->sized || mix_extents(state, value);
+        if (!is_wrapper_kind(reader, kind)) return 0;
+        layer = *(const char *const *)(layer + reader->wrappers.content);
+    }
+    return 0;
+}
+
 static inline int mix_tensor(KeyState *state, PyObject *value) {
     const Reader *reader = state->reader;
+    if (unlikely(state->transformed)) return mix_layers(state, value);
     const char *tensor = impl_with_layout(reader, value);
     if (!tensor) return mix_described(state, value);
     uint64_t kind = *(const uint32_t *)(tensor + reader->layout.kind);
@@ -105,15 +127,25 @@ int python_mode_active(const Reader *reader) {
     return 0;
 }
 
+/* Whether the only mode that wants Python is that of transforms whose wrappers are known. */
+static int only_transforms_active(const Reader *reader) {
+    if (!reader->wrappers.count) return 0;
+    for (int i = 0; i < reader->mode_count; i++)
+        if (i != reader->wrappers.mode && reader->modes[i].ask(reader->modes[i].which)) return 0;
+    return 1;
+}
+
 /* 64 bits for everything that what a call comes to may depend on: its form, the types of its
    arguments, and of tensors also what `describe` says, their extents if `sized`, and which of them
-   need a gradient, if gradients are on. 0 where that cannot be told, or a mode is in force that
-   wants Python. */
+   need a gradient, if gradients are on. Under transforms instead what tells whether the call has
+   work at all: which layers of its tensors need a gradient. 0 where that cannot be told, or another
+   mode is in force that wants Python. */
 uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *arguments, int sized, int *gradients) {
-    if (python_mode_active(reader)) return 0;
+    int transformed = python_mode_active(reader);
+    if (unlikely(transformed) && !only_transforms_active(reader)) return 0;
     *gradients = reader_gradients(reader, thread);
     uint64_t count = (uint64_t)arguments->count + (arguments->receiver != NULL);
-    KeyState start = {reader, *gradients, sized, mix((uint64_t)*gradients, count)};
+    KeyState start = {reader, *gradients, sized, transformed, mix((uint64_t)(*gradients | transformed << 1), count)};
     KeyState *state = &start;
     if (arguments->receiver && !mix_argument(state, arguments->receiver)) return 0;
     PyObject *const *items = arguments->items, *name, *value;
@@ -375,15 +407,35 @@ static int read_layout(Reader *reader, PyObject *tuple) {
     return 0;
 }
 
+static int read_wrappers(Reader *reader, PyObject *tuple) {
+    PyObject *samples;
+    if (!PyArg_ParseTuple(tuple, "inO!", &reader->wrappers.mode, &reader->wrappers.content, &PyTuple_Type, &samples)) return -1;
+    Py_ssize_t count = PyTuple_GET_SIZE(samples);
+    if (!reader->plain_kind || reader->wrappers.content <= 0 || count > FUNCTION_LIMIT) {
+        PyErr_Format(PyExc_ValueError, "a mode, an offset and up to %d tensors are wanted, and values", FUNCTION_LIMIT);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *sample = PyTuple_GET_ITEM(samples, i);
+        if (!reader_is_tensor(reader, sample)) {
+            PyErr_Format(PyExc_TypeError, "a tensor is wanted, not %R", sample);
+            return -1;
+        }
+        reader->wrappers.kinds[i] = **(const void *const *const *)tensor_at(reader, sample);
+    }
+    reader->wrappers.count = (int)count;
+    return 0;
+}
+
 static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", "layout", NULL};
-    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None, *layout = Py_None;
+    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", "layout", "wrappers", NULL};
+    PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None, *layout = Py_None, *wrappers = Py_None;
     Py_ssize_t offset;
     int count = 0, described = 0;
     void *functions[FUNCTION_LIMIT];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|OO", names, &PyTuple_Type, &tensors, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|OOO", names, &PyTuple_Type, &tensors, &PyTuple_Type,
                                      &plain, &offset, &PyTuple_Type, &describe, &extents, &PyTuple_Type, &modes,
-                                     &PyTuple_Type, &autodiff, &values, &layout))
+                                     &PyTuple_Type, &autodiff, &values, &layout, &wrappers))
         return NULL;
     Reader *reader = (Reader *)type->tp_alloc(type, 0);
     if (!reader) return NULL;
@@ -406,6 +458,7 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     reader->clock = (uint64_t(*)(void))functions[5];
     if (values != Py_None && read_values(reader, values)) goto failed;
     if (layout != Py_None && read_layout(reader, layout)) goto failed;
+    if (wrappers != Py_None && read_wrappers(reader, wrappers)) goto failed;
     return (PyObject *)reader;
 failed:
     Py_DECREF(reader);
@@ -460,8 +513,8 @@ PyTypeObject Reader_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Reader",
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None): how native code\n"
-              "reads tensors.\n\n"
+    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None, wrappers=None):\n"
+              "how native code reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
               "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
@@ -478,7 +531,10 @@ PyTypeObject Reader_Type = {
               "the pointer to what counts its writes (NULL: nothing does), in that, of the 32 bits that count; of 32 bits\n"
               "for dtype and device; of 64 for the rank; of a pointer that is NULL where it needs no gradient.  And the\n"
               "address of `char *switches()` of a thread, which byte of these and which bit of that is set while\n"
-              "gradients are on.",
+              "gradients are on.\n"
+              "wrappers: what function transforms put around tensors: the index of the mode in which one is in force, the\n"
+              "offset, in what the handle of a wrapper points to, of the handle of the tensor within, and a wrapper of\n"
+              "each kind.  In that mode a key tells whether a call has work, and no program may be learned under it.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,
