@@ -31,7 +31,7 @@ def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeS
     if ops.reader is None or trace.facts is None:
         return None
     # Before every backward op is analysed, a pass has to come through Python to analyse the rest.
-    if not trace.plan.is_complete(trace.gradients):
+    if not trace.plan.is_backward_complete(trace.gradients):
         return None
     backward_id = trace.facts.backward_id(op.__name__, place)
     if any(backward_id not in plan.backward.actions for plan in trace.plan.plans_with_backward):
@@ -131,15 +131,15 @@ class BackwardStep:
             actions = plan.backward.actions.get(self.id)
             open_tools = self._open_tools_of(plan.stack)
             self._open_tools += open_tools
-            unanalysed = plan.unanalysed(self.id, open_tools) if state.cache else open_tools
+            unanalysed = plan.tools_to_analyse(self.id, open_tools) if state.cache else open_tools
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
-            if actions is None and unanalysed and trace.gradients in plan.backward.complete:
+            if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
                 self._expect_further_op(plan)
             elif trace.facts.dropped:
                 if actions is not None and unanalysed:
                     self._report_dropped(unanalysed)
             else:
-                if not plan.is_analysed(self.id):
+                if not plan.is_backward_analysed(self.id):
                     trace.pending.add(self.id)
                 if unanalysed:
                     self._unanalysed.append((len(self._actions), plan, unanalysed))
@@ -170,7 +170,7 @@ class BackwardStep:
 
         The next passes analyse it.
         """
-        plan.backward.complete.discard(self._trace.gradients)
+        plan.backward.analysed_for.discard(self._trace.gradients)
         self._trace.pending.add(self.id)
         self._trace.stack.forget_programs(self._trace.op_id)
         self._state.report(
@@ -218,7 +218,7 @@ class BackwardStep:
         tools = _with_their_dependencies(unanalysed, plan.stack.backward_tools)
 
         def find_actions() -> Actions | None:
-            return None if plan.unanalysed(self.id, unanalysed) else plan.backward.actions[self.id]
+            return None if plan.tools_to_analyse(self.id, unanalysed) else plan.backward.actions[self.id]
 
         def create() -> PendingBackwardPlan:
             return PendingBackwardPlan(self._facts, plan, tools, not self._state.cache)
@@ -229,7 +229,7 @@ class BackwardStep:
             if tools is not plan.stack.backward_tools:
                 # Passes with other tools open analyse the op for these alone.
                 key = *key, *(tool._amanda.number for tool in tools)
-            pending = plan.stack.pending_plans.share(key, find_actions, create)
+            pending = plan.stack.pending_plans.find_or_create(key, find_actions, create)
         else:
             pending = create()
         if isinstance(pending, Actions):
@@ -248,7 +248,7 @@ class BackwardStep:
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
         for plan, pending in self._pending:
             pending.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
-            pending.keep()
+            pending.store()
             # The model has died during the pass: nothing else will drop the plan that was stored just now.
             if self._state.cache and self._trace.op_id not in plan.stack.plans:
                 plan.stack.drop_dead_op(self._trace.op_id)
@@ -258,7 +258,7 @@ class BackwardStep:
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
         # Only then may the execution's values be dropped: an op with analyses to come still needs them.
-        if all(plan.is_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
+        if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
             self._trace.pending.discard(self.id)
         return grads
 
@@ -269,7 +269,7 @@ class BackwardStep:
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
         """Run one routine if its tool is open; return the gradients, changed or as they are."""
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
-        current_action = action if self._state.recall is None else action.in_recomputation()
+        current_action = action if self._state.recall is None else action.for_recomputation()
         if current_action is None or not self._is_open(action):
             return grads
         shapes = self._shapes_so_far() if current_action.takes_shapes else None

@@ -307,7 +307,7 @@ class Trace:
         # A copy: the facts of the forward contexts drop their values when the call ends, these when a pass
         # does.
         facts = forward_facts.at_backward(None, 0, True)
-        if self.plan.is_complete(self.gradients):
+        if self.plan.is_backward_complete(self.gradients):
             facts.drop_values()
         else:
             # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
@@ -325,8 +325,8 @@ class Trace:
         # Without the cache the next pass analyses the same ops once more, and needs the values.
         if again and self.anew:
             return
-        if not self.plan.is_complete(self.gradients):
+        if not self.plan.is_backward_complete(self.gradients):
             for plan in self.plan.plans_with_backward:
-                plan.backward.complete.add(self.gradients)
+                plan.backward.analysed_for.add(self.gradients)
         if self.facts is not None:
             self.facts.drop_values()

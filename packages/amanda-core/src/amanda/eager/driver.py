@@ -90,7 +90,7 @@ class EagerDriver(EagerOps, Driver):
             state.report(*obstacle)
             return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
-        signature = stack.key(self, call.inputs, op_id)
+        signature = stack.plan_key(self, call.inputs, op_id)
         if call_cache is None or signature not in call_cache.plans:
             return self._execute_first(call, state, op_id, signature)
         plan = call_cache.plans[signature]
@@ -112,7 +112,7 @@ class EagerDriver(EagerOps, Driver):
         analysis = OpAnalysis(facts, self, stack, key, state.cache)
         result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:
-            analysis.keep()
+            analysis.store_plans()
             if call.mutable or call.may_write_unseen():
                 # Recorded before any view is linked: from the first link on these ops have to run in Python.
                 stack.writing_ops.add(op_id)
@@ -145,7 +145,7 @@ class EagerDriver(EagerOps, Driver):
         tracing = self.tracing() if plan.has_backward_routines else None
         step, returned = resumed
         actions = plan.actions(state.recall is not None)
-        run = plan.runs(self, state.is_recorded).resume(actions.before[: step + 1])
+        run = plan.run_dicts(self, state.is_recorded).dict_for_python(actions.before[: step + 1])
         shapes: tuple[Any, ...] | None = None
         if (
             plan.has_backward_routines
@@ -185,7 +185,7 @@ class EagerDriver(EagerOps, Driver):
         if analysis is not None:
             facts.inputs, facts.outputs = list(self.unwrapped(inputs)), list(self.unwrapped(values))
             # Analyses after the op may have recorded routines, which run in this first execution already.
-            plan = analysis.after()
+            plan = analysis.analyse_after_op()
             if shapes is None and plan.takes_shapes:
                 shapes = (self.shapes(call.inputs), self.shapes(values))
         if trace is not None:
@@ -353,7 +353,7 @@ class EagerDriver(EagerOps, Driver):
         run: dict[str, Any] = {}
         if any(action.takes_run for action in actions.after[next_step:]):
             before = (*actions.before, *actions.after[:next_step])
-            run = plan.runs(self, state.is_recorded).resume(before, plan.has_backward_routines)
+            run = plan.run_dicts(self, state.is_recorded).dict_for_python(before, plan.has_backward_routines)
         changed = self._run_after(
             remaining, values, written, facts, run, state, shapes, inputs, returned, saved
         )

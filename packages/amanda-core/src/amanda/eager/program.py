@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amanda import interceptor
 from amanda.eager.call import Trace
 from amanda.plan.action import replacement_arguments, signature_error
-from amanda.plan.facts import add_note, describe
+from amanda.plan.facts import add_note, error_note
 from amanda.plan.routine import mutation_error
 from amanda.plan.tensors import spread
 
@@ -37,7 +37,7 @@ def cache_program(
         call_cache.learn(key, None)
         return
     facts = plan.chain[0].context._facts
-    runs = plan.runs(ops, state.is_recorded)
+    runs = plan.run_dicts(ops, state.is_recorded)
     trace = _trace_recorder(ops, call_cache, plan, actions, runs, call, gradients, facts) if traced else None
     if traced and trace is None:
         return
@@ -72,7 +72,7 @@ def _trace_recorder(
     writes_others = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
     if writes_others or any(action.differentiable for action in plan.inserted):
         return None
-    if plan.is_complete(gradients) and not plan.takes_run:
+    if plan.is_backward_complete(gradients) and not plan.takes_run:
         shared_trace = Trace(facts.op_id, gradients, plan, {})
         shared_trace.keep(ops, facts, [], [])
         leave_shared_trace: Callable[..., None] = ops.backward_marker(shared_trace, bool(call.targets))
@@ -88,7 +88,7 @@ def _trace_recorder(
         values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
-        if plan.is_complete(gradients) and not plan.takes_run:
+        if plan.is_backward_complete(gradients) and not plan.takes_run:
             # The program that called this function was built for incomplete analyses; build a faster one.
             call_cache.forget()
         nodes = ops.made_between(begin, start, end)
@@ -134,7 +134,7 @@ def _build_program(
     constants = tuple(
         value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    routines = runs.routines(ops, actions.before, actions.after, trace is not None)
+    routines = runs.native_routines(ops, actions.before, actions.after, trace is not None)
     return _program_of_routines(
         actions.before, actions.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
         trace is not None and plan.backward_takes_shapes, tuple(call.unreturned(None)),
@@ -221,7 +221,7 @@ class _ErrorReporter:
     def failed(self, step: int, error: BaseException) -> None:
         """Add a note to a routine's exception with the op and the tool."""
         action = self._actions[step]
-        add_note(error, describe(self._facts, action.tool, str(action)))
+        add_note(error, error_note(self._facts, action.tool, str(action)))
 
     def mutated(self, step: int, index: int) -> None:
         """Raise MutationError for a routine that wrote into an argument."""

@@ -288,7 +288,7 @@ class Views(ABC):
         if not self.watching:
             self.watching = True
             for stack in list(plan_lifetimes.stacks):
-                stack.watch_writes()
+                stack.run_writes_in_python()
 
     def _drop_tie(self, tie: Tie) -> None:
         """Drop a tie whose value is dead, and links that only this tie led to.

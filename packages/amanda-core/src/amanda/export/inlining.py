@@ -17,7 +17,7 @@ from amanda.files import replacing_all
 from amanda.graph.rewriting import GraphAnalysis
 from amanda.options import checked
 from amanda.plan.plan import Actions, Plan
-from amanda.plan.tool_stack import stack_of
+from amanda.plan.tool_stack import stack_for
 from amanda.plan.tools import in_dependency_order
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
@@ -284,7 +284,7 @@ def _write_in_parts(
 
 def _new_inlining(tools: Sequence[Tool]) -> Inlining:
     # Without the cache: plans lack the actions that cannot be inlined, so no scope may find them later.
-    return Inlining(State(stack_of(tools, None), cache=False))
+    return Inlining(State(stack_for(tools, None), cache=False))
 
 
 def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:

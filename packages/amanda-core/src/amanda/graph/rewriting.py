@@ -47,12 +47,12 @@ class GraphAnalysis:
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Run the analysis routines of a forward op; return its plan.  outputs: its symbolic outputs."""
-        key = self.stack.key(self.ops, facts.inputs or ())
+        key = self.stack.plan_key(self.ops, facts.inputs or ())
         analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
         facts.outputs = list(outputs)
-        plan = analysis.after()
+        plan = analysis.analyse_after_op()
         if self.state.cache:
-            analysis.keep()
+            analysis.store_plans()
         self.plans[facts.op_id] = plan
         self._facts.append(facts)
         return plan
@@ -85,7 +85,7 @@ class GraphAnalysis:
         facts.grad_inputs = list(grad_inputs)
         for pending_plan in pending_plans:
             pending_plan.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
-            pending_plan.keep()
+            pending_plan.store()
         self._facts.append(facts)
         return Actions.merged(by_plan)
 
@@ -105,7 +105,7 @@ class GraphAnalysis:
         for op_id, plan in self.plans.items():
             for scope_plan in plan.chain:
                 # Routines after the op, and those of other scopes, may be missing in it.
-                scope_plan.stack.forget(op_id)
+                scope_plan.stack.forget_plans(op_id)
         self.finish()
 
 

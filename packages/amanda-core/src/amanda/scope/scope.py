@@ -15,7 +15,7 @@ from amanda import interceptor
 from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
 from amanda.options import checked
-from amanda.plan.tool_stack import stack_of
+from amanda.plan.tool_stack import stack_for
 from amanda.plan.tools import AnyTool, hooks, in_dependency_order, interchangeable, is_tool
 from amanda.scope.attachment import attachment
 from amanda.scope.replay import stepping, stepping_async
@@ -97,7 +97,7 @@ class Scope(interceptor.Extent):
         # A tool acts once per op, at its outermost place.
         tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
         self._joined = tuple(tools)
-        stack = stack_of(tools, outer.stack) if tools else outer.stack
+        stack = stack_for(tools, outer.stack) if tools else outer.stack
         state = replace(outer, stack=stack, scopes=(*outer.scopes, self))
         attachment.open(self, stack is None or stack.intercepts)
         activation = state.activation()

@@ -12,7 +12,7 @@ from weakref import ReferenceType
 
 from amanda import interceptor
 from amanda.errors import ScopeError
-from amanda.plan.tool_stack import ToolStack, stack_of
+from amanda.plan.tool_stack import ToolStack, stack_for
 from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _stack_of(scopes: Iterable[Scope]) -> ToolStack | None:
     for scope in scopes:
         outer = State(stack)
         tools = [tool for tool in in_dependency_order(scope._tools) if not outer.is_open(tool)]
-        stack = stack_of(tools, stack) if tools else stack
+        stack = stack_for(tools, stack) if tools else stack
     return stack
 
 
