@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 _NO_ACTIONS = Actions()
 
 
-def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
-    """Compile the actions at an analysed backward op to native hooks; None where Python has to run them."""
+def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
+    """Compile the actions at an analysed backward op to native hooks; None where Python has to run them.
+
+    op, place: type of the backward op, and its place among the backward ops of the forward op.
+    """
     if ops.reader is None or trace.facts is None:
         return None
     # Before every backward op is analysed, a pass has to come through Python to analyse the rest.
@@ -47,12 +50,10 @@ def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeS
     if any(action.takes_run for action in merged.all):
         return None
     resume, reader = _PythonContinuation(ops, facts), ops.reader
-    sides = (merged.before, merged.after)
-    programs = [program_on_values(actions, facts) if actions else None for actions in sides]
-    if any(actions and program is None for actions, program in zip(sides, programs, strict=True)):
-        return None
-
-    before, after = programs
+    before = program_on_values(merged.before, facts) if merged.before else None
+    after = program_on_values(merged.after, facts) if merged.after else None
+    if (merged.before and before is None) or (merged.after and after is None):
+        return None  # too many values for native code
 
     def with_shapes(*shapes: tuple[Any, ...]) -> NativeStep:
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
@@ -132,8 +133,9 @@ class BackwardStep:
             open_tools = self._open_tools_of(plan.stack)
             self._open_tools += open_tools
             unanalysed = plan.tools_to_analyse(self.id, open_tools) if state.cache else open_tools
-            # All backward ops had been analysed, so the values that an analysis would read were not stored.
             if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
+                # All backward ops had been analysed, so the values that an analysis would read were not
+                # stored.
                 self._expect_further_op(plan)
             elif trace.facts.dropped:
                 if actions is not None and unanalysed:
@@ -168,7 +170,7 @@ class BackwardStep:
     def _expect_further_op(self, plan: Plan) -> None:
         """Record and report that the op has a backward op which no earlier pass had, as for other shapes.
 
-        The next passes analyse it.
+        The next passes analyse it.  The op's native programs are dropped, so that these passes store values.
         """
         plan.backward.analysed_for.discard(self._trace.gradients)
         self._trace.pending.add(self.id)
@@ -184,10 +186,10 @@ class BackwardStep:
 
         Call this method where the state `settles`, for a trace of the state's own stack.
         """
-        # By type of the node and place: executions of one op have nodes of the same types at the same places.
+        # Executions of one op have nodes of the same types (`op`) at the same places.
         native_step = trace.plan.backward.steps.get((op, place))
         if native_step is None:
-            native_step = _native_step(ops, trace, op, place)
+            native_step = _compile_hooks(ops, trace, op, place)
             if native_step is not None:
                 trace.plan.backward.steps[op, place] = native_step
         return native_step
@@ -214,7 +216,10 @@ class BackwardStep:
         return grads
 
     def _analyse_before(self, plan: Plan, unanalysed: Sequence[AnyTool]) -> Actions:
-        """Return a stack's actions at this op: stored ones, or those that analyses before the op record."""
+        """Return a stack's actions at this op: stored ones, or those that analyses before the op record.
+
+        `after` completes these, with the analyses after the op.
+        """
         tools = _with_their_dependencies(unanalysed, plan.stack.backward_tools)
 
         def find_actions() -> Actions | None:
@@ -292,23 +297,26 @@ class BackwardStep:
         if result is NotImplemented:
             return grads
         results = list(result) if isinstance(result, (list, tuple)) else [result]
-        required = [i for i, grad in enumerate(grads) if grad is not None]
+        required_positions = [i for i, grad in enumerate(grads) if grad is not None]
         if len(results) == len(grads):
             # Autograd wants no gradient where there was none.
             return [None if grad is None else new for grad, new in zip(grads, results, strict=True)]
-        if len(results) == len(required):
-            for position, value in zip(required, results, strict=True):
+        if len(results) == len(required_positions):
+            for position, value in zip(required_positions, results, strict=True):
                 grads[position] = value
             return grads
         error = RoutineError(
             f"{action} returned {len(results)} gradients; {self._facts.name} gives {len(grads)}, of "
-            f"which {len(required)} are wanted (positions {required})"
+            f"which {len(required_positions)} are wanted (positions {required_positions})"
         )
         raise self._facts.explain(error, action)
 
 
 def _with_their_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
-    """Return the tools among `tools` that are selected, or that a selected tool depends on."""
+    """Return the tools among `tools` that are selected, or that a selected tool depends on.
+
+    Returns `tools` itself if all are selected.
+    """
     if len(selection) == len(tools):
         return tools
     return [
