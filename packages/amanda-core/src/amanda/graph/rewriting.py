@@ -148,6 +148,7 @@ class Rewriting:
     _volatile_names: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A graph without copies, such as that of a file, has a history of its own.
         self.history = self.analysis.history or self.history
         self.reads = self.history.reads()
         self.state = self.analysis.state
@@ -212,10 +213,10 @@ class Side:
         self.sizes = list(sizes)
         self.unread = frozenset(unread)
         self._firsts: list[int] = []  # flat position of each value's first tensor
-        first = 0
+        flat_position = 0
         for size in self.sizes:
-            self._firsts.append(first)
-            first += 1 if size is None else size
+            self._firsts.append(flat_position)
+            flat_position += 1 if size is None else size
 
     @property
     def count(self) -> int:
@@ -261,7 +262,7 @@ class Side:
         return [i for i, (old, new) in enumerate(zip(self.before, self.refs, strict=True)) if old != new]
 
     def read(self, current: Mapping[Any, Any]) -> None:
-        """Take over the names under which other nodes read the values now."""
+        """Replace the names by those under which readers find the values now.  current: by earlier name."""
         self.refs = [current.get(ref, ref) for ref in self.refs]
         self.before = list(self.refs)
 
