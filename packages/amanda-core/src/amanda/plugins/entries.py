@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from amanda.errors import PluginError
-from amanda.interceptor.interrupts import raised_by_signals
+from amanda.interceptor.interrupts import collect_signal_errors
 
 logger = logging.getLogger("amanda")
 
@@ -114,7 +114,7 @@ def imported(load: Callable[[], T]) -> T:
     Raises ImportFailure from whatever the import raises, a KeyboardInterrupt or SystemExit of its own too;
     what a handler of a signal raises meanwhile, as the user's Ctrl-C does, is raised as it is.
     """
-    with raised_by_signals() as interrupts:
+    with collect_signal_errors() as interrupts:
         try:
             return load()
         except BaseException as error:
