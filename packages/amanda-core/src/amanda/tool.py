@@ -131,7 +131,7 @@ class Tool:
             )
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(RegisteredRoutine(self, callback, point, guard, closing))
-        _renew(self)
+        _update_open_scopes(self)
 
     def depends_on(self, *tools: Tool) -> None:
         """Run the routines of `tools` before this tool's; they join this one where it is applied."""
@@ -143,7 +143,7 @@ class Tool:
         dependencies = self._amanda.dependencies
         dependencies.extend(tools)
         try:
-            _renew(self)
+            _update_open_scopes(self)
         except DependencyCycleError:  # the open scope stays as it is
             del dependencies[len(dependencies) - len(tools) :]
             raise
@@ -167,7 +167,7 @@ class Tool:
         `amanda.tools.select` has those that most want.
         """
         self._amanda.admissions.append(admits)
-        _renew(self)
+        _update_open_scopes(self)
 
     @checked(error=ToolError)
     def wrap_routines(self, wrap: Wrapper) -> None:
@@ -177,7 +177,7 @@ class Tool:
         op itself run.
         """
         self._amanda.wrappers.append(wrap)
-        _renew(self)
+        _update_open_scopes(self)
 
     def unmatched(self) -> list[str]:
         """Return a sentence for each selection that fitted no op, for the report of a closing scope.
@@ -398,12 +398,12 @@ def preparation(tool: Tool) -> AbstractContextManager[Any] | None:
     return tool.calibrating() if tool.calibrates_when_prepared else None
 
 
-def _renew(tool: Tool) -> None:
-    """Note that routines, restrictions or dependencies were added; open scopes analyse ops anew by them."""
+def _update_open_scopes(tool: Tool) -> None:
+    """Note that a tool's routines, restrictions or dependencies have changed; make open scopes use them."""
     tool._amanda.version += 1
     if tool._amanda.was_used:
         for scope in scopes_with(tool):
-            scope.renew()
+            scope.update_routines()
 
 
 def _takes_context(callback: AnalysisRoutine) -> bool:

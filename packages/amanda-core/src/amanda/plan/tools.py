@@ -117,7 +117,8 @@ class ToolState:
         self.names_loaded: list[str] = []  # a loaded state that lacks one of these is an error
         self.analysed_ops: set[int] = set()  # ids; `op_gone` is called for each that dies
         self.dead_ops: deque[int] = deque()  # ids; `op_gone` is called for these before the next analysis
-        self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # with the version of the tool
+        self.options_read: tuple[str, ...] = ()  # names of options that the analysis routines read
+        self.options_read_version = -1  # version of the tool for which these were found
         self.options: dict[str, str] | None = None  # when a scope opened last
         self.logged: set[str] = set()  # selections that no op has matched
         self.was_used = False  # True once a scope with the tool has opened
