@@ -30,8 +30,8 @@ def pending_plan(stack: ToolStack) -> PendingPlan[Plan]:
 
 def test_a_pending_plan_is_shared_while_one_thread_has_it_and_forgotten_after() -> None:
     pending_plans, stack = PendingPlans(), ToolStack([], None)
-    first = pending_plans.share("key", lambda: None, lambda: pending_plan(stack))
-    assert pending_plans.share("key", lambda: None, lambda: pending_plan(stack)) is first
+    first = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
+    assert pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack)) is first
     del first
     gc.collect()
     assert not pending_plans._pending
@@ -40,16 +40,16 @@ def test_a_pending_plan_is_shared_while_one_thread_has_it_and_forgotten_after() 
 def test_a_plan_that_is_known_is_shared_once_no_pending_plan_is_left() -> None:
     pending_plans, stack = PendingPlans(), ToolStack([], None)
     plan = pending_plan(stack).plan
-    assert pending_plans.share("key", lambda: plan, lambda: pending_plan(stack)) is plan
+    assert pending_plans.find_or_create("key", lambda: plan, lambda: pending_plan(stack)) is plan
     assert not pending_plans._pending
 
 
 def test_a_pending_plan_that_dies_late_leaves_the_next_one() -> None:
     pending_plans, stack = PendingPlans(), ToolStack([], None)
-    old = pending_plans.share("key", lambda: None, lambda: pending_plan(stack))
+    old = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
     reference = pending_plans._pending["key"]
     del old
-    new = pending_plans.share("key", lambda: None, lambda: pending_plan(stack))
+    new = pending_plans.find_or_create("key", lambda: None, lambda: pending_plan(stack))
     assert pending_plans._pending["key"] is not reference
     assert pending_plans._pending["key"]() is new
 
@@ -58,9 +58,9 @@ def test_nothing_is_noted_of_backward_ops_that_nobody_watches() -> None:
     plans = [pending_plan(ToolStack([], None)).plan for _ in range(2)]
     assert not any(plan.wants_backward(gradients) for plan in plans for gradients in (None, 3))
     assert plans[0].backward is plans[1].backward
-    assert not plans[0].backward.complete
-    assert plans[0].backward.needs_nothing == {None}
-    assert plans[0].is_complete(3)
+    assert not plans[0].backward.analysed_for
+    assert plans[0].backward.inactive_for == {None}
+    assert plans[0].is_backward_complete(3)
 
 
 def test_facts_of_a_backward_op_are_those_of_its_op_but_for_its_own() -> None:

@@ -9,7 +9,7 @@ import pytest
 import amanda
 from amanda.backend import GraphAnalysis, Namespace, OpFacts, State, TensorOps
 from amanda.plan import Plan
-from amanda.plan.tool_stack import stack_of
+from amanda.plan.tool_stack import stack_for
 
 
 class Symbols(TensorOps):
@@ -50,7 +50,7 @@ def analysed(state: State) -> Plan:
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_no_plan_is_left_of_an_analysis_that_failed(place: str) -> None:
     outer, inner = Watching(), Watching(place)
-    state = State(stack_of([inner], stack_of([outer], None)))
+    state = State(stack_for([inner], stack_for([outer], None)))
     with suppress(ZeroDivisionError):
         analysed(state)
     assert [action.tool for action in analysed(state).after] == [outer, inner]

@@ -37,10 +37,11 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give the path of a new file beside a file, which the new one replaces when the context is left.
+    """Return a context with the path of a new file, which replaces the file at `path` when it is left.
 
     After an exception, or if the process is killed, the file is as it was before.  A new file has the mode
-    that the umask leaves, a replaced one keeps its own.  What is no file, such as a pipe, is written itself.
+    that the umask leaves, a replaced file keeps its mode.  For something other than a file, such as a pipe,
+    the path is the pipe's own.
     Raises FileError in place of an OSError.
     """
     path = Path(path)
@@ -60,7 +61,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             if target.exists():
                 with suppress(OSError):  # a file system without modes
                     part.chmod(stat.S_IMODE(target.stat().st_mode))
-            _store(part)
+            _flush_to_disk(part)
             part.replace(target)
         except BaseException:
             with suppress(OSError):
@@ -70,10 +71,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def replacing_all(target: Path, force: bool) -> Iterator[Path]:
-    """Give a path in a new folder; a file or folder there replaces the target, and files beside it, its data.
+    """Return a context with a path in a new folder, whose contents replace the target when it is left.
 
-    After an exception, such as KeyboardInterrupt, the target is as it was.  force: whether what is there is
-    replaced.  Raises ArtefactError where something is there, and FileError in place of an OSError.
+    The file or folder at the path replaces the target, files beside the path, such as its data, those beside
+    the target.  After an exception, such as KeyboardInterrupt, the target is as it was.
+    force: whether present files are replaced.  Raises ArtefactError where one is there without it, and
+    FileError in place of an OSError.
     """
     with naming(target):
         folder = Path(mkdtemp(prefix=f".{target.name[:_MAX_NAME_LENGTH]}.", dir=target.parent))
@@ -84,7 +87,7 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
             yield new / target.name
             for path in new.rglob("*"):
                 if path.is_file():
-                    _store(path)
+                    _flush_to_disk(path)
             # The data that belong to a file come before it, so that it never lacks them.
             names = sorted((path.name for path in new.iterdir()), key=lambda name: name == target.name)
             for name in names:
@@ -98,7 +101,7 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
 
 
 def _exchange(new: Path, target: Path, old: Path) -> None:
-    """Put a file or folder in the place of `target`; a folder there goes to `old`, or back after an error."""
+    """Move a file or folder to `target`; a folder there moves to `old`, and back after an error."""
     if not target.is_dir():
         new.replace(target)
         return
@@ -110,8 +113,8 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
         raise
 
 
-def _store(path: Path) -> None:
-    """Have the disk store what was written, so that a crash of the system leaves no empty file."""
+def _flush_to_disk(path: Path) -> None:
+    """Wait until a file's contents are on the disk, so that a crash of the system leaves no empty file."""
     handle = os.open(path, os.O_RDWR)
     try:
         os.fsync(handle)
@@ -140,22 +143,22 @@ def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None
 
 
 def file_beside(path: Path, name: str, part: str) -> Path:
-    """Return the path of a file that another one, of a stranger perhaps, names as a part of it.
+    """Return the path of a file that another file, perhaps a stranger's, names as a part of its contents.
 
     path: the other file, which may be a link to one among its parts, as in a cache of downloads.
     part: the part, for messages: "the data of weight".
     Raises ArtefactError for a file outside of its folder, also by a link, and for what is no regular file.
     """
-    place = path.parent / name
-    homes = [path.parent.resolve(), path.resolve().parent]
+    part_path = path.parent / name
+    allowed_folders = [path.parent.resolve(), path.resolve().parent]
     leads_out = Path(name).is_absolute() or ".." in Path(name).parts
     # The name comes from a file that anybody may have written.
-    if leads_out or not any(place.resolve().is_relative_to(home) for home in homes):
+    if leads_out or not any(part_path.resolve().is_relative_to(folder) for folder in allowed_folders):
         raise ArtefactError(f"{part} lie outside of its folder, in {name}")
-    with naming(place, "read"):
-        if not stat.S_ISREG(place.stat().st_mode):
+    with naming(part_path, "read"):
+        if not stat.S_ISREG(part_path.stat().st_mode):
             raise ArtefactError(f"{part} lie in {name}, which is no regular file")
-    return place
+    return part_path
 
 
 def is_part(name: str, of: str | None = None) -> bool:
@@ -168,7 +171,7 @@ def is_part(name: str, of: str | None = None) -> bool:
 
 
 def check_file_to_write(path: str | os.PathLike[str]) -> None:
-    """Raise FileError where a file cannot be written: its folder lacks, or may not be written to."""
+    """Raise FileError where a file cannot be written: its folder does not exist, or cannot be written to."""
     path = Path(path)
     with naming(path):
         if path.is_dir():
@@ -191,7 +194,8 @@ def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
 
 
 def _check_writable(folder: Path, path: Path) -> None:
-    """Make a file without a name in a folder: permissions alone do not tell of a read-only disk."""
+    """Raise FileError, which names `path`, unless a file can be made in a folder."""
+    # Tried, since permissions alone do not tell of a read-only disk.
     try:
         with TemporaryFile(dir=folder):
             return

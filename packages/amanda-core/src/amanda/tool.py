@@ -131,7 +131,7 @@ class Tool:
             )
         point = InstrumentationPoint.of(backward, require_outputs)
         self._amanda.analyses.append(RegisteredRoutine(self, callback, point, guard, closing))
-        _renew(self)
+        _update_open_scopes(self)
 
     def depends_on(self, *tools: Tool) -> None:
         """Run the routines of `tools` before this tool's; they join this one where it is applied."""
@@ -143,7 +143,7 @@ class Tool:
         dependencies = self._amanda.dependencies
         dependencies.extend(tools)
         try:
-            _renew(self)
+            _update_open_scopes(self)
         except DependencyCycleError:  # the open scope stays as it is
             del dependencies[len(dependencies) - len(tools) :]
             raise
@@ -167,7 +167,7 @@ class Tool:
         `amanda.tools.select` has those that most want.
         """
         self._amanda.admissions.append(admits)
-        _renew(self)
+        _update_open_scopes(self)
 
     @checked(error=ToolError)
     def wrap_routines(self, wrap: Wrapper) -> None:
@@ -177,7 +177,7 @@ class Tool:
         op itself run.
         """
         self._amanda.wrappers.append(wrap)
-        _renew(self)
+        _update_open_scopes(self)
 
     def unmatched(self) -> list[str]:
         """Return a sentence for each selection that fitted no op, for the report of a closing scope.
@@ -271,7 +271,7 @@ class Tool:
         key is taken instead of `make()`; `load` converts the value, as an array of a file into a variable.
         variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
         it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
-        Parts of a variable that ops read as views have state of their op_key: "in_proj_weight/mask@64".
+        Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
         renew: of a parameter that was kept here before `load_state_dict`, which an optimizer may hold, and
         what was loaded: writes it there and returns the parameter, or returns another value to be kept.
         Call it in an analysis routine.
@@ -280,7 +280,7 @@ class Tool:
         path = None if variable is None else context.get_variable_path(variable)
         # A caller that names the part itself, as in "mask@64", knows better.
         if variable is not None and "@" not in name:
-            name += context._facts.part_read(variable)
+            name += context._facts.variable_part(variable)
         op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         key = op_key if path is None else f"{self._number_path(path, variable)}/{name}"
         # In `state`, which `load_state_dict` replaces as a whole: no value of the model before is left.
@@ -289,7 +289,7 @@ class Tool:
             # Also under the op's key, which state has where the variable's path is not known.
             loaded_key = next((candidate for candidate in (key, op_key) if candidate in loaded), None)
             if loaded_key is None:
-                self._check_nothing_was_loaded(key)
+                self._check_may_create(key)
                 values[key] = make()
             else:
                 value = loaded.pop(loaded_key)
@@ -298,8 +298,8 @@ class Tool:
                 values[key] = value if former is None or renew is None else renew(former, value)
         return values[key]
 
-    def _check_nothing_was_loaded(self, key: str) -> None:
-        """Raise ToolError where strictly loaded state, which lacks a key, has anything at all."""
+    def _check_may_create(self, key: str) -> None:
+        """Raise ToolError if state was loaded strictly, which lacks this key; empty state allows all keys."""
         names = self._amanda.names_loaded
         if names:
             examples = get_close_matches(key, names, n=3) or names[:3]
@@ -310,30 +310,32 @@ class Tool:
             )
 
     def _number_path(self, path: str, variable: Any) -> str:
-        """Return a variable's path, with ".1", ".2" for those of further models."""
+        """Return a variable's path, with ".1", ".2" for variables with that path in further models."""
         numbers = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
         number = numbers.setdefault(self.identity_of(variable), len(numbers))
         return path if number == 0 else f"{path}.{number}"
 
     def place(self, context: OpContext) -> str:
-        """Return the name under which an op's state is kept: "module path/op", with ".1", ".2" for others.
+        """Return the key of an op's state: "module path/op", with ".1", ".2" for further ops of that name.
 
-        An op that reads a parameter which is no `weight` or `bias` of its module has its name, too, since
-        the data may say which is read first: "experts/linear(up.1)".
-        Ops of several graphs that have one name and read the same variables are one place: what Keras
+        The first call for an op chooses its key, which stays until `load_state_dict`.
+        The key of an op that reads a parameter other than `weight` and `bias` of its module holds the
+        parameter's
+        name, too, since the data may say which is read first: "experts/linear(up.1)".
+        Ops of several graphs that have one name and read the same variables have one key: what Keras
         traces of a layer to train it, and what to predict.
         """
         facts = context._facts
-        places: dict[int, str] = self._amanda.state.setdefault("places", {})
-        if facts.op_id not in places:
-            prefix = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
-            prefix += _name_first_parameter(facts.first_path(), context.get_scope())
-            places_of_prefix = self._amanda.state.setdefault("shared", {}).setdefault(prefix, [])
+        keys: dict[int, str] = self._amanda.state.setdefault("places", {})
+        if facts.op_id not in keys:
+            name = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
+            name += _parameter_suffix(facts.first_variable_path(), context.get_scope())
+            places_of_name = self._amanda.state.setdefault("shared", {}).setdefault(name, [])
             # By order of first use: a module that runs an op of one name twice does so in the same order each
             # time.
-            number = _number_place(places_of_prefix, facts.graph, facts.read_variables())
-            places[facts.op_id] = prefix if number == 0 else f"{prefix}.{number}"
-        return places[facts.op_id]
+            number = _find_or_add_place(places_of_name, facts.graph, facts.read_variables())
+            keys[facts.op_id] = name if number == 0 else f"{name}.{number}"
+        return keys[facts.op_id]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `keep` holds, by "module path/op/name", and what was loaded but not used."""
@@ -398,12 +400,12 @@ def preparation(tool: Tool) -> AbstractContextManager[Any] | None:
     return tool.calibrating() if tool.calibrates_when_prepared else None
 
 
-def _renew(tool: Tool) -> None:
-    """Note that routines, restrictions or dependencies were added; open scopes analyse ops anew by them."""
+def _update_open_scopes(tool: Tool) -> None:
+    """Note that a tool's routines, restrictions or dependencies have changed; make open scopes use them."""
     tool._amanda.version += 1
     if tool._amanda.was_used:
         for scope in scopes_with(tool):
-            scope.renew()
+            scope.update_routines()
 
 
 def _takes_context(callback: AnalysisRoutine) -> bool:
@@ -426,18 +428,22 @@ def _select_trainable(values: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _name_first_parameter(path: str | None, scope: str) -> str:
-    """Return the part of a place's name that says which parameter the op reads first.
+def _parameter_suffix(path: str | None, scope: str) -> str:
+    """Return the end of a state's key that names the parameter which the op reads first: "(up.1)".
 
+    path: the parameter's path in the model.  scope: path of the module that calls the op.
     "" for the `weight` or `bias` of its own module, and where no path is known.
     """
     name = (path or "").removeprefix(f"{scope}.")
     return f"({name})" if name not in ("", "weight", "bias") else ""
 
 
-def _number_place(places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable) -> int:
-    """Return which of the places of one name an op is at; add a place where it is at none of them.
+def _find_or_add_place(
+    places: list[tuple[set[Hashable], Hashable]], graph: Hashable, variables: Hashable
+) -> int:
+    """Return the index of an op's place among the places of one name; add a place where it is at none.
 
+    An op is at a place if another graph has an op there that reads the same variables.
     places: the graphs and the variables of each place, which this function extends.
     """
     for number, (graphs, place_variables) in enumerate(places):

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 _NO_ACTIONS = Actions()
 
 
-def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
-    """Compile the actions at an analysed backward op to native hooks; None where Python has to run them."""
+def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
+    """Compile the actions at an analysed backward op to native hooks; None where Python has to run them.
+
+    op, place: type of the backward op, and its place among the backward ops of the forward op.
+    """
     if ops.reader is None or trace.facts is None:
         return None
     # Before every backward op is analysed, a pass has to come through Python to analyse the rest.
-    if not trace.plan.is_complete(trace.gradients):
+    if not trace.plan.is_backward_complete(trace.gradients):
         return None
     backward_id = trace.facts.backward_id(op.__name__, place)
     if any(backward_id not in plan.backward.actions for plan in trace.plan.plans_with_backward):
@@ -47,12 +50,10 @@ def _native_step(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeS
     if any(action.takes_run for action in merged.all):
         return None
     resume, reader = _PythonContinuation(ops, facts), ops.reader
-    sides = (merged.before, merged.after)
-    programs = [program_on_values(actions, facts) if actions else None for actions in sides]
-    if any(actions and program is None for actions, program in zip(sides, programs, strict=True)):
-        return None
-
-    before, after = programs
+    before = program_on_values(merged.before, facts) if merged.before else None
+    after = program_on_values(merged.after, facts) if merged.after else None
+    if (merged.before and before is None) or (merged.after and after is None):
+        return None  # too many values for native code
 
     def with_shapes(*shapes: tuple[Any, ...]) -> NativeStep:
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
@@ -131,15 +132,16 @@ class BackwardStep:
             actions = plan.backward.actions.get(self.id)
             open_tools = self._open_tools_of(plan.stack)
             self._open_tools += open_tools
-            unanalysed = plan.unanalysed(self.id, open_tools) if state.cache else open_tools
-            # All backward ops had been analysed, so the values that an analysis would read were not stored.
-            if actions is None and unanalysed and trace.gradients in plan.backward.complete:
+            unanalysed = plan.tools_to_analyse(self.id, open_tools) if state.cache else open_tools
+            if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
+                # All backward ops had been analysed, so the values that an analysis would read were not
+                # stored.
                 self._expect_further_op(plan)
             elif trace.facts.dropped:
                 if actions is not None and unanalysed:
                     self._report_dropped(unanalysed)
             else:
-                if not plan.is_analysed(self.id):
+                if not plan.is_backward_analysed(self.id):
                     trace.pending.add(self.id)
                 if unanalysed:
                     self._unanalysed.append((len(self._actions), plan, unanalysed))
@@ -168,9 +170,9 @@ class BackwardStep:
     def _expect_further_op(self, plan: Plan) -> None:
         """Record and report that the op has a backward op which no earlier pass had, as for other shapes.
 
-        The next passes analyse it.
+        The next passes analyse it.  The op's native programs are dropped, so that these passes store values.
         """
-        plan.backward.complete.discard(self._trace.gradients)
+        plan.backward.analysed_for.discard(self._trace.gradients)
         self._trace.pending.add(self.id)
         self._trace.stack.forget_programs(self._trace.op_id)
         self._state.report(
@@ -184,10 +186,10 @@ class BackwardStep:
 
         Call this method where the state `settles`, for a trace of the state's own stack.
         """
-        # By type of the node and place: executions of one op have nodes of the same types at the same places.
+        # Executions of one op have nodes of the same types (`op`) at the same places.
         native_step = trace.plan.backward.steps.get((op, place))
         if native_step is None:
-            native_step = _native_step(ops, trace, op, place)
+            native_step = _compile_hooks(ops, trace, op, place)
             if native_step is not None:
                 trace.plan.backward.steps[op, place] = native_step
         return native_step
@@ -214,11 +216,14 @@ class BackwardStep:
         return grads
 
     def _analyse_before(self, plan: Plan, unanalysed: Sequence[AnyTool]) -> Actions:
-        """Return a stack's actions at this op: stored ones, or those that analyses before the op record."""
+        """Return a stack's actions at this op: stored ones, or those that analyses before the op record.
+
+        `after` completes these, with the analyses after the op.
+        """
         tools = _with_their_dependencies(unanalysed, plan.stack.backward_tools)
 
         def find_actions() -> Actions | None:
-            return None if plan.unanalysed(self.id, unanalysed) else plan.backward.actions[self.id]
+            return None if plan.tools_to_analyse(self.id, unanalysed) else plan.backward.actions[self.id]
 
         def create() -> PendingBackwardPlan:
             return PendingBackwardPlan(self._facts, plan, tools, not self._state.cache)
@@ -229,7 +234,7 @@ class BackwardStep:
             if tools is not plan.stack.backward_tools:
                 # Passes with other tools open analyse the op for these alone.
                 key = *key, *(tool._amanda.number for tool in tools)
-            pending = plan.stack.pending_plans.share(key, find_actions, create)
+            pending = plan.stack.pending_plans.find_or_create(key, find_actions, create)
         else:
             pending = create()
         if isinstance(pending, Actions):
@@ -248,7 +253,7 @@ class BackwardStep:
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
         for plan, pending in self._pending:
             pending.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
-            pending.keep()
+            pending.store()
             # The model has died during the pass: nothing else will drop the plan that was stored just now.
             if self._state.cache and self._trace.op_id not in plan.stack.plans:
                 plan.stack.drop_dead_op(self._trace.op_id)
@@ -258,7 +263,7 @@ class BackwardStep:
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
         # Only then may the execution's values be dropped: an op with analyses to come still needs them.
-        if all(plan.is_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
+        if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
             self._trace.pending.discard(self.id)
         return grads
 
@@ -269,7 +274,7 @@ class BackwardStep:
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
         """Run one routine if its tool is open; return the gradients, changed or as they are."""
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
-        current_action = action if self._state.recall is None else action.in_recomputation()
+        current_action = action if self._state.recall is None else action.for_recomputation()
         if current_action is None or not self._is_open(action):
             return grads
         shapes = self._shapes_so_far() if current_action.takes_shapes else None
@@ -292,23 +297,26 @@ class BackwardStep:
         if result is NotImplemented:
             return grads
         results = list(result) if isinstance(result, (list, tuple)) else [result]
-        required = [i for i, grad in enumerate(grads) if grad is not None]
+        required_positions = [i for i, grad in enumerate(grads) if grad is not None]
         if len(results) == len(grads):
             # Autograd wants no gradient where there was none.
             return [None if grad is None else new for grad, new in zip(grads, results, strict=True)]
-        if len(results) == len(required):
-            for position, value in zip(required, results, strict=True):
+        if len(results) == len(required_positions):
+            for position, value in zip(required_positions, results, strict=True):
                 grads[position] = value
             return grads
         error = RoutineError(
             f"{action} returned {len(results)} gradients; {self._facts.name} gives {len(grads)}, of "
-            f"which {len(required)} are wanted (positions {required})"
+            f"which {len(required_positions)} are wanted (positions {required_positions})"
         )
         raise self._facts.explain(error, action)
 
 
 def _with_their_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
-    """Return the tools among `tools` that are selected, or that a selected tool depends on."""
+    """Return the tools among `tools` that are selected, or that a selected tool depends on.
+
+    Returns `tools` itself if all are selected.
+    """
     if len(selection) == len(tools):
         return tools
     return [

@@ -66,13 +66,17 @@ class Call(ABC):
     def with_written(
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Add the inputs that the op wrote without returning them to its result, flattened."""
+        """Return the op's flat result with the inputs that the op wrote without returning them at its end.
+
+        values, rebuild: the flat result, and a function that puts it back into form.  The function that is
+        returned ignores the added inputs.
+        """
         # A batch normalization writes running statistics that it does not return.
         written = [inputs[i] for i in self.unreturned(outputs)]
         if not written:
             return values, rebuild
-        count = len(values)
-        return [*values, *written], lambda changed: rebuild(list(changed[:count]))
+        result_count = len(values)
+        return [*values, *written], lambda changed: rebuild(list(changed[:result_count]))
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the user's tensors that the op has written, for `Views.wrote`."""
@@ -271,20 +275,20 @@ class Trace:
     gradients: which inputs needed a gradient.
     plan: the op's plan in the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
-    anew: whether backward ops are analysed in each pass, as without the cache.
+    uncached: whether backward ops are analysed in each pass, as without the cache.
     facts: facts for contexts of backward ops.
     pending: ids of backward ops whose analysis is incomplete.
     """
 
     __slots__ = (
-        "__weakref__", "anew", "facts", "gradients", "op_id", "pending", "plan", "run", "shapes"
+        "__weakref__", "facts", "gradients", "op_id", "pending", "plan", "run", "shapes", "uncached"
     )  # fmt: skip
 
     def __init__(
-        self, op_id: int, gradients: Hashable, plan: Plan, run: dict[str, Any], anew: bool = False
+        self, op_id: int, gradients: Hashable, plan: Plan, run: dict[str, Any], uncached: bool = False
     ) -> None:
         self.op_id = op_id
-        self.anew = anew
+        self.uncached = uncached
         self.gradients = gradients
         self.plan = plan
         self.run = run
@@ -310,7 +314,7 @@ class Trace:
         # A copy: the facts of the forward contexts drop their values when the call ends, these when a pass
         # does.
         facts = forward_facts.at_backward(None, 0, True)
-        if self.plan.is_complete(self.gradients):
+        if self.plan.is_backward_complete(self.gradients):
             facts.drop_values()
         else:
             # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
@@ -320,16 +324,16 @@ class Trace:
             facts.dropped = False
         self.facts = facts
 
-    def finish(self, again: bool = True) -> None:
+    def finish(self, may_run_again: bool = True) -> None:
         """Record that every backward op of the execution has been analysed; drop the values.
 
-        again: whether another pass may run these ops.
+        Does nothing without the cache if another pass may run these ops: it analyses them once more, and
+        needs the values.
         """
-        # Without the cache the next pass analyses the same ops once more, and needs the values.
-        if again and self.anew:
+        if may_run_again and self.uncached:
             return
-        if not self.plan.is_complete(self.gradients):
+        if not self.plan.is_backward_complete(self.gradients):
             for plan in self.plan.plans_with_backward:
-                plan.backward.complete.add(self.gradients)
+                plan.backward.analysed_for.add(self.gradients)
         if self.facts is not None:
             self.facts.drop_values()

@@ -90,18 +90,21 @@ class EagerDriver(EagerOps, Driver):
             state.report(*obstacle)
             return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
-        signature = stack.key(self, call.inputs, op_id)
-        if call_cache is None or signature not in call_cache.plans:
-            return self._execute_first(call, state, op_id, signature)
-        plan = call_cache.plans[signature]
+        plan_key = stack.plan_key(self, call.inputs, op_id)
+        if call_cache is None or plan_key not in call_cache.plans:
+            return self._execute_first(call, state, op_id, plan_key)
+        plan = call_cache.plans[plan_key]
         # The answer of a callable guard is not part of native keys, and writes that views have to follow are
         # seen in Python alone.
         if key and not stack.keyed_by_callables and not must_see_writes:
             cache_program(self, call_cache, key, plan, call, state)
         return self._execute_plan(plan, call, state, op_id)
 
-    def _execute_first(self, call: Call, state: State, op_id: int, key: Hashable) -> Any:
-        """Analyse an op and execute it; store its plan, and the entry by which native code finds it."""
+    def _execute_first(self, call: Call, state: State, op_id: int, plan_key: Hashable) -> Any:
+        """Analyse an op and execute it; store its plan, and the entry by which native code finds it.
+
+        Without the cache nothing is stored.
+        """
         stack = state.stack
         assert stack is not None
         subjects = interceptor.subjects()
@@ -109,10 +112,10 @@ class EagerDriver(EagerOps, Driver):
         facts.op_id, facts.source = op_id, user_source()
         if stack.keyed_by_shapes_read:
             facts.input_shapes = self.shapes(call.inputs)
-        analysis = OpAnalysis(facts, self, stack, key, state.cache)
+        analysis = OpAnalysis(facts, self, stack, plan_key, state.cache)
         result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:
-            analysis.keep()
+            analysis.store_plans()
             if call.mutable or call.may_write_unseen():
                 # Recorded before any view is linked: from the first link on these ops have to run in Python.
                 stack.writing_ops.add(op_id)
@@ -129,13 +132,15 @@ class EagerDriver(EagerOps, Driver):
         state: State,
         op_id: int,
         analysis: OpAnalysis | None = None,
-        resumed: tuple[int, Any] = (-1, None),
+        last_called: int = -1,
+        returned: Any = None,
         changed_inputs: list[Any] | None = None,
     ) -> Any:
         """Run the routines of a plan and the op between them; return the op's result for the program.
 
         analysis: the analysis to complete after the op, at its first execution.
-        resumed: index of the routine that native code called last, and its result; -1 where it called none.
+        last_called, returned: index of the routine that native code called last, and its result; -1 where it
+        called none.
         changed_inputs: inputs after the routines that native code called; None for the call's inputs.
         """
         # The facts of the first execution, without values: what errors and notes say of the op holds for all.
@@ -143,27 +148,25 @@ class EagerDriver(EagerOps, Driver):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         # Created before the routines run: nodes that these create must be told from the op's.
         tracing = self.tracing() if plan.has_backward_routines else None
-        step, returned = resumed
         actions = plan.actions(state.recall is not None)
-        run = plan.runs(self, state.is_recorded).resume(actions.before[: step + 1])
+        run = plan.run_dicts(self, state.is_recorded).dict_for_python(actions.before[: last_called + 1])
         shapes: tuple[Any, ...] | None = None
-        if (
-            plan.has_backward_routines
-            or plan.takes_shapes
-            or (analysis is not None and (plan.before or call.may_write()))
-        ):
+        # Analyses after the op may yet record a routine that takes shapes, when the op or a routine has
+        # written into the inputs.
+        may_need_shapes = analysis is not None and (plan.before or call.may_write())
+        if plan.has_backward_routines or plan.takes_shapes or may_need_shapes:
             shapes = (self.shapes(call.inputs),)
         for i, action in enumerate(actions.before):
-            if i >= step:
-                result = returned if i == step else NOT_CALLED
+            if i >= last_called:
+                result = returned if i == last_called else NOT_CALLED
                 inputs = run_routine(
                     self, action, inputs, facts, run, state.autodiff, call.mutable, result, shapes=shapes
                 )
         if inputs is not call.inputs:
             inputs = call.fitted(inputs)
-        gradients = self.gradients(inputs) if plan.has_backward_routines else None
-        traced = plan.wants_backward(gradients)
-        trace = Trace(op_id, gradients, plan, run, not state.cache) if traced else None
+        needs_grad = self.gradients(inputs) if plan.has_backward_routines else None
+        wants_backward = plan.wants_backward(needs_grad)
+        trace = Trace(op_id, needs_grad, plan, run, not state.cache) if wants_backward else None
         saved = None
         if call.targets and _may_change_outputs(plan, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
@@ -185,7 +188,7 @@ class EagerDriver(EagerOps, Driver):
         if analysis is not None:
             facts.inputs, facts.outputs = list(self.unwrapped(inputs)), list(self.unwrapped(values))
             # Analyses after the op may have recorded routines, which run in this first execution already.
-            plan = analysis.after()
+            plan = analysis.analyse_after_op()
             if shapes is None and plan.takes_shapes:
                 shapes = (self.shapes(call.inputs), self.shapes(values))
         if trace is not None:
@@ -211,7 +214,7 @@ class EagerDriver(EagerOps, Driver):
         Return outputs and inputs with the originals in the place of the written values.  Needed for ops such
         as an autograd.Function that marks an input dirty: no schema announces the write before the op runs.
         """
-        original_of: dict[int, Any] = {}
+        original_of: dict[int, Any] = {}  # by the id of the written value
         for original, replacement, version in zip(call.inputs, inputs, versions, strict=True):
             if (
                 replacement is not original
@@ -237,6 +240,8 @@ class EagerDriver(EagerOps, Driver):
     ) -> list[Any]:
         """Link values from routines with the views that they replaced; return the outputs to use.
 
+        Copies what the op has written to the other sides of links.  An output that is an input which a
+        routine replaced by an equal value becomes the program's own input.
         isolated: whether the routines before the op took no part in autodiff.
         """
         if inputs is not call.inputs:
@@ -260,6 +265,7 @@ class EagerDriver(EagerOps, Driver):
             views.link_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
         if changed is not values:
             changed = views.link_outputs(inputs, values, changed, (facts.name, facts.source))
+        # `views` is true while there are ties.
         if views and call.mutable:
             views.wrote(call.writes(inputs, values))
         if views and call.may_write_unseen():
@@ -314,16 +320,22 @@ class EagerDriver(EagerOps, Driver):
                 self, action, values, facts, run, state.autodiff, mutable, returned, keep_saved, shapes
             )
             if changed is not values and not (action.differentiable or state.autodiff):
-                changed = [
-                    old
-                    if new is not old and self.is_handed_back(old, inputs) and self.same(old, new)
-                    else new
-                    for old, new in zip(values, changed, strict=True)
-                ]
-                if all(map(operator.is_, values, changed)):
-                    changed = values
+                changed = self._keep_returned_inputs(values, changed, inputs)
             values, returned = changed, NOT_CALLED
         return values
+
+    def _keep_returned_inputs(
+        self, values: list[Any], changed: Sequence[Any], inputs: Sequence[Any]
+    ) -> list[Any]:
+        """Return changed outputs with inputs that the op returned instead of equal tensors of a routine.
+
+        Returns `values` itself if these are all.
+        """
+        outputs = [
+            old if new is not old and self.is_handed_back(old, inputs) and self.same(old, new) else new
+            for old, new in zip(values, changed, strict=True)
+        ]
+        return values if all(map(operator.is_, values, outputs)) else outputs
 
     def _resume(self, call: Call, state: State, op_id: int, resumption: interceptor.Resumption) -> Any:
         """Continue an execution that native code has stopped, with the plan that native code used.
@@ -332,28 +344,26 @@ class EagerDriver(EagerOps, Driver):
         looked up again, since an in-place op may have changed the dtype or shape of an argument.
         """
         plan, step, returned, outputs, changed_inputs = resumption
-        if outputs is NotImplemented:
-            resumed = step, returned
-            return self._execute_plan(
-                plan, call, state, op_id, resumed=resumed, changed_inputs=changed_inputs
-            )
+        if outputs is NotImplemented:  # the op has not run
+            return self._execute_plan(plan, call, state, op_id, None, step, returned, changed_inputs)
         facts = plan.chain[0].context._facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
             outputs = call.formed(outputs)
         values, rebuild = self.results(call, outputs, inputs)
         actions = plan.actions(state.recall is not None)
+        # Steps count the routines before the op, then those after it.
         first = step - len(actions.before)
-        if first < 0:
+        if first < 0:  # native code stopped at the op's own result
             first, returned = 0, NOT_CALLED
         written = call.written(inputs, values)
         saved = self.saved_of(written, values) if written else None
         remaining, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
-        next_step = first + (returned is not NOT_CALLED)
+        first_uncalled = first if returned is NOT_CALLED else first + 1
         run: dict[str, Any] = {}
-        if any(action.takes_run for action in actions.after[next_step:]):
-            before = (*actions.before, *actions.after[:next_step])
-            run = plan.runs(self, state.is_recorded).resume(before, plan.has_backward_routines)
+        if any(action.takes_run for action in actions.after[first_uncalled:]):
+            called = (*actions.before, *actions.after[:first_uncalled])
+            run = plan.run_dicts(self, state.is_recorded).dict_for_python(called, plan.has_backward_routines)
         changed = self._run_after(
             remaining, values, written, facts, run, state, shapes, inputs, returned, saved
         )
@@ -386,7 +396,10 @@ class EagerDriver(EagerOps, Driver):
         return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
     def _store_call_cache(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
-        """Put the stack's plans of an op into the interceptor's table; None for an op without work."""
+        """Put the stack's plans of an op into the interceptor's table; None for an op without work.
+
+        If they are there, drop the programs that native code has of them.
+        """
         entry = stack.table.get(op_id)
         if isinstance(entry, interceptor.CallCache):
             entry.forget()
@@ -402,15 +415,15 @@ class EagerDriver(EagerOps, Driver):
         """Return True if views have to follow the writes of an op."""
         return self.views is not None and self.views.watching and op_id in stack.writing_ops
 
-    def finish(self, trace: Trace, again: bool = True) -> None:
+    def finish(self, trace: Trace, may_run_again: bool = True) -> None:
         """Mark the backward ops of an execution as analysed.
 
-        again: whether another backward pass may run these ops.
+        may_run_again: whether another backward pass may run these ops.
         """
-        trace.finish(again)
+        trace.finish(may_run_again)
 
     def closing(self, report: Report) -> None:
-        """Turn values from routines back into views of the tensors that they replaced."""
+        """Turn values from routines back into views of the tensors that they replaced; report the others."""
         for name, source in () if self.views is None else self.views.release():
             report.add(
                 f"what is written after the scope into a result of {name}, or into what that was a view of",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amanda import interceptor
 from amanda.eager.call import Trace
 from amanda.plan.action import replacement_arguments, signature_error
-from amanda.plan.facts import add_note, describe
+from amanda.plan.facts import add_note, error_note
 from amanda.plan.routine import mutation_error
 from amanda.plan.tensors import spread
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from amanda.scope.state import State
 
 
+# In `Call.sources`: the input is a default of the signature, not an argument.
+_DEFAULT = -1
+
+
 def cache_program(
     ops: EagerOps, call_cache: interceptor.CallCache, key: int, plan: Plan, call: Call, state: State
 ) -> None:
@@ -29,28 +33,30 @@ def cache_program(
 
     key: the call_cache's key of the form.  state: state of a thread; part of the key.
     """
-    gradients = ops.gradients(call.inputs)
-    traced = plan.has_backward_routines and plan.wants_backward(gradients)
+    needs_grad = ops.gradients(call.inputs)
+    wants_backward = plan.has_backward_routines and plan.wants_backward(needs_grad)
     actions = plan.actions(state.recall is not None)
-    if not (actions or traced):
+    if not (actions or wants_backward):
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
         return
     if not ops.runs_natively:
         return
     facts = plan.chain[0].context._facts
-    runs = plan.runs(ops, state.is_recorded)
-    trace = _trace_recorder(ops, call_cache, plan, actions, runs, call, gradients, facts) if traced else None
-    if traced and trace is None:
-        return
-    refuse = None
-    if call.targets and gradients is not None and plan.has_output_routines:
+    run_dicts = plan.run_dicts(ops, state.is_recorded)
+    leave_trace = None
+    if wants_backward:
+        leave_trace = _trace_recorder(ops, call_cache, plan, actions, run_dicts, call, needs_grad, facts)
+        if leave_trace is None:
+            return
+    refuses = None
+    if call.targets and needs_grad is not None and plan.has_output_routines:
         if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
             return
         # The op's own backward may have saved the tensor that a routine then writes into; where the driver
         # cannot replace the saved tensor by a copy, Python runs the call.
-        refuse = ops.saves_out_of_reach
-    program = _build_program(ops, plan, actions, runs, call, facts, trace, refuse)
+        refuses = ops.saves_out_of_reach
+    program = _build_program(ops, plan, actions, run_dicts, call, facts, leave_trace, refuses)
     if program is not None:
         call_cache.learn(key, program)
 
@@ -60,9 +66,9 @@ def _trace_recorder(
     call_cache: interceptor.CallCache,
     plan: Plan,
     actions: Actions,
-    runs: RunDicts,
+    run_dicts: RunDicts,
     call: Call,
-    gradients: Hashable,
+    needs_grad: Hashable,
     facts: OpFacts,
 ) -> Callable[[int, int, int, Any, list[Any]], None] | None:
     """Return a function that attaches the traces of native executions; None where only Python can.
@@ -74,8 +80,8 @@ def _trace_recorder(
     writes_others = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
     if writes_others or any(action.differentiable for action in plan.inserted):
         return None
-    if plan.is_complete(gradients) and not plan.takes_run:
-        shared_trace = Trace(facts.op_id, gradients, plan, {})
+    if plan.is_backward_complete(needs_grad) and not plan.takes_run:
+        shared_trace = Trace(facts.op_id, needs_grad, plan, {})
         shared_trace.keep(ops, facts, [], [])
         leave_shared_trace: Callable[..., None] = ops.backward_marker(shared_trace, bool(call.targets))
         return leave_shared_trace
@@ -85,12 +91,12 @@ def _trace_recorder(
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
         """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.made_between`."""
-        run = runs.dict_for_backward(actions.before, actions.after)
-        trace = Trace(facts.op_id, gradients, plan, run)
+        run = run_dicts.dict_for_backward(actions.before, actions.after)
+        trace = Trace(facts.op_id, needs_grad, plan, run)
         values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.keep(ops, facts, inputs, values)
-        if plan.is_complete(gradients) and not plan.takes_run:
+        if plan.is_backward_complete(needs_grad) and not plan.takes_run:
             # The program that called this function was built for incomplete analyses; build a faster one.
             call_cache.forget()
         nodes = ops.made_between(begin, start, end)
@@ -103,16 +109,16 @@ def _build_program(
     ops: EagerOps,
     plan: Plan,
     actions: Actions,
-    runs: RunDicts,
+    run_dicts: RunDicts,
     call: Call,
     facts: OpFacts,
-    trace: Callable[..., None] | None,
-    refuse: Callable[[Any], bool] | None,
+    leave_trace: Callable[..., None] | None,
+    refuses: Callable[[Any], bool] | None,
 ) -> interceptor.Program | None:
     """Return the native program for calls of this form; None where Python has to execute the plan.
 
-    trace: called with the clock readings around the op, if backward ops have to be traced.
-    refuse: returns True for a first argument with which Python has to run the call; None if there is none.
+    leave_trace: called with the clock readings around the op, if backward ops have to be traced.
+    refuses: returns True for a first argument with which Python has to run the call; None if there is none.
 
     Native code calls the routines and checks that they did not modify their arguments. A returned tensor of
     the same dtype, shape and device replaces the original; after any other result Python continues.
@@ -126,20 +132,23 @@ def _build_program(
     # for any result but None.
     if call.unreturned(...):
         return None
-    substitutes = call.takes_equals()
-    replace = None
+    takes_equals = call.takes_equals()
+    replacement = None
     if actions.replace is not None:
-        replace = _replacement_step(ops, actions.replace, call) if substitutes and trace is None else None
-        if replace is None:
+        if not takes_equals or leave_trace is not None:
+            return None
+        replacement = _replacement_step(ops, actions.replace, call)
+        if replacement is None:
             return None
     # Defaults of the signature: a call of this form does not pass them, so native code takes them from here.
     constants = tuple(
-        value if source == -1 else None for value, source in zip(call.inputs, sources, strict=True)
+        value if source == _DEFAULT else None for value, source in zip(call.inputs, sources, strict=True)
     )
-    routines = runs.routines(ops, actions.before, actions.after, trace is not None)
+    is_traced = leave_trace is not None
+    routines = run_dicts.native_routines(ops, actions.before, actions.after, is_traced)
     return _program_of_routines(
-        actions.before, actions.after, facts, sources, constants, plan, trace, refuse, replace, substitutes,
-        trace is not None and plan.backward_takes_shapes, tuple(call.unreturned(None)),
+        actions.before, actions.after, facts, sources, constants, plan, leave_trace, refuses, replacement,
+        takes_equals, is_traced and plan.backward_takes_shapes, tuple(call.unreturned(None)),
         routines=routines, replaced_by=actions.replace,
     )  # fmt: skip
 
@@ -164,7 +173,7 @@ def _program_of_routines(
     """
     reporter = _ErrorReporter((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
     steps = [
-        tuple(_step(action, routines.get(action, action.func)) for action in actions)
+        tuple(_routine_step(action, routines.get(action, action.func)) for action in actions)
         for actions in (before, after)
     ]
     try:
@@ -195,17 +204,18 @@ def _replacement_step(
     elif any(position >= len(inputs) for position in positions):
         return None
     arguments, kwargs = [inputs[i] for i in positions], {name: inputs[i] for name, i in named.items()}
+    # A call that would raise is left to Python, whose error lists the op's values.
     if (
         named.keys() & action.kwargs.keys()
-        # A call that would raise is left to Python, whose error lists the op's values.
         or signature_error(action, inputs, call.names, arguments, kwargs) is not None
     ):
         return None
-    step = action.func, (*positions, *named.values()), dict(action.kwargs), action.tool._amanda.lock, False
+    isolated = False  # a replacement takes part in autodiff
+    step = action.func, (*positions, *named.values()), dict(action.kwargs), action.tool._amanda.lock, isolated
     return step, tuple(named)
 
 
-def _step(action: Action, routine: Routine) -> tuple[Any, ...]:
+def _routine_step(action: Action, routine: Routine) -> tuple[Any, ...]:
     """Return a routine in the form that `interceptor.Program` takes."""
     lock, isolated = action.tool._amanda.lock, not action.differentiable
     return routine, action.select, dict(action.kwargs), lock, isolated, action.takes_shapes
@@ -223,7 +233,7 @@ class _ErrorReporter:
     def failed(self, step: int, error: BaseException) -> None:
         """Add a note to a routine's exception with the op and the tool."""
         action = self._actions[step]
-        add_note(error, describe(self._facts, action.tool, str(action)))
+        add_note(error, error_note(self._facts, action.tool, str(action)))
 
     def mutated(self, step: int, index: int) -> None:
         """Raise MutationError for a routine that wrote into an argument."""

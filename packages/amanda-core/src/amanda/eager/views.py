@@ -3,6 +3,10 @@
 The value that a routine returns has memory of its own. A program that writes into the value, or into the base
 of the view, would no longer see the write on the other side. `Views` stores which value replaced which view,
 and after each op that writes, it copies the written elements to the other side.
+
+A tie connects such a value with its view; its ends are the memories of both. A value may itself lie in the
+memory of another tie's view, so ties form chains. A link is a tie whose value the program has dropped, and
+which other ties still lead over.
 """
 
 from __future__ import annotations
@@ -132,8 +136,8 @@ class Views(ABC):
 
         rerun: runs the op on its original inputs, to see whether the outputs are views of these.
         """
-        results = spread(outputs)
-        result_memories = [self._memories(output) for output in results]
+        flat_outputs = spread(outputs)
+        memories_of_outputs = [self._memories(output) for output in flat_outputs]
         for view, value in _replaced_pairs(originals, replacements):
             view_parts, value_parts = self.parts_of(view), self.parts_of(value)
             if len(view_parts) != len(value_parts):
@@ -141,22 +145,22 @@ class Views(ABC):
             for view_part, value_part in zip(view_parts, value_parts, strict=True):
                 value_memory = self.memory(value_part)
                 overlapping = [
-                    output for output, memories in zip(results, result_memories, strict=True)
+                    output for output, memories in zip(flat_outputs, memories_of_outputs, strict=True)
                     if any(self._reaches(memory, {value_memory}) for memory in memories)
                 ]  # fmt: skip
-                if value_memory is None or not overlapping:
+                if value_memory is None or not overlapping or view_part.shape != value_part.shape:
                     continue
                 # Otherwise the program may drop the value and keep an output in its memory, which then
                 # decides how long the tie lives.
                 is_held = value_part is value and all(
                     self.keeps_alive(output, value) for output in overlapping
                 )
-                if view_part.shape != value_part.shape or not (
-                    (is_held and self.alike(view_part, value_part))
-                    or any(self.memory(view_part) in self._memories(output) for output in spread(rerun()))
-                ):
-                    continue
-                self._add_tie(view_part, value_part, True, label, () if is_held else overlapping)
+                # Of tensors with the same layout the op returns views of both; else it has to run to tell.
+                overlaps_view = (is_held and self.alike(view_part, value_part)) or any(
+                    self.memory(view_part) in self._memories(output) for output in spread(rerun())
+                )
+                if overlaps_view:
+                    self._add_tie(view_part, value_part, True, label, () if is_held else overlapping)
 
     def link_outputs(
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
@@ -177,7 +181,10 @@ class Views(ABC):
             self._copy_across(self.parts(tied_parts))
 
     def settle(self) -> None:
-        """Copy writes that no driver has seen, such as under `amanda.disabled()`."""
+        """Copy writes that no driver has seen, such as under `amanda.disabled()`.
+
+        What cannot be copied is noted for `release`.
+        """
         for tie in list(self._labels):
             side = tie.drifted()
             if side is not None:
@@ -187,7 +194,10 @@ class Views(ABC):
                     self._lost.append(self._labels[tie])
 
     def release(self) -> Iterator[Label]:
-        """Turn values back into views as the last scope closes; yield labels where contents would change."""
+        """Turn values back into views as the last scope closes; forget all ties.
+
+        Yields the labels of ties that stay apart, since contents would change, and of writes that were lost.
+        """
         self.settle()
         for tie in self._living_ties():
             if not tie.rejoin():
@@ -275,11 +285,11 @@ class Views(ABC):
     def _add_tie(
         self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()
     ) -> None:
-        """Tie a value to a view, unless that closes a cycle; begin to watch ops that write."""
-        start = self.memory(value)
-        if self._reaches(self.memory(view), {start}):
+        """Tie a value to a view, unless that closes a cycle or the value has a tie; watch ops that write."""
+        value_memory = self.memory(value)
+        if self._reaches(self.memory(view), {value_memory}):
             return  # a cycle of ties would copy a write forever
-        if any(tie.ends[0] == start for tie in self._ties.get(start, ())):
+        if any(tie.ends[0] == value_memory for tie in self._ties.get(value_memory, ())):
             return
         tie = self.tie(view, value, is_input, self._drop_tie, holders)
         self._labels[tie] = label
@@ -288,7 +298,7 @@ class Views(ABC):
         if not self.watching:
             self.watching = True
             for stack in list(plan_lifetimes.stacks):
-                stack.watch_writes()
+                stack.run_writes_in_python()
 
     def _drop_tie(self, tie: Tie) -> None:
         """Drop a tie whose value is dead, and links that only this tie led to.
@@ -314,14 +324,20 @@ class Views(ABC):
 
     def _copy_across(self, parts: dict[Hashable, Any]) -> None:
         """Copy writes along all ties; this ends, since ties have no cycle."""
-        waiting: list[tuple[Hashable, Any, Tie | None]] = [(*part, None) for part in parts.items()]
+        waiting: list[tuple[Hashable, Any, Tie | None]] = [
+            (memory, written, None) for memory, written in parts.items()
+        ]
         while waiting:
             memory, written, source_tie = waiting.pop(0)
             for tie in list(self._ties.get(memory, ())):
                 # The tie over which a write came must not carry it back.
-                if tie is not source_tie and (copied := tie.carry(memory, written)) is not None:
-                    # The end that was not written: True counts as index 1.
-                    waiting.append((tie.ends[memory == tie.ends[0]], copied, tie))
+                if tie is source_tie:
+                    continue
+                copied = tie.carry(memory, written)
+                if copied is not None:
+                    value_memory, view_memory = tie.ends
+                    other_memory = view_memory if memory == value_memory else value_memory
+                    waiting.append((other_memory, copied, tie))
 
 
 def settle_all() -> None:
@@ -336,7 +352,7 @@ when_enabled_again.append(settle_all)
 
 
 def _replaced_pairs(originals: Sequence[Any], replacements: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return pairs of an original and the value that replaced it, also inside lists."""
+    """Return pairs of an original and the value that replaced it, also inside lists of equal lengths."""
     pairs: list[tuple[Any, Any]] = []
     for old, new in zip(originals, replacements, strict=True):
         if new is old:

@@ -77,12 +77,12 @@ def _matches(name: str, path: Path) -> bool:
 def _readable_files() -> str:
     """Say which files the installed drivers read, and how to install more."""
     entries = registry.entries(ARTEFACTS, fresh=False)
-    forms = [f"{_file_form(entry)} ({entry.distribution})" for entry in entries]
+    readable = [f"{_file_pattern(entry)} ({entry.distribution})" for entry in entries]
     install_hint = f"drivers come by {how_to_install()}"
-    return f"there are {', '.join(forms)}; {install_hint}" if forms else install_hint
+    return f"there are {', '.join(readable)}; {install_hint}" if readable else install_hint
 
 
-def _file_form(entry: PluginEntry) -> str:
+def _file_pattern(entry: PluginEntry) -> str:
     return f"folders with {entry.name}" if "." in entry.name else f"*.{entry.name}"
 
 

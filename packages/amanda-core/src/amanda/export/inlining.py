@@ -17,7 +17,7 @@ from amanda.files import replacing_all
 from amanda.graph.rewriting import GraphAnalysis
 from amanda.options import checked
 from amanda.plan.plan import Actions, Plan
-from amanda.plan.tool_stack import stack_of
+from amanda.plan.tool_stack import stack_for
 from amanda.plan.tools import in_dependency_order
 from amanda.scope.report import Uninstrumented
 from amanda.scope.state import State, disabled
@@ -26,11 +26,23 @@ from amanda.tool import Tool, preparation
 if TYPE_CHECKING:
     from amanda.graph.rewriting import Rewriting
     from amanda.plan.action import Action
+    from amanda.plan.context import OpContext
     from amanda.plan.facts import OpFacts
     from amanda.plan.tensors import TensorOps
 
 # A model may have thousands of ops; a message of so many lines hides its end, which says what to do.
-_LISTED = 12
+_MAX_LISTED = 12
+_MAX_LISTED_OPS = 3
+
+
+class _Refusal(NamedTuple):
+    """A routine that cannot be inlined: its op, the op's module path, its tool and action, and the reason."""
+
+    op: str
+    scope: str
+    tool: str
+    action: str
+    reason: str
 
 
 class Inlined(NamedTuple):
@@ -77,7 +89,7 @@ class Inlining:
     _types: dict[str, None] = field(default_factory=dict)
     _admitted_tools: set[int] = field(default_factory=set)
     _stored: set[int] = field(default_factory=set)
-    _refused: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    _refused: list[_Refusal] = field(default_factory=list)
 
     def analysis(
         self, ops: TensorOps, on_plan: Callable[[Plan, OpFacts], object] | None = None
@@ -90,16 +102,16 @@ class Inlining:
 
     def stored(self, action: Action) -> None:
         """Record that a routine's result was computed and stored in the file instead of the routine."""
-        # Actions live in `_actions` until the result is read, so their ids are theirs.
+        # Actions live in `_actions` until the result is read, so no other object gets their ids.
         self._stored.add(id(action))
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
         """Record that a routine cannot be inlined; then nothing is written."""
         # Names, not facts: the error outlives the model.
-        self._refused.append((facts.name, facts.scope, type(action.tool).__name__, str(action), why))
+        self._refused.append(_Refusal(facts.name, facts.scope, type(action.tool).__name__, str(action), why))
 
     def leave(self, subject: str, reason: str, where: str = "") -> None:
-        """Record an uninstrumented part for the result.  where: the line of the program, if known."""
+        """Record an uninstrumented part for the result, once.  where: the line of the program, if known."""
         entry = Uninstrumented(subject, reason, where)
         # `instrument` of an artefact may be called more than once, for preparation and for the file.
         if entry not in self.left:
@@ -119,36 +131,37 @@ class Inlining:
         """Return the routines, in the order of their ops."""
         return [
             Inlined(
-                kind, facts.scope, str(getattr(facts.op, "name", "") or facts.name), action.type.value,
+                op_type, facts.scope, str(getattr(facts.op, "name", "") or facts.name), action.type.value,
                 getattr(action.func, "__qualname__", str(action.func)), type(action.tool).__name__,
                 id(action) in self._stored,
             )
-            for action, facts, kind in self._actions
+            for action, facts, op_type in self._actions
         ]  # fmt: skip
 
-    def take(self, plan: Plan, facts: OpFacts) -> Plan:
-        """Return an op's plan with only the actions that may be inlined; refuse its other actions."""
+    def record_plan(self, plan: Plan, facts: OpFacts) -> None:
+        """Record an op and the actions of its plan; refuse actions that cannot be inlined, and drop them."""
         self.analysed += 1
-        context = plan.context
-        kind = str(context.get("type") or facts.op_type or facts.name)
-        self._types.setdefault(kind)
-        for tool in self.state.stack.tools if self.state.stack is not None else ():
-            # Asked here, since the analysis does not say which tools' restrictions an op passed.
-            if id(tool) not in self._admitted_tools and all(
-                admits(context) for admits in tool._amanda.admissions
-            ):
-                self._admitted_tools.add(id(tool))
+        op_type = str(plan.context.get("type") or facts.op_type or facts.name)
+        self._types.setdefault(op_type)
+        self._note_admitted_tools(plan.context)
         for action in plan.all:
             why = _obstacle(action)
             if why:
                 self.refuse(action, facts, why)
             else:
-                self._actions.append((action, facts, kind))
-        # Taken out although nothing is written then: the other routines are tried, and one error names all.
+                self._actions.append((action, facts, op_type))
+        # Dropped although nothing is written then: the other routines are tried, and one error names all.
         plan.before = tuple(action for action in plan.before if not _obstacle(action))
         plan.after = tuple(action for action in plan.after if not _obstacle(action))
         plan.replace = None if plan.replace and _obstacle(plan.replace) else plan.replace
-        return plan
+
+    def _note_admitted_tools(self, context: OpContext) -> None:
+        """Note the tools whose restrictions admit an op; the analysis does not say which these are."""
+        for tool in self.state.stack.tools if self.state.stack is not None else ():
+            if id(tool) not in self._admitted_tools and all(
+                admits(context) for admits in tool._amanda.admissions
+            ):
+                self._admitted_tools.add(id(tool))
 
     def leave_idle(self, tool: Tool) -> None:
         """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
@@ -172,7 +185,7 @@ class Inlining:
             raise NotTraceableError(_refusal_text(source, self._refused), self._refused)
         # A copy without any routine would look like a success.
         if not self._actions:
-            reasons = "".join(f"\n  {entry.what}: {entry.reason}" for entry in self.left[:_LISTED])
+            reasons = "".join(f"\n  {entry.what}: {entry.reason}" for entry in self.left[:_MAX_LISTED])
             types = _listed_names(self._types)
             raise ArtefactError(
                 f"the tools insert nothing at any of the {self.analysed} ops of {source}, so nothing was "
@@ -191,8 +204,9 @@ class _InliningAnalysis(GraphAnalysis):
         self._on_plan = on_plan
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
-        """Return the plan with only the actions that may be inlined."""
-        plan = self._inlining.take(super().forward(facts, outputs), facts)
+        """Return the plan of an op with only the actions that may be inlined; record these."""
+        plan = super().forward(facts, outputs)
+        self._inlining.record_plan(plan, facts)
         if self._on_plan is not None:
             self._on_plan(plan, facts)
         return plan
@@ -242,7 +256,7 @@ def instrument(
         _prepare_tools(artefact, ordered_tools)
         inlining = _new_inlining(ordered_tools)
         artefact.instrument(inlining)
-        _report_backward(inlining, ordered_tools)
+        _note_backward_tools(inlining, ordered_tools)
         for tool in tools:
             inlining.leave_idle(tool)
         inlining.check(source)
@@ -284,26 +298,31 @@ def _write_in_parts(
 
 def _new_inlining(tools: Sequence[Tool]) -> Inlining:
     # Without the cache: plans lack the actions that cannot be inlined, so no scope may find them later.
-    return Inlining(State(stack_of(tools, None), cache=False))
+    return Inlining(State(stack_for(tools, None), cache=False))
 
 
 def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
     """Analyse every op in advance for tools that ask for it, such as a tool with one budget for all ops."""
-    prepared = [(tool, context) for tool in tools if (context := preparation(tool)) is not None]
-    if prepared:
-        with ExitStack() as stack:
-            for _, context in prepared:
-                stack.enter_context(context)
-            artefact.instrument(_new_inlining(in_dependency_order([tool for tool, _ in prepared])))
+    prepared_tools = []
+    with ExitStack() as preparations:
+        for tool in tools:
+            context = preparation(tool)
+            if context is not None:
+                preparations.enter_context(context)
+                prepared_tools.append(tool)
+        if prepared_tools:
+            artefact.instrument(_new_inlining(in_dependency_order(prepared_tools)))
 
 
-def _report_backward(inlining: Inlining, tools: Sequence[Tool]) -> None:
-    """Report tools with analysis routines for backward ops, which a file does not contain."""
+def _note_backward_tools(inlining: Inlining, tools: Sequence[Tool]) -> None:
+    """Note in `inlining` each tool with routines for backward ops: a file holds the forward pass alone.
+
+    Tools with `follows_dependents`, such as a mapping, are not noted: they have these routines for the tools
+    that depend on them.
+    """
     for tool in tools:
-        # A tool such as a mapping has routines for backward ops only for those that depend on it.
-        if not tool.follows_dependents and any(
-            routine.point.is_backward for routine in tool._amanda.analyses
-        ):
+        has_backward_routines = any(routine.point.is_backward for routine in tool._amanda.analyses)
+        if has_backward_routines and not tool.follows_dependents:
             inlining.leave(f"backward ops for {type(tool).__name__}", "a file holds the forward pass alone")
 
 
@@ -320,11 +339,12 @@ def _check_state(tools: Iterable[Tool], source: Path) -> None:
 
 def _listed_names(names: Collection[str]) -> str:
     """Return the names in one line, the first few of many."""
-    return ", ".join([*islice(names, _LISTED), *(["..."] if len(names) > _LISTED else [])])
+    ellipsis = ["..."] if len(names) > _MAX_LISTED else []
+    return ", ".join([*islice(names, _MAX_LISTED), *ellipsis])
 
 
 def _obstacle(action: Action) -> str:
-    """Return the reason why a routine cannot be inlined; "" where it can."""
+    """Return the reason why a routine cannot be inlined, as far as its marks tell; "" where it may be."""
     if not action.traceable:
         return "it is not marked @amanda.traceable"
     if action.observer or action.opening:
@@ -332,17 +352,18 @@ def _obstacle(action: Action) -> str:
     return "it takes `run`, which belongs to one execution" if action.takes_run else ""
 
 
-def _refusal_text(source: Path, refused: Sequence[tuple[str, str, str, str, str]]) -> str:
+def _refusal_text(source: Path, refused: Sequence[_Refusal]) -> str:
     """Return the message that lists routines which cannot be written, grouped by tool, action and reason."""
-    places: dict[tuple[str, str, str], list[str]] = {}
-    for name, scope, tool, action, why in refused:
-        places.setdefault((tool, action, why), []).append(f"{name} {scope}".strip())
+    ops_by_routine: dict[tuple[str, str, str], list[str]] = {}
+    for op, scope, tool, action, reason in refused:
+        ops_by_routine.setdefault((tool, action, reason), []).append(f"{op} {scope}".strip())
     lines = []
-    for (tool, action, why), ops in list(places.items())[:_LISTED]:
-        suffix = f" and {len(ops) - 3} more" if len(ops) > 3 else ""
-        lines.append(f"  {tool}, {action}: {why}; at {', '.join(ops[:3])}{suffix}")
-    if len(places) > _LISTED:
-        lines.append(f"  and {len(places) - _LISTED} more routines")
+    for (tool, action, reason), ops in list(ops_by_routine.items())[:_MAX_LISTED]:
+        first_ops, more_count = ", ".join(ops[:_MAX_LISTED_OPS]), len(ops) - _MAX_LISTED_OPS
+        suffix = f" and {more_count} more" if more_count > 0 else ""
+        lines.append(f"  {tool}, {action}: {reason}; at {first_ops}{suffix}")
+    if len(ops_by_routine) > _MAX_LISTED:
+        lines.append(f"  and {len(ops_by_routine) - _MAX_LISTED} more routines")
     return "\n".join(
         [
             f"routines that run as Python at each execution cannot be written into a copy of {source}, and "

@@ -141,18 +141,19 @@ class Insertion:
             raise self.facts.explain(error, action)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         read_gradients = list(self.read_gradients)
-        if len(self.output_positions) == 1 and len(results) != 1:
+        output_count = len(self.output_positions)
+        if output_count == 1 and len(results) != 1:
             return results  # one output that is a list
-        if len(results) == len(self.output_positions):
+        if len(results) == output_count:
             return spread(results)
         if read_gradients and len(results) == len(read_gradients):
-            gradients: list[Any] = [None] * len(self.output_positions)
+            gradients: list[Any] = [None] * output_count
             for position, value in zip(read_gradients, results, strict=True):
                 gradients[position] = value
             return gradients
         noun = "gradients" if action.type.is_backward else "outputs"
         error = RoutineError(
-            f"{action} returned {len(results)} {noun}; {self.facts.name} gives {len(self.output_positions)}"
+            f"{action} returned {len(results)} {noun}; {self.facts.name} gives {output_count}"
         )
         raise self.facts.explain(error, action)
 
@@ -226,7 +227,7 @@ class Execution:
         self.table = table
         self.runs: RunsByOp = {} if runs is None else runs
         self.stores: dict[Hashable, list[Any]] = {} if stores is None else stores
-        self._remaining: dict[Any, int] = {}
+        self._unread_counts: dict[Any, int] = {}  # by reader and place
         self.error: BaseException | None = None
         self._every = every
         # The thread that runs the graph; routines are called on threads of the framework.
@@ -249,12 +250,13 @@ class Execution:
     def stored_value(self, place: Hashable, reader: Any) -> Any:
         """Return a value that a place has stored: each reader gets the last value first, then earlier ones.
 
-        The gradient of a loop runs the rounds in reverse.
+        The gradient of a loop runs the rounds in reverse.  A reader that has had all gets the first value
+        again.
         """
         entries = self.stores[place]
-        index = self._remaining[reader, place] = max(
-            self._remaining.get((reader, place), len(entries)) - 1, 0
-        )
+        unread_count = self._unread_counts.get((reader, place), len(entries))
+        index = max(unread_count - 1, 0)
+        self._unread_counts[reader, place] = index
         return entries[index]
 
     def runs_action(self, action: Action) -> bool:
@@ -267,7 +269,7 @@ class Execution:
         self._running[self.number] = self
 
     def end(self) -> None:
-        """Forbid the graph to call back."""
+        """Forbid the graph to call back from now on."""
         self._running.pop(self.number, None)
 
     @contextmanager

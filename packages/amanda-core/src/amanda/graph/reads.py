@@ -23,7 +23,10 @@ _MISSING = object()
 
 
 class Reading(NamedTuple):
-    """A place that a routine reads: `read(holder, name)` returns its value now; value: its earlier value."""
+    """A place that a routine reads: an attribute, global variable, closure cell or container, with its value.
+
+    read: returns the present value of `name` in `holder`.  value: the value when the place was recorded.
+    """
 
     read: Callable[[Any, Any], Any]
     holder: Any
@@ -60,12 +63,12 @@ class Reads:
         self._places: dict[tuple[int, Any], Reading] = {}
         # With the objects, so that no id is given to another object meanwhile.
         self._visited: dict[int, Any] = {}
-        self._holders: list[Any] = []
-        self._names: dict[str, None] = {}
-        self._stored: dict[str, None] = {}
+        self._holders: list[Any] = []  # objects with attributes to follow
+        self._names: dict[str, None] = {}  # of attributes and globals in the code that was followed
+        self._names_set: dict[str, None] = {}  # those of them that the code sets
         self._followed: set[tuple[int, str]] = set()
-        self._packages: set[str] = set()
-        self._left_out: set[tuple[int, Any]] = set()
+        self._packages: set[str] = set()  # whose functions, classes and modules are followed
+        self._excluded: set[tuple[int, Any]] = set()  # places that the traced routines set
         self.written: dict[str, None] = {}
 
     @classmethod
@@ -89,12 +92,8 @@ class Reads:
         for value in action.kwargs.values():
             self.reach(value)
         # What an attribute leads to may add holders and names, so repeat until no pair is new.
-        while pairs := [
-            (holder, name)
-            for holder, name in self._holder_names()
-            if (id(holder), name) not in self._followed
-        ]:
-            for holder, name in pairs:
+        while new_pairs := self._unfollowed_attributes():
+            for holder, name in new_pairs:
                 self._followed.add((id(holder), name))
                 self._follow_attribute(holder, name)
 
@@ -113,13 +112,14 @@ class Reads:
 
         Their names are added to `written`.  places: the places to look at; None for all.
         """
-        for name in self._stored:
-            owners = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
-            if any(attribute is not _MISSING for attribute in owners):
+        for name in self._names_set:
+            attributes = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
+            if any(attribute is not _MISSING for attribute in attributes):
                 self.written[name] = None
-        for place in [place for place in (self if places is None else places) if not self._holds(place)]:
+        changed = [place for place in (self if places is None else places) if not self._holds(place)]
+        for place in changed:
             self.written[self.name_of(place)] = None
-            self._left_out.add(place.key)
+            self._excluded.add(place.key)
             del self._places[place.key]
 
     def name_of(self, place: Reading) -> str:
@@ -171,12 +171,16 @@ class Reads:
         return _home_package(type(value)) not in self.opaque
 
     def reach(self, value: Any) -> None:
-        """Follow a value: record the attributes, cells and elements that it leads to."""
+        """Follow a value: record the attributes, cells and elements that it leads to.
+
+        Does nothing for plain values, and for functions, classes and modules of other packages.
+        """
         if isinstance(value, self.plain) or id(value) in self._visited:
             return
         if isinstance(value, FunctionType):
             self.reach(getattr(value, "__wrapped__", None))  # the decorator may be of another package
-        if isinstance(value, (FunctionType, ModuleType, type)) and _home_package(value) not in self._packages:
+        has_package = isinstance(value, (FunctionType, ModuleType, type))
+        if has_package and _home_package(value) not in self._packages:
             return
         self._visited[id(value)] = value
         if isinstance(value, FunctionType):
@@ -199,7 +203,7 @@ class Reads:
 
     def read(self, holder: Any, name: str) -> Any:
         """Record an attribute; return its value, or None if each reading creates another value."""
-        return self._read_place(_attribute, holder, name)
+        return self._read_place(_attribute_or_missing, holder, name)
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._visited
@@ -211,71 +215,86 @@ class Reads:
         """Return True if a place has the value that was read earlier."""
         return self.is_same(place.read(place.holder, place.name), place.value)
 
-    def _holder_names(self) -> Iterator[tuple[Any, str]]:
-        return ((holder, name) for holder in self._holders for name in self._names)
+    def _unfollowed_attributes(self) -> list[tuple[Any, str]]:
+        """Return pairs of an object and a name in the routines' code that have not been followed."""
+        return [
+            (holder, name)
+            for holder in self._holders
+            for name in self._names
+            if (id(holder), name) not in self._followed
+        ]
 
     def _follow_code(self, function: FunctionType) -> None:
         """Record the globals, closure cells and defaults that a function's code reads."""
-        names, stored = names_of(function.__code__)
-        self._stored.update(dict.fromkeys(stored))
+        names, names_set = names_of(function.__code__)
+        self._names_set.update(dict.fromkeys(names_set))
         for name in names:
             self._names[name] = None
-            if name in function.__globals__ and name not in stored:
+            if name in function.__globals__ and name not in names_set:
                 self.reach(self._read_place(dict.get, function.__globals__, name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name not in stored:
-                self.reach(self._read_place(_in_cell, cell, name))
+            if name not in names_set:
+                self.reach(self._read_place(_cell_contents, cell, name))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.reach(default)
 
     def _follow_attribute(self, holder: Any, name: str) -> None:
         """Follow an attribute of an object, unless routines set it themselves, or its name is a special one.
 
-        Of a function in the object's class the code is followed, of any other attribute the value.
+        Of a function or property in the object's class the code is followed, of any other attribute, and of a
+        property of another package, the value.
         """
         # A value that the routines set themselves changes at each call: it would forbid every copy.
-        if name in self._stored or (name.startswith("__") and name.endswith("__")):
+        if name in self._names_set or (name.startswith("__") and name.endswith("__")):
             return
         attribute = inspect.getattr_static(holder, name, _MISSING)
-        is_own = name in getattr(holder, "__dict__", ())
+        is_in_instance = name in getattr(holder, "__dict__", ())
         is_foreign_property = (
             isinstance(attribute, property) and _home_package(attribute.fget) not in self._packages
         )
-        if isinstance(attribute, _FUNCTIONS) and not is_own and not is_foreign_property:
+        if isinstance(attribute, _FUNCTIONS) and not is_in_instance and not is_foreign_property:
             self.reach(attribute)
         elif attribute is not _MISSING or isinstance(holder, self.dynamic):
             self.reach(self.read(holder, name))
 
     def _read_place(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
-        """Record a place and return its value; None if missing, or if each reading creates another value."""
+        """Record a place and return its value; None if missing, or if each reading creates another value.
+
+        A place of which each reading creates another value is not recorded, nor one that the routines set.
+        """
         place = Reading(read, holder, name, read(holder, name))
-        if not self._holds(place):
+        if not self._holds(place):  # a second reading gave another value
             return None
-        if place.key not in self._left_out:
+        if place.key not in self._excluded:
             self._places.setdefault(place.key, place)
         return None if place.value is _MISSING else place.value
 
 
 @lru_cache(maxsize=1024)
 def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of attributes and globals that code reads, and the names that it sets elsewhere."""
-    names, stored = list(code.co_names), []
+    """Return the names of attributes and globals in code, and the names that it sets outside of its frame.
+
+    With those of functions defined in the code.
+    """
+    names, names_set = list(code.co_names), []
     for instruction in dis.get_instructions(code):
-        kind, _, target = instruction.opname.partition("_")
-        if kind not in ("STORE", "DELETE"):
+        # STORE_ATTR, DELETE_GLOBAL, STORE_DEREF (a variable of an enclosing function), ...
+        action, _, target = instruction.opname.partition("_")
+        if action not in ("STORE", "DELETE"):
             continue
         if target in ("ATTR", "GLOBAL") or (target == "DEREF" and instruction.argval in code.co_freevars):
-            stored.append(instruction.argval)
+            names_set.append(instruction.argval)
     # A string constant may be the name that code passes to getattr.
     names += [text for text in code.co_consts if isinstance(text, str) and text.isidentifier()]
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            names += names_of(inner)[0]
-            stored += names_of(inner)[1]
-    return tuple(names), tuple(stored)
+    for inner_code in code.co_consts:
+        if isinstance(inner_code, CodeType):
+            inner_names, inner_names_set = names_of(inner_code)
+            names += inner_names
+            names_set += inner_names_set
+    return tuple(names), tuple(names_set)
 
 
-def _attribute(holder: Any, name: Any) -> Any:
+def _attribute_or_missing(holder: Any, name: Any) -> Any:
     """Return an attribute; `_MISSING` where there is none, or where reading it raises."""
     try:
         return getattr(holder, name, _MISSING)
@@ -283,7 +302,7 @@ def _attribute(holder: Any, name: Any) -> Any:
         return _MISSING
 
 
-def _in_cell(cell: Any, _: str) -> Any:
+def _cell_contents(cell: Any, _: str) -> Any:
     """Return the contents of a closure's cell; `_MISSING` where it is empty."""
     try:
         return cell.cell_contents
@@ -344,7 +363,7 @@ class History:
         self._holders: dict[int, Any] = {}  # keeps their ids from being reused
 
     def take(self, reads: Reads) -> None:
-        """Record the values that the routines of a graph have read."""
+        """Record the values that the routines of a graph have read, at most `limit` at each place."""
         for place in reads:
             self._holders[id(place.holder)] = place.holder
             values = self._values.setdefault(place.key, [])
@@ -355,12 +374,12 @@ class History:
 
     def volatile_name(self, action: Action) -> str:
         """Return the name of a volatile value that an action reads; "" where there is none."""
-        volatile = {key for key, values in self._values.items() if len(values) >= self.limit}
-        if not volatile:
+        volatile_keys = {key for key, values in self._values.items() if len(values) >= self.limit}
+        if not volatile_keys:
             return ""
         reads = self.reads()
         reads.follow(action)
-        return next((reads.name_of(place) for place in reads if place.key in volatile), "")
+        return next((reads.name_of(place) for place in reads if place.key in volatile_keys), "")
 
 
 class GuardedCopies(Generic[CopyT]):
@@ -371,17 +390,19 @@ class GuardedCopies(Generic[CopyT]):
 
     def __init__(self, reads: type[Reads]) -> None:
         self.history = History(reads)
-        self._copies_made = 0
+        self._copy_count = 0
         self._entries: tuple[tuple[Reads, CopyT], ...] = ()
-        self._last_entry: tuple[tuple[Reads, CopyT], ...] = ()
+        self._last_entry: tuple[Reads, CopyT] | None = None
 
     def find(self) -> CopyT | None:
         """Return the copy for the present values; None where there is none yet."""
         # The last copy is tried first: values rarely change from call to call.
-        for entry in (*self._last_entry, *self._entries):
-            if entry[0].hold():
-                self._last_entry = (entry,)
-                return entry[1]
+        last_entry = self._last_entry
+        for entry in self._entries if last_entry is None else (last_entry, *self._entries):
+            reads, copy = entry
+            if reads.hold():
+                self._last_entry = entry
+                return copy
         return None
 
     def add(self, copy: CopyT, reads: Reads) -> None:
@@ -389,7 +410,7 @@ class GuardedCopies(Generic[CopyT]):
         self.history.take(reads)
         # A tuple is replaced as a whole, so that `find` needs no lock.
         self._entries = ((reads, copy), *self._entries)[:_VALUES]
-        self._copies_made += 1
-        if self._copies_made == _COPIES:
+        self._copy_count += 1
+        if self._copy_count == _COPIES:
             # From now on every place that has had two values is volatile.
             self.history.limit = 2

@@ -142,7 +142,8 @@ class Rewriter(ABC, Generic[NodeT]):
 
     def redirect_readers(self, side: Side) -> None:
         """Make later nodes read the results of routines instead of the replaced values of a side."""
-        self.current |= {side.before[i]: side.refs[i] for i in side.changed()}
+        for i in side.changed():
+            self.current[side.before[i]] = side.refs[i]
 
     def act(self, node: NodeT, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
         """Insert the actions of a plan before, instead of and after a node; return True if it is replaced."""
@@ -194,6 +195,7 @@ class Rewriter(ABC, Generic[NodeT]):
     ) -> bool:
         """Insert routines that read values of one side and replace values of one; return False if refused.
 
+        Updates `output_side`: the names and symbols of the replaced values.
         extra_inputs: values of other nodes that the routines receive besides.
         """
         sizes = [input_side.sizes[i] for i in input_positions]
@@ -220,35 +222,43 @@ class Rewriter(ABC, Generic[NodeT]):
     def _write_insertion(
         self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value] | None:
-        """Write an insertion folded, inline or as a call; return its results, or None where it is refused."""
+        """Write an insertion; return its results, or None where it is refused.
+
+        Routines whose inputs are constants are called now, and their results are stored in the graph.  Other
+        traceable routines are written as nodes, all others as a call of Python, if Python can run there.
+        """
         actions, rewriting, facts = place.actions, self.rewriting, place.facts
-        obstacle = self.untraced(place)
-        if obstacle is None:
-            obstacle = self._volatile_obstacle(actions, facts)
-        may_run_once = rewriting.written and not actions[0].observer and not place.takes_run
+        trace_obstacle = self.untraced(place)
+        if trace_obstacle is None:
+            trace_obstacle = self._volatile_obstacle(actions, facts)
         # In a file an untraced routine may still run now, once, if all its inputs are constants of the file.
-        may_fold = obstacle is None or may_run_once
-        constants = [self.constant(value.symbol) for value in inputs] if may_fold else []
-        if constants and all(value is not None for value in constants):
-            return self._write_traced(actions, lambda: self._fold(place, inputs, constants))
-        if obstacle is None:
+        may_run_once = rewriting.written and not actions[0].observer and not place.takes_run
+        if trace_obstacle is None or may_run_once:
+            constants = [self.constant(value.symbol) for value in inputs]
+            if constants and all(value is not None for value in constants):
+                return self._write_traced(actions, lambda: self._fold(place, inputs, constants))
+        if trace_obstacle is None:
             try:
                 return self._write_traced(actions, lambda: self.inline(place, inputs, outputs, side))
             except NotTraceable as error:
-                obstacle = str(error)
+                trace_obstacle = str(error)
         if rewriting.written or not self.calls_python:
-            # A routine that is not marked traceable was not meant to be traced, so that is no reason to tell.
-            gives_reason = actions[0].traceable or rewriting.written
-            rewriting.refuse(actions, facts, obstacle if gives_reason else _PYTHON_IN_BODY)
+            # In a body a routine that is not marked traceable was not meant to be traced: then the reason is
+            # that Python cannot run there.
+            names_obstacle = actions[0].traceable or rewriting.written
+            rewriting.refuse(actions, facts, trace_obstacle if names_obstacle else _PYTHON_IN_BODY)
             return None
-        if obstacle:
-            self.report_python_call(place, obstacle)
+        if trace_obstacle:
+            self.report_python_call(place, trace_obstacle)
         rewriting.free |= bool(outputs) and self.may_change_shapes(place)
         rewriting.changed = True
         return self.call(place, inputs, outputs, side)
 
     def untraced(self, place: Insertion) -> str | None:
-        """Return the reason why routines are called without an attempt to trace; None if tracing is tried."""
+        """Return the reason why routines are called without an attempt to trace; None if tracing is tried.
+
+        "" stands for a reason that is not reported.
+        """
         for action in place.actions:
             if not action.traceable:
                 return "it is not marked @amanda.traceable"
@@ -300,7 +310,8 @@ class Rewriter(ABC, Generic[NodeT]):
 
         Where Python cannot run, they are traced nevertheless, and the report says so.
         """
-        volatile_name = next(filter(None, map(self.rewriting.volatile_name, actions)), None)
+        names = (self.rewriting.volatile_name(action) for action in actions)
+        volatile_name = next((name for name in names if name), None)
         if volatile_name is None:
             return None
         why = f"what it reads changes often: {volatile_name}"

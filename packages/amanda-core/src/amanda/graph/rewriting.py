@@ -47,12 +47,12 @@ class GraphAnalysis:
 
     def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Run the analysis routines of a forward op; return its plan.  outputs: its symbolic outputs."""
-        key = self.stack.key(self.ops, facts.inputs or ())
+        key = self.stack.plan_key(self.ops, facts.inputs or ())
         analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
         facts.outputs = list(outputs)
-        plan = analysis.after()
+        plan = analysis.analyse_after_op()
         if self.state.cache:
-            analysis.keep()
+            analysis.store_plans()
         self.plans[facts.op_id] = plan
         self._facts.append(facts)
         return plan
@@ -85,7 +85,7 @@ class GraphAnalysis:
         facts.grad_inputs = list(grad_inputs)
         for pending_plan in pending_plans:
             pending_plan.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
-            pending_plan.keep()
+            pending_plan.store()
         self._facts.append(facts)
         return Actions.merged(by_plan)
 
@@ -105,7 +105,7 @@ class GraphAnalysis:
         for op_id, plan in self.plans.items():
             for scope_plan in plan.chain:
                 # Routines after the op, and those of other scopes, may be missing in it.
-                scope_plan.stack.forget(op_id)
+                scope_plan.stack.forget_plans(op_id)
         self.finish()
 
 
@@ -148,6 +148,7 @@ class Rewriting:
     _volatile_names: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A graph without copies, such as that of a file, has a history of its own.
         self.history = self.analysis.history or self.history
         self.reads = self.history.reads()
         self.state = self.analysis.state
@@ -212,10 +213,10 @@ class Side:
         self.sizes = list(sizes)
         self.unread = frozenset(unread)
         self._firsts: list[int] = []  # flat position of each value's first tensor
-        first = 0
+        flat_position = 0
         for size in self.sizes:
-            self._firsts.append(first)
-            first += 1 if size is None else size
+            self._firsts.append(flat_position)
+            flat_position += 1 if size is None else size
 
     @property
     def count(self) -> int:
@@ -261,7 +262,7 @@ class Side:
         return [i for i, (old, new) in enumerate(zip(self.before, self.refs, strict=True)) if old != new]
 
     def read(self, current: Mapping[Any, Any]) -> None:
-        """Take over the names under which other nodes read the values now."""
+        """Replace the names by those under which readers find the values now.  current: by earlier name."""
         self.refs = [current.get(ref, ref) for ref in self.refs]
         self.before = list(self.refs)
 

@@ -1,4 +1,4 @@
-"""Copies and pickles of what stands in for a callable: they are those of the callable."""
+"""Pickles of stand-ins, which replace callables while a scope is open: a pickle names the callable itself."""
 
 import pickle
 import pkgutil
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def reduce_to_original(stand_in: Any, protocol: int) -> Any:
-    """Return what `__reduce_ex__` returns, so that a pickle names the callable and needs no Amanda.
+    """Return the result of `__reduce_ex__` for a stand-in: its callable by name, so pickles need no Amanda.
 
     Raises pickle.PicklingError where the callable is not found by its name, as pickle does.
     """

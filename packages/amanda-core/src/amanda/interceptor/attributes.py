@@ -1,4 +1,4 @@
-"""Replace attributes of modules and classes for a while."""
+"""Attributes of modules and classes that a driver replaces while scopes are open."""
 
 import functools
 import gc
@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from amanda.interceptor import Enclosure, codes
 from amanda.interceptor.imports import when_imported
@@ -18,11 +18,20 @@ from amanda.interceptor.opid import BOUNDARY
 _MISSING = object()
 
 
+class _ReplacedAttribute(NamedTuple):
+    """An attribute that was set: its value before, and the value that the holder has stored for ours."""
+
+    holder: Any
+    name: str
+    before: Any
+    stored: Any
+
+
 class Attributes:
     """Attributes of a framework that are set for a while, and other changes that are undone with them."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[_ReplacedAttribute] = []
         self._steps: list[Callable[[], object]] = []
 
     def set(self, holder: Any, name: str, value: Any) -> None:
@@ -34,10 +43,12 @@ class Attributes:
             return
         # Not `getattr`: an inherited attribute is deleted at the end, not set.
         before = vars(holder).get(name, _MISSING)
-        self._before.append((holder, name, before, value))
-        with _as_much_a_sequence(holder, name):
+        # Recorded first, since an interrupt may come between setting and recording.
+        self._replaced.append(_ReplacedAttribute(holder, name, before, value))
+        with _keeping_sequence_slot(holder, name):
             setattr(holder, name, value)
-        self._before[-1] = (holder, name, before, vars(holder).get(name))  # as the holder keeps it
+        # A class may store another object than the one that was set.
+        self._replaced[-1] = _ReplacedAttribute(holder, name, before, vars(holder).get(name))
 
     def replace(self, stand_ins: Mapping[Any, Any], holders: Iterable[Any]) -> None:
         """Set the stand-in of a target wherever a module or class has the target as an attribute.
@@ -46,7 +57,7 @@ class Attributes:
         """
         by_target = {id(target): stand_in for target, stand_in in stand_ins.items()}
         for holder in holders:
-            # Programs import a target by any name: `torch.add` is in three modules, and stays one target.
+            # All names, since programs import a target by any: `torch.add` is in three modules.
             for name in dir(holder):
                 value = inspect.getattr_static(holder, name, None)
                 if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
@@ -86,7 +97,7 @@ class Attributes:
 
     @staticmethod
     def serves_again(holder: Any, name: str) -> bool:
-        """Return whether the program has wrapped a stand-in that was there in an earlier scope."""
+        """Return True if the attribute is a function of the program around a stand-in of an earlier scope."""
         return _wraps(_outlived.get((holder, name)), vars(holder).get(name))
 
     def restore(self) -> None:
@@ -96,20 +107,20 @@ class Attributes:
         """
         undo(self._steps)
         # Each entry is dropped after its attribute is back: an interrupt in between only repeats a step.
-        while self._before:
-            holder, name, value, ours = self._before[-1]
-            if vars(holder).get(name, _MISSING) is not ours:  # or `set` was interrupted
-                # The program wrapped our function and will go on calling it: the next scope reuses that one.
-                if type(ours) is types.FunctionType:
-                    _outlived[holder, name] = ours
-                self._before.pop()
-                continue
-            with _as_much_a_sequence(holder, name):
-                if value is not _MISSING:
-                    setattr(holder, name, value)
-                else:
-                    delattr(holder, name)
-            self._before.pop()
+        while self._replaced:
+            holder, name, before, stored = self._replaced[-1]
+            is_ours = vars(holder).get(name, _MISSING) is stored
+            if is_ours:
+                with _keeping_sequence_slot(holder, name):
+                    if before is not _MISSING:
+                        setattr(holder, name, before)
+                    else:
+                        delattr(holder, name)
+            # Else the program has set another value, or `set` was interrupted.  A function of the program may
+            # go on calling ours: then the next scope reuses that.
+            elif type(stored) is types.FunctionType:
+                _outlived[holder, name] = stored
+            self._replaced.pop()
 
 
 _outlived: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()
@@ -117,52 +128,62 @@ _outlived: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValue
 
 
 def _wraps(stand_in: Any, value: Any) -> bool:
-    """Return whether a function has a stand-in in its closure, or in what it wraps."""
+    """Return True if a function has a stand-in in its closure, or in that of a function that it wraps."""
+    if stand_in is None:
+        return False
     referents = [value]
-    for _ in range(_DEPTH if stand_in is not None else 0):
+    for _ in range(_WRAPPING_DEPTH):
         referents = [referent for referent in gc.get_referents(*referents) if isinstance(referent, _WRAPPING)]
         if any(referent is stand_in for referent in referents):
             return True
     return False
 
 
-_DEPTH = 8
+_WRAPPING_DEPTH = 8  # of references: a wrapper in a closure takes three, over its tuple and its cell
 _WRAPPING = (types.FunctionType, types.MethodType, types.CellType, functools.partial, dict, tuple)
 _SEQUENCE_SLOTS = {"__getitem__": 3, "__setitem__": 5}
-"""Places in PySequenceMethods that CPython fills when a class gets such an attribute, and never empties."""
+"""Indices in PySequenceMethods that CPython fills when a class gets such an attribute, and never empties."""
 _HEAP_TYPE = 1 << 9  # a class whose attributes can be set
 
 
 @contextmanager
-def _as_much_a_sequence(holder: Any, name: str) -> Iterator[None]:
-    """Leave a class, and its heirs, as much a sequence as it is: native code asks the slot."""
-    place = _SEQUENCE_SLOTS.get(name)
-    made_in_python = isinstance(holder, type) and holder.__flags__ & _HEAP_TYPE
-    if place is None or not made_in_python or sys.implementation.name != "cpython":
+def _keeping_sequence_slot(holder: Any, name: str) -> Iterator[None]:
+    """Return a context that sets an attribute; a class, and those that inherit it, become no sequences by it.
+
+    CPython fills a slot of the class when it gets `__getitem__` or `__setitem__`; the slot is put back.
+    """
+    index = _SEQUENCE_SLOTS.get(name)
+    is_python_class = isinstance(holder, type) and holder.__flags__ & _HEAP_TYPE
+    if index is None or not is_python_class or sys.implementation.name != "cpython":
         yield
         return
     # PySequence_Check asks this slot, and torch, numpy and json treat a sequence otherwise.
-    function = _sequence_slot(holder, place).value
+    function = _sequence_slot(holder, index).value
     try:
         yield
     finally:
-        for heir in _heirs(holder, name):
-            _sequence_slot(heir, place).value = function
+        for inheriting_class in _inheriting_classes(holder, name):
+            _sequence_slot(inheriting_class, index).value = function
 
 
-def _sequence_slot(holder: type, place: int) -> Any:
+_TP_AS_SEQUENCE = 11
+"""Index of the pointer after the head of a type object, in all versions that we run on."""
+
+
+def _sequence_slot(holder: type, index: int) -> Any:
+    """Return the pointer at an index of a class's PySequenceMethods; its `value` may be set."""
     import ctypes
 
     word = ctypes.sizeof(ctypes.c_void_p)
-    # tp_as_sequence is the eleventh pointer after the head of a type object, in all versions we run on.
-    methods = ctypes.c_void_p.from_address(id(holder) + object.__basicsize__ + 11 * word).value or 0
-    return ctypes.c_void_p.from_address(methods + place * word)
+    type_address = id(holder) + object.__basicsize__
+    methods = ctypes.c_void_p.from_address(type_address + _TP_AS_SEQUENCE * word).value or 0
+    return ctypes.c_void_p.from_address(methods + index * word)
 
 
-def _heirs(holder: type, name: str) -> Iterator[type]:
-    """A class and those below it that have no attribute of that name of their own."""
+def _inheriting_classes(holder: type, name: str) -> Iterator[type]:
+    """Yield a class, and its subclasses that inherit the attribute from it."""
     yield holder
-    heirs: list[type] = type.__subclasses__(holder)
-    for heir in heirs:
-        if name not in vars(heir):
-            yield from _heirs(heir, name)
+    subclasses: list[type] = type.__subclasses__(holder)
+    for subclass in subclasses:
+        if name not in vars(subclass):
+            yield from _inheriting_classes(subclass, name)

@@ -1,4 +1,4 @@
-"""Know when a framework has been imported, without importing it."""
+"""Callbacks for the moment when a framework has been imported, without importing it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ Callback = Callable[[], object]
 
 
 def is_imported(name: str) -> bool:
-    """Return True if the module is there and its body has run to the end."""
-    return name in sys.modules and (not _under_way(name) or name in _watch.finished_here)
+    """Return True if a module has been imported and its body has run to the end."""
+    return name in sys.modules and (not _is_body_running(name) or name in _watch.finished_here)
 
 
 def lacking(names: Iterable[str]) -> list[str]:
-    """Import modules; return those of some names that are not there.
+    """Import the modules of some names; return the names that do not exist.
 
     names: module and path of attributes: "package.module:Class.method".
     """
-    return [name for name in names if not _is_there(name)]
+    return [name for name in names if not _exists(name)]
 
 
 def when_imported(name: str, callback: Callback) -> Callable[[], object]:
-    """Call `callback` once, when the module has been imported; at once if it is already.
+    """Call `callback` once, when the module has been imported; now if it is imported already.
 
-    The callback runs on the thread that imports, after the module's body; what it raises there is logged.
-    Returns a function that calls the watch off; raises what the callback raises at once, and has called the
-    watch off then. While nothing is watched, sys.meta_path is as before.
+    Otherwise the callback runs on the thread that imports, after the module's body, where its exceptions are
+    logged.  Returns a function that cancels the watch.  Raises the exception of a callback that is called
+    now. While no module is watched, sys.meta_path is as before.
     """
     return _watch.add(name, callback)
 
 
-def _is_there(name: str) -> bool:
+def _exists(name: str) -> bool:
     module, _, path = name.partition(":")
     try:
         attrgetter(path)(importlib.import_module(module))
@@ -49,13 +49,14 @@ def _is_there(name: str) -> bool:
     return True
 
 
-def _under_way(name: str) -> bool:
-    # importlib sets it while the body runs; a module that was made by hand has no spec, and is complete.
+def _is_body_running(name: str) -> bool:
+    # importlib sets `_initializing` while the body runs; a module that was made by hand has no spec, and is
+    # complete.
     return bool(getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False))
 
 
 class _FinishedHere(threading.local):
-    """The modules whose callbacks run on this thread: their body has run, though their import goes on."""
+    """Names of the modules whose callbacks run on this thread: their bodies have run to the end."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -70,16 +71,18 @@ class _Watch(MetaPathFinder):
     def __init__(self) -> None:
         self.finished_here = _FinishedHere()
         self._lock = threading.RLock()
-        self._callbacks: dict[str, list[Callback]] = {}
-        self._before: list[MetaPathFinder] = []  # sys.meta_path, while `_with_us` stands in for it
-        self._with_us: list[MetaPathFinder] = []
+        self._callbacks: dict[str, list[Callback]] = {}  # by module
+        self._original_path: list[MetaPathFinder] = []  # sys.meta_path, while `_path_with_watch` replaces it
+        self._path_with_watch: list[MetaPathFinder] = []
 
     def add(self, name: str, callback: Callback) -> Callable[[], object]:
+        """Watch a module; return the function that cancels the watch.  See `when_imported`."""
+
         # A function of its own for each call, because one callback may watch a module twice.
         def once() -> None:
             callback()
 
-        def call_off() -> bool:
+        def cancel() -> bool:
             return self._remove(name, once)
 
         try:
@@ -89,101 +92,108 @@ class _Watch(MetaPathFinder):
                 self._callbacks.setdefault(name, []).append(once)
             # Looked at after the watch is in place: an import on another thread may end at any moment.
             if is_imported(name):
-                if call_off():
+                if cancel():  # unless that import has called it
                     callback()
             elif name in sys.modules:
-                threading.Thread(target=self._wait, args=(name,), daemon=True).start()
+                threading.Thread(target=self._wait_for_import, args=(name,), daemon=True).start()
         except BaseException:
-            call_off()
+            cancel()
             raise
-        return call_off
+        return cancel
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._callbacks or self not in (finders := list(sys.meta_path)):
+        """Return the spec that the finders behind this one find; its loader will call the callbacks."""
+        finders = list(sys.meta_path)
+        if fullname not in self._callbacks or self not in finders:
             return None
         for finder in finders[finders.index(self) + 1 :]:  # those in front had their turn
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:
-                    self._extend(spec.loader, fullname)
+                    self._call_after_execution(spec.loader, fullname)
                 return spec
         return None
 
-    def _extend(self, loader: Loader, name: str) -> None:
-        """Shadow `exec_module` on the loader's instance for one execution, so that it keeps its type."""
+    def _call_after_execution(self, loader: Loader, name: str) -> None:
+        """Make a loader call a module's callbacks after it has executed the module, once.
+
+        Shadows `exec_module` on the instance, so that the loader keeps its type.
+        """
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
             execute(module)
-            if name in sys.modules:  # as itself, or as what the body put in its place
-                self._fire(name)
+            if name in sys.modules:  # as itself, or as the object that the body has put in its place
+                self._call_callbacks(name)
 
         try:
             loader.exec_module = exec_module  # type: ignore[method-assign]
         except AttributeError:
             logger.warning("the import of %s cannot be watched: its loader is %r", name, loader)
 
-    def _fire(self, name: str) -> None:
+    def _call_callbacks(self, name: str) -> None:
+        """Call the callbacks of a module and remove them; log their exceptions."""
         self.finished_here.names.add(name)
         try:
-            for callback in self._take(name):
+            for callback in self._pop_callbacks(name):
                 try:
                     callback()
-                # It would end the program's import, which has nothing to do with what we watch for.
+                # It would end the program's import, which has nothing to do with the callback.
                 except Exception:
                     logger.exception("what was to happen after the import of %s failed", name)
         finally:
             self.finished_here.names.discard(name)
 
-    def _wait(self, name: str) -> None:
-        """Outwait an import that began before the watch; on a thread, since the waiter may hold locks."""
+    def _wait_for_import(self, name: str) -> None:
+        """Wait for an import that began before the watch; on a thread of its own, which holds no locks."""
         try:
             importlib.import_module(name)
-        except BaseException:  # told to who imports it; the next try is watched
+        except BaseException:  # the thread that imports gets the exception; the next attempt is watched
             return
-        self._fire(name)
+        self._call_callbacks(name)
 
-    def _take(self, name: str) -> list[Callback]:
+    def _pop_callbacks(self, name: str) -> list[Callback]:
         with self._lock:
             callbacks = self._callbacks.pop(name, [])
-            self._tidy()
+            self._uninstall_if_idle()
         return callbacks
 
     def _remove(self, name: str, callback: Callback) -> bool:
-        """Call a watch off; return whether the callback had not been called."""
+        """Remove a callback; return True if it was there, so that it has not been called."""
         with self._lock:
-            waiting = self._callbacks.get(name, [])
-            remaining = [entry for entry in waiting if entry is not callback]
+            callbacks = self._callbacks.get(name, [])
+            remaining = [entry for entry in callbacks if entry is not callback]
             if remaining:
                 self._callbacks[name] = remaining
             else:
                 self._callbacks.pop(name, None)
-            self._tidy()
-        return len(remaining) < len(waiting)
+            self._uninstall_if_idle()
+        return len(remaining) < len(callbacks)
 
     def _install(self) -> None:
         # A list of its own, because another thread may be walking the old one.
-        self._before = sys.meta_path  # type: ignore[assignment]
-        self._with_us = sys.meta_path = [self, *self._before]  # type: ignore[assignment]
+        self._original_path = sys.meta_path  # type: ignore[assignment]
+        self._path_with_watch = sys.meta_path = [self, *self._original_path]  # type: ignore[assignment]
 
-    def _tidy(self) -> None:
-        if self._callbacks or not self._with_us:
+    def _uninstall_if_idle(self) -> None:
+        """Put the original sys.meta_path back if no module is watched; keep finders added meanwhile."""
+        if self._callbacks or not self._path_with_watch:
             return
-        if sys.meta_path is self._with_us:
-            remaining = [finder for finder in self._with_us if finder is not self]
-            if remaining != self._before:
-                self._before[:] = remaining
-            sys.meta_path = self._before  # type: ignore[assignment]
-        else:  # someone put a list in place of ours, and may put ours back
-            # None at the interpreter's end, when what is suspended in a scope is let go.
-            for finders in (sys.meta_path or [], self._with_us):
+        if sys.meta_path is self._path_with_watch:
+            remaining = [finder for finder in self._path_with_watch if finder is not self]
+            if remaining != self._original_path:
+                self._original_path[:] = remaining
+            sys.meta_path = self._original_path  # type: ignore[assignment]
+        else:  # the program has replaced the list, and may put ours back
+            # sys.meta_path is None at the interpreter's end, when generators with open scopes are closed.
+            for finders in (sys.meta_path or [], self._path_with_watch):
                 if self in finders:
                     finders.remove(self)
-        self._before, self._with_us = [], []
+        self._original_path, self._path_with_watch = [], []
 
 
 _watch = _Watch()

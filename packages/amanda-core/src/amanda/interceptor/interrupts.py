@@ -1,4 +1,4 @@
-"""Signals that arrive while something is under way: handled after it, or told apart from what it raises."""
+"""Signals that arrive while a function runs: handled after it, or told apart from its own exceptions."""
 
 import _signal as signals  # type: ignore[import-not-found]  # the public module is twenty times as slow
 import signal
@@ -12,9 +12,9 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def uninterrupted(work: Callable[[], None]) -> None:
-    """Call it as a whole; a KeyboardInterrupt, say, is raised when it has come to its end, or before it.
+    """Call `work`; delay the handlers of signals that arrive meanwhile, such as that of Ctrl+C, to its end.
 
-    Python runs the handlers on the main thread alone, so any other thread calls it as it is.
+    On a thread other than the main one `work` is called as it is: Python runs no handlers there.
     """
     # To set a handler on another thread is an error.
     if threading.current_thread() is not threading.main_thread():
@@ -30,24 +30,28 @@ def uninterrupted(work: Callable[[], None]) -> None:
         try:
             _restore_handlers(handlers)
         finally:
-            _restore_handlers(handlers)  # those that an exception has left
+            _restore_handlers(handlers)  # a signal may have interrupted the call above
     # In the order of arrival; the first that raises keeps the rest from running, as it would have done.
     for handler, number, frame in arrived:
         handler(number, frame)
 
 
 def undo(steps: list[Callable[[], object]]) -> None:
-    """Call what undoes each step, last first; one that raises is called again the next time."""
+    """Call the functions that undo some steps, the last first, and remove each from the list.
+
+    A function that raises stays in the list, for the next call.
+    """
     while steps:
         steps[-1]()  # before it is dropped: an interrupted step is called again
         steps.pop()
 
 
 @contextmanager
-def raised_by_signals() -> Iterator[list[BaseException]]:
-    """Collect what handlers of signals raise meanwhile: the user's KeyboardInterrupt, not the work's own.
+def collect_signal_errors() -> Iterator[list[BaseException]]:
+    """Return a context that lists the exceptions of signal handlers, such as the user's KeyboardInterrupt.
 
-    Any other thread than the main one runs no handlers.
+    The exceptions are raised all the same.  On a thread other than the main one the list stays empty: Python
+    runs no handlers there.
     """
     handlers: dict[int, Handler] = {}
     raised: list[BaseException] = []
@@ -73,7 +77,10 @@ def raised_by_signals() -> Iterator[list[BaseException]]:
 def _replace_handlers(
     handlers: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]
 ) -> None:
-    """Call `call(handler, number, frame)` in the place of each handler of the program."""
+    """Call `call(handler, number, frame)` in the place of each handler of the program.
+
+    handlers: gets the program's handlers, by number of the signal, for `_restore_handlers`.
+    """
 
     def replacement(number: int, frame: FrameType | None) -> None:
         call(originals[number], number, frame)
@@ -86,9 +93,10 @@ def _replace_handlers(
 
 
 def _restore_handlers(handlers: dict[int, Handler]) -> None:
-    """Put handlers back, all of them also where one is called at once and raises."""
+    """Put handlers back and remove them from the dict, all of them also where one raises."""
     if handlers:
         number = next(iter(handlers))
+        # A signal that is pending runs its handler at once.  The recursion restores the rest even then.
         try:
             signals.signal(number, handlers[number])
         finally:

@@ -1,8 +1,12 @@
-"""Ids of ops: what a place in the program is made of, and how it becomes 64 bits.
+"""Ids of ops: the parts of a place in the program, and their hash of 64 bits.
 
 A place is hashed step by step with a linear congruential generator (Lehmer's, with Knuth's
 MMIX constants) whose high half is folded back, so that every input bit reaches every part of
 the id. The native interceptor computes the same numbers in C; this is the reference.
+
+A region is the call of an enclosing object, such as a module; the root is the region outside of all. A call
+site is an instruction in a code object. A way to a place is the chain of call sites beyond the place, at the
+root.
 """
 
 from array import array
@@ -26,39 +30,41 @@ SKIPPED = 4
 
 
 def mix(state: int, value: int) -> int:
-    """One step of the generator, from `state` by `value`; both and the result are 64 bits wide."""
+    """Return the hash of a state and one more value: a step of the generator; all three have 64 bits."""
     state = ((state ^ value) * 6364136223846793005 + 1442695040888963407) & MASK
     return state ^ (state >> 32)
 
 
 def digest(*parts: str | bytes | int) -> int:
     """Return 64 bits of a hash over parts, the same in every process."""
-    whole = blake2b(digest_size=8)
+    hasher = blake2b(digest_size=8)
     for part in parts:
         encoded = part if isinstance(part, bytes) else str(part).encode()
         # With lengths, since "ab", "c" and "a", "bc" are different names.
-        whole.update(b"%d:" % len(encoded) + encoded)
-    return int.from_bytes(whole.digest(), "little")
+        hasher.update(b"%d:" % len(encoded) + encoded)
+    return int.from_bytes(hasher.digest(), "little")
 
 
 def first_instructions(code: CodeType) -> bytes:
-    """For each instruction word, the first word of the run that stands for one expression.
+    """Return for each instruction word the first word of its expression, as an array of uint32 in bytes.
 
     A specialising interpreter is found at different words of one call (CPython 3.11 moves
-    from CALL to PRECALL); the words of a call share their source position.
+    from CALL to PRECALL); the words of a call share their source position.  Returns b"" where code has no
+    positions: before Python 3.11.
     """
     if not hasattr(code, "co_positions"):
         return b""
-    first = array("I")
-    previous = None
+    first_words = array("I")
+    previous_position = None
     for word, position in enumerate(code.co_positions()):
-        first.append(first[-1] if position == previous and word else word)
-        previous = position
-    return first.tobytes()
+        continues = word > 0 and position == previous_position
+        first_words.append(first_words[-1] if continues else word)
+        previous_position = position
+    return first_words.tobytes()
 
 
 def code_hash(code: CodeType) -> int:
-    """Hash of where code was written and what its lines are."""
+    """Return a hash of the file, the name and the lines of code, the same in every process."""
     # Not `hash(code)`: that differs between processes, and ids are stored in files.
     name = getattr(code, "co_qualname", code.co_name)
     lines = code.co_linetable if hasattr(code, "co_linetable") else code.co_lnotab
@@ -66,12 +72,15 @@ def code_hash(code: CodeType) -> int:
 
 
 class CodeRegistry:
-    """Kinds of code: a framework's, calls of enclosing objects, and what leaves no mark."""
+    """Kinds of code, as flags: FRAMEWORK, BOUNDARY and SKIPPED.
+
+    changed: called when the kind of code may have changed that was asked for before.
+    """
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        self._roots: dict[str, int] = {}
-        self._codes: dict[CodeType, int] = {}
-        self._files: dict[str, int] = {}  # what the roots say of files that were met
+        self._roots: dict[str, int] = {}  # kinds by the start of file names
+        self._codes: dict[CodeType, int] = {}  # further kinds of single code objects
+        self._files: dict[str, int] = {}  # cache of the kinds of files, by the roots
         self._changed = changed
 
     def add_root(self, prefix: str, kind: int) -> None:
@@ -83,13 +92,16 @@ class CodeRegistry:
             self._changed()
 
     def add_code(self, code: CodeType, kind: int) -> None:
-        """Mark a code object as of this kind besides."""
+        """Add a kind to those of a code object."""
         if not self._codes.get(code, 0) & kind:
             self._codes[code] = self._codes.get(code, 0) | kind
             self._changed()
 
     def skip(self, where: str | CodeType) -> None:
-        """Leave out a file, what is below a folder (its name ends in a slash), or one code object."""
+        """Mark as SKIPPED a file, a folder (its name ends in a slash) with all below, or one code object.
+
+        A file or folder keeps the kinds that it has.
+        """
         if isinstance(where, str):
             self.add_root(where, SKIPPED | self._kind_of_file(where))
         else:
@@ -103,12 +115,14 @@ class CodeRegistry:
         return self._files[name] | self._codes.get(code, 0)
 
     def innermost(self, frame: FrameType | None, but: int) -> FrameType | None:
-        """Return the innermost frame from this one outwards whose code is of none of the kinds `but`."""
-        files = self._files
+        """Return the innermost frame, from this one outwards, whose code has none of the kinds `but`."""
+        kind_of_file = self._files
         while frame is not None:
             code = frame.f_code
-            # Most frames are told by their file: to hash code takes longer than all else here.
-            if not files.get(code.co_filename, 0) & but and not self.kind(code) & but:
+            # The cached kind of the file first, which decides most frames: `kind` hashes the code, which
+            # takes longer than all else here.
+            excluded_by_file = kind_of_file.get(code.co_filename, 0) & but
+            if not excluded_by_file and not self.kind(code) & but:
                 return frame
             frame = frame.f_back
         return None
@@ -119,9 +133,9 @@ class CodeRegistry:
 
     def _kind_of_file(self, name: str) -> int:
         # testing/ lies in our folder and is not ours: the longest root decides.
-        matching = max((root for root in self._roots if name.startswith(root)), key=len, default="")
-        return self._roots.get(matching, 0)
+        longest_root = max((root for root in self._roots if name.startswith(root)), key=len, default="")
+        return self._roots.get(longest_root, 0)
 
     def describe(self, code: CodeType) -> tuple[int, int, bytes]:
-        """Return what the interceptor keeps with a code object: hash, kind, first instructions."""
+        """Return what the interceptor caches of a code object: `code_hash`, `kind`, `first_instructions`."""
         return code_hash(code), self.kind(code), first_instructions(code)

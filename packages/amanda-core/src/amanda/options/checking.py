@@ -85,38 +85,38 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
     error: raised with the names of what is called and of the option, the value, and what is right.
     """
     if target is None:
-        return functools.partial(_checked, error=error)
-    return _checked(target, error=error)
+        return functools.partial(_with_checks, error=error)
+    return _with_checks(target, error=error)
 
 
-def _checked(target: Any, error: type[AmandaError]) -> Any:
+def _with_checks(target: Any, error: type[AmandaError]) -> Any:
     """Return a function that compares its arguments with its annotations before it runs.
 
-    A class itself is returned, with such a constructor.
+    For a class, replaces its constructor by such a function and returns the class.
     """
     if isinstance(target, type):
         # By `getattr` and `setattr`, since type checkers refuse to read or set `__init__` of a class.
         constructor = getattr(target, "__init__")  # noqa: B009
-        setattr(target, "__init__", _checked(constructor, error))  # noqa: B010
+        setattr(target, "__init__", _with_checks(constructor, error))  # noqa: B010
         return target
     checks: _ArgumentChecks | None = None
 
     @functools.wraps(target)
-    def with_checks(*args: Any, **kwargs: Any) -> Any:
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
         # pytest leaves out frames with this name, so that a failing test shows the caller's line.
         __tracebackhide__ = True
         nonlocal checks
         if checks is None:  # annotations are read at the first call, so that importing a tool costs nothing
             checks = _ArgumentChecks(target, error)
-        args = checks.positions(args)
+        args = checks.check_positional(args)
         # A call without keywords, which is the most frequent, makes no dict.
-        return target(*args, **checks.names(args, kwargs)) if kwargs else target(*args)
+        return target(*args, **checks.check_keywords(args, kwargs)) if kwargs else target(*args)
 
-    return with_checks
+    return check_and_call
 
 
 class _ArgumentChecks:
-    """The kinds of the arguments of a function, by position and by name."""
+    """The kinds of the arguments of a function, by position and by name; None where any value is right."""
 
     def __init__(self, function: Callable[..., Any], error: type[AmandaError]) -> None:
         parameters = inspect.signature(function).parameters
@@ -124,10 +124,10 @@ class _ArgumentChecks:
         kinds = {name: kind_of(hints[name]) for name in parameters if name in hints}
         self._error, self._qualname = error, function.__qualname__
         self._is_method = next(iter(parameters), "") == "self"
-        self._positions: list[tuple[str, Kind | None]] = []
-        self._variadic: tuple[str, Kind | None] = "", None
-        self._names: dict[str, Kind | None] = {}
-        self._keyword_kind: Kind | None = None
+        self._positional: list[tuple[str, Kind | None]] = []
+        self._variadic: tuple[str, Kind | None] = "", None  # of `*args`
+        self._keywords: dict[str, Kind | None] = {}
+        self._other_keyword: Kind | None = None  # of `**kwargs`
         self._takes_any_keyword = False
         for name, parameter in parameters.items():
             kind = kinds.get(name)
@@ -135,57 +135,61 @@ class _ArgumentChecks:
                 self._variadic = name, kind
             elif parameter.kind is parameter.VAR_KEYWORD:
                 unpacked = _unpacked(hints.get(name))
-                self._names.update({key: kind_of(hint) for key, hint in unpacked.items()})
-                self._takes_any_keyword, self._keyword_kind = not unpacked, None if unpacked else kind
+                self._keywords.update({key: kind_of(hint) for key, hint in unpacked.items()})
+                if not unpacked:
+                    self._takes_any_keyword, self._other_keyword = True, kind
             else:
                 if parameter.kind is not parameter.KEYWORD_ONLY:
-                    self._positions.append((name, kind))
+                    self._positional.append((name, kind))
                 if parameter.kind is not parameter.POSITIONAL_ONLY:
-                    self._names[name] = kind
-        self._count = len(self._positions)
+                    self._keywords[name] = kind
+        self._positional_count = len(self._positional)
 
-    def positions(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def check_positional(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments that are given by position, with numpy's numbers as Python's own.
 
         Raises `error` for a value that is not of its kind.  Python itself refuses arguments beyond the last.
         """
-        accepted = args
+        accepted_args = args
         for position, value in enumerate(args):
-            name, kind = self._positions[position] if position < self._count else self._variadic
+            is_variadic = position >= self._positional_count
+            name, kind = self._variadic if is_variadic else self._positional[position]
             if kind is not None:
                 try:
-                    number = kind.accept(value)
+                    accepted = kind.accept(value)
                 except Mismatch as mismatch:
                     raise self._mistake(args, name, value, kind, mismatch) from None
-                if number is not value:
+                if accepted is not value:
                     # Hardly ever needed: a tuple is copied only where numpy's number becomes Python's.
-                    accepted = (*accepted[:position], number, *accepted[position + 1 :])
-        return accepted
+                    accepted_args = (*accepted_args[:position], accepted, *accepted_args[position + 1 :])
+        return accepted_args
 
-    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def check_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that are given by name, with numpy's numbers as Python's own, in `kwargs`.
 
         Raises OptionError for a name that is no option, and `error` for a value that is not of its kind.
         """
         for name, value in kwargs.items():
-            kind = self._names.get(name, self._keyword_kind)
+            kind = self._keywords.get(name, self._other_keyword)
             if kind is not None:
                 try:
                     kwargs[name] = kind.accept(value)
                 except Mismatch as mismatch:
                     raise self._mistake(args, name, value, kind, mismatch) from None
-            elif name not in self._names and not self._takes_any_keyword:
-                hint = did_you_mean(name, self._names.keys() - {"self"})
-                raise OptionError(f"{self._name(args)} got an unexpected keyword argument {name!r}; {hint}")
+            elif name not in self._keywords and not self._takes_any_keyword:
+                hint = did_you_mean(name, self._keywords.keys() - {"self"})
+                raise OptionError(
+                    f"{self._callee_name(args)} got an unexpected keyword argument {name!r}; {hint}"
+                )
         return kwargs
 
     def _mistake(
         self, args: tuple[Any, ...], name: str, value: Any, kind: Kind, why: Mismatch
     ) -> AmandaError:
         """Return the error about an argument that is not of its kind."""
-        return mistake(self._name(args), name, value, kind, str(why), self._error)
+        return mistake(self._callee_name(args), name, value, kind, str(why), self._error)
 
-    def _name(self, args: tuple[Any, ...]) -> str:
+    def _callee_name(self, args: tuple[Any, ...]) -> str:
         """Return the name of what is called: of a constructor the class, which may be a user's subclass."""
         if self._qualname.endswith("__init__") and self._is_method and args:
             return type(args[0]).__name__
@@ -196,7 +200,8 @@ def mistake(
     called: str, option: str, value: Any, kind: Kind, why: str = "", error: type[AmandaError] = OptionError
 ) -> AmandaError:
     """Return the error about a value of an option that is not of its kind."""
-    hint = f" ({why})" if why and not why.endswith("?") else f"; {why}" if why else ""
+    is_question = why.endswith("?")  # "did you mean ...?"
+    hint = f"; {why}" if is_question else f" ({why})" if why else ""
     return error(f"{called}: {option} is {shown(value)}; give {kind.words}{hint}")
 
 
@@ -218,15 +223,15 @@ def options_of(target: Callable[..., Any]) -> dict[str, Option]:
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of a function; Any stands for names that type checkers alone import."""
     function = inspect.unwrap(function)
-    names, hints = getattr(function, "__globals__", {}), {}
+    global_names, hints = getattr(function, "__globals__", {}), {}
     stand_ins: dict[str, Any] = {"Unpack": _Unpack}
     for name, annotation in getattr(function, "__annotations__", {}).items():
         # One annotation at a time, so that a name which is missing here spoils no other.
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         while name not in hints:
             try:
-                hints.update(typing.get_type_hints(holder, names, stand_ins, include_extras=True))
-            except NameError as error:
+                hints.update(typing.get_type_hints(holder, global_names, stand_ins, include_extras=True))
+            except NameError as error:  # try once more with Any for the missing name
                 stand_ins[str(error.name)] = Any
             except Exception:  # such as an array of a type that is Any
                 hints[name] = Any

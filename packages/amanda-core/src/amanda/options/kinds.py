@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
+from math import isfinite
 from numbers import Integral, Rational, Real
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -21,6 +22,8 @@ from amanda.options.ranges import WHOLE, Length, PathTarget, Range, Where
 
 # A tensor's repr has hundreds of lines, and the end of a message says what to do.
 _MAX_REPR_LENGTH = 120
+_MAX_NAME_BYTES = 255
+"""Length of a name that file systems take."""
 _LISTS = (Sequence, list, Iterable, Collection)
 _SETS = (set, frozenset, Set)
 
@@ -70,7 +73,7 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
         return _kind(members[0], (*marks, *annotation.__metadata__))
     where = next((mark for mark in marks if isinstance(mark, Where)), None)
     if where is not None:
-        return _where(_kind(annotation, tuple(mark for mark in marks if mark is not where)), where)
+        return _with_condition(_kind(annotation, tuple(mark for mark in marks if mark is not where)), where)
     if origin in (Union, types.UnionType):
         # A path may be a text, too: the union is then that of a path, not of texts and paths.
         target = next((mark for mark in marks if isinstance(mark, PathTarget)), None)
@@ -89,9 +92,9 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     if isinstance(plain, type) and issubclass(plain, Mapping):
         return _mapping(members)
     if plain is Callable or plain is typing.Callable:
-        return _noun("function", callable)
+        return _kind_of_all("function", callable)
     if plain is type:
-        return _noun("class", lambda value: isinstance(value, type))
+        return _kind_of_all("class", lambda value: isinstance(value, type))
     if not isinstance(plain, type):
         return _ANY
     if issubclass(plain, os.PathLike):
@@ -99,14 +102,14 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     # `isinstance` works with runtime protocols alone; for others nothing can be checked.
     if getattr(plain, "_is_protocol", False):
         return _protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
-    return _noun(plain.__name__, lambda value: isinstance(value, plain))
+    return _kind_of_all(plain.__name__, lambda value: isinstance(value, plain))
 
 
 # Typed, since Literal[1] and Literal[True] are equal.
 _cached = lru_cache(maxsize=1024, typed=True)(lambda annotation: _kind(annotation, ()))
 
 
-def _noun(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
+def _kind_of_all(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
     """Return the kind of all values for which a condition holds, named by a noun."""
 
     def accept(value: Any) -> Any:
@@ -114,11 +117,11 @@ def _noun(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
             raise Mismatch
         return value
 
-    return _named(noun, accept, suffix)
+    return _kind_named(noun, accept, suffix)
 
 
-def _named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
-    """Return a kind with its words in singular and plural."""
+def _kind_named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
+    """Return a kind with words of a noun in singular and plural.  suffix: follows the noun, " >= 1"."""
     article = "an" if noun[0] in "aeiouAEIO" else "a"
     many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
@@ -131,11 +134,11 @@ def _protocol(plain: type) -> Kind:
     def holds(value: Any) -> bool:
         return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
-    return _noun("object", holds, f" with {' and '.join(methods)}")
+    return _kind_of_all("object", holds, f" with {' and '.join(methods)}")
 
 
-def _where(kind: Kind, where: Where) -> Kind:
-    """Return a kind with other words and, besides, another condition."""
+def _with_condition(kind: Kind, where: Where) -> Kind:
+    """Return a kind with the words of a mark and, if it has one, its further condition."""
     if where == Where(where.words):  # words alone
         return Kind(where.words, where.words, where.words, kind.accept)
 
@@ -189,7 +192,7 @@ def _int(marks: tuple[Any, ...]) -> Kind:
         bounds.least if bounds.least > WHOLE.least else -float("inf"),
         bounds.most if bounds.most < WHOLE.most else float("inf"),
     )
-    return _named("integer", accept, str(range_in_words))
+    return _kind_named("integer", accept, str(range_in_words))
 
 
 def _float(marks: tuple[Any, ...]) -> Kind:
@@ -208,11 +211,10 @@ def _float(marks: tuple[Any, ...]) -> Kind:
         except OverflowError:
             raise Mismatch("it is beyond the largest float") from None
         if not bounds.holds(number):
-            # NaN alone is unequal to itself.
-            raise Mismatch("" if number == number and abs(number) != float("inf") else "it is not finite")
+            raise Mismatch("" if isfinite(number) else "it is not finite")
         return value
 
-    return _named("number", accept, str(bounds))
+    return _kind_named("number", accept, str(bounds))
 
 
 def _str(marks: tuple[Any, ...]) -> Kind:
@@ -245,28 +247,30 @@ def _path(path_target: PathTarget | None) -> Kind:
         if not isinstance(text, str) or not text or "\0" in text:
             raise Mismatch("it is empty" if not text else "")
         try:
-            if path_target is not None and (trouble := _trouble_at(Path(text), path_target.target)):
-                raise Mismatch(trouble)
+            problem = "" if path_target is None else _path_problem(Path(text), path_target.target)
         except OSError as error:
             raise Mismatch(str(error.strerror).lower()) from None
         except UnicodeError:
             raise Mismatch("it is not a valid file name") from None
+        if problem:
+            raise Mismatch(problem)
         return value
 
     return Kind(f"the {name}" if path_target else "a path", name, f"{name}s", accept)
 
 
-def _trouble_at(path: Path, target: str) -> str:
-    """Return what is wrong at a path; "" if nothing is."""
+def _path_problem(path: Path, target: str) -> str:
+    """Return what keeps a path from leading to a target, as `PathTarget` names it; "" if nothing does."""
     if target == "file":
         return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
     if target == "folder":
         return "" if path.is_dir() else "it is not a folder" if path.exists() else "there is no such folder"
-    # File systems take 255 bytes a name; found here, before hours of work are to be written there.
-    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+    # Found here, before hours of work are to be written there.
+    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in path.parts):
         return "a name in it is too long"
+    check = check_file_to_write if target == "output file" else check_folder_to_write
     try:
-        (check_file_to_write if target == "output file" else check_folder_to_write)(path)
+        check(path)
     except FileError as error:
         return str(error).partition(" cannot be written: ")[2]
     return ""
@@ -275,18 +279,20 @@ def _trouble_at(path: Path, target: str) -> str:
 def _literal(members: tuple[Any, ...]) -> Kind:
     """Return the kind of some values; a mistyped text is told the nearest."""
     # With the class, since 1 == True == 1.0.
-    by_value = {(member.__class__, member): member for member in members}
+    member_of = {(member.__class__, member): member for member in members}
     texts = [
         str(member).lower() if member is None or isinstance(member, bool) else str(member)
         for member in members
     ]
 
     def accept(value: Any) -> Any:
-        kinds = (
-            kind for kind, base in ((str, str), (bool, bool), (int, Integral)) if isinstance(value, base)
-        )
         try:
-            return by_value[next(kinds, type(value)), value]
+            # Values of subclasses are right as well, and numpy's integers.
+            if isinstance(value, str):
+                return member_of[str, value]
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                return member_of[int, value]
+            return member_of[type(value), value]
         except Exception:  # an object may raise anything where it is compared
             similar = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
             raise Mismatch(f"did you mean {similar[0]!r}?" if similar else "") from None
@@ -305,13 +311,13 @@ def _union(kinds: Sequence[Kind]) -> Kind:
     """Return the kind of values that any of the kinds accepts, tried in order."""
 
     def accept(value: Any) -> Any:
-        details = []
+        reasons = []
         for kind in kinds:
             try:
                 return kind.accept(value)
             except Mismatch as mismatch:
-                details.append(str(mismatch))
-        raise Mismatch(next(filter(None, details), ""))
+                reasons.append(str(mismatch))
+        raise Mismatch(next((reason for reason in reasons if reason), ""))
 
     # "or None" is read best at the end, wherever the annotation has it.
     ordered = sorted(kinds, key=lambda kind: kind.words == "None")
@@ -328,13 +334,13 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of lists, sets or iterables whose items are of one kind."""
     item = kind_of(members[0]) if members else _ANY
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
-    is_set, takes_all = plain in _SETS, plain in (Iterable, Collection)
+    is_set, takes_any_iterable = plain in _SETS, plain in (Iterable, Collection)
 
     def accept(value: Any) -> Any:
         # A text is a sequence of texts, but type="conv2d" is not meant as six types.
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch
-        if takes_all and isinstance(value, Iterable) and not isinstance(value, Sequence):
+        if takes_any_iterable and isinstance(value, Iterable) and not isinstance(value, Sequence):
             try:
                 items = iter(value)
             except TypeError:  # a tensor of no axes says that it can be iterated
@@ -396,19 +402,23 @@ def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
 def _mapping(members: tuple[Any, ...]) -> Kind:
     """Return the kind of mappings with keys and values of two kinds."""
     kinds = [kind_of(member) for member in members] or [_ANY, _ANY]
+    key_kind, item_kind = kinds[0], kinds[-1]  # some mappings have one parameter
 
     def accept(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise Mismatch
         for key, item in list(value.items()):
-            for kind, part, name in ((kinds[0], key, "key"), (kinds[-1], item, f"value of {shown(key)}")):
-                try:
-                    kind.accept(part)
-                except Mismatch:
-                    raise Mismatch(f"its {name} is {shown(part)}") from None
+            try:
+                key_kind.accept(key)
+            except Mismatch:
+                raise Mismatch(f"its key is {shown(key)}") from None
+            try:
+                item_kind.accept(item)
+            except Mismatch:
+                raise Mismatch(f"its value of {shown(key)} is {shown(item)}") from None
         return value
 
-    words = f"a dict from {kinds[0].many} to {kinds[-1].many}" if members else "a dict"
+    words = f"a dict from {key_kind.many} to {item_kind.many}" if members else "a dict"
     return Kind(words, words.removeprefix("a "), "dicts", accept)
 
 

@@ -30,8 +30,12 @@ class Range:
         # Comparisons with nan are False, so bounds alone would let it pass in one form and not in another.
         if not isfinite(number) and self.finite:
             return False
-        inside = self.least <= number <= self.most and self.above < number < self.below
-        return inside or (not self.finite and (isnan(number) or self == Range(finite=False)))
+        if self.least <= number <= self.most and self.above < number < self.below:
+            return True
+        # The bounds above and below, strict by default, exclude infinity: it is right where there are no
+        # bounds.
+        has_bounds = self != Range(finite=self.finite)
+        return not self.finite and (isnan(number) or not has_bounds)
 
     def __str__(self) -> str:
         """Return words that follow a noun: " from 0 to 1", " above 0"; "" without bounds."""
@@ -47,11 +51,12 @@ class Range:
 
 
 def _text(bound: float) -> str:
-    """Return a bound in words; powers of two beyond a million are written as such."""
+    """Return a bound in words; powers of two beyond a million, and these less 1, are written as such."""
     # 2**63 - 1 is read at a glance, 9223372036854775807 is not.
     for number, end in ((bound, ""), (bound + 1, " - 1")):
         size = abs(int(number))
-        if size == abs(number) and size > 1 << 20 and size & (size - 1) == 0:
+        is_power_of_two = size == abs(number) and size & (size - 1) == 0
+        if is_power_of_two and size > 1 << 20:
             return f"{'-' if number < 0 else ''}2**{size.bit_length() - 1}{end}"
     return str(int(bound)) if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
 

@@ -134,16 +134,16 @@ class Action:
         # A replacement computes the op from its values, which have their shapes.
         self.takes_shapes = not type.is_replacement and self._takes("shapes")
         self.takes_original = type is REPLACE_OP and self._takes("original")
-        self.parameters = self._parameters() if type is REPLACE_OP else None
+        self.parameters = self._free_parameters() if type is REPLACE_OP else None
 
-    def _parameters(self) -> RoutineParameters | None:
+    def _free_parameters(self) -> RoutineParameters | None:
         bound_names = [*self.kwargs, *(name for name in ("run", "original") if self._takes(name))]
         return parameters_of(self.func, [*bound_names, "reads"] if self.reads else bound_names)
 
     def _takes(self, name: str) -> bool:
         return name not in self.kwargs and has_parameter(self.func, name, keyword_only=name == "shapes")
 
-    def in_recomputation(self) -> Action | None:
+    def for_recomputation(self) -> Action | None:
         """Return the action for a recomputation of the op; None where its routine is not called.
 
         Observers were called in the first execution; those with a parameter `recomputed` are called again.
@@ -216,14 +216,17 @@ _UNMARKED: frozenset[str] = frozenset()
 
 
 def with_marks(func: RoutineT, mark_names: Iterable[str]) -> RoutineT:
-    """Return a routine with more marks, by the names that `marks` returns, as of a routine that it wraps."""
+    """Add marks to a routine, by the names that `marks` returns, such as those of a routine that it wraps.
+
+    Returns the routine itself, or a wrapper of a routine that takes no attributes.
+    """
     for mark in mark_names:
         func = _add_mark(func, mark)
     return func
 
 
 def _add_mark(func: RoutineT, mark: str) -> RoutineT:
-    """Return the routine with a mark; wraps a routine, such as a builtin, that takes no attributes."""
+    """Add a mark to a routine and return it; return a wrapper of a builtin, which takes no attributes."""
     mark_names = marks(func) | {mark}
     try:
         setattr(func, _MARKS, mark_names)
@@ -292,11 +295,11 @@ def in_running_order(actions: Iterable[Action], after: bool) -> list[Action]:
     after: whether the actions run after the op, so that innermost ones come first.
     """
     ordered = list(actions)
-    if len(ordered) > 1:
-        # The sort is stable, so tools keep their order.  Before the op an innermost routine comes last, after
-        # the op it comes first: the key is False for what comes first.
-        ordered.sort(key=lambda action: action.innermost is not after)
-    return ordered
+    if len(ordered) < 2:
+        return ordered
+    next_to_op = [action for action in ordered if action.innermost]
+    others = [action for action in ordered if not action.innermost]
+    return next_to_op + others if after else others + next_to_op
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -340,30 +343,33 @@ def replacement_arguments(
     """Return the arguments of a replacement, by position and by name.
 
     A replacement receives the op's tensors in order, and other inputs by name where it has a parameter of
-    that name. If it has as many parameters as the op has inputs, or any number, it receives all in order.
+    that name. If it has as many parameters as the op has inputs, or any number, it receives all in order,
+    those of its keyword-only parameters by name.  If it has more parameters than the op has tensors, it
+    receives the op's first inputs.
     """
     # A routine written in C has no signature to read names from: it gets what any replacement can compute
     # with.
     if parameters is None:
         return [value for value in inputs if holds_tensors(value)], {}
+    named_inputs = _with_names(inputs, names)
     # The routine was written for this op's schema, so position tells what each input is.
     if parameters.variadic or len(parameters.positional) >= len(inputs):
-        named = {name: value for name, value in zip(names, inputs, strict=False) if name in parameters.named}
-        return [value for value, name in _with_names(inputs, names) if name not in named], named
+        by_name = {name: value for value, name in named_inputs if name in parameters.named}
+        return [value for value, name in named_inputs if name not in by_name], by_name
     parameter_names = {*parameters.positional, *parameters.named}
     by_name = {
         name: value
-        for value, name in _with_names(inputs, names)
+        for value, name in named_inputs
         if name and not holds_tensors(value) and (name in parameter_names or parameters.any_name)
     }
-    unnamed = [value for value, name in _with_names(inputs, names) if name not in by_name]
-    tensors = [value for value in unnamed if holds_tensors(value)]
+    by_position = [value for value, name in named_inputs if name not in by_name]
+    tensors = [value for value in by_position if holds_tensors(value)]
     free_positions = sum(name not in by_name for name in parameters.positional)
     # With more free parameters than tensors, the routine takes the op's leading inputs by position, numbers
     # among them, provided that no tensor comes after these.
-    leading = unnamed[:free_positions]
-    all_tensors = sum(map(holds_tensors, leading)) == len(tensors)
-    return (leading if len(tensors) < free_positions and all_tensors else tensors), by_name
+    leading = by_position[:free_positions]
+    leading_has_all_tensors = sum(map(holds_tensors, leading)) == len(tensors)
+    return (leading if len(tensors) < free_positions and leading_has_all_tensors else tensors), by_name
 
 
 def signature_error(
@@ -375,9 +381,10 @@ def signature_error(
 ) -> RoutineError | None:
     """Return an error if a routine's signature does not accept the arguments; else None.
 
+    None also for a routine written in C, whose signature is unknown.
     inputs, names: all values at the routine's point and their names, for the message.
     """
-    # Only names are compared with the signature, so any value stands for these.
+    # `bind` compares only names with the signature, so any value stands for these.
     injected = {name: None for name in ("run", "shapes") if getattr(action, f"takes_{name}")}
     try:
         inspect.signature(action.func).bind(*args, **{**injected, **action.kwargs, **kwargs})
@@ -387,11 +394,10 @@ def signature_error(
         keyword = "outputs" if action.type.is_after else "inputs"
         keyword = f"grad_{keyword}" if action.type.is_backward else keyword
         message = f"{action} cannot be called with {len(args)} value{'s' * (len(args) != 1)}: {error}. "
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is not None:
-            return RoutineError(
-                f"{message}Give the routine a parameter {unknown[1]}, or leave {unknown[1]}= away"
-            )
+        unexpected = re.search(r"unexpected keyword argument '(?P<name>\w+)'", str(error))
+        if unexpected is not None:
+            name = unexpected["name"]
+            return RoutineError(f"{message}Give the routine a parameter {name}, or leave {name}= away")
         return RoutineError(
             f"{message}There are {available}; select some, as by {keyword}=[0], give the routine a parameter "
             f"for each, or pass others as keywords, {action.type.value}(routine, name=value)"

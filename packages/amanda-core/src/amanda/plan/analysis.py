@@ -46,7 +46,11 @@ class PendingPlan(Generic[PlanT]):
                 self._analysed_points.add(point)
 
     def _run_analyses(self, point: InstrumentationPoint) -> Sequence[Action]:
-        """Run the analysis routines on the context that the scopes around have left; record their changes."""
+        """Run the analysis routines of a point; return the actions that they recorded.
+
+        After the op and at backward ops they run on the context that the scopes around have left.  Their
+        changes of the context are recorded in the stack's plan, for the scopes within.
+        """
         context, source = self.context, self._source
         # Before the forward op, the context was just copied from that of the scope around.
         is_first = point is InstrumentationPoint.BEFORE_FORWARD_OP
@@ -73,8 +77,8 @@ class PendingPlan(Generic[PlanT]):
     def _add_actions(self, recorded: Sequence[Action]) -> None:
         """Add actions to those of the stack's own tools."""
         if recorded:
-            actions = self.plan.scope_actions if isinstance(self.plan, Plan) else self.plan
-            actions.add(recorded)
+            scope_actions = self.plan.scope_actions if isinstance(self.plan, Plan) else self.plan
+            scope_actions.add(recorded)
 
 
 def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> ContextChanges:
@@ -112,13 +116,14 @@ class PendingBackwardPlan(PendingPlan[Actions]):
     _record_lock = interceptor.Lock()
 
     def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], ignore_earlier: bool) -> None:
-        """ignore_earlier: whether no earlier analysis counts."""
+        """tools: those that analyse the op now.  ignore_earlier: whether no earlier analysis counts."""
         stack = source.stack
         self._recorded: RecordedActions | None = None  # None: all tools analyse the op together
         if len(tools) == len(stack.backward_tools):
             super().__init__(Actions(), OpContext(facts, stack.analyse, source.context), source)
             return
         earlier = {} if ignore_earlier else source.backward.partial.get(facts.backward_op_id or 0, {}).copy()
+        # Tools that analyse the op once more replace what they recorded before.
         self._recorded = {
             (point, i): actions
             for (point, i), actions in earlier.items()
@@ -126,7 +131,7 @@ class PendingBackwardPlan(PendingPlan[Actions]):
         }
         analyse = partial(stack.analyse, part=AnalysisPart(tools, self._recorded))
         super().__init__(Actions(), OpContext(facts, analyse, source.context), source)
-        self.context._actions += Actions.of(self._recorded).all  # a second replacement is an error
+        self.context._actions += Actions.from_records(self._recorded).all  # a second replacement is an error
 
     def _add_actions(self, recorded: Sequence[Action]) -> None:
         """Set the plan's actions from the records of all tools; add them where all tools analyse together."""
@@ -135,11 +140,14 @@ class PendingBackwardPlan(PendingPlan[Actions]):
             return
         # Sorted anew from all records: a tool that analyses later may come before others in the order of
         # tools.
-        actions = Actions.of(self._recorded)
+        actions = Actions.from_records(self._recorded)
         self.plan.before, self.plan.replace, self.plan.after = actions.before, actions.replace, actions.after
 
-    def keep(self) -> None:
-        """Store the actions for later passes, merged with actions that other threads have stored."""
+    def store(self) -> None:
+        """Store the actions for later passes, merged with actions that other threads have stored.
+
+        Does nothing if another thread has stored the actions of all tools.
+        """
         backward_id, record, stack = (
             self.context.get_backward_op_id(),
             self._source.backward,
@@ -155,10 +163,9 @@ class PendingBackwardPlan(PendingPlan[Actions]):
                 return  # another thread, or pass, had all tools
             recorded = record.partial.setdefault(backward_id, {})
             recorded.update(self._recorded)
-            record.actions[backward_id] = Actions.of(recorded)
-            if len(recorded) == sum(
-                len(stack.routines[point]) for point in stack.routines if point.is_backward
-            ):
+            record.actions[backward_id] = Actions.from_records(recorded)
+            routine_count = sum(len(stack.routines[point]) for point in stack.routines if point.is_backward)
+            if len(recorded) == routine_count:
                 # Every tool has analysed the op, so nobody asks any more which tool recorded what.
                 del record.partial[backward_id]
 
@@ -172,7 +179,7 @@ class PendingPlans:
         self._lock = interceptor.Lock()
         self._pending: dict[Hashable, ref[PendingPlan[Any]]] = {}
 
-    def share(
+    def find_or_create(
         self, key: Hashable, find_plan: Callable[[], PlanT | None], create: Callable[[], PendingPlan[PlanT]]
     ) -> PendingPlan[PlanT] | PlanT:
         """Return the pending plan of another thread, else the finished plan, else a new pending plan.
@@ -215,18 +222,18 @@ class OpAnalysis:
         self._reading = ops.reading
         self.pending: list[tuple[Hashable, PendingPlan[Plan]]] = []
         plan: Plan | None = None
-        # Whether shapes are a part of a key is decided by op where calls are eager, and for all ops of a
-        # graph.
+        # Whether shapes are a part of a key is decided for each op where calls are eager, and for all ops
+        # together in a graph.
         eager_id = facts.op_id if facts.namespace[-1] == "eager" else None
         for member in stack.chain:
-            member_key = key if member is stack else member.key(ops, facts.inputs or (), eager_id)
-            plan = self._plan_of(member, member_key, plan, cache)
+            member_key = key if member is stack else member.plan_key(ops, facts.inputs or (), eager_id)
+            plan = self._find_or_analyse(member, member_key, plan, cache)
         assert plan is not None
         self.plan = plan
         plan.merge_actions()
 
-    def _plan_of(self, stack: ToolStack, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
-        """Return a stack's stored plan, or a pending one after the analyses before the op."""
+    def _find_or_analyse(self, stack: ToolStack, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
+        """Return a stack's stored plan; else analyse the op before it runs, with the plan in `pending`."""
         op_id = self.facts.op_id
 
         def create() -> PendingPlan[Plan]:
@@ -246,7 +253,7 @@ class OpAnalysis:
             pending_key = (
                 (op_id, key, self.facts.input_shapes) if stack.keyed_by_shapes_read else (op_id, key)
             )
-            pending = stack.pending_plans.share(
+            pending = stack.pending_plans.find_or_create(
                 pending_key, lambda: stack.plans.get(op_id, {}).get(key), create
             )
         else:
@@ -258,7 +265,7 @@ class OpAnalysis:
         self.pending.append((key, pending))
         return pending.plan
 
-    def after(self) -> Plan:
+    def analyse_after_op(self) -> Plan:
         """Run the analyses after the op, whose outputs are in the facts; return the complete plan."""
         with self._reading():
             for _, pending in self.pending:
@@ -266,11 +273,11 @@ class OpAnalysis:
         self.plan.merge_actions()
         return self.plan
 
-    def keep(self) -> None:
+    def store_plans(self) -> None:
         """Store the plans for later executions of the op."""
         op_id, shapes_read = self.facts.op_id, self.facts.input_shapes if self.facts.reads_shapes else None
         stacks = [pending.plan.stack for _, pending in self.pending]
         # Asked for all stacks first: to store a plan in one stack changes the answer for the stacks within.
-        already_keyed = [stack.depends_on_shapes(op_id) or not stack.keyed_by_shapes_read for stack in stacks]
-        for (key, pending), stack, keyed in zip(self.pending, stacks, already_keyed, strict=True):
-            stack.keep(op_id, key, pending.plan, None if keyed else shapes_read)
+        adds_shapes = [stack.keyed_by_shapes_read and not stack.depends_on_shapes(op_id) for stack in stacks]
+        for (key, pending), stack, add_shapes in zip(self.pending, stacks, adds_shapes, strict=True):
+            stack.store_plan(op_id, key, pending.plan, shapes_read if add_shapes else None)

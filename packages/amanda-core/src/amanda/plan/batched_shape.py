@@ -46,15 +46,15 @@ class BatchedShape(tuple[int, ...]):
 
 def sample_count(shapes: Any) -> int:
     """Return how many samples an execution with these shapes computes: 1 without a vmap."""
-    return prod(_batches(shapes).values())
+    return prod(_sizes_by_level(shapes).values())
 
 
-def _batches(shapes: Any) -> dict[int, int]:
-    """Return the sizes of the batches among shapes, by the level of the vmap."""
+def _sizes_by_level(shapes: Any) -> dict[int, int]:
+    """Return the sizes of the batches of shapes, or of nested lists of shapes, by the level of the vmap."""
     if isinstance(shapes, BatchedShape):
         return dict(shapes.batches)
     sizes: dict[int, int] = {}
     if isinstance(shapes, (list, tuple)):
         for shape in shapes:
-            sizes.update(_batches(shape))
+            sizes.update(_sizes_by_level(shape))
     return sizes

@@ -82,16 +82,18 @@ class OpFacts:
         self.original = None
         self.dropped = True
 
-    def first_path(self) -> str | None:
+    def first_variable_path(self) -> str | None:
         """Return the first path in the model of a variable that the op reads; None where none has a path."""
         variables = map(self.variable_of, spread(self.inputs or ()))
         paths = (self.path_of(variable) for variable in variables if variable is not None)
         return next(filter(None, paths), None)
 
-    def part_read(self, variable: Any) -> str:
-        """Name the part of a variable that the op reads; "" for all of it, and where it reads several."""
+    def variable_part(self, variable: Any) -> str:
+        """Name the part of a variable that the op reads; "" for all of it, and where it reads several parts.
+
+        Two reads of one variable count as several parts, even if both read all of it.
+        """
         values = [value for value in spread(self.inputs or ()) if self.variable_of(value) is variable]
-        # An op that reads a parameter twice, or as two parts, has no single part to name.
         return self.part_of(values[0], variable) if len(values) == 1 else ""
 
     def backward_id(self, name: str, place: int) -> int:
@@ -100,7 +102,10 @@ class OpFacts:
         return mix(mix(self.op_id, _digest_of(name)), place) or 1
 
     def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
-        """Return facts of a backward op of this op."""
+        """Return facts of a backward op of this op: those of the op, without gradients.
+
+        order: 1 for a backward op of the op, 2 for a backward op of that.
+        """
         facts = OpFacts(*_fields_of(self))  # takes a fifth of the time of `dataclasses.replace`
         facts.backward_op, facts.backward_op_id, facts.backward_order = op, op_id, order
         facts.replaceable = replaceable
@@ -110,7 +115,7 @@ class OpFacts:
 
     def explain(self, error: ErrorT, action: Action) -> ErrorT:
         """Add a note to an error with the op and the tool's routine that raised it; return the error."""
-        add_note(error, describe(self, action.tool, str(action)))
+        add_note(error, error_note(self, action.tool, str(action)))
         return error
 
     @property
@@ -161,8 +166,8 @@ def user_source() -> str:
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an exception, once.
 
-    A TypeError is also stored in the interceptor, which raises it again: operator methods of frameworks turn
-    a TypeError into NotImplemented.
+    Does nothing if the exception has the note.  A TypeError is also stored in the interceptor, which raises
+    it again: operator methods of frameworks turn a TypeError into NotImplemented.
     """
     if isinstance(error, TypeError):
         interceptor.keep_failure(error)
@@ -195,11 +200,11 @@ class explain_errors:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None:
-            add_note(error, describe(self._facts, self._tool, self._at))
+            add_note(error, error_note(self._facts, self._tool, self._at))
 
 
-def describe(facts: OpFacts, tool: Any, at: str) -> str:
-    """Return a line with the tool, the action or point, the op and its place in the program."""
+def error_note(facts: OpFacts, tool: Any, at: str) -> str:
+    """Return a note for an error: the tool, the action or point, the op, its module and the user's line."""
     op_id = facts.op_id if facts.backward_op_id is None else facts.backward_op_id
     where = f", module {facts.scope}" if facts.scope else ""
     line = f", called from {facts.source}" if facts.source else ""
@@ -212,7 +217,9 @@ Selection = int | str | Sequence[int | str] | None
 def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
     """Raise ActionError for an action that the point at which it is recorded does not allow.
 
-    A graph is analysed before it runs: there a routine that requires outputs may act before the op, too.
+    Forward actions belong to forward points, backward actions to backward points.  In eager mode the op has
+    run at a point after it, which allows only actions after the op.  A graph is analysed before it runs:
+    there a routine that requires outputs may act before the op, too.
     """
     if kind.is_backward != point.is_backward:
         required_argument = "backward=True" if kind.is_backward else "backward=False"
@@ -257,19 +264,20 @@ def selected_positions(
 def resolve_positions(
     facts: OpFacts, keys: tuple[int | str, ...], method: str, count: int | None
 ) -> tuple[int, ...]:
-    """Return the positions of values selected by position or name.
+    """Return the positions of values selected by position or name; negative positions count from the end.
 
-    keys: positions or names.  count: number of values; None where the number is unknown.
+    keys: positions or names.  count: number of values; None where the number is unknown: then names are
+    errors, and positions are returned as they are.
     method: name of the calling method, for the ActionError where there is no such value.
     """
     names = list(facts.names)
-    indices = []
+    positions = []
     for key in keys:
         if isinstance(key, str) and key in names and count is not None:
             key = names.index(key)
         # True would be taken for position 1.
-        valid = isinstance(key, int) and not isinstance(key, bool)
-        if not valid or (count is not None and not -count <= int(key) < count):
+        is_position = isinstance(key, int) and not isinstance(key, bool)
+        if not is_position or (count is not None and not -count <= int(key) < count):
             described_values = ", ".join(names) if names and count is not None else "given by position"
             similar_names = get_close_matches(str(key), names, n=1) if count is not None else []
             raise ActionError(
@@ -277,5 +285,6 @@ def resolve_positions(
                 f"{'some' if count is None else count} values ({described_values})"
                 + (f"; did you mean {similar_names[0]!r}?" if similar_names else "")
             )
-        indices.append(int(key) + count if count is not None and int(key) < 0 else int(key))
-    return tuple(indices)
+        position = int(key)
+        positions.append(position + count if count is not None and position < 0 else position)
+    return tuple(positions)

@@ -44,6 +44,7 @@ class ParameterSlots:
     def adopt(self, owner: Any, value: Any, ordinal: int) -> tuple[int, bool]:
         """Return the ordinal of the first value in the slot that holds a value, and True if it is final.
 
+        Records the slot.  Drops the plans under the value's own ordinal, if the slot has another.
         ordinal: the value's own ordinal, returned where no slot holds the value; it is final if no driver
         has registered a finder.
         """
@@ -63,15 +64,19 @@ class ParameterSlots:
         self._slot_ordinals.add(first_ordinal)
         return first_ordinal
 
-    def released(self, ordinal: int) -> Iterable[int]:
-        """Return the ordinals that no living object has once the object with this ordinal is dead."""
+    def release(self, ordinal: int) -> Iterable[int]:
+        """Forget the slots of a dead object; return the ordinals that no living object has from now on.
+
+        ordinal: that of the dead object.
+        """
         slots = self._ordinals.pop(ordinal, {}).values()
         self._slot_ordinals.difference_update(slots)
         # While its owner lives, a slot's first tensor may be gone and the parameter still be there.
         return [*slots] if ordinal in self._slot_ordinals else [ordinal, *slots]
 
     def _slot(self, owner: Any, value: Any) -> Hashable:
-        return next((slot for find in self._finders if (slot := find(owner, value)) is not None), None)
+        slots = (slot_of(owner, value) for slot_of in self._finders)
+        return next((slot for slot in slots if slot is not None), None)
 
 
 class ParameterSlot:
@@ -104,10 +109,7 @@ class PlanLifetimes:
         # Numbers, not objects: nothing here keeps a model or a parameter alive.
         ordinals = {interceptor.ordinal(subject) for subject in subjects}
         for ordinal in ordinals:
-            if ordinal in self.ops_of:
-                self.ops_of[ordinal].add(op_id)
-            else:
-                self.ops_of[ordinal] = {op_id}
+            self.ops_of.setdefault(ordinal, set()).add(op_id)
         if ordinals:
             self.subjects_of[op_id] = ordinals.union(self.subjects_of.get(op_id, ()))
 
@@ -126,11 +128,11 @@ class PlanLifetimes:
             if any(member is tool for member in stack.applied):
                 stack.rewrites.clear()
                 for op_id in dropped_ids:
-                    stack.forget(op_id)
+                    stack.forget_plans(op_id)
 
     def on_death(self, ordinal: int) -> None:
         """Drop the plans bound to an object that died."""
-        for dead_ordinal in parameter_slots.released(ordinal):
+        for dead_ordinal in parameter_slots.release(ordinal):
             self._drop_ops_of(dead_ordinal)
 
     def _drop_ops_of(self, ordinal: int) -> None:

@@ -89,8 +89,8 @@ RunOf = Callable[[Any], dict[Any, Any]]
 RoutineT = TypeVar("RoutineT", bound="Routine")
 PreparedT = TypeVar("PreparedT")
 
-# On the observer and not on the routine that gathers: drivers ask with an observer in their hands.
-_NAME = "__amanda_gathered__"
+# An attribute of the observer and not of the routine that gathers: drivers look it up for an observer.
+_GATHERED = "__amanda_gathered__"
 
 
 class Observed:
@@ -196,10 +196,10 @@ class Executions(Sequence[Observed]):
             with action.tool._amanda.lock:
                 action.gathered(self)
         except BaseException as error:
-            index = self._current_index
-            # The routine did not iterate, so the first and the last execution say what it was about.
-            for execution in (self[0], self[-1]) if index is None else (self[index],):
-                execution.explain(error)
+            # A routine that did not iterate has no current execution: the first and the last show its range.
+            indices = (0, -1) if self._current_index is None else (self._current_index,)
+            for i in indices:
+                self[i].explain(error)
             raise
 
 
@@ -218,7 +218,7 @@ def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
 
     def mark(func: RoutineT) -> RoutineT:
         for routine in observers:
-            setattr(routine, _NAME, func)
+            setattr(routine, _GATHERED, func)
         return func
 
     return mark
@@ -229,8 +229,8 @@ def gathered_form(func: Routine) -> Routine | None:
     if not isinstance(func, MethodType):
         attributes = getattr(func, "__dict__", {})
         # `functools.wraps` copies the attribute to functions that do something else.
-        return None if "__wrapped__" in attributes else attributes.get(_NAME)
-    form = getattr(func.__func__, _NAME, None)
+        return None if "__wrapped__" in attributes else attributes.get(_GATHERED)
+    form = getattr(func.__func__, _GATHERED, None)
     if form is None:
         return None
     # By name, so that a subclass may override the routine that gathers.

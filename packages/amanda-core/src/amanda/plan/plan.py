@@ -48,12 +48,17 @@ class Actions:
                 self.before = (*self.before, action)
 
     @classmethod
-    def of(cls, recorded: RecordedActions) -> Actions:
+    def from_records(cls, recorded: RecordedActions) -> Actions:
         """Return the actions that analysis routines recorded, in the order of the routines."""
+
+        def running_order(routine: tuple[InstrumentationPoint, int]) -> tuple[bool, int]:
+            # By side first: an action recorded after the op must not run ahead of one recorded before the op.
+            point, index_in_stack = routine
+            return point.is_after, index_in_stack
+
         actions = cls()
-        # By side first: an action recorded after the op must not run ahead of one recorded before the op.
-        for key in sorted(recorded, key=lambda key: (key[0].is_after, key[1])):
-            actions.add(recorded[key])
+        for routine in sorted(recorded, key=running_order):
+            actions.add(recorded[routine])
         return actions
 
     @classmethod
@@ -100,14 +105,17 @@ class Actions:
 class BackwardRecord:
     """The analysed backward ops of a plan's op.
 
+    An op's backward ops depend on which of its inputs need a gradient (`needs_grad`, as `EagerOps.gradients`
+    returns it), so records of all its backward ops are kept for each such answer.
+
     actions: actions of the plan's scope, by the id of the backward op.
     partial: actions by analysis routine, for backward ops that only some of the tools have analysed.
-    complete: needs of gradients for which every backward op has been analysed.
-    needs_nothing: needs of gradients for which no tool acts at any backward op.
+    analysed_for: each `needs_grad` for which every backward op has been analysed.
+    inactive_for: each `needs_grad` for which no tool acts at any backward op.
     steps: actions of all scopes in a driver's native form, by the driver's name of a backward op's place.
     """
 
-    __slots__ = ("actions", "complete", "needs_nothing", "partial", "steps")
+    __slots__ = ("actions", "analysed_for", "inactive_for", "partial", "steps")
 
     def __init__(self) -> None:
         self.actions: dict[int, Actions] = {}
@@ -115,10 +123,13 @@ class BackwardRecord:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Expect backward ops that have not been analysed, so that the next passes analyse them."""
-        self.complete: set[Hashable] = set()
+        """Expect backward ops that have not been analysed, so that the next passes look for them.
+
+        Actions at backward ops that have been analysed stay.
+        """
+        self.analysed_for: set[Hashable] = set()
         # None stands for an execution of which autodiff records nothing, so no backward op will come.
-        self.needs_nothing: set[Hashable] = {None}
+        self.inactive_for: set[Hashable] = {None}
         self.steps: dict[Hashable, Any] = {}
 
 
@@ -203,8 +214,8 @@ class Plan(Actions):
             return self
         if self._recomputation is None:
             recomputation = self._recomputation = Actions()
-            for action in self.all:
-                recomputation.add(filter(None, [action.in_recomputation()]))
+            recomputed_actions = [action.for_recomputation() for action in self.all]
+            recomputation.add(action for action in recomputed_actions if action is not None)
         return self._recomputation
 
     @property
@@ -218,12 +229,12 @@ class Plan(Actions):
         """Return True if a routine before or after the op takes shapes."""
         return any(action.takes_shapes for action in self.inserted)
 
-    def runs(self, ops: TensorOps, recorded: bool) -> RunDicts:
+    def run_dicts(self, ops: TensorOps, recomputable: bool) -> RunDicts:
         """Return the dicts `run` of the executions under way.
 
-        recorded: whether executions may be recomputations, or be recomputed.
+        recomputable: whether executions may be recomputations, or be recomputed.
         """
-        if recorded:
+        if recomputable:
             if self._recorded_run_dicts is None:
                 self._recorded_run_dicts = RecordedRunDicts(ops, self.context.get_op_id())
             return self._recorded_run_dicts
@@ -246,39 +257,40 @@ class Plan(Actions):
         ]
         return any(action.takes_shapes for actions in backward for action in actions.all)
 
-    def unanalysed(self, backward_id: int, tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
+    def tools_to_analyse(self, backward_id: int, tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
         """Return the tools among `tools`, of the plan's stack, that have not analysed a backward op."""
         recorded = self.backward.partial.get(backward_id)
-        if recorded is None:
+        if recorded is None:  # all tools have analysed the op, or none
             return () if backward_id in self.backward.actions else tools
         # `list`, since another thread may add records meanwhile.
-        analysed_by = [self.stack.routines[point][i].tool for point, i in list(recorded)]
-        return [tool for tool in tools if not any(tool is analysed_tool for analysed_tool in analysed_by)]
+        analysed_by = {id(self.stack.routines[point][i].tool) for point, i in list(recorded)}
+        return [tool for tool in tools if id(tool) not in analysed_by]
 
-    def is_analysed(self, backward_id: int) -> bool:
+    def is_backward_analysed(self, backward_id: int) -> bool:
         """Return True if all tools of the plan's stack have analysed a backward op."""
         return backward_id in self.backward.actions and backward_id not in self.backward.partial
 
-    def is_complete(self, gradients: Hashable) -> bool:
+    def is_backward_complete(self, needs_grad: Hashable) -> bool:
         """Return True if every backward op of executions with this need of gradients has been analysed.
 
         True as well where no stack has analysis routines for backward ops.
         """
-        return all(gradients in plan.backward.complete for plan in self.plans_with_backward)
+        return all(needs_grad in plan.backward.analysed_for for plan in self.plans_with_backward)
 
-    def wants_backward(self, gradients: Hashable) -> bool:
+    def wants_backward(self, needs_grad: Hashable) -> bool:
         """Return True if backward ops of an execution have to be analysed, or have actions.
 
-        gradients: which inputs need a gradient; None where autodiff records nothing.
+        Records in `backward.inactive_for` if they have not.
+        needs_grad: which inputs need a gradient; None where autodiff records nothing.
         """
-        if not self.has_backward_routines or gradients in self.backward.needs_nothing:
+        if not self.has_backward_routines or needs_grad in self.backward.inactive_for:
             return False
         has_work = any(
-            gradients not in plan.backward.complete or any(plan.backward.actions.values())
+            needs_grad not in plan.backward.analysed_for or any(plan.backward.actions.values())
             for plan in self.plans_with_backward
         )
         if not has_work:
-            self.backward.needs_nothing.add(gradients)
+            self.backward.inactive_for.add(needs_grad)
         return has_work
 
 

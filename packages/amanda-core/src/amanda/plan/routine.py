@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.errors import MutationError, RoutineError
 from amanda.plan.action import INSERT_BEFORE_OP, REPLACE_OP, replacement_arguments, signature_error
-from amanda.plan.facts import add_note, describe, explain_errors
+from amanda.plan.facts import add_note, error_note, explain_errors
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def run_routine(
         selection = values if select is None else picked_by(action, values, facts)
         positions = range(len(values)) if select is None else select
         if returned is NOT_CALLED:
-            flags = [i in mutable for i in positions] if mutable else ()
-            arguments = _routine_arguments(ops, action, selection, flags, isolated)
+            is_written = [i in mutable for i in positions] if mutable else ()
+            arguments = _routine_arguments(ops, action, selection, is_written, isolated)
             results = _call_routine(ops, action, selection, arguments, run, isolated, shapes)
         else:
             results = matched(action, returned, selection)
@@ -83,10 +83,11 @@ def run_routine(
 def failed(
     error: BaseException, action: Action, values: Sequence[Any], selection: Sequence[Any], facts: OpFacts
 ) -> BaseException | None:
-    """Note the op on a routine's exception; return an exception to raise instead.
+    """Add a note with the op to a routine's exception; return an exception to raise instead, or None.
 
-    None where the caller has to raise `error` itself; this function does not return `error`, since a frame
-    that holds an exception keeps the exception's frames alive.
+    An exception is returned where the routine's signature does not accept the values.  It bears the note
+    then. None means that the caller raises `error`; `error` itself is not returned, since a frame that holds
+    an exception keeps the exception's frames alive.
     values: all values that the op has there.  selection: values that the routine received.
     """
     # Outputs and gradients have no names in a schema.
@@ -94,7 +95,7 @@ def failed(
     signature_failure = (
         signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
     )
-    add_note(signature_failure or error, describe(facts, action.tool, str(action)))
+    add_note(signature_failure or error, error_note(facts, action.tool, str(action)))
     return signature_failure
 
 
@@ -118,11 +119,7 @@ def run_replacement(
     # Copies: what the replacement returns is written into the user's tensors below, and must not be mixed
     # with what it wrote into them itself.
     inputs = [_copy_tensors(ops, value) if i in targets else value for i, value in enumerate(values)]
-    kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
-    if action.takes_original and original is not None:
-        kwargs = {**kwargs, "original": _accept_positional_inputs(original)}
-    if action.reads:
-        kwargs = {**kwargs, "reads": list(reads)}
+    kwargs = _replacement_kwargs(action, run, original, reads)
     with explain_errors(facts, action.tool, str(action)):
         copies = spread(inputs[i] for i in targets)
         versions = ops.versions(copies)
@@ -137,19 +134,46 @@ def run_replacement(
             result = _call_replacement(ops, action, selection, kwargs, inputs, facts.names)
         if not targets or result is NotImplemented:
             return result
-        written = spread(values[i] for i in targets)
-        results = copies if result is None else spread([result])
-        if len(results) != len(written):
-            raise RoutineError(
-                f"{action} returned {len(results)} values for an op that writes {len(written)}"
-            )
-        for target, copy, version, new in zip(written, copies, versions, results, strict=True):
-            # A copy that is handed back unwritten has the target's value already.
-            if new is not copy or version is None or ops.version(copy) != version:
-                ops.write(target, new, isolated=False)
-        # The program goes on with its own tensors, as after the op.
         user_tensors = [values[i] for i in targets]
+        results = copies if result is None else spread([result])
+        _write_results(ops, action, results, spread(user_tensors), copies, versions)
+        # The program goes on with its own tensors, as after the op.
         return user_tensors[0] if len(user_tensors) == 1 else tuple(user_tensors)
+
+
+def _replacement_kwargs(
+    action: Action,
+    run: dict[str, Any],
+    original: Callable[[Sequence[Any]], Any] | None,
+    reads: Sequence[Any],
+) -> Mapping[str, Any]:
+    """Return the tool's keyword arguments for a replacement, with its `run`, `original` and `reads`."""
+    kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
+    if action.takes_original and original is not None:
+        kwargs = {**kwargs, "original": _accept_positional_inputs(original)}
+    if action.reads:
+        kwargs = {**kwargs, "reads": list(reads)}
+    return kwargs
+
+
+def _write_results(
+    ops: TensorOps,
+    action: Action,
+    results: Sequence[Any],
+    targets: Sequence[Any],
+    copies: Sequence[Any],
+    versions: Sequence[Any],
+) -> None:
+    """Write a replacement's results into the user's tensors; raise RoutineError if their numbers differ.
+
+    copies: copies of the targets, which the replacement received.  versions: their versions before its call.
+    """
+    if len(results) != len(targets):
+        raise RoutineError(f"{action} returned {len(results)} values for an op that writes {len(targets)}")
+    for target, copy, version, result in zip(targets, copies, versions, results, strict=True):
+        # A copy that is handed back unwritten has the target's value already.
+        if result is not copy or version is None or ops.version(copy) != version:
+            ops.write(target, result, isolated=False)
 
 
 def _call_replacement(
@@ -190,20 +214,20 @@ def picked_by(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any
 
 
 def _routine_arguments(
-    ops: TensorOps, action: Action, selection: list[Any], mutable: Sequence[bool], isolated: bool
+    ops: TensorOps, action: Action, selection: list[Any], is_written: Sequence[bool], isolated: bool
 ) -> list[Any]:
     """Return the arguments for a routine: the selected values, some of them detached or copied.
 
     An isolated routine that takes `run`, which could keep a graph, receives detached tensors; a routine in
     autodiff receives copies of the tensors that the op writes.
-    mutable: for each value, whether the op writes it; empty where the op writes none.
+    is_written: for each value, whether the op writes it; empty where the op writes none.
     """
     if isolated:
         return [ops.storable(value) for value in selection] if action.takes_run else selection
-    if any(mutable):
+    if any(is_written):
         return [
-            _copy_tensors(ops, value) if flag else value
-            for value, flag in zip(selection, mutable, strict=True)
+            _copy_tensors(ops, value) if written else value
+            for value, written in zip(selection, is_written, strict=True)
         ]
     return selection
 
@@ -240,17 +264,17 @@ def _call_routine(
     if arguments is selection:
         return matched(action, result, selection)
     # A copy that the routine handed back unwritten is replaced by the original, so that no write follows.
-    unchanged = {
+    original_of_unwritten = {
         id(argument): original
         for argument, original, version in zip(arguments, selection, versions, strict=True)
         if ops.version(argument) == version
     }
     if result is None:
-        if len(unchanged) == len(arguments):
+        if len(original_of_unwritten) == len(arguments):
             return None
-        result = arguments
-    results = matched(action, result, selection)
-    return results and [unchanged.get(id(value), value) for value in results]
+        result = arguments  # some of them written
+    results = matched(action, result, selection) or ()
+    return [original_of_unwritten.get(id(value), value) for value in results]
 
 
 def mutation_error(action: Action, index: int) -> MutationError:
@@ -270,6 +294,7 @@ def _copy_tensors(ops: TensorOps, value: Any) -> Any:
 def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:
     """Return the routine's result as a sequence with one value for each argument; None for no change.
 
+    For one argument the result may be the value itself, or a sequence of it.
     picked: the values that the routine selects.  Raises RoutineError for another number of values.
     """
     if result is None:
@@ -277,8 +302,9 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
     if len(picked) == 1:
         expects_list = isinstance(picked[0], (list, tuple))
         has_one_item = isinstance(result, (list, tuple)) and len(result) == 1
-        # Of a list of lists, such as the one output of a loop that is a sequence, depth tells which is meant.
-        is_wrapped = has_one_item and (not expects_list or _depth(result) > _depth(picked[0]))
+        # For a list, such as the one output of a loop that is a sequence, depth tells a result of one list
+        # from the list itself.
+        is_wrapped = has_one_item and (not expects_list or _nesting_depth(result) > _nesting_depth(picked[0]))
         results: Sequence[Any] = result if is_wrapped else (result,)
         # Several values for one tensor: the routine was written for more inputs than it selects.
         has_many_values = isinstance(results[0], (list, tuple)) and not expects_list and len(results[0]) != 1
@@ -292,9 +318,9 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
     return results
 
 
-def _depth(value: Any) -> int:
+def _nesting_depth(value: Any) -> int:
     """Return the depth of nested lists; 0 for a value that is no list."""
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
+    return 1 + max(map(_nesting_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:

@@ -25,11 +25,11 @@ class RunDicts:
     leaves its dict behind; the next execution replaces the dict.
     """
 
-    __slots__ = ("_present",)
+    __slots__ = ("_dict_by_thread",)
 
     def __init__(self) -> None:
         # By thread: a plan is shared by all threads, and each has an execution of its own.
-        self._present: dict[int, dict[str, Any]] = {}
+        self._dict_by_thread: dict[int, dict[str, Any]] = {}
 
     def new_dict(self) -> dict[str, Any]:
         """Create the dict of an execution."""
@@ -37,27 +37,28 @@ class RunDicts:
 
     def begin(self) -> dict[str, Any]:
         """Create and store the dict of an execution that native code runs."""
-        run = self._present[get_ident()] = self.new_dict()
+        run = self._dict_by_thread[get_ident()] = self.new_dict()
         return run
 
     def end(self) -> dict[str, Any]:
         """Remove and return this thread's dict, which native code no longer needs; {} where there is none."""
-        return self._present.pop(get_ident(), {})
+        return self._dict_by_thread.pop(get_ident(), {})
 
-    def resume(self, called: Sequence[Action], traced: bool = False) -> dict[str, Any]:
-        """Return the dict for Python, which continues an execution after native code has called routines.
+    def dict_for_python(self, called: Sequence[Action], traced: bool = False) -> dict[str, Any]:
+        """Return the dict for Python, which executes an op, or continues after native code.
 
+        The dict of native code is removed here: Python holds it from now on.
         called: the actions whose routines native code has called.
         traced: whether native code may have passed the dict to backward ops.
         """
         begun = any(action.takes_run for action in called)
-        run = self._present.pop(get_ident(), None) if begun or traced else None
+        run = self._dict_by_thread.pop(get_ident(), None) if begun or traced else None
         if run is not None:
             return run
         # If a routine was called and no dict is there, native code has dropped it after the last routine.
         return {} if begun else self.new_dict()
 
-    def routines(
+    def native_routines(
         self, ops: TensorOps, before: Sequence[Action], after: Sequence[Action], traced: bool
     ) -> dict[Action, Routine]:
         """Return, for the actions that take `run`, routines that native code calls without `run`.
@@ -66,27 +67,34 @@ class RunDicts:
         """
         earlier, later = ([action for action in side if action.takes_run] for side in (before, after))
         # None stands for the moment when the dict goes to the backward ops, between the routines of both
-        # sides.
-        stages = [*earlier, *([None] if traced else []), *later]
-        last = len(stages) - 1
+        # sides: `dict_for_backward` begins or ends the dict where it is the first or the last user.
+        users = [*earlier, *([None] if traced else []), *later]
+        first, last = 0, len(users) - 1
         return {
             action: _with_run_dict(
-                ops, action, self._dict_of_thread if i else self.begin, self.end if i == last else None
+                ops,
+                action,
+                self.begin if i == first else self._dict_of_thread,
+                self.end if i == last else None,
             )
-            for i, action in enumerate(stages)
+            for i, action in enumerate(users)
             if action is not None
         }
 
     def dict_for_backward(self, before: Sequence[Action], after: Sequence[Action]) -> dict[str, Any]:
-        """Return the dict for the backward ops, at the moment when the op has run."""
-        later = any(action.takes_run for action in after)
-        if not any(action.takes_run for action in before):
-            return self.begin() if later else self.new_dict()
-        return self._dict_of_thread() if later else self.end()
+        """Return the dict for the backward ops, at the moment when native code has run the op.
+
+        Creates the dict if no routine before the op takes it, and drops it if no routine after the op does.
+        """
+        used_before = any(action.takes_run for action in before)
+        used_after = any(action.takes_run for action in after)
+        if used_before:
+            return self._dict_of_thread() if used_after else self.end()
+        return self.begin() if used_after else self.new_dict()
 
     def _dict_of_thread(self) -> dict[str, Any]:
         """Return this thread's dict; begin one where there is none."""
-        run = self._present.get(get_ident())
+        run = self._dict_by_thread.get(get_ident())
         # Where the op created no node of autograd, `dict_for_backward` has not been called.
         return self.begin() if run is None else run
 
@@ -102,10 +110,13 @@ class RecordedRunDicts(RunDicts):
         self._op_id = op_id
 
     def new_dict(self) -> dict[str, Any]:
-        """Return the dict of an execution: in a recomputation what the first execution has left in it."""
+        """Return the dict of an execution: in a recomputation what the first execution has left in it.
+
+        Adds the execution to the records of the checkpoints under way.
+        """
         # Read at each execution: one plan serves executions inside and outside of checkpoints.
         state = interceptor.ACTIVATION.get().state
-        run: dict[str, Any] = {} if state.recall is None else state.recall.take(self._op_id)
+        run: dict[str, Any] = {} if state.recall is None else state.recall.next_dict(self._op_id)
         if state.records:
             execution = _RecordedExecution(self._ops, run)
             # Checkpoints may be nested, and each of them may be computed again by itself.
@@ -161,7 +172,7 @@ class Recall:
         self._executions = executions
         self._next: dict[int, int] = {}
 
-    def take(self, op_id: int) -> dict[str, Any]:
+    def next_dict(self, op_id: int) -> dict[str, Any]:
         """Return a copy of `run` of the op's next execution; {} where the op did not execute before."""
         # A recomputation runs the ops of the checkpoint in the same order, so the count says which execution
         # it is.

@@ -155,19 +155,19 @@ class TensorMap(Generic[T]):
 
     def __setitem__(self, tensor: Any, value: T) -> None:
         key = self.key(tensor)
-        self._entries[key] = weakref.ref(tensor, partial(self._forget, key)), value
+        self._entries[key] = weakref.ref(tensor, partial(self._drop_dead, key)), value
 
     def get(self, tensor: Any) -> T | None:
         """Return the value of a tensor; None for a tensor without one."""
-        entry = self._entries.get(self.key(tensor))
+        reference, value = self._entries.get(self.key(tensor), (None, None))
         # An `id` may belong to another object by now; the reference says whether the tensor still lives.
-        return entry[1] if entry is not None and entry[0]() is not None else None
+        return value if reference is not None and reference() is not None else None
 
-    def _forget(self, key: Hashable, reference: weakref.ref[Any]) -> None:
+    def _drop_dead(self, key: Hashable, dead_reference: weakref.ref[Any]) -> None:
         """Drop the entry of a dead tensor, unless a new tensor has its key."""
-        entry = self._entries.get(key)
+        reference, _ = self._entries.get(key, (None, None))
         # The key may have been given to a new tensor before the callback of the old one ran.
-        if entry is not None and entry[0] is reference:
+        if reference is dead_reference:
             del self._entries[key]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amanda import interceptor
 from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import AnalysisPart, PendingPlans
-from amanda.plan.facts import add_note, describe
+from amanda.plan.facts import add_note, error_note
 from amanda.plan.lifetime import plan_lifetimes
 from amanda.plan.tools import hooks, interchangeable, routines_at
 
@@ -89,30 +89,31 @@ class ToolStack:
     def analyse(
         self, context: OpContext, point: InstrumentationPoint, part: AnalysisPart | None = None
     ) -> None:
-        """Run this stack's analysis routines of a point on a context.
+        """Run this stack's analysis routines of a point on a context; call the hook for an analysed op.
 
+        Before each routine its tool is told of ops that have died.
         part: the tools whose routines run, with a record of each routine's actions; None for all tools.
         """
         for i, routine in enumerate(self.routines[point]):
             tool = routine.tool
             if part is not None and not any(tool is member for member in part.tools):
                 continue
-            context._tool, first = tool, len(context._actions)
-            registry = tool._amanda
+            context._tool, earlier_action_count = tool, len(context._actions)
+            tool_state = tool._amanda
             try:
-                with registry.lock:
+                with tool_state.lock:
                     # Here and not when the op died: an object may die at any line, also under the tool's
                     # lock.
-                    while registry.dead_ops:
-                        tool.op_gone(registry.dead_ops.popleft())
-                    registry.analysed_ops.add(context._facts.op_id)
-                    if not registry.admissions or all(admits(context) for admits in registry.admissions):
+                    while tool_state.dead_ops:
+                        tool.op_gone(tool_state.dead_ops.popleft())
+                    tool_state.analysed_ops.add(context._facts.op_id)
+                    if all(admits(context) for admits in tool_state.admissions):
                         routine.callback(context)
             except BaseException as error:
-                add_note(error, describe(context._facts, tool, point.value))
+                add_note(error, error_note(context._facts, tool, point.value))
                 raise
             if part is not None:
-                part.recorded[point, i] = tuple(context._actions[first:])
+                part.recorded[point, i] = tuple(context._actions[earlier_action_count:])
         hooks.call("amanda_op_analysed", context=context)
 
     def has_tool(self, tool: AnyTool) -> bool:
@@ -127,32 +128,33 @@ class ToolStack:
             return self.keyed_by_shapes
         return op_id is None or any(op_id in stack.shape_dependent_ops for stack in self.chain)
 
-    def key(self, ops: TensorOps, inputs: Sequence[Any], op_id: int | None = None) -> Hashable:
+    def plan_key(self, ops: TensorOps, inputs: Sequence[Any], op_id: int | None = None) -> Hashable:
         """Return the key of a plan: the signature of the op's inputs, and the results of the guards.
 
         op_id: id of an eager op; None for an op of a graph.
         """
         if not self.guards:
             return ops.signature(inputs)
-        answers: list[Hashable] = [ops.signature(inputs)]
-        for tool, _, _, guard, _ in self.guards if self.keyed_by_callables else ():
-            if callable(guard):
+        key: list[Hashable] = [ops.signature(inputs)]
+        for routine in self.guards if self.keyed_by_callables else ():
+            if callable(routine.guard):
                 try:
                     # A list of its own: a guard that empties it must not change the call.
-                    answers.append(guard(list(inputs)))
+                    key.append(routine.guard(list(inputs)))
                 except BaseException as error:
-                    add_note(error, f"[amanda] tool {type(tool).__name__}, guard {guard}")
+                    tool_name = type(routine.tool).__name__
+                    add_note(error, f"[amanda] tool {tool_name}, guard {routine.guard}")
                     raise
-        return (*answers, ops.shapes(inputs)) if self.depends_on_shapes(op_id) else tuple(answers)
+        return (*key, ops.shapes(inputs)) if self.depends_on_shapes(op_id) else tuple(key)
 
-    def keep(self, op_id: int, key: Hashable, plan: Plan, shapes_read: Hashable = None) -> None:
+    def store_plan(self, op_id: int, key: Hashable, plan: Plan, shapes_read: Hashable = None) -> None:
         """Store a plan under its key; drop the op's oldest plan where there are too many.
 
         shapes_read: shapes that the plan's analysis has read, if no earlier analysis of the op has read any.
         """
         if shapes_read is not None:
             # Earlier plans of the op have keys without shapes, under which no call looks from now on.
-            self.forget(op_id)
+            self.forget_plans(op_id)
             self.shape_dependent_ops.add(op_id)
             assert isinstance(key, tuple)
             key = (*key, shapes_read)
@@ -169,15 +171,11 @@ class ToolStack:
         invalidated = False
         for stack in self.chain:
             stack.double_backward = True
-            plans = [
-                plan
-                for plans in stack.plans.values()
-                for plan in plans.values()
-                if plan.has_backward_routines
-            ]
-            for plan in plans:
-                invalidated = invalidated or bool(plan.backward.complete)
-                plan.backward.invalidate()
+            for plans_of_op in stack.plans.values():
+                for plan in plans_of_op.values():
+                    if plan.has_backward_routines:
+                        invalidated = invalidated or bool(plan.backward.analysed_for)
+                        plan.backward.invalidate()
         # Programs in the table were built for backward ops of which nothing more was to come.
         if invalidated:
             self.table.clear()
@@ -189,18 +187,18 @@ class ToolStack:
         if isinstance(entry, interceptor.CallCache):
             entry.forget()
 
-    def watch_writes(self) -> None:
+    def run_writes_in_python(self) -> None:
         """Run ops that write in Python from now on, also ops that have native programs."""
         for op_id in self.writing_ops:
-            # An op without work has no call cache whose programs could be dropped; its entry itself makes
-            # it run natively.
             if self.table.get(op_id) is None:
+                # An op without work has no call cache whose programs could be dropped; its entry itself makes
+                # it run natively.
                 self.table.discard(op_id)
             else:
                 self.forget_programs(op_id)
 
-    def forget(self, op_id: int) -> None:
-        """Drop every plan of an op."""
+    def forget_plans(self, op_id: int) -> None:
+        """Drop every plan of an op, and what the stack has recorded of the op."""
         self.plans.pop(op_id, None)
         self.writing_ops.discard(op_id)
         self.shape_dependent_ops.discard(op_id)
@@ -208,28 +206,30 @@ class ToolStack:
 
     def drop_dead_op(self, op_id: int) -> None:
         """Drop every plan of an op that cannot execute again, and notify the tools."""
-        self.forget(op_id)
+        self.forget_plans(op_id)
         for tool in self.applied:
-            tool._amanda.on_death(op_id)
+            tool._amanda.note_dead_op(op_id)
 
 
-def stack_of(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
+def stack_for(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
     """Return the stack of the tools above `parent`, with the plans of earlier scopes of the same tools.
 
-    The stack is stored with the last tool, since the last tool depends on the others.
+    Makes a stack if there is none, or if a tool has changed.  The stack is stored with the last tool, since
+    the last tool depends on the others; a stack without tools is not stored.
     """
-    chain = parent.chain if parent else ()
+    if not tools:
+        return ToolStack(tools, parent)
+    outer_stacks = parent.chain if parent else ()
     # With the versions: a tool with other routines than before must not find the plans of these.
     key = tuple(
-        tuple((tool._amanda.number, tool._amanda.version) for tool in group)
-        for group in (*(stack.tools for stack in chain), tuple(tools))
+        tuple((tool._amanda.number, tool._amanda.version) for tool in tools_of_scope)
+        for tools_of_scope in (*(stack.tools for stack in outer_stacks), tools)
     )
-    stacks = tools[-1]._amanda.stacks if tools else {}
+    stacks = tools[-1]._amanda.stacks
     if key not in stacks:
         stacks[key] = ToolStack(tools, parent)
     stack: ToolStack = stacks[key]
-    if tools:
-        tools[-1]._amanda.stacks.move_to_end(key)
-        while len(stacks) > STACKS_PER_TOOL:
-            tools[-1]._amanda.stacks.popitem(last=False)
+    stacks.move_to_end(key)
+    while len(stacks) > STACKS_PER_TOOL:
+        stacks.popitem(last=False)  # the one that was used longest ago
     return stack

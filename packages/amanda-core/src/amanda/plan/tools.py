@@ -111,19 +111,20 @@ class ToolState:
         self.lock = interceptor.Lock()
         # With the tool, so that plans end with it.
         self.stacks: OrderedDict[Hashable, Any] = OrderedDict()
-        self.state: dict[str, Any] = {}
-        self.loaded: dict[str, Any] = {}
-        self.former: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}  # of `Tool.keep`: values, and the numbers of their keys
+        self.loaded: dict[str, Any] = {}  # given to `load_state_dict`, and used by no op yet
+        self.former: dict[str, Any] = {}  # parameters before `load_state_dict`, which an optimizer may hold
         self.names_loaded: list[str] = []  # a loaded state that lacks one of these is an error
         self.analysed_ops: set[int] = set()  # ids; `op_gone` is called for each that dies
         self.dead_ops: deque[int] = deque()  # ids; `op_gone` is called for these before the next analysis
-        self.options_read: tuple[int, tuple[str, ...]] = (-1, ())  # with the version of the tool
+        self.options_read: tuple[str, ...] = ()  # names of options that the analysis routines read
+        self.options_read_version = -1  # version of the tool for which these were found
         self.options: dict[str, str] | None = None  # when a scope opened last
         self.logged: set[str] = set()  # selections that no op has matched
         self.was_used = False  # True once a scope with the tool has opened
 
-    def on_death(self, op_id: int) -> None:
-        """Record that an op is dead.
+    def note_dead_op(self, op_id: int) -> None:
+        """Record that an op is dead, if the tool has analysed it.
 
         The tool's `op_gone` is called later, under the tool's lock: an object may die at any line of code.
         """
@@ -176,7 +177,11 @@ def in_dependency_order(tools: Iterable[ToolT]) -> list[ToolT]:
 
 
 def interchangeable(tool: AnyTool, peer: AnyTool) -> bool:
-    """Return True if both arguments are the same tool, or if either tool may stand for the other."""
+    """Return True if both arguments are the same tool, or if either tool may stand for the other.
+
+    Tools stand for each other if they have the same name in `stands_for`, as many routines, and neither
+    restrictions nor wrappers.
+    """
     if tool is peer:
         return True
     name, state, peer_state = tool.stands_for(), tool._amanda, peer._amanda
@@ -209,20 +214,22 @@ def routines_at(
     for tool in reversed(tools):
         closing = [routine for routine in _routines_of(tool, point) if routine.closing]
         if closing and takes_part(tool, point, applied):
-            last = max(
-                (
-                    i
-                    for i, routine in enumerate(routines)
-                    if routine.tool is tool or depends_on(routine.tool, tool)
-                ),
-                default=len(routines) - 1,
-            )
-            routines[last + 1 : last + 1] = closing
+            indices = [
+                i
+                for i, routine in enumerate(routines)
+                if routine.tool is tool or depends_on(routine.tool, tool)
+            ]
+            end = indices[-1] + 1 if indices else len(routines)
+            routines[end:end] = closing
     return tuple(routines)
 
 
 def takes_part(tool: AnyTool, point: InstrumentationPoint, applied: Sequence[AnyTool]) -> bool:
-    """Return True if a tool's routines run at a point: always, unless it follows those that depend on it."""
+    """Return True if a tool's routines run at a point.
+
+    False only for a tool with `follows_dependents` of which no dependent has a routine at the point;
+    dependents that themselves follow others do not count.
+    """
     if not tool.follows_dependents:
         return True
     dependents = [

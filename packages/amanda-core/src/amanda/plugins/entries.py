@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from amanda.errors import PluginError
-from amanda.interceptor.interrupts import raised_by_signals
+from amanda.interceptor.interrupts import collect_signal_errors
 
 logger = logging.getLogger("amanda")
 
@@ -42,7 +42,7 @@ class Plugin:
 
 
 class PluginEntry:
-    """One entry point, with what came of loading it."""
+    """One entry point, with its object once that is loaded, or the error of the last attempt."""
 
     def __init__(self, point: EntryPoint, distribution: str, version: str) -> None:
         self.name, self.distribution, self.version = point.name, distribution, version
@@ -58,9 +58,11 @@ class PluginEntry:
     def load(self, again: bool = True) -> Any:
         """Return the object of the entry point; raise PluginError, with the fix, where its import fails.
 
+        The object is loaded once.
         again: whether an import that failed before is tried once more, as memory or files may be free by now.
         """
-        if self._failure is not None and not again:  # which is kept, so no frame may hang on it
+        if self._failure is not None and not again:
+            # A new error, as below: the stored one must not hold frames.
             raise PluginError(str(self._failure)) from self._failure.__cause__
         if self._object is None:
             try:
@@ -69,8 +71,7 @@ class PluginEntry:
                 fix = failed.fix(f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}")
                 self._failure = PluginError(f"{self}: {self._point.value} fails to import ({failed}); {fix}")
                 self._failure.__cause__ = failed.__cause__
-                # A new error: one that is kept would grow by a traceback at each raise, and hold the frames
-                # in it.
+                # A new error: the stored one would grow by a traceback at each raise, and hold its frames.
                 raise PluginError(str(self._failure)) from failed.__cause__
         return self._object
 
@@ -83,7 +84,7 @@ class PluginEntry:
 
 
 class ImportFailure(Exception):
-    """An import failed of itself, whatever it raised."""
+    """An import failed, and not because of a signal; the cause is its exception."""
 
     def fix(self, otherwise: str, package: str = "") -> str:
         """Return what to do about the failure.
@@ -94,7 +95,7 @@ class ImportFailure(Exception):
         cause = self.__cause__
         # A lack of memory or files may lie behind several errors of imports.
         while cause is not None:
-            if _may_pass(cause):
+            if _is_transient(cause):
                 return "free memory, open files or disk, whichever it lacked; the next use tries again"
             if misfit := _misfit(cause, package):
                 return f"{misfit} does not fit it: pip install another version of {misfit.split()[0]}"
@@ -120,28 +121,28 @@ def _misfit(error: BaseException, package: str) -> str:
         return ""
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     """Return True for a lack of memory, open files or disk, also where it kept a library from opening."""
     if isinstance(error, ImportError):
-        return any(os.strerror(number) in str(error) for number in _LACKS)
+        return any(os.strerror(number) in str(error) for number in _TRANSIENT_ERRNOS)
     return isinstance(error, (MemoryError, OSError)) and not isinstance(error, FileNotFoundError)
 
 
-_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOSPC)
+_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOSPC)
 
 
 def imported(load: Callable[[], T]) -> T:
-    """Return what `load` imports.
+    """Call a function that imports; return its result.
 
-    Raises ImportFailure from whatever the import raises, a KeyboardInterrupt or SystemExit of its own too;
-    what a handler of a signal raises meanwhile, as the user's Ctrl-C does, is raised as it is.
+    Raises ImportFailure from any exception of the import, also its own KeyboardInterrupt or SystemExit; an
+    exception of a signal's handler meanwhile, as of the user's Ctrl-C, is raised as it is.
     """
-    with raised_by_signals() as interrupts:
+    with collect_signal_errors() as signal_errors:
         try:
             return load()
         except BaseException as error:
-            if interrupts:
-                raise interrupts[0] from None
+            if signal_errors:
+                raise signal_errors[0] from None
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             # Without its frames, which hold whatever the half-imported module had made.
             raise ImportFailure(text) from error.with_traceback(None)
@@ -156,7 +157,11 @@ class EntryRegistry:
         self._logged: set[str] = set()
 
     def entries(self, group: str, fresh: bool = True) -> list[PluginEntry]:
-        """Return the entries of a group, by name; `fresh` looks again for what was installed meanwhile."""
+        """Return the entries of a group, sorted by name.
+
+        fresh: whether to look for distributions that were installed meanwhile, as always with another
+        sys.path.
+        """
         path = tuple(sys.path)
         if fresh or self._path != path:
             self._read_entry_points()
@@ -164,10 +169,11 @@ class EntryRegistry:
         return [self._entries[key] for key in sorted(self._entries) if key[0] == group]
 
     def _read_entry_points(self) -> None:
-        """Read all groups anew; entries that were there before keep what came of loading them."""
+        """Read all groups; entries that were there before keep their loaded objects and errors."""
         installed = entry_points()
         entries: dict[tuple[str, ...], PluginEntry] = {}
-        owners: dict[int, tuple[str, str]] = {}  # a distribution reads its metadata anew for each question
+        # Name and version, by distribution, which reads its metadata from the disk each time.
+        owners: dict[int, tuple[str, str]] = {}
         for group in (DRIVERS, TOOLS, COMMANDS, HOOKS, ARTEFACTS):
             for point in installed.select(group=group):
                 if id(point.dist) not in owners:
@@ -177,7 +183,6 @@ class EntryRegistry:
                     owners[id(point.dist)] = metadata["Name"], metadata["Version"]
                 entry = PluginEntry(point, *owners[id(point.dist)])
                 key = (group, entry.name, entry.distribution, entry.version, point.value)
-                # The entry from before, with what came of loading it.
                 entries[key] = self._entries.get(key, entry)
         self._entries = entries
 
@@ -192,7 +197,7 @@ registry = EntryRegistry()
 
 
 def rivalry(entries: Sequence[PluginEntry]) -> str:
-    """Say that these entries stand in each other's way, and what to do."""
+    """Return the message for entries of which only one may be installed, with the fix."""
     return (
         f"{' and '.join(map(str, entries))} stand in each other's way and none is used: keep one, "
         f"pip uninstall {' or '.join(entry.distribution for entry in entries)}"

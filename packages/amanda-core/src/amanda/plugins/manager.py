@@ -45,8 +45,8 @@ def list_tools(load: bool = False) -> list[Plugin]:
 
     load: import the tools to find out; otherwise nothing is imported.
     """
-    tools = _tools()
-    return [_plugin_state(entry, same_name, load) for same_name in tools.values() for entry in same_name]
+    entries_by_name = _tool_entries()
+    return [_plugin_state(entry, entries, load) for entries in entries_by_name.values() for entry in entries]
 
 
 def tool_class(name: str) -> type[Tool]:
@@ -55,8 +55,10 @@ def tool_class(name: str) -> type[Tool]:
     A tool that is installed while the process runs is found if no other has the name.
     Raises UnknownToolError, and PluginError where the tool cannot be used.
     """
-    tools = _tools(fresh=False)
-    kind: type[Tool] = _tool(name, tools if name in tools else _tools()).load()
+    entries_by_name = _tool_entries(fresh=False)
+    if name not in entries_by_name:
+        entries_by_name = _tool_entries()
+    kind: type[Tool] = _only_entry(name, entries_by_name).load()
     return kind
 
 
@@ -67,7 +69,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     Raises UnknownToolError, OptionError for an option that the tool does not take or lacks, and
     PluginError where the tool cannot be used.
     """
-    entry = _tool(name, _tools())
+    entry = _only_entry(name, _tool_entries())
     kind = entry.load()
     signature = inspect.signature(kind)
     try:
@@ -78,7 +80,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
         unknown = sorted(options.keys() - signature.parameters)
         similar = get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
         hint = f"did you mean {similar[0]}? " if similar else ""
-        raise OptionError(f"tool {name}: {error}; {hint}{_options(kind)}") from None
+        raise OptionError(f"tool {name}: {error}; {hint}{_options_in_words(kind)}") from None
     tool = kind(**options)
     if not isinstance(tool, Tool):
         raise PluginError(f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade(entry.distribution)}")
@@ -96,33 +98,35 @@ def plugin_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _tools(fresh: bool = True) -> dict[str, list[PluginEntry]]:
+def _tool_entries(fresh: bool = True) -> dict[str, list[PluginEntry]]:
     """Return the entries of tools by name."""
-    tools: dict[str, list[PluginEntry]] = {}
+    entries_by_name: dict[str, list[PluginEntry]] = {}
     for entry in registry.entries(TOOLS, fresh):
-        tools.setdefault(entry.name, []).append(entry)
-    return tools
+        entries_by_name.setdefault(entry.name, []).append(entry)
+    return entries_by_name
 
 
-def _tool(name: str, tools: Mapping[str, list[PluginEntry]]) -> PluginEntry:
-    """Return the only entry of a name; raise UnknownToolError or PluginError otherwise."""
-    if name not in tools:
-        if command := installation(name, "tools"):
+def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]]) -> PluginEntry:
+    """Return the only entry of a tool's name; raise UnknownToolError or PluginError otherwise."""
+    if name not in entries_by_name:
+        command = installation(name, "tools")
+        if command:
             hint = f"it is not installed: {command}"
+        elif entries_by_name:
+            hint = did_you_mean(name, entries_by_name)
         else:
-            hint = (
-                did_you_mean(name, tools) if tools else 'none is installed: pip install "amanda-core[tools]"'
-            )
+            hint = 'none is installed: pip install "amanda-core[tools]"'
         raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")
-    if len(tools[name]) > 1:
-        raise PluginError(rivalry(tools[name]))
-    return tools[name][0]
+    entries = entries_by_name[name]
+    if len(entries) > 1:
+        raise PluginError(rivalry(entries))
+    return entries[0]
 
 
-def _plugin_state(entry: PluginEntry, same_name: list[PluginEntry], load: bool) -> Plugin:
+def _plugin_state(entry: PluginEntry, entries_of_name: list[PluginEntry], load: bool) -> Plugin:
     """Return the state of a tool, loaded to find out if `load`."""
-    if len(same_name) > 1:
-        return entry.plugin("duplicate", rivalry(same_name))
+    if len(entries_of_name) > 1:
+        return entry.plugin("duplicate", rivalry(entries_of_name))
     if not load and not entry.was_loaded:
         return entry.plugin("not loaded", f"loads with amanda.load_tool({entry.name!r})")
     try:
@@ -132,7 +136,7 @@ def _plugin_state(entry: PluginEntry, same_name: list[PluginEntry], load: bool) 
     return entry.plugin("ready")
 
 
-def _options(kind: type[Tool]) -> str:
+def _options_in_words(kind: type[Tool]) -> str:
     described = list(map(str, options_of(kind).values()))
     return f"its options are {', '.join(described)}" if described else "it takes no options"
 

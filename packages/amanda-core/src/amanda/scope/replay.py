@@ -92,8 +92,9 @@ def recomputed(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function: recorded in the first call, as a recomputation in all later calls."""
         nonlocal has_run
-        # The framework does not say which call is which, but the first comes first.
-        run_at_place, has_run = recomputation.again if has_run else recomputation.run, True
+        # The framework does not say which call is the first execution, but that is the first call.
+        run_at_place = recomputation.again if has_run else recomputation.run
+        has_run = True
         return run_at_place(function, *args, **kwargs)
 
     return run
@@ -106,7 +107,9 @@ def _call(function: Callable[..., object], *args: object, **kwargs: object) -> o
 EnterContext = Callable[[], AbstractContextManager[Any]]
 
 
-def stepping(enter: EnterContext, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+def run_steps_in(
+    enter: EnterContext, function: Callable[..., Generator[Any, Any, Any]]
+) -> Callable[..., Any]:
     """Return a generator function, each of whose steps runs in a context that `enter` makes."""
 
     @functools.wraps(function)
@@ -128,13 +131,14 @@ def stepping(enter: EnterContext, function: Callable[..., Generator[Any, Any, An
                     generator.close()
                 raise
             except BaseException as error:
-                # What the caller throws in is raised where the generator waits, within its context.
+                # An exception that the caller throws in is raised at the `yield` of the generator, in the
+                # next step.
                 resume, sent = generator.throw, error
 
     return generate
 
 
-def stepping_async(
+def run_async_steps_in(
     enter: EnterContext, function: Callable[..., AsyncGenerator[Any, Any]]
 ) -> Callable[..., Any]:
     """Return an async generator function, each of whose steps runs in a context that `enter` makes."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -56,7 +55,7 @@ class Report(list[Uninstrumented]):
         return [entry for entry in self if "op by op" in entry.reason]
 
     def _recount(self) -> None:
-        """Compute the counts and groups from the entries."""
+        """Compute the counts and groups from the entries; forget the sources."""
         self._distinct = set(self)
         # A graph's entries are the same at each of its runs, and the graph must not live for its report.
         self._reported_sources: WeakSet[Any] = WeakSet()
@@ -78,6 +77,7 @@ class Report(list[Uninstrumented]):
         key = _group_key(entry)
         count = self._counts.get(key, 0)
         if count >= MAX_PER_GROUP or len(self._distinct) >= MAX_ENTRIES:
+            # Groups without an entry may be any number, so these are bounded as well.
             if count or len(self._truncated_groups) < MAX_ENTRIES:
                 self._truncated_groups.add(key)
             return
@@ -111,15 +111,15 @@ class Report(list[Uninstrumented]):
         groups: dict[tuple[str, str], list[Uninstrumented]] = {}
         for entry in self:
             groups.setdefault(_group_key(entry), []).append(entry)
-        lines = [
-            (_label(entries, key in self._truncated_groups), entries[0]) for key, entries in groups.items()
-        ]
-        width = min(_MAX_NAMES_WIDTH, max(len(names) for names, _ in lines))
-        rows = [
-            f"{names:<{width}}  {first.reason}{f'  [{first.where}]' if first.where else ''}"
-            for names, first in lines
-        ]
-        return "\n".join([*rows, *(["and others"] if self._truncated_groups - groups.keys() else [])])
+        labels = [_label(entries, key in self._truncated_groups) for key, entries in groups.items()]
+        width = min(_MAX_NAMES_WIDTH, max(map(len, labels)))
+        lines = []
+        for label, (first, *_) in zip(labels, groups.values(), strict=True):
+            where = f"  [{first.where}]" if first.where else ""
+            lines.append(f"{label:<{width}}  {first.reason}{where}")
+        if self._truncated_groups - groups.keys():  # groups without an entry
+            lines.append("and others")
+        return "\n".join(lines)
 
 
 def _kind_and_name(subject: str) -> tuple[str, str]:
@@ -134,70 +134,75 @@ def _group_key(entry: Uninstrumented) -> tuple[str, str]:
     return _kind_and_name(entry.what)[0], entry.reason
 
 
-def _label(entries: Collection[Uninstrumented], is_cut: bool) -> str:
+def _label(entries: Sequence[Uninstrumented], is_truncated: bool) -> str:
     """Return a label for entries of one kind, with the first few names.
 
-    is_cut: whether there were more entries than the report stores.
+    is_truncated: whether there were more entries than the report stores.
     """
-    kind, _ = _kind_and_name(next(iter(entries)).what)
-    names = ", ".join(_kind_and_name(entry.what)[1] for entry in islice(entries, _MAX_NAMES))
-    unnamed = len(entries) - _MAX_NAMES
-    suffix = f" and more than {unnamed} others" if is_cut else f" and {unnamed} more" if unnamed > 0 else ""
+    kind, _ = _kind_and_name(entries[0].what)
+    names = ", ".join(_kind_and_name(entry.what)[1] for entry in entries[:_MAX_NAMES])
+    unnamed_count = len(entries) - _MAX_NAMES
+    if is_truncated:
+        suffix = f" and more than {unnamed_count} others"
+    else:
+        suffix = f" and {unnamed_count} more" if unnamed_count > 0 else ""
     return f"{kind} {names}{suffix}".strip()
 
 
-_MANY = 1000
-"""Calls from which on a report names them: a program of fewer does not feel their cost."""
+_MIN_SLOW_CALLS = 1000
+"""Number of slow calls from which on a report names them: a program with fewer does not feel their cost."""
+_NEW_OP, _NEW_FORM = "new op", "new form of call"
+"""Reasons in the statistics for the first call of an op, and of a form, which always run in Python."""
 
 
-def slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Say how many calls ran in Python since some statistics, and why; "" unless they are the most of many.
+def describe_slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Say how many calls ran in Python between two readings of the statistics, and why.
 
-    The first call of each op and form runs in Python always.
+    Returns "" if these are few, or fewer than the calls that native code ran.  First calls are not counted.
     """
     if not interceptor.NATIVE:
         return ""
     native, learned = (after[name] - before[name] for name in ("native", "learned"))
     python = {reason: number - before["python"].get(reason, 0) for reason, number in after["python"].items()}
     # A form that was learned ran in Python once and is native since.
-    python["new form of call"] = max(0, python.get("new form of call", 0) - learned)
-    slow = {reason: number for reason, number in python.items() if number and reason != "new op"}
+    python[_NEW_FORM] = max(0, python.get(_NEW_FORM, 0) - learned)
+    slow = {reason: number for reason, number in python.items() if number and reason != _NEW_OP}
     total = sum(slow.values())
-    if total < max(_MANY, native):
+    if total < max(_MIN_SLOW_CALLS, native):
         return ""
-    if "new form of call" in slow:
-        slow["a form of call that native code cannot learn"] = slow.pop("new form of call")
-    why = ", ".join(
-        f"{reason} ({number:,})" for reason, number in sorted(slow.items(), key=lambda item: -item[1])
-    )
+    if _NEW_FORM in slow:
+        slow["a form of call that native code cannot learn"] = slow.pop(_NEW_FORM)
+    most_frequent_first = sorted(slow.items(), key=lambda item: item[1], reverse=True)
+    reasons = ", ".join(f"{reason} ({number:,})" for reason, number in most_frequent_first)
     return (
         f"{total:,} of {total + native:,} calls with routines ran in Python, several times slower than in "
-        f"native code: {why}"
+        f"native code: {reasons}"
     )
 
 
-_SINGLE = (type(None), bool, int, float, complex, str, bytes)
-_SEVERAL = (tuple, list, set, frozenset)
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN_COLLECTIONS = (tuple, list, set, frozenset)
 
 
 def changed_options(tool: AnyTool) -> Iterator[str]:
     """Yield a sentence for each option of a tool that has another value than when a scope opened last.
 
-    Yields nothing unless there are plans of the tool, which were made with the earlier values.
+    Yields nothing unless there are plans of the tool, which were made with the earlier values.  The present
+    values are stored for the next scope.
     """
     tool_state = tool._amanda
     # Reading the code of all routines takes long; it changes only with the routines.
-    if tool_state.options_read[0] != tool_state.version:
-        tool_state.options_read = (tool_state.version, _options_read(tool))
-    names = tool_state.options_read[1]
+    if tool_state.options_read_version != tool_state.version:
+        tool_state.options_read = _options_read(tool)
+        tool_state.options_read_version = tool_state.version
+    names = tool_state.options_read
     if not names:
         return
     # Texts and not values: a list that is changed in place would equal itself.
     options = {name: repr(value) for name in names if _is_plain(value := vars(tool).get(name))}
     earlier_options, tool_state.options = tool_state.options, options
-    if earlier_options is None or not any(
-        tool in stack.applied and stack.plans for stack in list(plan_lifetimes.stacks)
-    ):
+    has_plans = any(tool in stack.applied and stack.plans for stack in list(plan_lifetimes.stacks))
+    if earlier_options is None or not has_plans:
         return
     for name, text in options.items():
         earlier_text = earlier_options.get(name, text)
@@ -216,12 +221,12 @@ def _options_read(tool: AnyTool) -> tuple[str, ...]:
         return ()
     # By custom an option lies in an attribute of its name, or of its name after an underscore.
     options = {name for parameter in parameters for name in (parameter, f"_{parameter}")}
-    routine_names = (_names(analysis.callback) for analysis in tool._amanda.analyses)
-    return tuple(sorted({name for names in routine_names for name in names if name in options}))
+    names = {name for analysis in tool._amanda.analyses for name in _names_in_code(analysis.callback)}
+    return tuple(sorted(names & options))
 
 
-def _names(callback: Any) -> tuple[str, ...]:
-    """Return the names in a function's own code, not in that of the routines that it defines."""
+def _names_in_code(callback: Any) -> tuple[str, ...]:
+    """Return the names in a function's code, without those in functions that it defines, such as routines."""
     code = getattr(inspect.unwrap(callback), "__code__", None)
     names: tuple[str, ...] = () if code is None else code.co_names
     return names
@@ -231,4 +236,8 @@ def _is_plain(value: Any) -> bool:
     """Return True for None, a number or a text, and for a collection of these, however nested."""
     if isinstance(value, dict):
         return all(_is_plain(item) for pair in value.items() for item in pair)
-    return all(map(_is_plain, value)) if isinstance(value, _SEVERAL) else isinstance(value, _SINGLE)
+    return (
+        all(map(_is_plain, value))
+        if isinstance(value, _PLAIN_COLLECTIONS)
+        else isinstance(value, _PLAIN_TYPES)
+    )

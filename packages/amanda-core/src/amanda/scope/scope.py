@@ -15,11 +15,11 @@ from amanda import interceptor
 from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
 from amanda.options import checked
-from amanda.plan.tool_stack import stack_of
+from amanda.plan.tool_stack import stack_for
 from amanda.plan.tools import AnyTool, hooks, in_dependency_order, interchangeable, is_tool
 from amanda.scope.attachment import attachment
-from amanda.scope.replay import stepping, stepping_async
-from amanda.scope.report import Report, changed_options, slow_calls
+from amanda.scope.replay import run_async_steps_in, run_steps_in
+from amanda.scope.report import Report, changed_options, describe_slow_calls
 from amanda.scope.state import State, activated, deactivate, notify_switched, restore
 
 P = ParamSpec("P")
@@ -45,9 +45,8 @@ class Scope(interceptor.Extent):
         self._token: object = None
         self._joined: tuple[AnyTool, ...] = ()  # the tools that no scope around had open already
         self._calls = interceptor.statistics()
-        self._activations: set[ReferenceType[interceptor.Activation]] = (
-            set()
-        )  # of the contexts in which it is open
+        # Those of the contexts in which it is open.
+        self._activations: set[ReferenceType[interceptor.Activation]] = set()
         self._forked = False
         self.report = Report()
         # Called for its error: a cycle is reported where the scope is made, not where it opens.
@@ -97,7 +96,7 @@ class Scope(interceptor.Extent):
         # A tool acts once per op, at its outermost place.
         tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
         self._joined = tuple(tools)
-        stack = stack_of(tools, outer.stack) if tools else outer.stack
+        stack = stack_for(tools, outer.stack) if tools else outer.stack
         state = replace(outer, stack=stack, scopes=(*outer.scopes, self))
         attachment.open(self, stack is None or stack.intercepts)
         activation = state.activation()
@@ -127,14 +126,14 @@ class Scope(interceptor.Extent):
                 for tool in reversed(self._joined):
                     stack.callback(self._notify_left, tool)
         self._unsettled = False
-        slow = slow_calls(self._calls, interceptor.statistics())
-        # The scopes within have counted the same calls.
-        if slow and not self._opened_later():
-            self.report.add("calls of ops", slow)
+        slow_calls_text = describe_slow_calls(self._calls, interceptor.statistics())
+        # A scope within, which is still open, will report the same calls.
+        if slow_calls_text and not self._inner_scopes():
+            self.report.add("calls of ops", slow_calls_text)
         hooks.call("amanda_scope_left", scope=self)
 
     def _notify_left(self, tool: AnyTool) -> None:
-        """Notify a tool that the scope has closed; report its selections that no op has matched."""
+        """Notify a tool that the scope has closed; report selections that no op has matched, once."""
         self._joined = tuple(joined for joined in self._joined if joined is not tool)
         logged = tool._amanda.logged
         for text in tool.unmatched():
@@ -149,13 +148,13 @@ class Scope(interceptor.Extent):
     def _leave(self) -> None:
         """Undo the steps of opening that have run."""
         token, self._open = self._token, False
-        inner = self._opened_later()
+        inner_scopes = self._inner_scopes()
         interceptor.keep_failure(None)
         try:
             # With generators that take turns, an outer scope may close first: the inner scope then restores
             # the state from before both.
-            if token is not None and inner:
-                inner[0]._token = token
+            if token is not None and inner_scopes:
+                inner_scopes[0]._token = token
             elif token is not None:
                 restore(interceptor.ACTIVATION, token)
             self._token = None
@@ -166,12 +165,12 @@ class Scope(interceptor.Extent):
             finally:
                 attachment.close(self)
 
-    def _opened_later(self) -> list[Scope]:
-        """Return the open scopes within this one, here."""
+    def _inner_scopes(self) -> list[Scope]:
+        """Return the open scopes within this one, the outermost first, in this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         scopes: tuple[Scope, ...] = () if activation is None else activation.state.scopes
-        later = scopes[scopes.index(self) + 1 :] if self in scopes else ()
-        return [scope for scope in later if not scope.closed]
+        scopes_within = scopes[scopes.index(self) + 1 :] if self in scopes else ()
+        return [scope for scope in scopes_within if not scope.closed]
 
     def add_activation(self, activation: interceptor.Activation) -> None:
         """Register an activation with this scope, so that `deactivate` finds it in whatever context it is."""
@@ -181,26 +180,27 @@ class Scope(interceptor.Extent):
         if self.closed:  # another thread has closed it in the meantime
             deactivate([reference])
 
-    def takes_part(self, tool: AnyTool) -> bool:
-        """Return True while the scope is open with a tool."""
+    def is_open_with(self, tool: AnyTool) -> bool:
+        """Return True while the scope is open with a tool; False for a tool that a scope around has."""
         return self._open and any(joined is tool for joined in self._joined)
 
-    def renew(self) -> None:
+    def update_routines(self) -> None:
         """Activate the present routines and dependencies of the tools from the next op on.
 
-        Raises DependencyCycleError; then nothing has changed.
+        Notifies new dependencies that the scope has opened.  Raises DependencyCycleError; then nothing has
+        changed.
         """
         joined_earlier = self._joined
-        tools = [
+        further_tools = [
             tool
             for tool in in_dependency_order(self._tools)
             if not any(interchangeable(tool, joined) for joined in joined_earlier)
         ]
-        joining = [tool for tool in tools if not scopes_with(tool)]
-        self._joined = (*joining, *joined_earlier)
+        new_dependencies = [tool for tool in further_tools if not scopes_with(tool)]
+        self._joined = (*new_dependencies, *joined_earlier)
         uninterrupted(lambda: deactivate(list(self._activations)))
         notify_switched()
-        for tool in joining:
+        for tool in new_dependencies:
             self._notify_entered(tool)
 
     def start(self) -> Scope:
@@ -222,9 +222,9 @@ class Scope(interceptor.Extent):
 
             return run_coroutine  # type: ignore[return-value]
         if inspect.isgeneratorfunction(function):
-            return stepping(self._fresh_scope, function)
+            return run_steps_in(self._fresh_scope, function)
         if inspect.isasyncgenfunction(function):
-            return stepping_async(self._fresh_scope, function)
+            return run_async_steps_in(self._fresh_scope, function)
 
         @functools.wraps(function)
         def run_function(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -290,8 +290,8 @@ def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
 
 
 def scopes_with(tool: AnyTool) -> list[Scope]:
-    """Return the open scopes that have a tool."""
-    return [scope for scope in attachment.scopes if scope.takes_part(tool)]
+    """Return the open scopes that a tool has joined: that apply it, and whose outer scopes do not."""
+    return [scope for scope in attachment.scopes if scope.is_open_with(tool)]
 
 
 def _close_in_child() -> None:

@@ -12,7 +12,7 @@ from weakref import ReferenceType
 
 from amanda import interceptor
 from amanda.errors import ScopeError
-from amanda.plan.tool_stack import ToolStack, stack_of
+from amanda.plan.tool_stack import ToolStack, stack_for
 from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:
@@ -89,13 +89,14 @@ class State:
         # The same object, so that the caller sees that nothing has changed.
         if len(scopes) == len(self.scopes) and (is_current or not scopes):
             return self
-        return replace(self, stack=_stack_of(scopes), scopes=scopes) if scopes else State()
+        return replace(self, stack=_stack_of_scopes(scopes), scopes=scopes) if scopes else State()
 
     def activation(self) -> interceptor.Activation:
         """Return the activation that the interceptor reads while this state is in force."""
         # Without a table native code finds no plan, and every call comes to Python.
         table = self.stack.table if self.stack is not None and self.cache else None
-        # Part of the key of native programs: executions that are recorded or recalled need other dicts `run`.
+        # Part of the key of native programs: executions that are recorded (1) or recalled (2) need other
+        # dicts `run`.
         variant = 2 if self.recall is not None else 1 if self.records else 0
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
@@ -116,13 +117,13 @@ def notify_switched() -> None:
 _OUTSIDE = State()
 
 
-def _stack_of(scopes: Iterable[Scope]) -> ToolStack | None:
-    """Return the stack of nested scopes; each tool is only in the outermost scope that has it."""
+def _stack_of_scopes(scopes: Iterable[Scope]) -> ToolStack | None:
+    """Return the stack of nested scopes, the outermost first; each tool is only in the first that has it."""
     stack = None
     for scope in scopes:
         outer = State(stack)
         tools = [tool for tool in in_dependency_order(scope._tools) if not outer.is_open(tool)]
-        stack = stack_of(tools, stack) if tools else stack
+        stack = stack_for(tools, stack) if tools else stack
     return stack
 
 
@@ -139,19 +140,21 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
 
 
 def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
-    """Undo a `set` of a context variable, also in another context, as of a notebook or an event loop."""
+    """Undo a `set` of a context variable, also in another context, as of a notebook or an event loop.
+
+    Raises ScopeError if it was undone before.
+    """
     try:
         variable.reset(token)  # type: ignore[arg-type]
-    except ValueError:
-        old = token.old_value  # type: ignore[attr-defined]
-        # In another context the token is void; the value from before is what it stands for.
-        variable.set(old if isinstance(old, interceptor.Activation) else _OUTSIDE.activation())
+    except ValueError:  # the token is of another context: set the earlier value in this one
+        earlier = token.old_value  # type: ignore[attr-defined]
+        variable.set(earlier if isinstance(earlier, interceptor.Activation) else _OUTSIDE.activation())
     except RuntimeError as error:
         raise ScopeError("this switch was left already") from error
 
 
 def activated(state: State) -> AbstractContextManager[None]:
-    """Return a context with a state in force; scopes of the state that close in the meantime leave it."""
+    """Return a context with a state in force; scopes that close in the meantime are removed from it."""
     if state.stack is not None and not state.stack.is_current:
         # A tool was changed since the state was handed to a thread.
         state = state.remaining()

@@ -17,7 +17,7 @@ from amanda import interceptor
 from amanda.interceptor.attributes import Attributes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
-from amanda.scope.replay import stepping
+from amanda.scope.replay import run_steps_in
 from amanda.scope.state import State, activated
 
 Function = Callable[..., Any]
@@ -28,7 +28,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._attributes = Attributes()
-        self._awaited: list[Callable[[], object]] = []
+        self._import_watches: list[Callable[[], object]] = []  # functions that cancel them
 
     def attach(self) -> None:
         """Patch the functions; modules that are not imported yet are patched at their import."""
@@ -36,17 +36,17 @@ class Threads:
         # Libraries that start threads without `threading.Thread`.
         for name in ("start_new_thread", "start_new"):
             self._replace(_thread, name, _pass_scopes, 0)
-        for module, follow in (
-            ("concurrent.futures", self._follow_futures),
-            ("concurrent.futures.thread", self._follow_executors),
-            ("multiprocessing.pool", self._follow_pools),
+        for module, patch in (
+            ("concurrent.futures", self._patch_futures),
+            ("concurrent.futures.thread", self._patch_executors),
+            ("multiprocessing.pool", self._patch_pools),
         ):
             # A program that never imports them does not pay for their import.
-            self._awaited.append(when_imported(module, partial(follow, module)))
+            self._import_watches.append(when_imported(module, partial(patch, module)))
 
     def detach(self) -> None:
         """Restore the original functions."""
-        undo(self._awaited)
+        undo(self._import_watches)
         self._attributes.restore()
 
     def _replace(self, holder: Any, name: str, wrapper: Callable[..., Function], *arguments: Any) -> None:
@@ -56,17 +56,17 @@ class Threads:
         if original is not None:
             self._attributes.set(holder, name, wraps(original)(wrapper(original, *arguments)))
 
-    def _follow_futures(self, module: str) -> None:
+    def _patch_futures(self, module: str) -> None:
         """Run callbacks of futures in the scopes in which they were added."""
         self._replace(sys.modules[module].Future, "add_done_callback", _pass_scopes, 1, "fn")
 
-    def _follow_executors(self, module: str) -> None:
+    def _patch_executors(self, module: str) -> None:
         """Run tasks and initializers of executors in the scopes in which they were submitted."""
         executor = sys.modules[module].ThreadPoolExecutor
         self._replace(executor, "__init__", _pass_scopes, 3, "initializer")
         self._replace(executor, "submit", _pass_scopes, 1)
 
-    def _follow_pools(self, module: str) -> None:
+    def _patch_pools(self, module: str) -> None:
         """Run tasks, callbacks and iterables of pools in the scopes in which they were submitted."""
         pool = sys.modules[module].ThreadPool
         callbacks = (4, "callback", 5, "error_callback")
@@ -89,14 +89,15 @@ def _thread_start(original: Function) -> Function:
             with activated(state):
                 original(self)
             return
+        run = self.run
         # Empty unless the program has set `run` on this thread itself.
-        run, own_run = self.run, {name: attributes[name] for name in ("run",) if name in attributes}
+        instance_run = {"run": attributes["run"]} if "run" in attributes else {}
         states = [state]  # popped by the thread, so that a thread that outlives its scopes does not keep them
 
         def run_in_scopes() -> None:
             """Restore the thread's `run`, and call it in the state of the starting thread."""
             attributes.pop("run", None)
-            attributes.update(own_run)
+            attributes.update(instance_run)
             with activated(states.pop()):
                 run()
 
@@ -109,23 +110,27 @@ def _thread_start(original: Function) -> Function:
             original(self)
         except BaseException:
             attributes.pop("run", None)
-            attributes.update(own_run)
+            attributes.update(instance_run)
             raise
 
     return start
 
 
-def _pass_scopes(original: Function, *places: int | str) -> Function:
-    """Stand-in for a function: callables at these positions or keywords run in the caller's scopes."""
+def _pass_scopes(original: Function, *parameters: int | str) -> Function:
+    """Stand-in for a function: callables and iterables among its arguments run in the caller's scopes.
+
+    parameters: their positions and keywords.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call the original with the arguments at `places` bound to the caller's scopes."""
+        """Call the original with the arguments of `parameters` bound to the caller's scopes."""
         state = _inherited_state()
         bound_args = [
-            _bound_to_scopes(value, state) if place in places else value for place, value in enumerate(args)
+            _bound_to_scopes(value, state) if position in parameters else value
+            for position, value in enumerate(args)
         ]
         bound_kwargs = {
-            name: _bound_to_scopes(value, state) if name in places else value
+            name: _bound_to_scopes(value, state) if name in parameters else value
             for name, value in kwargs.items()
         }
         # The pool may start its threads in this call: they serve the whole program, so they start in no
@@ -146,12 +151,9 @@ def _bound_to_scopes(value: Any, state: State) -> Any:
     if callable(value):
         return _BoundFunction(value, state)
     # Iterating these runs none of the program's code.
-    is_plain = value is None or isinstance(value, (list, tuple, range))
-    return (
-        value
-        if is_plain
-        else (_BoundCollection if isinstance(value, Sized) else _BoundIterable)(value, state)
-    )
+    if value is None or isinstance(value, (list, tuple, range)):
+        return value
+    return _BoundCollection(value, state) if isinstance(value, Sized) else _BoundIterable(value, state)
 
 
 class _BoundValue:
@@ -173,7 +175,7 @@ class _BoundFunction(_BoundValue):
 
 class _BoundIterable(_BoundValue):
     def __iter__(self) -> Iterator[Any]:
-        return stepping(partial(activated, self._state), _iterate)(self._value)  # type: ignore[no-any-return]
+        return run_steps_in(partial(activated, self._state), _iterate)(self._value)  # type: ignore[no-any-return]
 
 
 class _BoundCollection(_BoundIterable):
@@ -203,7 +205,7 @@ class Caller:
 
 
 class _ThreadCallers(threading.local):
-    """The callers of one thread: its own one, and the one whose graph calls back on it."""
+    """The callers of one thread: the thread's own, and the one whose graph calls back on it."""
 
     thread_caller: Caller | None = None
     served: Caller | None = None
@@ -216,18 +218,16 @@ def caller() -> Caller | None:
     """Return the caller that this routine runs for; None on a framework's thread where that is unknown."""
     if _thread_callers.served is not None:
         return _thread_callers.served
-    if _thread_callers.thread_caller is None and not isinstance(
-        # Python knows a thread that C started by this class alone; such a thread serves whoever calls back on
-        # it.
-        threading.current_thread(),
-        threading._DummyThread,
-    ):
-        _thread_callers.thread_caller = Caller()
+    if _thread_callers.thread_caller is None:
+        # A thread that C code started executes no program of its own: Python has a dummy object for it.
+        started_in_c = isinstance(threading.current_thread(), threading._DummyThread)
+        if not started_in_c:
+            _thread_callers.thread_caller = Caller()
     return _thread_callers.thread_caller
 
 
 class serving:
-    """Context in which routines run for a caller; a hot path."""
+    """Context in which routines run for a caller; a class, since graphs enter it at each routine."""
 
     __slots__ = ("_caller", "_outer_caller")
 

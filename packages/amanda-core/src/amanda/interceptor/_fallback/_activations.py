@@ -13,19 +13,19 @@ class PlanTable:
         self._plans: dict[int, Any] = {}
 
     def get(self, op_id: int) -> Any:
-        """The plan kept under an op id, or NotImplemented."""
+        """Return the plan under an op id; NotImplemented where there is none."""
         return self._plans.get(op_id, NotImplemented)
 
     def set(self, op_id: int, plan: Any) -> None:
-        """Keep a plan; None means that nothing is inserted."""
+        """Store a plan under an op id; None means that nothing is inserted."""
         self._plans[op_id] = plan
 
     def discard(self, op_id: int) -> None:
-        """Forget an op id."""
+        """Remove the plan under an op id."""
         self._plans.pop(op_id, None)
 
     def clear(self) -> None:
-        """Forget every op id."""
+        """Remove all plans."""
         self._plans.clear()
 
     def __len__(self) -> int:
@@ -71,28 +71,29 @@ class Activation:
         # `caches` and `variant` are for native programs, of which there are none here.
 
     def become(self, activation: "Activation") -> None:
-        """Put in force what another activation holds, in every context that has this one."""
+        """Copy another activation into this one, so that all contexts with this one change."""
         self.active, self.table, self.state = activation.active, activation.table, activation.state
 
 
 ACTIVATION: ContextVar[Activation] = ContextVar("amanda.activation")
-"""The activation of an execution context; `active()` is the way to ask for it."""
+"""The activation of an execution context; `active()` returns the one in force."""
 
 
 def forked() -> None:
-    """Find every lock free that another thread held: this process is a forked child."""
+    """Free every lock that another thread held; call this in a forked child."""
     # A number instead of a list of locks: each lock compares it when it is next entered.
     Lock._forks += 1
 
 
-_MOST_TRIES = 16
+_MAX_TRIES = 16
 
 
 class Extent:
     """Context manager that calls `_begin` and `_end`, methods of a subclass, on entry and exit.
 
-    An exception out of these is raised once `_unsettled` is false: until then `_end` is called again. Only
-    the native interceptor has no instant between the statement and these methods at which a signal may come.
+    The subclass sets `_unsettled` while `_end` has work to do.  If one of the methods raises, `_end` is
+    called until `_unsettled` is false, and then the exception is raised.  Only the native interceptor has no
+    instant between the statement and these methods at which a signal may come.
     """
 
     _unsettled = False
@@ -104,12 +105,12 @@ class Extent:
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        # An extent within itself is the outer one's to settle.
-        entered = self._unsettled
+        # An extent that is entered again within itself is left to the outer `with` statement.
+        was_entered = self._unsettled
         try:
             return self._begin()
         except BaseException:
-            if not entered:
+            if not was_entered:
                 self._settle()
             raise
 
@@ -121,9 +122,9 @@ class Extent:
             raise
 
     def _settle(self) -> None:
-        """End what an exception has left unsettled."""
-        # A user may hold Ctrl+C down: each interrupts the next try, and the number ends the game.
-        for _ in range(_MOST_TRIES):
+        """Call `_end` until the extent is settled, at most `_MAX_TRIES` times; drop its exceptions."""
+        # A user may hold Ctrl+C down, which interrupts each try: without a limit this could last for ever.
+        for _ in range(_MAX_TRIES):
             if not self._unsettled:
                 return
             with suppress(BaseException):  # the exception that came first is raised

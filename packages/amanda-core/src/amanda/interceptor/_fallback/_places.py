@@ -1,4 +1,8 @@
-"""Places of ops: the regions around a call and the call sites between, of which its id is made."""
+"""Places of ops: the regions around a call and its call sites, of which its id is made.
+
+The words are those of `amanda.interceptor.opid`. An ordinal is the number of an object in the order of first
+use.
+"""
 
 import sys
 import threading
@@ -20,13 +24,18 @@ from amanda.interceptor.opid import (
 )
 
 MAX_SLOT_QUERIES = 8
-"""How often an object that tells ops apart is asked for the slot in which it lies, if it lies in none."""
+"""How often the slot of an object that distinguishes ops is looked up, if no slot holds the object."""
 OCCURRENCE_CAP = 64
 """How many ops at one place, as in the rounds of a loop, have ids of their own; others share the last."""
 
 
 class Region:
-    """One enclosing call, or the root of a thread; counts tell repeats of a place apart."""
+    """One enclosing call, or the root of a thread; counts distinguish the repeats of a place.
+
+    subject: the enclosing object.  entry: frame of its caller.
+    tail, way: in a replay, call sites that the snapshot has walked: those of the place, and of the way to it.
+    counts: number of repeats by place.  ways: number of each way, by place.
+    """
 
     def __init__(self, hash: int, parent: "Region | None" = None, subject: Any = None) -> None:
         self.hash = hash
@@ -39,26 +48,26 @@ class Region:
         self.ways: dict[int, dict[int, int]] = {}
 
     def occurrence(self, place: int) -> int:
-        """Return which repeat of the place this is."""
+        """Count a repeat of a place; return its number, from 0 up to the cap."""
         count = self.counts.get(place, 0)
         self.counts[place] = min(count + 1, OCCURRENCE_CAP)
         return min(count, OCCURRENCE_CAP - 1)
 
     def number_of_way(self, place: int, way: int) -> int:
-        """Return which of the ways to the place this is: a loop comes by one."""
+        """Return the number of a way among those to a place, in the order of first uses, up to the cap."""
         ways = self.ways.setdefault(place, {})
-        # Unbounded counts would be a leak in a program that makes ways by recursion.
+        # Without a bound, the ways of a recursive program would be a leak.
         if way not in ways and len(ways) == OCCURRENCE_CAP:
             return OCCURRENCE_CAP - 1
         return ways.setdefault(way, len(ways))
 
     def forget_counts(self) -> None:
-        """Count repeats from zero."""
+        """Set all counts of repeats to zero."""
         self.counts.clear()
         self.ways.clear()
 
     def copy(self, tail: list[int], way: list[int]) -> "Region":
-        """The same place with the same counts, and call sites to add to those walked."""
+        """Return a copy of the region with its counts, and with other call sites for a replay."""
         copied = Region(self.hash, self.parent, self.subject)
         copied.tail, copied.way = tail, way
         # Copies, because a replay counts from the same state each time.
@@ -81,7 +90,8 @@ class Failure:
 class Thread(threading.local):
     """State of one thread: its region, its suspension, the op that runs.
 
-    suspension: which this thread holds while it intercepts nothing; left in C, so always left.
+    suspension: a lock that this thread holds while it intercepts nothing. It is released in C code, which no
+    signal interrupts.
     """
 
     def __init__(self) -> None:
@@ -90,10 +100,10 @@ class Thread(threading.local):
         self.root = Region(ROOT_HASH)
         self.top: Region | None = None
         self.failure = Failure()  # an object, so that `forget_failures` reaches those of all threads
-        self.watch_seen = 0  # number of the last watch that was told of this thread
+        self.watch_seen = 0  # number of the last watch whose function was done with this thread
 
     def region(self) -> Region:
-        """Return the place."""
+        """Return the innermost region; the root outside of enclosing calls."""
         return self.top or self.root
 
 
@@ -101,20 +111,20 @@ Adopt = Callable[[Any, Any, int], tuple[int, bool]]
 
 
 class NumberedSubject:
-    """The ordinal of an object, and how often it is still asked whether it lies in a slot."""
+    """The ordinal of an object, and how often its slot is still looked up."""
 
     def __init__(self, ordinal: int, reference: Any, queries: int) -> None:
         self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, queries
 
     def query_slot(self, subject: Any) -> None:
-        """Take over the ordinal of what lay first in the same slot of the object that encloses the call."""
+        """Set the ordinal to that of the first object in the same slot of the enclosing call's object."""
         owner = thread.top and thread.top.subject
         if owner is None or place_state.adopt is None:
             self.slot_queries_left -= 1
             return
         with thread.suspension:  # a driver looks for slots by getattr, which may run ops
-            self.ordinal, settled = place_state.adopt(owner, subject, self.ordinal)
-        self.slot_queries_left = 0 if settled else self.slot_queries_left - 1
+            self.ordinal, is_final = place_state.adopt(owner, subject, self.ordinal)
+        self.slot_queries_left = 0 if is_final else self.slot_queries_left - 1
 
 
 FIRST_SWEEP = 64
@@ -124,7 +134,12 @@ _REFERENCES_OF_DEAD = 2
 
 
 class PlaceState:
-    """Facts of the process: kinds of code, types that tell ops apart, ordinals."""
+    """State of the process: kinds of code, types that distinguish ops, ordinals.
+
+    notes: code objects with their hash, kind and first instructions, by address.
+    numbered: objects with an ordinal, by address.  last_ordinal: the ordinal that was given last.
+    strong: those of them that cannot be referenced weakly.
+    """
 
     def __init__(self) -> None:
         self.describe: Callable[[types.CodeType], tuple[int, int, bytes]]
@@ -134,13 +149,13 @@ class PlaceState:
         self.leaf_type: type | None = None
         self.is_leaf: Callable[[Any], bool] = bool
         self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
-        self.named: dict[int, NumberedSubject] = {}
-        self.ordinals = 0
+        self.numbered: dict[int, NumberedSubject] = {}
+        self.last_ordinal = 0
         self.strong: dict[int, Any] = {}
         self.strong_limit = FIRST_SWEEP
 
     def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
-        """Return what is said of code: hash, kind, first instructions."""
+        """Return hash, kind and first instructions of code, computed at its first call."""
         entry = self.notes.get(id(code))  # by address: code of another file may be equal
         if entry is None:
             # Kept with the code object itself, so that its address is not used again.
@@ -149,16 +164,16 @@ class PlaceState:
         return entry[1]
 
     def sweep(self) -> None:
-        """Drop the objects that nothing but their ordinal holds, once there are twice as many as survived."""
+        """Drop the objects in `strong` that nothing else holds, if twice as many as after the last sweep."""
         if len(self.strong) < self.strong_limit:
             return
         # A copy: a subject that dies may run code that asks for ordinals.
         for address in list(self.strong):
             if sys.getrefcount(self.strong[address]) <= _REFERENCES_OF_DEAD:
                 self.strong.pop(address, None)
-                gone = self.named.pop(address, None)
-                if gone is not None:
-                    self.on_death(gone.ordinal)
+                dead_subject = self.numbered.pop(address, None)
+                if dead_subject is not None:
+                    self.on_death(dead_subject.ordinal)
         self.strong_limit = max(FIRST_SWEEP, 2 * len(self.strong))
 
 
@@ -171,10 +186,10 @@ def configure(
     on_death: Callable[[int], None],
     adopt: Adopt | None = None,
 ) -> None:
-    """Set who describes code, and who hears of the death of an object that has an ordinal.
+    """Set the functions that describe code, and that are called at the death of an object with an ordinal.
 
-    adopt: is given the object that encloses a call, an argument and its ordinal; returns the ordinal of what
-    lay in the same slot of the enclosing object first, and whether there is nothing more to ask.
+    adopt: called with the object that encloses a call, an argument and its ordinal; returns the ordinal of
+    the first object in the same slot of the enclosing object, and True if that is final.
     """
     place_state.describe = describe
     place_state.on_death = on_death
@@ -183,12 +198,12 @@ def configure(
 
 
 def forget_code() -> None:
-    """Describe code again where its kind may have changed."""
+    """Drop the cached descriptions of code, whose kinds may have changed."""
     place_state.notes.clear()
 
 
 def add_identity_type(kind: type) -> None:
-    """Arguments of this type tell ops apart."""
+    """Make arguments of a type distinguish ops."""
     if kind not in place_state.identity_types:
         place_state.identity_types += (kind,)
 
@@ -201,17 +216,17 @@ def set_leaf_type(kind: type, is_leaf: Callable[[Any], bool]) -> None:
 def ordinal(subject: Any) -> int:
     """Return the number of an object, in the order of first use; no two objects have the same.
 
-    An object that cannot be held weakly is held until a sweep sees that nothing else holds it.
+    An object that cannot be referenced weakly lives until a sweep sees that nothing else holds it.
     """
     address = id(subject)
-    if address not in place_state.named:
+    if address not in place_state.numbered:
         # Defaults, because the module's globals may be gone when the last subjects die.
         def forget(
-            _: Any, state: PlaceState = place_state, ends: Callable[[], bool] = sys.is_finalizing
+            _: Any, state: PlaceState = place_state, is_finalizing: Callable[[], bool] = sys.is_finalizing
         ) -> None:
-            numbered = state.named.pop(address)
-            if not ends():
-                state.on_death(numbered.ordinal)
+            dead_subject = state.numbered.pop(address)
+            if not is_finalizing():
+                state.on_death(dead_subject.ordinal)
 
         reference = None
         try:
@@ -219,50 +234,57 @@ def ordinal(subject: Any) -> int:
         except TypeError:
             place_state.sweep()
             place_state.strong[address] = subject
-        place_state.ordinals += 1
+        place_state.last_ordinal += 1
         queries = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
-        place_state.named[address] = NumberedSubject(place_state.ordinals, reference, queries)
-    named = place_state.named[address]
-    if named.slot_queries_left:
-        named.query_slot(subject)
-    return named.ordinal
+        place_state.numbered[address] = NumberedSubject(place_state.last_ordinal, reference, queries)
+    numbered = place_state.numbered[address]
+    if numbered.slot_queries_left:
+        numbered.query_slot(subject)
+    return numbered.ordinal
 
 
 def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int], list[int]]:
-    """The places of the calls that lead from a region to a frame, innermost first, and of the way there.
+    """Return the call sites from a frame out to a region, and those of the way to the place; innermost first.
 
-    The latter is empty but at the root, where the last place of the former is also the first of the way.
+    Only at the root is there a way: the sites of the program's frames. The first of these ends the place, so
+    it is in both lists.
     """
     sites: list[int] = []
     way: list[int] = []
-    rooted, most = region.hash == ROOT_HASH, WALK_LIMIT
+    is_at_root, frames_left = region.hash == ROOT_HASH, WALK_LIMIT
     while frame is not None and frame is not region.entry:
-        if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or most == 0:
+        if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or frames_left == 0:
             break
-        most -= bool(way)  # recursion of the program beyond the place is walked this far
-        hash, kind, first = place_state.note(frame.f_code)
+        if way:
+            frames_left -= 1  # beyond the place skipped and framework frames add no site, but end the walk
+        hash, kind, first_words = place_state.note(frame.f_code)
         # The frame of an enclosing call that no activation saw, as of one that began before the scope.
-        if not rooted and kind & BOUNDARY:
+        if not is_at_root and kind & BOUNDARY:
             break
         if not kind & SKIPPED:
             word = frame.f_lasti // 2  # not the line: `f(x) + f(y)` are two places
-            word = first[word] if word < len(first) else word
+            word = first_words[word] if word < len(first_words) else word
             site = (hash + (word + 1) * SITE_STEP) & MASK
             if not way:
                 sites.append(site)
-            if rooted and not kind & FRAMEWORK:
+            if is_at_root and not kind & FRAMEWORK:
                 way.append(site)
         frame = frame.f_back
-    # A replay continues the walk that the snapshot had made.
+    # A replay continues the walk of the snapshot.
     if not way:
         sites = (sites + region.tail)[:WALK_LIMIT]
     return sites, (way + region.way)[: WAY_LIMIT + 1]
 
 
 def mix_leaf(way: int, value: Any) -> int:
-    """A hash of a way that also tells apart which leaf that needs a gradient an op is given."""
-    kind, leaf_type = type(value), place_state.leaf_type
-    if leaf_type is None or not issubclass(kind, leaf_type) or issubclass(kind, place_state.identity_types):
+    """Return the hash of a way mixed with the ordinal of an argument that is a leaf which needs a gradient.
+
+    Returns the way itself for any other value, and for types that `mix_identities` takes.
+    """
+    value_type, leaf_type = type(value), place_state.leaf_type
+    if leaf_type is None or not issubclass(value_type, leaf_type):
+        return way
+    if issubclass(value_type, place_state.identity_types):
         return way
     with thread.suspension:
         is_leaf = place_state.is_leaf(value)
@@ -270,7 +292,7 @@ def mix_leaf(way: int, value: Any) -> int:
 
 
 def mix_identities(hash: int, value: Any) -> int:
-    """The hash mixed with the ordinal of each argument, also in a list, whose type distinguishes ops."""
+    """Return a hash mixed with the ordinals of an argument, or of a list's elements, of identity types."""
     # One level deep, as `torch.cat` takes its tensors; a deeper search would cost every call.
     for item in value if type(value) in (tuple, list) else (value,):
         if issubclass(type(item), place_state.identity_types):
@@ -285,7 +307,7 @@ class Snapshot:
         self._region = region
 
     def replay(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it as if at the place of the snapshot."""
+        """Call a function as if at the place of the snapshot, with the counts of that moment."""
         region = self._region.copy(self._region.tail, self._region.way)
         region.entry = sys._getframe(1)
         outer, key = thread.top, thread.key
@@ -298,18 +320,18 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """The present place, to be replayed."""
+    """Return a snapshot of the present place, to be replayed."""
     region = thread.region()
     return Snapshot(region.copy(*call_sites(region, sys._getframe(1))))
 
 
 def reset_root() -> None:
-    """Count repeats outside enclosing calls from zero."""
+    """Set the counts of repeats outside of enclosing calls to zero."""
     thread.root.forget_counts()
 
 
 def subjects() -> list[Any]:
-    """Objects of the enclosing calls, outermost first."""
+    """Return the objects of the enclosing calls, outermost first."""
 
     def subjects_outwards(region: Region | None) -> Iterator[Any]:
         while region is not None:

@@ -26,21 +26,27 @@ class Resumption(NamedTuple):
 
 
 class ShapeCounter:
-    """Executions by the shapes of their values."""
+    """Counts of executions by the shapes of their values.
+
+    limit: for native code, which counts so many different shapes without a call of Python.
+    """
 
     def __init__(self, limit: int = 1024) -> None:
         self._calls: dict[Any, int] = {}
 
     def add(self, shapes: Any) -> None:
-        """Count an execution; a tuple for each side, of a shape for each value."""
+        """Count an execution.
+
+        shapes: a tuple for the inputs, one for the outputs, ..., each with the shape of each value.
+        """
         self._calls[shapes] = self._calls.get(shapes, 0) + 1
 
     def items(self) -> list[tuple[Any, int]]:
-        """Pairs of shapes and how many executions had them, in the order of the first."""
+        """Return pairs of shapes and the number of their executions, in the order of first executions."""
         return list(self._calls.items())
 
     def clear(self) -> None:
-        """Forget the executions."""
+        """Set all counts to zero."""
         self._calls = {}
 
     def __len__(self) -> int:
@@ -48,33 +54,33 @@ class ShapeCounter:
 
 
 class CallCache:
-    """An op's plans; a program of its calls is nothing that Python could run faster."""
+    """An op's plans; without native code there are no programs to cache beside them."""
 
     def __init__(self, plans: dict[Any, Any], sized: bool = False) -> None:
         self.plans = plans
 
     def learn(self, key: int, program: "Program | None") -> None:
-        """Learn nothing: native code alone runs programs."""
+        """Do nothing: native code alone runs programs."""
 
     def forget(self) -> None:
-        """Forget what was learned; the plans stay."""
+        """Do nothing: there are no programs to drop."""
 
     def __len__(self) -> int:
         return 0
 
 
 class _NativeAlone:
-    """Base of types that exist here for annotations and `isinstance` alone."""
+    """Base of types that exist here only for annotations and `isinstance`; creating one is a TypeError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(f"a {type(self).__name__} is for the native interceptor")
 
 
 class Hook(_NativeAlone):
-    """The routines of a program on a tuple of values that a framework calls it with."""
+    """A callable for a framework: it runs a program's routines on a tuple of values."""
 
     def __call__(self, *values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Run them."""
+        """Run the routines; return the values to use, or None if none changed."""
         raise NotImplementedError
 
 
@@ -82,7 +88,10 @@ class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
 
     def hook(self, reader: "Reader", resume: Callable[..., Any], actions: Any, shapes: Any = None) -> Hook:
-        """Return a callable that runs the routines on a tuple of values."""
+        """Return a callable that runs the routines on a tuple of values.
+
+        resume: continues in Python after a result that native code cannot put in place.
+        """
         raise NotImplementedError
 
 
@@ -97,11 +106,11 @@ class Moments(_NativeAlone):
     counts: bytes | None
 
     def add(self, array: Any) -> bool:
-        """Take in numbers; return False if they are no float or double in one piece of memory."""
+        """Add the numbers of an array; return False if they are no floats or doubles in contiguous memory."""
         raise NotImplementedError
 
     def merge(self, moments: Any) -> None:
-        """Take in what another one, of the same bins, has taken in."""
+        """Add the statistics of other moments with the same bins."""
         raise NotImplementedError
 
 
@@ -109,7 +118,7 @@ class Reader(_NativeAlone):
     """A reader of tensors for native code."""
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, sized: bool = False) -> int:
-        """Return 64 bits that decide what a call comes to; 0 where that cannot be told."""
+        """Return 64 bits for the form of a call, by which programs are cached; 0 for an unknown form."""
         raise NotImplementedError
 
     def can_substitute(self, original: Any, value: Any) -> bool:
@@ -117,16 +126,19 @@ class Reader(_NativeAlone):
         raise NotImplementedError
 
     def memory(self, value: Any) -> int:
-        """Return what tells the memory of a plain tensor; 0 of anything else."""
+        """Return a number for the memory of a plain tensor; 0 for any other value."""
         raise NotImplementedError
 
     def version(self, value: Any) -> int | None:
-        """Return what changes when a tensor, or one of a list, is written."""
+        """Return a number that changes when a tensor, or a tensor of a list, is written."""
         raise NotImplementedError
 
 
 class Mark:
-    """The executions that made backward ops, found by the numbers of these."""
+    """The record of one execution at its backward ops, which have numbers from `start` to before `end`.
+
+    begin: number before the routines, whose backward ops have numbers from `begin` to before `start`.
+    """
 
     _alive = 0
 
@@ -146,12 +158,18 @@ class Mark:
 
     @staticmethod
     def alive() -> int:
-        """Return how many marks there are."""
+        """Return the number of living marks."""
         return Mark._alive
 
 
 class Graphs:
-    """A framework's graphs of backward ops, read by the names of attributes."""
+    """A framework's graphs of backward ops, read by the names of attributes.
+
+    tensors: type of tensors.  leaf: type of the nodes that accumulate a leaf's gradient.
+    maker, base: attributes of a tensor: the node that made the tensor, and the tensor that it is a view of.
+    next, notes, number: attributes of a node: its successors, its dict of metadata, and its number's method.
+    key: key of a mark in the metadata.  sampled: called with a sample of the nodes.
+    """
 
     def __init__(
         self, tensors: type, leaf: type, maker: str, base: str, next: str, notes: str, number: str, key: str,
@@ -168,75 +186,85 @@ class Graphs:
         self._sampled = sampled
 
     def mark(self, values: Any, mark: Mark, bases: bool = True) -> None:
-        """Mark the ops that made these tensors, and what they are views of."""
+        """Mark the nodes of an execution that made these tensors and, with `bases`, their bases.
+
+        A node that has a mark keeps it.
+        """
         if isinstance(values, self._tensors):
             for tensor in (values, getattr(values, self._base) if bases else None):
-                op = None if tensor is None else getattr(tensor, self._maker)
-                if op is not None and mark.start <= getattr(op, self._number)() < mark.end:
-                    getattr(op, self._notes).setdefault(self._key, mark)
-                    self._sample_node(op)
+                node = None if tensor is None else getattr(tensor, self._maker)
+                if node is not None and mark.start <= getattr(node, self._number)() < mark.end:
+                    getattr(node, self._notes).setdefault(self._key, mark)
+                    self._sample_node(node)
         elif isinstance(values, (list, tuple)):
             for value in values:
                 self.mark(value, mark, bases)
 
     def marked(self, ops: Iterable[Any]) -> list[tuple[Any, Mark, int]]:
-        """Each op that leads on from these and comes from a known execution, its mark and its number."""
-        waiting = deque(op for op in ops if op is not None)
-        ops_by_id: dict[int, Any] = {}
+        """Return the nodes reachable from some nodes that belong to a marked execution, with mark and number.
+
+        The number of a leaf is 0.
+        """
+        waiting = deque(node for node in ops if node is not None)
+        nodes_by_id: dict[int, Any] = {}
         edges: list[tuple[int, int]] = []
         marks: dict[int, Mark] = {}
         while waiting:
-            op = waiting.popleft()
-            if id(op) in ops_by_id:
+            node = waiting.popleft()
+            if id(node) in nodes_by_id:
                 continue
-            ops_by_id[id(op)] = op
-            if type(op) is self._leaf:
+            nodes_by_id[id(node)] = node
+            if type(node) is self._leaf:
                 continue
-            mark = getattr(op, self._notes).get(self._key)
+            mark = getattr(node, self._notes).get(self._key)
             if mark is not None:
-                marks[id(op)] = mark
-            self._sample_node(op)
-            children = [child for child, *_ in getattr(op, self._next) if child is not None]
-            edges += [(id(op), id(child)) for child in children]
-            waiting += children
-        self._mark_inner_ops(ops_by_id, edges, marks)
+                marks[id(node)] = mark
+            self._sample_node(node)
+            successors = [successor for successor, *_ in getattr(node, self._next) if successor is not None]
+            edges += [(id(node), id(successor)) for successor in successors]
+            waiting += successors
+        self._spread_marks(nodes_by_id, edges, marks)
         return [
-            (op, marks[key], 0 if type(op) is self._leaf else getattr(op, self._number)())
-            for key, op in ops_by_id.items()
+            (node, marks[key], 0 if type(node) is self._leaf else getattr(node, self._number)())
+            for key, node in nodes_by_id.items()
             if key in marks
         ]
 
     def marker(self, trace: Any, writes: bool) -> Any:
-        """Raise TypeError: executions of a program leave traces by it, and there are no programs."""
+        """Raise TypeError: a marker lets a native program leave traces, and there are no programs here."""
         raise TypeError("programs are for the native interceptor")
 
-    def _mark_inner_ops(
-        self, ops_by_id: dict[int, Any], edges: list[tuple[int, int]], marks: dict[int, Mark]
+    def _spread_marks(
+        self, nodes_by_id: dict[int, Any], edges: list[tuple[int, int]], marks: dict[int, Mark]
     ) -> None:
-        """Mark what lies inside an op; a leaf belongs to the op that used it first."""
-        of_routines: dict[int, Mark] = {}
-        # A mark spreads to successors of its op. The edges are in no order: passes repeat until none spreads.
-        spreading = True
-        while spreading:
-            spreading = False
-            for parent, child in edges:
-                mark = marks.get(parent) or of_routines.get(parent)
+        """Add to `marks` the inner nodes of each marked op; a leaf belongs to the op that used it first.
+
+        Marks spread also through nodes of routines, which belong to no op.
+        """
+        marks_of_routines: dict[int, Mark] = {}
+        # A mark spreads to successors of its node. The edges are in no order: repeat until no mark spreads.
+        is_spreading = True
+        while is_spreading:
+            is_spreading = False
+            for key, successor_key in edges:
+                mark = marks.get(key) or marks_of_routines.get(key)
                 if mark is None:
                     continue
-                child_mark = marks.get(child)
-                if type(ops_by_id[child]) is self._leaf:
-                    if child_mark is None or mark.start < child_mark.start:
-                        marks[child] = mark
+                successor, successor_mark = nodes_by_id[successor_key], marks.get(successor_key)
+                if type(successor) is self._leaf:
+                    if successor_mark is None or mark.start < successor_mark.start:
+                        marks[successor_key] = mark
                     continue
-                number = getattr(ops_by_id[child], self._number)()
-                if child_mark is None and mark.start <= number < mark.end:
-                    marks[child] = mark
-                    spreading = True
-                elif child not in of_routines and mark.begin <= number < mark.start:
-                    of_routines[child] = mark
-                    spreading = True
+                number = getattr(successor, self._number)()
+                if successor_mark is None and mark.start <= number < mark.end:
+                    marks[successor_key] = mark
+                    is_spreading = True
+                elif successor_key not in marks_of_routines and mark.begin <= number < mark.start:
+                    marks_of_routines[successor_key] = mark
+                    is_spreading = True
 
-    def _sample_node(self, op: Any) -> None:
-        # A prime: no regular shape of a graph keeps a path clear of samples. Addresses end in 4 zero bits.
-        if id(op) // 16 % 61 == 0:
-            self._sampled(op)
+    def _sample_node(self, node: Any) -> None:
+        # Addresses end in 4 zero bits, and one of 61 is sampled.  A prime, so that no path of a graph with a
+        # regular shape is without samples.
+        if id(node) // 16 % 61 == 0:
+            self._sampled(node)

@@ -1,4 +1,4 @@
-"""Callables that are intercepted, and what takes their place."""
+"""Callables that are intercepted, and their stand-ins."""
 
 import inspect
 import operator
@@ -30,7 +30,10 @@ Handler = Callable[..., Any]
 
 
 def active() -> Activation | None:
-    """The activation in force here; None where nothing is intercepted."""
+    """Return the activation in force here; None where nothing is intercepted.
+
+    Calls the function of `watch_outside` on a thread without an activation that it has not been called on.
+    """
     if thread.suspension._is_owned():  # type: ignore[attr-defined]
         return None
     activation = ACTIVATION.get(None)
@@ -46,6 +49,7 @@ _watch: tuple[int, Callable[[], bool] | None] = (0, None)
 
 
 def _notify_watcher() -> None:
+    """Call the function of the last watch on this thread; not again once it has returned True."""
     number, function = _watch
     with Suspension():
         if function is None or function():
@@ -53,9 +57,9 @@ def _notify_watcher() -> None:
 
 
 def watch_outside(function: Callable[[], bool] | None) -> None:
-    """Call a function on each thread that runs ops where nothing is in force, until it returns True there.
+    """Call a function on each thread that runs ops without an activation, until it returns True there.
 
-    None ends it.
+    None ends the calls.
     """
     global _watch
     _watch = (_watch[0] + 1, function)
@@ -67,31 +71,35 @@ def running() -> str | None:
 
 
 def failure() -> BaseException | None:
-    """Return what a tool raised on this thread since the last op began, if it was kept."""
+    """Return the exception of a tool that `keep_failure` has stored since this thread's last op began."""
     return thread.failure.error
 
 
 def keep_failure(error: BaseException | None) -> None:
-    """Keep a tool's exception, which an operator may drop; None lets go of it."""
+    """Store a tool's exception for this thread, since an operator may drop it; None removes it."""
     thread.failure.error = error
 
 
 def forget_failures() -> None:
-    """Drop the exceptions of tools that are held for threads."""
+    """Remove the exceptions that are stored for any thread."""
     for failure in list(Failure.of_threads):
         failure.error = None
 
 
-_handed = Counter[str]()
+_python_calls = Counter[str]()  # by reason
 
 
 def statistics() -> dict[str, Any]:
-    """Numbers of calls of ops with routines in this process: all of them ran in Python."""
-    return {"native": 0, "learned": 0, "python": dict(_handed)}
+    """Return the numbers of calls of ops with routines in this process: all of them ran in Python."""
+    return {"native": 0, "learned": 0, "python": dict(_python_calls)}
 
 
 class Site:
-    """One callable and who handles its calls."""
+    """One callable and the handler of its calls.
+
+    op: the op that tools see.  key: canonical name of the op.  hash: hash of the key.  flags: TRANSPARENT,
+    ...
+    """
 
     def __init__(
         self,
@@ -112,15 +120,15 @@ class Site:
         self.original = target.__get__ if inspect.isgetsetdescriptor(target) else target
 
     def place(self) -> None:
-        """Do nothing: the native interceptor alone can make calls of the target pass the stub."""
+        """Raise TypeError: the native interceptor alone can make calls of the target pass a stub."""
         raise TypeError(f"without the native interceptor, {self.op!r} is detoured, not placed")
 
     def remove(self) -> None:
-        """Leave the target as it was: it was never placed."""
+        """Do nothing: the target was never placed."""
 
     def invoke(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """Call the target itself; what it calls in turn is intercepted."""
-        # A lock that nobody holds: what the target calls is intercepted, though a routine may be running.
+        """Call the target itself; ops within the call are intercepted, even if a suspension is in force."""
+        # A thread with a lock that nobody holds is not suspended.
         outer, thread.suspension = thread.suspension, RLock()
         try:
             return self.run(args, kwargs or {})
@@ -136,47 +144,54 @@ class Site:
             thread.key = key
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Bring one call to the handler, or past it."""
+        """Call the handler, or the target where no activation is in force, or within another op's code."""
         activation = active()
-        if activation is None or (thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)):
+        is_within_op = thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)
+        if activation is None or is_within_op:
             return self.original(*args, **kwargs)
         thread.failure.error = None  # that of an earlier op has been seen, or dropped for good
-        result = self._intercepted(activation, args, kwargs)
+        result = self._call_handler(activation, args, kwargs)
         # An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again.
         if result is NotImplemented and thread.failure.error is not None:
             raise thread.failure.error
         return result
 
-    def _intercepted(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_handler(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the handler of an op; run the op itself if its plan is empty."""
         table, state = activation.table, activation.state  # which may change meanwhile
-        op_id = _identify(self, args, kwargs)
+        op_id = _op_id(self, args, kwargs)
         plan = NotImplemented if table is None else table.get(op_id)
         if plan is None:  # nothing is inserted: the op runs as outside of scopes
             return self.run(args, kwargs)
-        _handed["pure Python"] += 1
+        _python_calls["pure Python"] += 1
         with thread.suspension:
-            memo = None if plan is NotImplemented else plan
-            return self.handler(state, memo, op_id, self, args, kwargs)
+            call_cache = None if plan is NotImplemented else plan
+            return self.handler(state, call_cache, op_id, self, args, kwargs)
 
 
-def _identify(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+_DETOUR_DEPTH = 3
+"""Index of the detour's frame, seen from `_op_id`: `_call_handler` and `dispatch` lie between."""
+
+
+def _op_id(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the id of the op that a call is; count the call among the repeats of its place."""
     region = thread.region()
     place, way = mix(region.hash, site.hash), 0
-    sites, beyond = call_sites(region, sys._getframe(3))  # the caller of the detour
+    sites, sites_of_way = call_sites(region, sys._getframe(_DETOUR_DEPTH))
     for call_site in sites:
         place = mix(place, call_site)
-    for call_site in beyond[1:]:
+    for call_site in sites_of_way[1:]:  # the first is the last of the place
         way = mix(way, call_site)
-    rooted = region.hash == ROOT_HASH
+    is_at_root = region.hash == ROOT_HASH
     for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
-        way = mix_leaf(way, value) if rooted else way
-    repeats = region.number_of_way(place, way) if rooted else region.occurrence(place)
-    return mix(place, repeats) or 1  # 0 is no id: native tables mark free cells by it
+        way = mix_leaf(way, value) if is_at_root else way
+    number = region.number_of_way(place, way) if is_at_root else region.occurrence(place)
+    return mix(place, number) or 1  # 0 is no id: native tables mark free cells by it
 
 
 class _Wrapped:
-    """A callable that stands in for another, and is compared, shown, copied and pickled like it."""
+    """A stand-in for a callable, which is compared, shown, copied and pickled like the callable."""
 
     def __init__(self, function: Any) -> None:
         self.__wrapped__ = function
@@ -184,7 +199,7 @@ class _Wrapped:
         self.__module__ = getattr(function, "__module__", None)  # type: ignore[assignment]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A classmethod binds itself to the class; the stand-in, which is none, has to do so.
+        # A classmethod binds itself to the class; its stand-in is no classmethod, and has to bind itself.
         if isinstance(self.__wrapped__, types.ClassMethodDescriptorType):
             return types.MethodType(self, owner)
         return self if instance is None else types.MethodType(self, instance)
@@ -193,7 +208,7 @@ class _Wrapped:
         raise TypeError("a wrapped method says what its call does")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__wrapped__":  # of one in the making
+        if name == "__wrapped__":  # of a stand-in whose `__init__` has not run
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
@@ -216,12 +231,13 @@ class _Wrapped:
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # as functions are
 
-    # Not in Python, where it could be interrupted: CPython crashes if that happens as it changes a class.
+    # A getter in C, since one in Python could be interrupted: CPython crashes if that happens as it changes a
+    # class.
     __class__ = property(operator.attrgetter("__wrapped__.__class__"))
 
 
 class Detour(_Wrapped):
-    """Takes the place of a Python callable, or of the reads of a property, and brings them to the site."""
+    """Stand-in for a Python callable or a property, whose calls or reads it passes to the site."""
 
     def __new__(cls, site: Site) -> "Detour":
         return super().__new__(_ReadDetour if inspect.isgetsetdescriptor(site.target) else cls)
@@ -238,7 +254,7 @@ PathOf = Callable[[Any, Any], tuple[int, bool]]
 
 
 class _ReadDetour(Detour):
-    """Stands in for a property; writes go to it as ever."""
+    """Stand-in for a property; writes go to the property itself."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self._site.target if instance is None else self._site.dispatch(instance)
@@ -253,8 +269,9 @@ class _ReadDetour(Detour):
 class Enclosure(_Wrapped):
     """A method whose calls are regions, to which the ops in them belong.
 
-    path: 64 bits for where a subject lies in its owner, and whether it lies there to stay; without it,
-    subjects are told apart by the order of their first use.
+    path: returns, for the subject of the enclosing call and that of this one, 64 bits for the place of the
+    latter in the former, and True if the place is lasting. Without it, subjects are distinguished by
+    ordinals.
     """
 
     def __init__(self, function: Any, path: PathOf | None = None) -> None:
@@ -277,14 +294,16 @@ class Enclosure(_Wrapped):
                 thread.root.forget_counts()
 
     def _region(self, parent: Region, subject: Any) -> Region:
+        """Return the region of a call of a subject; count it among the repeats in the enclosing region."""
         if self._path is None or parent.hash == ROOT_HASH or parent.subject is None:
             place = mix(parent.hash, ordinal(subject))
         else:
             with Suspension():
-                name, lasting = self._path(parent.subject, subject)
-            # Both get their ordinals now, in the order of native code: they count up.
-            if lasting:
-                ordinal(subject), ordinal(parent.subject)
+                name, is_lasting = self._path(parent.subject, subject)
+            # Both get their ordinals now, as in native code, since ordinals count first uses.
+            if is_lasting:
+                ordinal(subject)
+                ordinal(parent.subject)
             place = mix(parent.hash, name)
         # Not at the root, where the same module's call in the next iteration is the same place.
         if parent.hash != ROOT_HASH:
@@ -293,5 +312,5 @@ class Enclosure(_Wrapped):
 
 
 def Suspension() -> AbstractContextManager[Any]:
-    """Return the context in which this thread intercepts nothing."""
+    """Return a context in which no calls of this thread are intercepted."""
     return thread.suspension

@@ -95,7 +95,7 @@ def _needs_no_mark(type: str, state: State) -> bool:
     ]
     # An op gets marks on the tape only if its plan has routines at backward ops, or is not complete.
     return any(
-        plan.backward.complete
+        plan.backward.analysed_for
         and not any(plan.backward.actions.values())
         and plan.context.get_op().type == type
         for plan in plans
