@@ -113,7 +113,7 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
         for holder in (node, *(function.definition for _, _, function, *_ in edited_callees))
     ):
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
-    number, step = body.number_at(op, True), 0
+    number, step = body.number_at(op, ahead=True), 0
     if stateful_type == "While":
         number, step = add_loop_number(rewriter, op, number)
     for place, reference, function, inner, rewritten in edited_callees:
