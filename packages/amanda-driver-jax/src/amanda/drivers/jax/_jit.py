@@ -104,7 +104,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             interceptor.reset_root()
             state = activation.state
             programs = ToolStackPrograms.of(state.stack)
-            function = programs.function(fun)
+            function = programs.variants_of(fun)
             with function.current_variant() as variant:
                 key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()
                 with collecting_notes() as notes, key:
