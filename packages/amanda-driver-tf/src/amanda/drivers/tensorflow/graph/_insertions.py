@@ -41,7 +41,7 @@ class Insertions:
     nodes: the inserted nodes.  inserted: their names by the operation with which they run.
     ahead, behind: names of nodes that an operation waits for, or that wait for it.
     saved_tensors: by the ref of a value of a routine, its place among saved values.
-    forward: by the name of a gradient operation, that of its forward operation, if in this body.
+    forward_names: by the name of a gradient operation, that of its forward operation, if in this body.
     dependencies: control dependencies between the nodes.
     """
 
