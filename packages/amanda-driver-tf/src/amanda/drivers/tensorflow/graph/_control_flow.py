@@ -109,15 +109,22 @@ def _insert_by_tensor(
         tensor = side.symbols[i]
         shares = all(action.observer for action in actions) and insertions.can_share_node(op, [tensor])
         returned = [value] if is_plain(tensor) and not shares else []
-        node = RoutineNode(actions, facts, side.count, [value], [None], returned)
-        node.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
-        node.dtypes = [tensor.dtype.base_dtype for _ in returned]
+        place = RoutineNode(actions, facts, side.count, [value], [None], returned)
+        place.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
+        place.dtypes = [tensor.dtype.base_dtype for _ in returned]
         if shares:
-            insertions.observe(op, node, [refs[i]], [tensor], op_side(side).ahead)
+            insertions.observe(op, place, [refs[i]], [tensor], op_side(side).ahead)
             continue
         kind = dtype_enum(tensor)
         name = insertions.add(
-            op, node, [refs[i]], [kind], [kind for _ in returned], ahead=True, instead=True, control_inputs=()
+            op,
+            place,
+            [refs[i]],
+            [kind],
+            [kind for _ in returned],
+            ahead=True,
+            instead=True,
+            control_inputs=(),
         )
         if returned:
             changed_refs[i] = insertions.output_of(name, 0)

@@ -92,7 +92,7 @@ class Insertions:
         return self.body.frames is None or self.body.frames.group(op, tensors) is not None
 
     def observe(
-        self, op: tf.Operation, node: RoutineNode, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
+        self, op: tf.Operation, place: RoutineNode, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
     ) -> None:
         """Put observers into a pack, whose node is added once the pack is complete.
 
@@ -101,7 +101,7 @@ class Insertions:
         frames = self.body.frames
         group = () if frames is None else frames.group(op, tensors)
         if group is None:
-            observers = PackedObservers([(node, range(len(refs)))])
+            observers = PackedObservers([(place, range(len(refs)))])
             self.add(op, observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
             return
         name = self.body.node_name(op)
@@ -118,7 +118,7 @@ class Insertions:
             if ref not in pack.tensors:
                 pack.tensors[ref] = len(pack.tensors), dtype_enum(tensor)
                 pack.nbytes += sizes[ref]
-        pack.members.append((node, [pack.tensors[ref][0] for ref in refs]))
+        pack.members.append((place, [pack.tensors[ref][0] for ref in refs]))
         # An op of control flow may be dead or in another frame, where the observed tensor is not.
         waits = frames is None or not frames.is_flow(op)
         pack.waits_for[name] = pack.waits_for.get(name, False) or waits

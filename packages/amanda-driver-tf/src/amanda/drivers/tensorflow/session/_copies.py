@@ -100,12 +100,13 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
         # A node that stays the user's is fetched itself.
         if edge.node in names:
             endpoints[fetch] = (edge.node, edge.index)
-    targets = {name: node for name in request.targets if (node := rewritten.removed.get(name, name)) in names}
-    extra = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
+    running_names = {name: rewritten.removed.get(name, name) for name in request.targets}
+    targets = {name: running_name for name, running_name in running_names.items() if running_name in names}
+    routine_targets = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
     # An import returns C operations for those names only that were asked for.
     result_names = {
         NUMBER,
-        *extra,
+        *routine_targets,
         *targets.values(),
         *feeds.names.values(),
         *(name for name, _ in endpoints.values()),
@@ -116,7 +117,7 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
         raise CannotInstrument(
             "a run of a session", f"TensorFlow refuses the copy: {error.message}"
         ) from error
-    return Route(hidden, endpoints, targets, feeds.names, extra, NUMBER)
+    return Route(hidden, endpoints, targets, feeds.names, routine_targets, NUMBER)
 
 
 def _run_body(
@@ -227,7 +228,8 @@ class Route:
     """The hidden nodes that a request fetches, runs and feeds instead of the user's.
 
     endpoints: by a fetched tensor, the hidden tensor.  targets: by a target, the hidden operation.
-    feeds: by a fed tensor, the hidden placeholder.  extra: hidden operations with routines that run, too.
+    feeds: by a fed tensor, the hidden placeholder.
+    routine_targets: names of the hidden operations with routines, which run, too.
     number: the hidden placeholder of the execution's number.
     """
 
@@ -237,19 +239,19 @@ class Route:
         endpoints: Mapping[Endpoint, Endpoint],
         targets: Mapping[str, str],
         feeds: Mapping[Endpoint, str],
-        extra: Sequence[str] = (),
+        routine_targets: Sequence[str] = (),
         number: str | None = None,
     ) -> None:
         self.prefix = hidden.prefix
         self._hidden_endpoints = dict(endpoints)
         self._target_names = dict(targets)
-        self._extra_names = list(extra)
+        self._routine_names = list(routine_targets)
         self.number_name = number
         self._outputs = {vanilla: hidden.output(*hidden_name) for vanilla, hidden_name in endpoints.items()}
         self._targets = {vanilla: hidden.operations[hidden_name] for vanilla, hidden_name in targets.items()}
         self.feed_names = dict(feeds)
         self._feeds = {vanilla: hidden.output(hidden_name, 0) for vanilla, hidden_name in feeds.items()}
-        self._extra_targets = [hidden.operations[name] for name in extra]
+        self._routine_targets = [hidden.operations[name] for name in routine_targets]
         self.number = None if number is None else hidden.output(number, 0)
 
     def fetches(self, fetches: Sequence[Any]) -> list[Any]:
@@ -260,7 +262,7 @@ class Route:
         """Return the operations that run instead, and those with routines."""
         return [
             *(self._targets.get(c_api.TF_OperationName(target), target) for target in targets),
-            *self._extra_targets,
+            *self._routine_targets,
         ]
 
     def feeds(self, feeds: Mapping[Any, Any], number: int | None) -> dict[Any, Any]:
@@ -289,7 +291,7 @@ class Route:
         hidden_names = [
             self.prefix + self._target_names[name] if name in self._target_names else name for name in names
         ]
-        return [*hidden_names, *(self.prefix + name for name in self._extra_names)]
+        return [*hidden_names, *(self.prefix + name for name in self._routine_names)]
 
 
 _VALUE_FORWARDING = ("Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Reshape", "Transpose")

@@ -39,11 +39,11 @@ class Frames:
         self._number = number
         self._frame: dict[str, Frame] = {}
         self._guards: dict[tuple[str, int], frozenset[Guard]] = {}
-        self._entries: dict[Frame, list[Any]] = {}
+        self._entries: dict[Frame, list[Any]] = {}  # Enter ops
         self._guards_around: dict[Frame, frozenset[Guard]] = {}
         self._loop_by_exit: dict[str, Frame] = {}
-        self._conditions: dict[Frame, str] = {}
-        self._remaining_rounds: dict[Frame, Any] = {}
+        self._conditions: dict[Frame, str] = {}  # names of the LoopCond ops
+        self._remaining_rounds: dict[Frame, Any] = {}  # of loops of gradients; see `_remaining_rounds_merge`
         for op in ops:
             self._add_op(op)
         self._frame_by_carrier = {self._carrier(frame): frame for frame in ((), *self._entries)}
@@ -105,10 +105,10 @@ class Frames:
         return op.type.removeprefix("Ref") in _FLOW
 
     def group(self, op: Any, values: Sequence[Any]) -> Hashable:
-        """Return a key that values of the same rounds and branches share, or None for values by themselves.
+        """Return a key of the rounds and branches of values; values with equal keys may share a node.
 
-        These are at an operation that leads into a loop, whose number differs, or that waits for others, and
-        in several frames.
+        None for values that may not: at an operation that leads into a loop, where another number is read, at
+        an operation of control flow that waits for others, and in several frames.
         """
         if not self.is_flow(op):
             return self._frame[op.name], self._guards.get((op.name, 0), frozenset())
@@ -125,7 +125,7 @@ class Frames:
         return frames.pop(), frozenset[Guard]().union(*(self._guards[endpoint] for endpoint in endpoints))
 
     def encloses(self, outer: Any, inner: Any) -> bool:
-        """Return True if the inner group lies in a loop or branch of the outer group's frame and branches."""
+        """Return True if a group lies in a loop or branch that another group is around; see `group`."""
         (frame, guards), (inner_frame, inner_guards) = outer, inner
         if frame != inner_frame:
             return bool(inner_frame[: len(frame)] == frame)
