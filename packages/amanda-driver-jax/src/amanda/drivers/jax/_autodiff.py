@@ -123,29 +123,41 @@ class TappedExecution:
             grads[position] = cotangent
         symbols: list[Any] = []
         if side == "outputs":
-            if is_staged():
-                # The pass itself is traced: its `run` holds symbols that end with that program.
-                trace = copy(trace)
-                trace.run = (
-                    self._with_symbols(carried_symbols) if carried_symbols else _without_symbols(trace.run)
-                )
-            assert trace.facts is not None
-            op = Operation(f"{trace.facts.op.__name__}_transpose")
-            step = BackwardStep(self._driver, trace, op, 0, state)
-            if not step.has_work:
-                return cotangents, []
-            grads = self._run(step.before, grads)
-            symbols, with_symbols = _split_symbols((grads, trace.run))
-            # The pass reaches the tap of the inputs later, after JAX's transpose of the op.
-            _thread.steps[self] = step, trace, with_symbols
+            grads, symbols = self._enter_backward_op(state, trace, grads, carried_symbols)
         elif self in _thread.steps:
-            step, trace, with_symbols = _thread.steps.pop(self)
-            incoming_grads, trace.run = with_symbols(carried_symbols)
-            grads = self._run(step.after, grads, incoming_grads)
-            if not trace.pending:
-                self._driver.finish(trace)
+            grads = self._leave_backward_op(grads, carried_symbols)
         cast = [_in_dtype_of(grads[i], before) for i, before in zip(positions, cotangents, strict=True)]
         return cast, symbols
+
+    def _enter_backward_op(
+        self, state: State, trace: Trace, grads: list[Any], carried_symbols: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Run the routines before the backward op; return the gradients, and symbols in these and `run`."""
+        if is_staged():
+            # The pass itself is traced: its `run` holds symbols that end with that program.
+            trace = copy(trace)
+            trace.run = (
+                self._with_symbols(carried_symbols) if carried_symbols else _without_symbols(trace.run)
+            )
+        assert trace.facts is not None
+        op = Operation(f"{trace.facts.op.__name__}_transpose")
+        step = BackwardStep(self._driver, trace, op, 0, state)
+        if not step.has_work:
+            return grads, []
+        grads = self._run(step.before, grads)
+        symbols, with_symbols = _split_symbols((grads, trace.run))
+        # The pass reaches the tap of the inputs later, after JAX's transpose of the op.
+        _thread.steps[self] = step, trace, with_symbols
+        return grads, symbols
+
+    def _leave_backward_op(self, grads: list[Any], carried_symbols: list[Any]) -> list[Any]:
+        """Run the routines after the backward op; return the gradients of the op's inputs."""
+        step, trace, with_symbols = _thread.steps.pop(self)
+        incoming_grads, trace.run = with_symbols(carried_symbols)
+        grads = self._run(step.after, grads, incoming_grads)
+        if not trace.pending:
+            self._driver.finish(trace)
+        return grads
 
 
 def _split_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

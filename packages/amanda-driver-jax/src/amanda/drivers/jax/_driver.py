@@ -148,25 +148,30 @@ class JaxDriver(Arrays, EagerDriver):
                     return original(primitive, *args, **params)
             if is_called_by_own_rule(primitive.name, args, params):
                 return self._call_custom(original, primitive, *args, **params)
-            name = (
-                primitive.name
-                if primitive.name not in CUSTOM_RULE_PRIMITIVES
-                else rule_of(primitive.name, params)
-            )
-            detour = self._detours.get((primitive, name))
-            if detour is None:
-                detour = self._detours[primitive, name] = self._make_detour(original, primitive, name)
-            run = partial(_run_carrying, detour, params)
-            # Eager gradients are JAX's to the bit only if JAX's op runs too, beside the tapped one.
-            if is_within_jit() or primitive.name in CUSTOM_RULE_PRIMITIVES or not wants_backward():
-                outputs = run(args)
-            else:
-                outputs = _run_op_twice(original, primitive, args, params, run)
-            if name in CONVERSIONS:
-                follow_conversion(args[0], outputs, places_among(interceptor.subjects()))
-            return outputs
+            return self._bind_op(original, primitive, args, params)
 
         return bind
+
+    def _bind_op(
+        self, original: Callable[..., Any], primitive: core.Primitive, args: Sequence[Any],
+        params: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Bind an op through its detour, which is made at the first bind; return its outputs."""
+        name, has_rules = primitive.name, primitive.name in CUSTOM_RULE_PRIMITIVES
+        if has_rules:
+            name = rule_of(primitive.name, params)
+        detour = self._detours.get((primitive, name))
+        if detour is None:
+            detour = self._detours[primitive, name] = self._make_detour(original, primitive, name)
+        run = partial(_run_carrying, detour, params)
+        # Eager gradients are JAX's to the bit only if JAX's op runs too, beside the tapped one.
+        if is_within_jit() or has_rules or not wants_backward():
+            outputs = run(args)
+        else:
+            outputs = _run_op_twice(original, primitive, args, params, run)
+        if name in CONVERSIONS:
+            follow_conversion(args[0], outputs, places_among(interceptor.subjects()))
+        return outputs
 
     def _make_detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
         """Return the detour of a primitive: its binds become calls of a site named `name`."""
