@@ -24,7 +24,7 @@ class _BackwardState(threading.local):
     """State of a thread.
 
     executions: the executions under way, innermost last.  attached: the execution whose trace was attached
-    last.  state: in which the backward pass under way began.  handed: symbols, from one tap of an op to the
+    last.  state: in which the backward pass under way began.  carried_symbols: from one tap of an op to the
     next.  steps: executions whose backward ops have begun, with their traces.
     """
 
@@ -32,7 +32,7 @@ class _BackwardState(threading.local):
         self.executions: list[TappedExecution] = []
         self.attached: TappedExecution | None = None
         self.state: State | None = None
-        self.handed: dict[TappedExecution, list[Any]] = {}
+        self.carried_symbols: dict[TappedExecution, list[Any]] = {}
         self.steps: dict[TappedExecution, tuple[BackwardStep, Trace, Callable[[list[Any]], Any]]] = {}
 
 
@@ -53,7 +53,7 @@ class TappedExecution:
     def attach(self, trace: Trace) -> None:
         """Attach the trace of the execution."""
         # JAX's caches hold this object in the taps; the trace, which holds the tools, is the stack's to hold.
-        self._trace = ToolStackPrograms.of(trace.stack).keep(self, trace)
+        self._trace = ToolStackPrograms.of(trace.stack).keep_with(self, trace)
         _thread.attached = self
 
     def __enter__(self) -> "TappedExecution":
@@ -98,21 +98,21 @@ class TappedExecution:
         return rebuild(tap(flat, self, "run", [primal(symbol) for symbol in symbols]))
 
     @property
-    def handed(self) -> list[Any]:
+    def carried_symbols(self) -> list[Any]:
         """Return the symbols that the last tap of the backward pass left for the next one."""
-        return _thread.handed.get(self, [])
+        return _thread.carried_symbols.get(self, [])
 
-    @handed.setter
-    def handed(self, symbols: list[Any]) -> None:
-        _thread.handed[self] = symbols
+    @carried_symbols.setter
+    def carried_symbols(self, symbols: list[Any]) -> None:
+        _thread.carried_symbols[self] = symbols
 
     def observe_cotangents(
-        self, side: str, positions: Sequence[int], cotangents: list[Any], handed: list[Any]
+        self, side: str, positions: Sequence[int], cotangents: list[Any], carried_symbols: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Run the routines at a tap; return the cotangents after them, and symbols for the next tap.
 
         side: "outputs" where cotangents enter the backward op, "inputs" where they leave it.
-        handed: symbols of the program around the tap, from the tap before.
+        carried_symbols: of the program around the tap, from the tap before.
         """
         state, trace = _thread.state, self._trace()
         if state is None or trace is None:
@@ -123,27 +123,41 @@ class TappedExecution:
             grads[position] = cotangent
         symbols: list[Any] = []
         if side == "outputs":
-            if is_staged():
-                # The pass itself is traced: its `run` holds symbols that end with that program.
-                trace = copy(trace)
-                trace.run = self._with_symbols(handed) if handed else _without_symbols(trace.run)
-            assert trace.facts is not None
-            op = Operation(f"{trace.facts.op.__name__}_transpose")
-            step = BackwardStep(self._driver, trace, op, 0, state)
-            if not step.has_work:
-                return cotangents, []
-            grads = self._run(step.before, grads)
-            symbols, with_symbols = _split_symbols((grads, trace.run))
-            # The pass reaches the tap of the inputs later, after JAX's transpose of the op.
-            _thread.steps[self] = step, trace, with_symbols
+            grads, symbols = self._enter_backward_op(state, trace, grads, carried_symbols)
         elif self in _thread.steps:
-            step, trace, with_symbols = _thread.steps.pop(self)
-            entering, trace.run = with_symbols(handed)
-            grads = self._run(step.after, grads, entering)
-            if not trace.pending:
-                self._driver.finish(trace)
+            grads = self._leave_backward_op(grads, carried_symbols)
         cast = [_in_dtype_of(grads[i], before) for i, before in zip(positions, cotangents, strict=True)]
         return cast, symbols
+
+    def _enter_backward_op(
+        self, state: State, trace: Trace, grads: list[Any], carried_symbols: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Run the routines before the backward op; return the gradients, and symbols in these and `run`."""
+        if is_staged():
+            # The pass itself is traced: its `run` holds symbols that end with that program.
+            trace = copy(trace)
+            trace.run = (
+                self._with_symbols(carried_symbols) if carried_symbols else _without_symbols(trace.run)
+            )
+        assert trace.facts is not None
+        op = Operation(f"{trace.facts.op.__name__}_transpose")
+        step = BackwardStep(self._driver, trace, op, 0, state)
+        if not step.has_work:
+            return grads, []
+        grads = self._run(step.before, grads)
+        symbols, with_symbols = _split_symbols((grads, trace.run))
+        # The pass reaches the tap of the inputs later, after JAX's transpose of the op.
+        _thread.steps[self] = step, trace, with_symbols
+        return grads, symbols
+
+    def _leave_backward_op(self, grads: list[Any], carried_symbols: list[Any]) -> list[Any]:
+        """Run the routines after the backward op; return the gradients of the op's inputs."""
+        step, trace, with_symbols = _thread.steps.pop(self)
+        incoming_grads, trace.run = with_symbols(carried_symbols)
+        grads = self._run(step.after, grads, incoming_grads)
+        if not trace.pending:
+            self._driver.finish(trace)
+        return grads
 
 
 def _split_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -201,7 +215,7 @@ def _instrument_backward_pass(original: Callable[..., Any]) -> Callable[..., Any
             _thread.state = before
             if before is None:  # the outermost pass: an exception may have left steps behind
                 _thread.steps.clear()
-                _thread.handed.clear()
+                _thread.carried_symbols.clear()
             interceptor.reset_root()
 
     return backward_pass3

@@ -14,9 +14,9 @@ from jax._src import core
 from ._autodiff import TappedExecution
 from ._traces import INSERTION, add_note
 
-LISTS = frozenset({"concatenate", "stack"})
+LIST_PRIMITIVES = frozenset({"concatenate", "stack"})
 """Primitives that take a list of arrays, which is one input."""
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+CUSTOM_RULE_PRIMITIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Calls of functions with rules for their derivatives."""
 NAMES: dict[str, tuple[str, ...]] = {
     "dot_general": ("lhs", "rhs"),
@@ -48,13 +48,13 @@ class PrimitiveCall(Call):
         self._site, self._primitive, self._params = site, primitive, params
         self._has_run = False
         self.op = site.op
-        self.inputs = [list(args)] if primitive.name in LISTS else list(args)
+        self.inputs = [list(args)] if primitive.name in LIST_PRIMITIVES else list(args)
         named = NAMES.get(primitive.name, ("x",) if len(self.inputs) == 1 else ())
         self.names = [*named, *(f"operand{i}" for i in range(len(named), len(self.inputs)))]
         self.mutable = self.targets = ()
 
     def _arguments(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(inputs[0]) if self._primitive.name in LISTS else tuple(inputs)
+        return tuple(inputs[0]) if self._primitive.name in LIST_PRIMITIVES else tuple(inputs)
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Bind the primitive; return its outputs, tapped if tools instrument its backward op."""
@@ -67,17 +67,20 @@ class PrimitiveCall(Call):
 
     def computation(self) -> Callable[[Sequence[Any]], Any] | None:
         """Return a function that binds the primitive; None for functions with rules, which JAX has traced."""
-        if self._primitive.name in CUSTOM:
+        if self._primitive.name in CUSTOM_RULE_PRIMITIVES:
             return None
         primitive, params = self._primitive, self._params
-        listed = primitive.name in LISTS
+        listed = primitive.name in LIST_PRIMITIVES
         # The closure has none of the call's inputs: a tool may keep the function longer than the arrays.
         return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
 
     def formed(self, result: Any) -> Any:
-        """Return a replacement's result in the op's form, with taps on it."""
+        """Return a replacement's result in the op's form, a list for several results, with taps on it.
+
+        A function with rules for its derivatives runs here, unless the replacement has run it.
+        """
         add_note(INSERTION)
-        if self._primitive.name in CUSTOM and not self._has_run:
+        if self._primitive.name in CUSTOM_RULE_PRIMITIVES and not self._has_run:
             self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
@@ -93,7 +96,7 @@ class PrimitiveCall(Call):
 
     def attributes(self) -> dict[str, Any]:
         """Return the parameters of the primitive; for a function with rules, its name."""
-        if self._primitive.name in CUSTOM:
+        if self._primitive.name in CUSTOM_RULE_PRIMITIVES:
             return {"name": custom_name(self._params)}
         return dict(self._params)
 
@@ -131,27 +134,30 @@ def with_rule(primitive: str, params: dict[str, Any], run: Callable[..., Any]) -
     JAX calls the rule when it takes the derivative: of a function in a program, after the program was traced.
     """
     function, rule, *more = params["subfuns"]
-    rule = rule.wrap(
-        _run_rule, (_function_source(primitive, params), primitive == "custom_vjp_call", run), None
-    )
+    have_flags = primitive == "custom_vjp_call"
+    rule = rule.wrap(_run_rule, (_function_source(primitive, params), have_flags, run), None)
     return dict(params, subfuns=(function, rule, *more))
 
 
 def _run_rule(
-    rule: Callable[..., Any], source: str, paired: bool, run: Callable[..., Any], *args: Any
+    rule: Callable[..., Any], source: str, have_flags: bool, run: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a rule.  paired: whether each value comes with a flag; otherwise tangents follow the values."""
-    # A rule may call its own function at the same values: `is_by_rule` recognises that by identity.
-    _thread.rules.append((source, args[::2] if paired else args[: len(args) // 2]))
+    """Call a rule, and note it for calls of its function within the rule.
+
+    have_flags: True if a flag comes after each value; otherwise tangents follow the values.
+    """
+    # A rule may call its own function at the same values, which are recognised by identity.
+    values = args[::2] if have_flags else args[: len(args) // 2]
+    _thread.rules.append((source, values))
     try:
         return run(rule, args)
     finally:
         _thread.rules.pop()
 
 
-def is_by_rule(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> bool:
+def is_called_by_own_rule(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> bool:
     """Return True for a function that its own rule calls, so that the op is under way already."""
-    if primitive not in CUSTOM or not _thread.rules:
+    if primitive not in CUSTOM_RULE_PRIMITIVES or not _thread.rules:
         return False
     source, values = _thread.rules[-1]
     same = len(args) == len(values) and all(map(operator.is_, args, values))

@@ -39,11 +39,11 @@ class ToolStackPrograms:
         self.keys: dict[Hashable, Any] = defaultdict(partial(pjit.make_jit_cpp_cache, _CAPACITY))
         self._functions: weakref.WeakKeyDictionary[Any, FunctionVariants] = weakref.WeakKeyDictionary()
         # A set of its own for the finalizer, which must not refer to this object.
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._user_functions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._scopes: tuple[weakref.ref[Any], ...] = ()
         # Not at exit: the executables end with the process, and JAX may be gone already.
-        weakref.finalize(self, _clear_executables, self._users).atexit = False
+        weakref.finalize(self, _clear_executables, self._user_functions).atexit = False
 
     @staticmethod
     def of(stack: Any) -> "ToolStackPrograms":
@@ -52,14 +52,14 @@ class ToolStackPrograms:
         return programs or stack.rewrites.setdefault(ToolStackPrograms, ToolStackPrograms())
 
     def add_scope(self, scope: Any) -> None:
-        """Note a scope of these tools; programs of an earlier scope run in it too."""
+        """Note a scope of these tools, and forget closed ones; programs of an earlier scope run in it too."""
         if not any(reference() is scope for reference in self._scopes):
-            still = (
+            open_scopes = (
                 reference
                 for reference in self._scopes
-                if (open_scope := reference()) is not None and not open_scope.closed
+                if (other_scope := reference()) is not None and not other_scope.closed
             )
-            self._scopes = (*still, weakref.ref(scope))
+            self._scopes = (*open_scopes, weakref.ref(scope))
 
     @property
     def is_open(self) -> bool:
@@ -68,14 +68,14 @@ class ToolStackPrograms:
             scope is not None and not scope.closed for scope in (reference() for reference in self._scopes)
         )
 
-    def function(self, function: Callable[..., Any]) -> FunctionVariants:
-        """Return the function that stands for a user's function in JAX's caches, for these tools."""
+    def variants_of(self, function: Callable[..., Any]) -> FunctionVariants:
+        """Return the function that stands for a user's function in JAX's caches, with its variants."""
         if function not in self._functions:
             self._functions[function] = FunctionVariants(function)
-            self._users.add(function)
+            self._user_functions.add(function)
         return self._functions[function]
 
-    def keep(self, token: Any, value: Any) -> Any:
+    def keep_with(self, token: Any, value: Any) -> Any:
         """Keep a value while there is its token; return a weak reference to the value."""
         self._values[token] = value
         return weakref.ref(value)

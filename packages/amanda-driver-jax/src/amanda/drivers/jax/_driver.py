@@ -20,7 +20,14 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 
 from ._autodiff import TappedExecution, instrument_backward, run_carrying
-from ._calls import CUSTOM, PrimitiveCall, custom_name, is_by_rule, rule_of, with_rule
+from ._calls import (
+    CUSTOM_RULE_PRIMITIVES,
+    PrimitiveCall,
+    custom_name,
+    is_called_by_own_rule,
+    rule_of,
+    with_rule,
+)
 from ._contexts import cache_key_of, set_cache_key, unset_cache_key, with_cache_key, without_tools
 from ._evaluation import (
     TRACED_APART,
@@ -28,7 +35,7 @@ from ._evaluation import (
     calls_in_condition,
     evaluated_program,
     holds_routines,
-    retraced,
+    retracing_function,
     run_loop,
     run_mapped,
     was_traced_apart,
@@ -136,9 +143,9 @@ class JaxDriver(Arrays, EagerDriver):
                 with without_tools():
                     return original(primitive, *args, **params)
             if primitive.name in PROGRAMS and not is_tangent(args) and was_traced_apart(caller, params):
-                run_anew = retraced(primitive.name, params)
-                if run_anew is not None:
-                    return run_anew(*args)
+                run_retraced = retracing_function(primitive.name, params)
+                if run_retraced is not None:
+                    return run_retraced(*args)
                 activation.state.report(f"inside of {primitive.name}", TRACED_APART)
             if primitive.name == "shard_map" and not is_tangent(args):
                 if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace):
@@ -150,29 +157,38 @@ class JaxDriver(Arrays, EagerDriver):
                     if calls_in_condition(primitive.name, params):
                         return run_loop(*args, **params)
                     return original(primitive, *args, **params)
-            if is_by_rule(primitive.name, args, params):
+            if is_called_by_own_rule(primitive.name, args, params):
                 return self._call_custom(original, primitive, *args, **params)
-            name = primitive.name if primitive.name not in CUSTOM else rule_of(primitive.name, params)
-            detour = self._detours.get((primitive, name))
-            if detour is None:
-                detour = self._detours[primitive, name] = self._make_detour(original, primitive, name)
-            run = partial(_run_carrying, detour, params)
-            # Eager gradients are JAX's to the bit only if JAX's op runs too, beside the tapped one.
-            if is_within_jit() or primitive.name in CUSTOM or not wants_backward():
-                outputs = run(args)
-            else:
-                outputs = _run_op_twice(original, primitive, args, params, run)
-            if name in CONVERSIONS:
-                follow_conversion(args[0], outputs, places_among(interceptor.subjects()))
-            return outputs
+            return self._bind_op(original, primitive, args, params)
 
         return bind
+
+    def _bind_op(
+        self, original: Callable[..., Any], primitive: core.Primitive, args: Sequence[Any],
+        params: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Bind an op through its detour, which is made at the first bind; return its outputs."""
+        name, has_rules = primitive.name, primitive.name in CUSTOM_RULE_PRIMITIVES
+        if has_rules:
+            name = rule_of(primitive.name, params)
+        detour = self._detours.get((primitive, name))
+        if detour is None:
+            detour = self._detours[primitive, name] = self._make_detour(original, primitive, name)
+        run = partial(_run_carrying, detour, params)
+        # Eager gradients are JAX's to the bit only if JAX's op runs too, beside the tapped one.
+        if is_within_jit() or has_rules or not wants_backward():
+            outputs = run(args)
+        else:
+            outputs = _run_op_twice(original, primitive, args, params, run)
+        if name in CONVERSIONS:
+            follow_conversion(args[0], outputs, places_among(interceptor.subjects()))
+        return outputs
 
     def _make_detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
         """Return the detour of a primitive: its binds become calls of a site named `name`."""
         target: Any = partial(_bind_suspended, original, primitive)
         flags = IMPLEMENTATION
-        if name in CUSTOM:  # it runs functions of the user, which are traced for the tools
+        if name in CUSTOM_RULE_PRIMITIVES:  # it runs functions of the user, which are traced for the tools
             target, flags = partial(self._call_custom, original, primitive), IMPLEMENTATION | TRANSPARENT
         site = self.site(target, Operation(name), name, flags)
         self._primitives[site] = primitive

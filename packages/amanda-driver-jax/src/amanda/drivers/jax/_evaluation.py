@@ -61,9 +61,9 @@ def was_traced_apart(frame: FrameType, params: dict[str, Any]) -> bool:
     return evaluated_program(frame) is not None or not frame.f_code.co_filename.startswith(_JAX)
 
 
-def retraced(name: str, params: dict[str, Any]) -> ProgramFunction | None:
+def retracing_function(name: str, params: dict[str, Any]) -> ProgramFunction | None:
     """Return a function that runs a loop, branches or a function by JAX's public API; None for others."""
-    return _RETRACED[name](**params) if name in _RETRACED else None
+    return _RETRACERS[name](**params) if name in _RETRACERS else None
 
 
 def _unchanged(function: ProgramFunction) -> ProgramFunction:
@@ -112,11 +112,11 @@ def _retraced_scan(
             args[:num_consts], args[num_consts:][:num_carry], args[num_consts + num_carry :]
         )  # fmt: skip
 
-        def round_(carry: Any, slices: Any) -> Any:
+        def run_round(carry: Any, slices: Any) -> Any:
             results = body(*consts, *carry, *slices)
             return tuple(results[:num_carry]), tuple(results[num_carry:])
 
-        carry, ys = jax.lax.scan(round_, carry, xs, length, reverse=reverse, unroll=unroll)
+        carry, ys = jax.lax.scan(run_round, carry, xs, length, reverse=reverse, unroll=unroll)
         return [*carry, *ys]
 
     return run
@@ -163,7 +163,7 @@ def _retraced_jit(*, jaxpr: Any, **params: Any) -> ProgramFunction | None:
     return _as_function(jaxpr, _jitted, params["name"])
 
 
-_RETRACED: dict[str, Callable[..., ProgramFunction | None]] = {
+_RETRACERS: dict[str, Callable[..., ProgramFunction | None]] = {
     "scan": _retraced_scan,
     "while": _retraced_while,
     "cond": _retraced_cond,
@@ -191,12 +191,14 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
         cond_consts = args[:cond_nconsts]
         body_consts, carry = args[cond_nconsts:][:body_nconsts], args[cond_nconsts + body_nconsts :]
 
-        def round_(state: Any) -> Any:
-            carry = body(*body_consts, *state[1])
-            return condition(*cond_consts, *carry)[0], carry
+        def run_round(state: Any) -> Any:
+            _, carry = state
+            results = body(*body_consts, *carry)
+            return condition(*cond_consts, *results)[0], results
 
-        state = condition(*cond_consts, *carry)[0], list(carry)
-        return jax.lax.while_loop(lambda state: state[0], round_, state)[1]
+        first_state = condition(*cond_consts, *carry)[0], list(carry)
+        _, final_carry = jax.lax.while_loop(lambda state: state[0], run_round, first_state)
+        return final_carry
 
     return jax.jit(run)(*args)
 

@@ -72,7 +72,7 @@ class RoutineToken:
     def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "RoutineJob") -> None:
         self._numbers, self._slices, self._observes = numbers, slices, observes
         programs = ToolStackPrograms.of(state.stack)
-        self._programs, self._job = weakref.ref(programs), programs.keep(self, job)
+        self._programs, self._job = weakref.ref(programs), programs.keep_with(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return the arrays that replace its values, none for an observer."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes
+from amanda.backend import Attributes, State
 from jax._src import core, pjit
 from jax._src.tree_util import FlatTree
 
@@ -100,28 +100,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             return _OpByOpFunction(partial(original, fun, info, args, kwargs), inputs), []
         else:
-            # A program counts its repeats of places from its beginning, so that each trace has the same ids.
-            interceptor.reset_root()
-            state = activation.state
-            programs = ToolStackPrograms.of(state.stack)
-            function = programs.function(fun)
-            with function.current_variant() as variant:
-                key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()
-                with collecting_notes() as notes, key:
-                    program, flat = original(function.call, info, args, kwargs)
-                closed = program.params["jaxpr"]
-                if closed not in programs.findings:
-                    with_inputs_read, reports = (
-                        with_read_inputs(program, variant.inputs),
-                        variant.report_entries(),
-                    )
-                    guards = variant.reads.guards or bool(reports)
-                    programs.findings[closed] = _Findings(notes, with_inputs_read, guards, reports)
-            findings = programs.findings[closed]
-            state.report_all(variant, findings.reports)
-            if any(map(is_differentiated, flat)):
-                for ops in (noted for noted in findings.notes if noted not in (INSERTION, TAP)):
-                    state.report(ops, VALUES_AND_TANGENTS)
+            program, flat, findings = _trace_outermost(original, activation.state, fun, info, args, kwargs)
         if findings.program is not None:
             return _GuardedProgram(findings.program.params), [
                 *findings.program.inputs(),
@@ -134,6 +113,35 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(fun, info, args, kwargs)
 
     return _infer_params
+
+
+def _trace_outermost(
+    original: Callable[..., Any], state: State, fun: Any, info: Any, args: Any, kwargs: Any
+) -> tuple[Any, list[Any], _Findings]:
+    """Trace a function that no program around calls, or find its program.
+
+    Returns program, inputs and findings of the trace. Reports what tools may not see in the program.
+    """
+    # A program counts its repeats of places from its beginning, so that each trace has the same ids.
+    interceptor.reset_root()
+    programs = ToolStackPrograms.of(state.stack)
+    function = programs.variants_of(fun)
+    with function.current_variant() as variant:
+        key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()
+        with collecting_notes() as notes, key:
+            program, flat = original(function.call, info, args, kwargs)
+        closed = program.params["jaxpr"]
+        if closed not in programs.findings:
+            program_with_inputs = with_read_inputs(program, variant.inputs)
+            reports = variant.report_entries()
+            guards = variant.reads.guards or bool(reports)
+            programs.findings[closed] = _Findings(notes, program_with_inputs, guards, reports)
+    findings: _Findings = programs.findings[closed]
+    state.report_all(variant, findings.reports)
+    if any(map(is_differentiated, flat)):
+        for ops in (note for note in findings.notes if note not in (INSERTION, TAP)):
+            state.report(ops, VALUES_AND_TANGENTS)
+    return program, flat, findings
 
 
 def _is_of_jax(fun: Any, info: Any) -> bool:

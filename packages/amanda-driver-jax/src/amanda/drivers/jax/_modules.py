@@ -71,8 +71,9 @@ class ModulePlaces:
         """Return the place of a model; JAX's copies of a model have the place of the program's model."""
         kind = type(module)
         root = f"{kind.__module__}.{kind.__qualname__}"
+        hashes_by_identity = vars(object)["__hash__"] is getattr(kind, "__hash__", None)
         # A module that hashes by value, or that JAX made, is no lasting key: its class and number are.
-        if vars(object)["__hash__"] is not getattr(kind, "__hash__", None) or _is_made_by_jax(module):
+        if not hashes_by_identity or _is_made_by_jax(module):
             number, numbers = self._count_before(kind, module), _model_numbers()
             of_program = (place for place in numbers if place.root == root and numbers[place] == number)
             return next(of_program, None) or self._numbered_models.setdefault(
@@ -88,14 +89,18 @@ class ModulePlaces:
         Models differ in the first of their arrays that is an argument of the function.
         """
         first = next(filter(None, (_traced_argument(array) for _, array in held_arrays(module))), None)
-        trace = core.trace_ctx.trace if first is None or not is_within_jit() else first[1]
-        if first is None or trace is core.eval_trace:
+        if first is None:
+            return 0
+        first_array, trace = first
+        if not is_within_jit():
+            trace = core.trace_ctx.trace
+        if trace is core.eval_trace:
             return 0
         # By trace, since each trace has symbols of its own, and JAX makes the copies of models anew in each.
         first_arrays = self._first_arrays.setdefault(trace, {}).setdefault(kind, [])
-        if not any(array is first[0] for array in first_arrays):
-            first_arrays.append(first[0])
-        return next(i for i, array in enumerate(first_arrays) if array is first[0])
+        if not any(array is first_array for array in first_arrays):
+            first_arrays.append(first_array)
+        return next(i for i, array in enumerate(first_arrays) if array is first_array)
 
 
 _NUMBERS_BY_TOOL: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[ModulePlace, int]] = (

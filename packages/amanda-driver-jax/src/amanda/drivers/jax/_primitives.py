@@ -208,13 +208,15 @@ def _tap_transposed(
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):  # no gradient came this way
         return [*(None for _ in carried), *cotangents]
     if carried:
-        mark.handed = carried
+        mark.carried_symbols = carried
         return [*(None for _ in carried), *cotangents]
     run: Callable[..., tuple[list[Any], list[Any]]] = partial(mark.observe_cotangents, side, positions)
     # The cotangents have the mapped axes that the tap's values had: routines see one row's shape.
     for _ in range(mapped):
         run = jax.vmap(run)
-    results, mark.handed = run([ad.instantiate_zeros(cotangent) for cotangent in cotangents], mark.handed)
+    results, mark.carried_symbols = run(
+        [ad.instantiate_zeros(cotangent) for cotangent in cotangents], mark.carried_symbols
+    )
     return list(results)
 
 

@@ -54,18 +54,18 @@ class Twins:
         """Return inputs of the ops, or results of the function, behind gates.
 
         A gate stops gradients that are not to be counted.
+        ops: True for inputs of the ops, False for results of the function.
         inputs: of the function; a result that is an input has the input's gradient, and needs no gate.
         """
-        input_tangents = [_tangent_of(value_or_tangent) for value_or_tangent in inputs]
-        return [
-            ORIGINALS.record(gate_p.bind(value, twins=self, ops=ops), value)
-            if is_differentiable(value)
-            and not any(
-                _tangent_of(value) is value_or_tangent is not None for value_or_tangent in input_tangents
-            )
-            else value
-            for value in values
-        ]
+        input_tangents = [tangent for tangent in map(_tangent_of, inputs) if tangent is not None]
+        gated = []
+        for value in values:
+            if is_differentiable(value) and not any(
+                _tangent_of(value) is tangent for tangent in input_tangents
+            ):
+                value = ORIGINALS.record(gate_p.bind(value, twins=self, ops=ops), value)
+            gated.append(value)
+        return gated
 
     def join(self, values: Sequence[Any], gated: Sequence[Any], op_values: Sequence[Any]) -> list[Any]:
         """Return the results of the function; a backward pass reaches the results of its ops from them."""
@@ -103,17 +103,17 @@ def run_twice(
     values: inputs of both.  backward: whether the tools look at backward ops.
     """
     twins = Twins()
-    early = backward and not twins.is_inner and any(map(is_differentiable, values))
     # A backward pass has to come to the ops first, so these have to run last.
-    results = function() if early else []
+    function_is_first = backward and not twins.is_inner and any(map(is_differentiable, values))
+    results = function() if function_is_first else []
     gated = twins.gate(results, False, values)
     with collecting_notes() as notes, twins:
-        op_values = ops(twins.gate(values, True) if early else values)
+        op_values = ops(twins.gate(values, True) if function_is_first else values)
     # A changed value makes JAX's results wrong; late taps would be reached after JAX's gradients.
-    if INSERTION in notes or (TAP in notes and not early):
+    if INSERTION in notes or (TAP in notes and not function_is_first):
         twins.changed = True
         return op_values
-    results = results if early else function()
+    results = results if function_is_first else function()
     ORIGINALS.record_all(results, op_values)
     return twins.join(results, gated, op_values) if TAP in notes else results
 

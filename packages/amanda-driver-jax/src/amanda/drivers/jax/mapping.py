@@ -78,8 +78,10 @@ def _describe_product(
     (lhs_axes, rhs_axes), batch = numbers
     variables = [context.get_variable(i) for i in (0, 1)]
     weights = [i for i in (0, 1) if variables[i] is not None]
-    if len(weights) == 2 and len(single := [i for i in weights if not hasattr(variables[i], "parts")]) == 1:
-        weights = single  # the other is sliced: a sequence that the program goes along
+    if len(weights) == 2:
+        unsliced = [i for i in weights if not hasattr(variables[i], "parts")]
+        # A weight that is sliced is a sequence that the program goes along.
+        weights = unsliced if len(unsliced) == 1 else weights
     # Two weights, none, or a batch axis: which one a model would call its weight is not decidable.
     if len(weights) != 1 or any(batch):
         return "matmul", None, None
@@ -111,7 +113,10 @@ def _describe_pooling(name: str, attributes: Mapping[str, Any]) -> tuple[str, st
     rank = len(attributes["window_dimensions"]) - 2
     layout = None
     if rank in _AXES and window and window[0] > 0:
-        layout = f"N{_AXES[rank]}C" if window[-1] <= rank else f"NC{_AXES[rank]}" if window[0] > 1 else None
+        if window[-1] <= rank:
+            layout = f"N{_AXES[rank]}C"
+        elif window[0] > 1:
+            layout = f"NC{_AXES[rank]}"
     kind = "max" if name.endswith("max") else "avg"
     return f"{kind}_pool{rank if layout else max(len(window), 1)}d", layout
 

@@ -64,7 +64,7 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         # Weak: marks and leaves die with their graph.
         self._marks: weakref.WeakValueDictionary[int, NodeMark] = weakref.WeakValueDictionary()
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._results: dict[int, list[weakref.ref[Any]]] = {}
+        self._results_by_function: dict[int, list[weakref.ref[Any]]] = {}
 
     def tracing(self) -> InputNodes:
         """Return a context of an op's execution."""
@@ -75,15 +75,15 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         for tensor in tensors_of(inputs):
             node = node_of(tensor)
             if node is not None:
-                number = node._unique_id()
-                input_nodes.node_ids.add(number)
+                node_id = node._unique_id()
+                input_nodes.node_ids.add(node_id)
                 if tensor._is_leaf:
-                    input_nodes.leaves[number] = tensor
+                    input_nodes.leaves[node_id] = tensor
                     if isinstance(tensor, Parameter):
-                        self._leaves[number] = tensor
+                        self._leaves[node_id] = tensor
 
     def attach_trace(self, trace: Trace, input_nodes: InputNodes, values: list[Any]) -> None:
-        """Mark each node between the op's results and its inputs with the trace."""
+        """Mark each node between the op's results and its inputs with the trace, but for inner ops' nodes."""
         roots = [tensor._grad_node for tensor in tensors_of(values)]
         # Nodes that carry a mark belong to an op within this one, which has marked them already.
         new_nodes = _reachable(
@@ -125,7 +125,7 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
             if interceptor.active() is not None and self._marks:
                 values = output if isinstance(output, (list, tuple)) else [output]
                 # `grad` gets the same object, but not the results.
-                self._results[id(obj)] = [weakref.ref(tensor) for tensor in tensors_of(values)]
+                self._results_by_function[id(obj)] = [weakref.ref(tensor) for tensor in tensors_of(values)]
             return original(executor, obj, output, *args, **kwargs)
 
         return end_graph
@@ -136,7 +136,7 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
 
         @wraps(original)
         def grad(executor: Any, obj: Any, *args: Any) -> Any:
-            results = [reference() for reference in self._results.pop(id(obj), ())]
+            results = [reference() for reference in self._results_by_function.pop(id(obj), ())]
             living = [tensor for tensor in results if tensor is not None]
             return self._run_pass(lambda: original(executor, obj, *args), living)
 
@@ -176,7 +176,7 @@ class _HookedPass:
     def __init__(self, driver: MindSporeAutograd, state: State) -> None:
         self._driver = driver
         self._state = state
-        self._remove: list[Callable[[], object]] = []
+        self._removers: list[Callable[[], object]] = []
         self._traces: dict[int, Trace] = {}
         self._failures: list[BaseException] = []
 
@@ -192,20 +192,23 @@ class _HookedPass:
         for mark, node in sorted(marked, key=lambda pair: pair[0].number):
             for leaf in _leaves_of(node):
                 leaves.setdefault(leaf, mark)
-            step = self._step(mark.trace, backward_operation(node.name()), mark.place, True)
+            step = self._backward_step(mark.trace, backward_operation(node.name()), mark.place, True)
             if step.has_work:
                 hooks = _NodeHooks(step, self._failures)
-                self._remove += [
+                self._removers += [
                     node.register_prehook(hooks.before).remove,
                     node.register_hook(hooks.after).remove,
                 ]
         self._hook_leaves(leaves)
 
     def _hook_leaves(self, leaves: dict[int, NodeMark]) -> None:
-        """Add hooks at leaves, as backward ops of the op that used a leaf first."""
-        counts: dict[int, int] = {}  # leaves that are no parameters, by the op that used them first
-        for number, mark in leaves.items():
-            trace, leaf = mark.trace, self._driver._leaves.get(number, mark.leaves.get(number))
+        """Add hooks at leaves, as backward ops of the op that used a leaf first.
+
+        leaves: the marks of these ops, by the ids of the leaves' nodes.
+        """
+        counts: dict[int, int] = {}  # of leaves that are no parameters, by the trace of their op
+        for node_id, mark in leaves.items():
+            trace, leaf = mark.trace, self._driver._leaves.get(node_id, mark.leaves.get(node_id))
             if leaf is None:
                 continue
             if isinstance(leaf, Parameter):
@@ -213,23 +216,25 @@ class _HookedPass:
                 # each pass.
                 place = _LEAF_PLACE + interceptor.ordinal(leaf)
             else:
-                counts[id(trace)] = counts.get(id(trace), -1) + 1
-                place = 2 * _LEAF_PLACE + counts[id(trace)]
-            step = self._step(trace, ACCUMULATE_GRAD, place, False)
+                # Other leaves by their number among those that the op used first, beyond the parameters.
+                count = counts.get(id(trace), 0)
+                counts[id(trace)] = count + 1
+                place = 2 * _LEAF_PLACE + count
+            step = self._backward_step(trace, ACCUMULATE_GRAD, place, False)
             if step.has_work:
-                self._remove.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).of_leaf))
+                self._removers.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).of_leaf))
 
-    def _step(self, trace: Trace, op: Any, place: int, replaceable: bool) -> BackwardStep:
+    def _backward_step(self, trace: Trace, op: Any, place: int, replaceable: bool) -> BackwardStep:
         self._traces[id(trace)] = trace
         return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
 
     def remove_hooks(self) -> None:
         """Remove all hooks; after an interrupt, another call removes the rest."""
-        while self._remove:
+        while self._removers:
             # An entry is dropped after its hook is removed: an interrupt in between removes it twice, which
             # is harmless.
-            self._remove[-1]()
-            self._remove.pop()
+            self._removers[-1]()
+            self._removers.pop()
 
     def raise_failure(self) -> None:
         """Raise the exception of a routine at a leaf, once the pass has ended."""
@@ -306,10 +311,9 @@ def _reachable(roots: Iterable[Any], is_included: Callable[[Any], bool]) -> Iter
     pending = deque(roots)
     while pending:
         node = pending.popleft()
-        key = 0 if node is None else node._unique_id()
-        if node is None or key in visited:
+        if node is None or node._unique_id() in visited:
             continue
-        visited.add(key)
+        visited.add(node._unique_id())
         if not is_included(node):
             continue
         yield node

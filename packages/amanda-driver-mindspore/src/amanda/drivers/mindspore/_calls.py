@@ -166,7 +166,7 @@ class KernelCall(_DeclaredCall):
         kind: Any = type(primitive)
         signature = _signatures.kernel_signature(kind, len(values))
         # Defaults at the end are no inputs: a call has the same inputs whether its caller wrote them or not.
-        count = len(values) - signature.trailing_defaults(list(values))
+        count = len(values) - signature.count_trailing_defaults(list(values))
         self._trailing_defaults = tuple(values[count:])
         return list(values[:count]), signature
 
@@ -183,17 +183,17 @@ class KernelCall(_DeclaredCall):
 class OverloadCall(MindSporeCall):
     """`_add_instance(x, y, alpha=2)`, of which native code picks the overload."""
 
-    __slots__ = ("_count",)
+    __slots__ = ("_positional_count",)
 
-    method = False
+    is_method = False
 
     def _bind_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
         """Return the arguments in the order of the overload's names, up to the last one that is passed."""
-        values = list(args[0 if self.method else 1 :])
+        values = list(args[0 if self.is_method else 1 :])
         name = getattr(self._site.target, "__name__", self._site.key)
-        signatures = _signatures.overload_signatures(self._site.key, name, self.method)
+        signatures = _signatures.overload_signatures(self._site.key, name, self.is_method)
         # Native code picks by types, too; names and number of arguments suffice to name the inputs.
         signature = next(
             (candidate for candidate in signatures if candidate.accepts(len(values), kwargs)), signatures[0]
@@ -202,8 +202,8 @@ class OverloadCall(MindSporeCall):
             remaining = values[signature.gathered :]
             is_list = len(remaining) == 1 and isinstance(remaining[0], (list, tuple))
             values = [*values[: signature.gathered], remaining[0] if is_list else tuple(remaining)]
-        # The number of positional arguments: a later call must pass the others by name, as before.
-        self._count = len(values)
+        # A later call must pass the arguments beyond this number by name, as before.
+        self._positional_count = len(values)
         # The documentation may lack an argument that the native function takes.
         unknown = [name for name in kwargs if name not in signature.names]
         names = (*signature.names, *unknown)
@@ -214,19 +214,19 @@ class OverloadCall(MindSporeCall):
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
         """Return the inputs as the program passed them: the first ones by position, the others by name."""
-        head = () if self.method else self._original_arguments[0][:1]
+        head = () if self.is_method else self._original_arguments[0][:1]
         named = zip(self.names, inputs, strict=False)
         kwargs = {
             name: value
             for i, (name, value) in enumerate(named)
-            if i >= self._count and value is not NO_DEFAULT
+            if i >= self._positional_count and value is not NO_DEFAULT
         }
-        return (*head, *inputs[: self._count]), kwargs
+        return (*head, *inputs[: self._positional_count]), kwargs
 
     def _copy_without_tensors(self) -> MindSporeCall:
         call = super()._copy_without_tensors()
         assert isinstance(call, OverloadCall)
-        call.names, call._count = self.names, self._count
+        call.names, call._positional_count = self.names, self._positional_count
         return call
 
 
@@ -235,7 +235,7 @@ class MethodCall(OverloadCall):
 
     __slots__ = ()
 
-    method = True
+    is_method = True
 
 
 class AssignCall(MindSporeCall):

@@ -44,10 +44,12 @@ REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it o
 
 def report_compiled(attributes: Attributes) -> None:
     """Report each compiled function that is called, and each cell in graph mode, to the open scopes."""
-    by_function = _stand_in_for_compiled(api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__)
-    attributes.set(api._JitExecutor, "__call__", by_function)
-    in_graph_mode = _stand_in_for_compiled(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)
-    attributes.set(nn.Cell, "compile_and_run", in_graph_mode)
+    call_function = _stand_in_for_compiled(
+        api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__
+    )
+    attributes.set(api._JitExecutor, "__call__", call_function)
+    run_cell = _stand_in_for_compiled(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)
+    attributes.set(nn.Cell, "compile_and_run", run_cell)
 
 
 def _stand_in_for_compiled(original: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class OperatorSignature(NamedTuple):
     positional: int
     gathered: int | None = None
 
-    def trailing_defaults(self, values: list[Any]) -> int:
+    def count_trailing_defaults(self, values: list[Any]) -> int:
         """Return the number of values at the end that are defaults."""
         count = 0
         for value, default in zip(reversed(values), reversed(self.defaults[: len(values)]), strict=False):
@@ -52,8 +52,8 @@ class OperatorSignature(NamedTuple):
 def kernel_signature(primitive: Any, count: int) -> OperatorSignature:
     """Return the signature of a generated class: arguments of the call, then those of the constructor."""
     parameters = parameters_of(primitive.__call__)
-    made_with = parameters_of(primitive.__init__) if len(parameters) < count else []
-    return fill_names([*parameters, *made_with], count)
+    constructor_parameters = parameters_of(primitive.__init__) if len(parameters) < count else []
+    return fill_names([*parameters, *constructor_parameters], count)
 
 
 def primitive_signature(primitive: Any, count: int) -> OperatorSignature:
@@ -78,10 +78,12 @@ def overload_signatures(operator: str, name: str, method: bool) -> tuple[Operato
     lines = (getattr(documented, "__doc__", None) or "").splitlines()
     texts = [match[1] for line in lines if (match := _SIGNATURE.match(line))]
     return tuple(_parse_signature(text, head) for text in texts) or (
-        OperatorSignature(tuple(head), (NO_DEFAULT,), 99),
+        OperatorSignature(tuple(head), (NO_DEFAULT,), _ANY_NUMBER),
     )
 
 
+_ANY_NUMBER = 99
+"""Number of positional arguments of an operator without documentation: more than any call has."""
 _SIGNATURE = re.compile(r"^\s*(?:\.\. (?:method|function):: (?:\w+\.)*)?\w+\((.*)\)\s*(?:->.*)?$")
 
 
@@ -107,11 +109,12 @@ def fill_names(parameters: list[tuple[str, Any]], count: int) -> OperatorSignatu
 
 
 def _parse_signature(text: str, head: list[str]) -> OperatorSignature:
-    """Parse a signature of the documentation.  head: names ahead of it."""
+    """Parse the arguments in a signature of the documentation.  head: names ahead of those in the text."""
     names, defaults = list(head), [NO_DEFAULT] * len(head)
     positional, gathered = None, None
     for part in _split(text):
         if part in ("*", "/"):
+            # Behind the first "*" arguments are passed by name.
             positional = len(names) if part == "*" and positional is None else positional
             continue
         name, _, default = part.partition("=")

@@ -76,18 +76,20 @@ class MindSporeViews(Views):
         """Copy the elements that an op has written to tied tensors."""
         # In a gradient, an assignment to elements of a tensor gives the tensor new memory.
         for value in values:
-            self._move(value.tensor if type(value) is TensorElements else value)
+            self._move_ties(value.tensor if type(value) is TensorElements else value)
         super().wrote(values)
 
-    def _move(self, tensor: Any) -> None:
+    def _move_ties(self, tensor: Any) -> None:
         """Update the ties of a tensor that has new memory."""
         memory = self.memory(tensor)
         for tie in self._living_ties():
             # Ties are looked up by memory, so a tie moves to the list of the new one.
-            if isinstance(tie, StorageTie) and tie.is_of(tensor) and memory != (former := tie.ends[0]):
-                tie.ends = memory, tie.ends[1]
-                self._ties[former].remove(tie)
-                self._ties.setdefault(memory, []).append(tie)
+            if isinstance(tie, StorageTie) and tie.is_of(tensor):
+                former_memory, view_memory = tie.ends
+                if memory != former_memory:
+                    tie.ends = memory, view_memory
+                    self._ties[former_memory].remove(tie)
+                    self._ties.setdefault(memory, []).append(tie)
 
     def parts(self, values: Sequence[Any]) -> dict[Hashable, "MemoryElements"]:
         """Return the elements of tensors by their memory."""

@@ -63,15 +63,15 @@ def _describe_op(context: OpContext) -> None:
     """Write the keys that describe an op."""
     name, inputs = context.get_op_type(), context.get_inputs()
     # An operator in place has the word of the operator; `in_place` tells them apart.
-    proper = name.removeprefix("inplace_")
-    proper = proper.removesuffix("_") if not proper.endswith("__") else proper
-    kind = word(proper)
+    base_name = name.removeprefix("inplace_")
+    base_name = base_name.removesuffix("_") if not base_name.endswith("__") else base_name
+    kind = word(base_name)
     # nn.Embedding gathers rows of its table; a gather from another tensor is an indexing.
-    if proper == "gather" and inputs and isinstance(inputs[0], Parameter):
+    if base_name == "gather" and inputs and isinstance(inputs[0], Parameter):
         kind = "embedding"
-    weight = weight_index(kind, proper, inputs, context.get_variable)
+    weight = weight_index(kind, base_name, inputs, context.get_variable)
     context["type"] = kind
-    context["in_place"] = proper != name or name in ("setitem", "assign", "assign_add", "assign_sub")
+    context["in_place"] = base_name != name or name in ("setitem", "assign", "assign_add", "assign_sub")
     context["weight_index"] = weight
     context["layout"] = layout(kind, shape(inputs[0]) if inputs else None, context.get_attrs())
     context["shape"] = shape

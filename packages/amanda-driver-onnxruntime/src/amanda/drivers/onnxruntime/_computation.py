@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, ValueInfoProto
+from onnx import NodeProto, ValueInfoProto
 
 import onnxruntime
 
@@ -67,8 +67,7 @@ class Computation:
             if array is not None
         ]
         outputs = [ValueInfoProto(name=name) for name in node.output if name]
-        initializers: list[TensorProto] = []
-        graph = onnx.helper.make_graph([node], "op", inputs, outputs, initializers)
+        graph = onnx.helper.make_graph([node], "op", inputs, outputs)
         model = onnx.helper.make_model(graph, opset_imports=self._imports, ir_version=self._version)
         return onnxruntime.InferenceSession(
             model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
@@ -83,7 +82,7 @@ def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> 
     arrays = [symbol.constant for symbol in inputs if symbol is not None]
     if arrays[0] is None or arrays[0].dtype.type.__module__ != "numpy":
         return None
-    attributes = {symbol.name: onnx.helper.get_attribute_value(symbol) for symbol in node.attribute}
+    attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     array = np.asarray(rearrange(*arrays, **attributes))
     # The result may be a view of a weight.
     array.flags.writeable = False
@@ -97,16 +96,14 @@ def _transpose(array: Any, perm: Any = None) -> Any:
 def _reshape(array: Any, shape: Any, allowzero: int = 0) -> Any:
     """Reshape as ONNX does: 0 keeps the input's extent there, unless `allowzero` is set."""
     extents = [
-        # An extent of 0 keeps the input's extent, unless `allowzero` is set.
-        array.shape[i] if extent == 0 and not allowzero else int(extent)
-        for i, extent in enumerate(shape)
+        array.shape[i] if extent == 0 and not allowzero else int(extent) for i, extent in enumerate(shape)
     ]
     return array.reshape(extents)
 
 
 def _flatten(array: Any, axis: int = 1) -> Any:
-    first = array.shape[: axis if axis >= 0 else array.ndim + axis]
-    return array.reshape(prod(first), prod(array.shape[len(first) :]))
+    split = axis if axis >= 0 else array.ndim + axis
+    return array.reshape(prod(array.shape[:split]), prod(array.shape[split:]))
 
 
 def _squeeze(array: Any, axes: Any = None) -> Any:

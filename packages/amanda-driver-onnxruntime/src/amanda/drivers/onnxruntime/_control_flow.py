@@ -101,7 +101,7 @@ class RunnableControlFlow:
         self._flow = flow
         self.outputs = flow.outputs
         self.reads = flow.reads
-        self._steps = {name: make_runner(body) for name, body in flow.bodies.items()}
+        self._body_runners = {name: make_runner(body) for name, body in flow.bodies.items()}
         self._attributes = {
             attribute.name: onnx.helper.get_attribute_value(attribute)
             for attribute in flow.node.attribute
@@ -116,9 +116,9 @@ class RunnableControlFlow:
         inputs = [as_array(values[name]) if name else None for name in self._flow.node.input]
         outer_values = {name: values[name] for name in self.reads if name in values}
 
-        def body_runner(name: str) -> RunBody:
+        def run_body_of(name: str) -> RunBody:
             """Return a function that runs a body on its inputs and on the values of graphs around."""
-            body, steps = self._flow.bodies[name], self._steps[name]
+            body, runner = self._flow.bodies[name], self._body_runners[name]
 
             def run(body_inputs: Sequence[Any], inner_rounds: Sequence[int]) -> list[Any]:
                 """Run the body in a round of each loop inside this node; return the body's outputs."""
@@ -127,32 +127,32 @@ class RunnableControlFlow:
                 }
                 values_by_name = {**outer_values, **inputs_by_name}
                 # The rounds of all loops around select the `run` of routines in the body.
-                return steps.run(execution, values_by_name, body.outputs, options, (*rounds, *inner_rounds))
+                return runner.run(execution, values_by_name, body.outputs, options, (*rounds, *inner_rounds))
 
             return run
 
-        results = self._run(self._flow, self._attributes, body_runner, inputs)
+        results = self._run(self._flow, self._attributes, run_body_of, inputs)
         return [value for name, value in zip(self._flow.node.output, results, strict=False) if name]
 
 
 def _run_if(
     flow: ControlFlowNode,
     attributes: Mapping[str, Any],
-    runner: Callable[[str], RunBody],
+    run_body_of: Callable[[str], RunBody],
     inputs: Sequence[Any],
 ) -> list[Any]:
     """Run the branch that the condition selects."""
-    return runner("then_branch" if np.all(inputs[0]) else "else_branch")((), ())
+    return run_body_of("then_branch" if np.all(inputs[0]) else "else_branch")((), ())
 
 
 def _run_loop(
     flow: ControlFlowNode,
     attributes: Mapping[str, Any],
-    runner: Callable[[str], RunBody],
+    run_body_of: Callable[[str], RunBody],
     inputs: Sequence[Any],
 ) -> list[Any]:
     """Run rounds while the condition holds, up to the limit; stack each round's scan outputs."""
-    body, run = flow.bodies["body"], runner("body")
+    body, run = flow.bodies["body"], run_body_of("body")
     # Limit and condition are optional inputs.
     limit, condition, *carried = (*inputs, None, None) if len(inputs) < 2 else inputs
     # ONNX allows scalars and tensors with one element for both.
@@ -160,7 +160,9 @@ def _run_loop(
     goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))
     # The session of the body refuses an input of another rank than the body declares.
     number, flag = (_scalar_maker(symbol) for symbol in body.inputs[:2])
-    rows: list[list[Any]] = [[] for _ in body.outputs[1 + len(carried) :]]
+    # The body returns the condition, the carried values, and the values of this round that are stacked.
+    first_stacked = 1 + len(carried)
+    rows: list[list[Any]] = [[] for _ in body.outputs[first_stacked:]]
     i = 0
     while goes_on and i < limit_rounds:
         body_inputs = [number(i, np.int64), flag(goes_on, np.bool_), *carried]
@@ -170,18 +172,18 @@ def _run_loop(
             row.append(value)
         goes_on = bool(np.asarray(condition).reshape(()))
         i += 1
-    declared = body.declared[1 + len(carried) :]
+    declared = body.declared[first_stacked:]
     return [*carried, *(_stack_rounds(row, symbol, 0) for row, symbol in zip(rows, declared, strict=True))]
 
 
 def _run_scan(
     flow: ControlFlowNode,
     attributes: Mapping[str, Any],
-    runner: Callable[[str], RunBody],
+    run_body_of: Callable[[str], RunBody],
     inputs: Sequence[Any],
 ) -> list[Any]:
     """Run a round for each slice of the scanned inputs; stack each round's scan outputs."""
-    body, run = flow.bodies["body"], runner("body")
+    body, run = flow.bodies["body"], run_body_of("body")
     count = int(attributes["num_scan_inputs"])
     state, scanned = list(inputs[: len(inputs) - count]), inputs[len(inputs) - count :]
     declared = body.declared[len(state) :]
@@ -211,11 +213,11 @@ def _run_scan(
 def _run_sequence_map(
     flow: ControlFlowNode,
     attributes: Mapping[str, Any],
-    runner: Callable[[str], RunBody],
+    run_body_of: Callable[[str], RunBody],
     inputs: Sequence[Any],
 ) -> list[Any]:
     """Run a round for each element of the first sequence, with that of other sequences, and all tensors."""
-    run = runner("body")
+    run = run_body_of("body")
     rows: list[list[Any]] = [[] for _ in flow.node.output]
     for i in range(len(inputs[0])):
         body_inputs = [value[i] if isinstance(value, list) else value for value in inputs]

@@ -47,7 +47,7 @@ class ModelCopy:
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
         fetched = set(self.outputs.values())
         try:
-            self._steps = GraphRunner(
+            self._runner = GraphRunner(
                 SessionFactory(session, model),
                 rewriting.items,
                 constants,
@@ -64,7 +64,11 @@ class ModelCopy:
         self._defaults = {name: constants[name] for name in model.overridable}
 
     def fits(self, names: Sequence[str], feed: Mapping[str, Any]) -> bool:
-        """Return True if all requested outputs exist, and all inputs are fed with values that fit."""
+        """Return True if the copy can run for these outputs and inputs.
+
+        All outputs must exist, and all inputs must be fed with values of their types; one with a default may
+        be missing.  False also for an input that the model does not have.
+        """
         if not (set(names) <= self.outputs.keys() and feed.keys() <= self._inputs.keys()):
             return False
         missing = self._inputs.keys() - feed.keys() - self._defaults.keys()
@@ -76,7 +80,7 @@ class ModelCopy:
         """Run the copy; return the outputs of these names."""
         values = {**self._defaults, **feed}
         with execution.under_way():
-            return self._steps.run(execution, values, [self.outputs[name] for name in names], options)
+            return self._runner.run(execution, values, [self.outputs[name] for name in names], options)
 
 
 def model_of(session: Any) -> Model:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -109,7 +109,7 @@ def source_of(metadata: Mapping[str, str]) -> str:
     """Return "file:line" of the innermost user's line in an exporter's metadata; "" if there is none."""
     frames = _FRAME.findall(metadata.get("pkg.torch.onnx.stack_trace", ""))
     # torch.onnx writes the whole stack, with PyTorch's own frames innermost.
-    user_frames = [frame for frame in frames if not _FRAMEWORK.search(frame[0])]
+    user_frames = [(file, line) for file, line in frames if not _FRAMEWORK.search(file)]
     return ":".join((user_frames or frames)[-1]) if frames else ""
 
 
@@ -147,8 +147,13 @@ def python_value(attribute: AttributeProto) -> Any:
 
 
 Opsets = Mapping[str, int]
-Layout = tuple[tuple[str, ...], tuple[int | None, ...]]
-"""Names of the values of a side, and for each its length where it is a list, else None."""
+
+
+class Layout(NamedTuple):
+    """Names of the values of a side, and for each its length where it is a list, else None."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int | None, ...]
 
 
 def input_layout(node: onnx.NodeProto, opsets: Opsets) -> Layout:
@@ -183,10 +188,11 @@ def _layout(parameters: Sequence[Any], count: int) -> Layout:
         # values.
         remaining = count - len(sizes)
         if parameter.option == OpSchema.FormalParameterOption.Variadic:
-            return (*names, parameter.name), (*sizes, remaining)
+            return Layout((*names, parameter.name), (*sizes, remaining))
         if remaining <= 0:
             break
         names.append(parameter.name)
         sizes.append(None)
     extra = count - len(sizes)
-    return (*names, *(f"{len(names) + i}" for i in range(extra))), (*sizes, *(None for _ in range(extra)))
+    numbers = (str(i) for i in range(len(names), len(names) + extra))
+    return Layout((*names, *numbers), (*sizes, *[None] * extra))

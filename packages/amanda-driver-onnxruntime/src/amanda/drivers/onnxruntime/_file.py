@@ -275,12 +275,14 @@ def _inner_names(graph: GraphProto) -> Iterator[str]:
 def _rename_outputs(
     rewriting: ModelRewriting, equal_names: Mapping[str, str], graph: GraphProto
 ) -> tuple[dict[str, str], list[NodeProto]]:
-    """Return new names of values, so that the model's outputs keep theirs, and Identity nodes for the rest.
+    """Return new names of values, so that the model's outputs keep theirs, and Identity nodes.
 
+    An Identity gives an output its name where no node that computes the output's value can take the name.
     equal_names: by a constant's name, the name of an equal constant that is stored instead.
     """
     outputs = [value.name for value in graph.output]
-    changed = {name: current for name in outputs if (current := rewriting.renamed.get(name, name)) != name}
+    current_names = {name: rewriting.renamed.get(name, name) for name in outputs}
+    changed = {name: current for name, current in current_names.items() if current != name}
     # The node that computes the original value gives up the output's name.
     names = {name: f"{rewriting.new_name('original')}/{name}" for name in changed}
     computed = {

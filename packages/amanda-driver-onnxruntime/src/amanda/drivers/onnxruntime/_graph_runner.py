@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from onnx import NodeProto
 
@@ -18,12 +18,20 @@ from ._sessions import PartSession, SessionFactory
 from ._values import OnnxSymbol, as_array, names_read
 
 
+class _RunnableStep(NamedTuple):
+    """Routines and control flow, then a session, if any; `done` names values that nothing reads later."""
+
+    calls: Sequence[RoutineCall | RunnableControlFlow]
+    session: PartSession | None
+    done: Sequence[str]
+
+
 class GraphRunner:
     """Runs a graph, the outermost one or a body, step by step.
 
     constants: values of constants by name.  constant_names: names of the constants that sessions hold.
     fetched: names of the values that the graph returns.
-    free: True if extents may differ from the model's, as in the rounds of a loop.
+    extents_vary: True if extents may differ from the model's, as in the rounds of a loop.
     """
 
     def __init__(
@@ -34,24 +42,23 @@ class GraphRunner:
         constant_names: Collection[str],
         fetched: Collection[str],
         symbol: Callable[[str], OnnxSymbol],
-        free: bool,
+        extents_vary: bool,
     ) -> None:
         self._sessions, self._constants, self._constant_names = sessions, constants, constant_names
         steps = schedule(items, constant_names, set(fetched), lambda name: symbol(name).nbytes)
-        self._steps: list[tuple[list[RoutineCall | RunnableControlFlow], PartSession | None, list[str]]] = []
+        self._steps: list[_RunnableStep] = []
         for step in steps:
             # Nodes have no effects, so a step whose outputs nobody reads needs no session.
-            part = sessions.part_session(step, symbol, constants, free) if step.outputs else None
+            session = sessions.part_session(step, symbol, constants, extents_vary) if step.outputs else None
             calls = [
-                self._runnable(call) if isinstance(call, ControlFlowNode) else call for call in step.calls
+                RunnableControlFlow(call, self._body_runner) if isinstance(call, ControlFlowNode) else call
+                for call in step.calls
             ]
-            self._steps.append((calls, part, [name for name in step.done if name not in constant_names]))
+            done = [name for name in step.done if name not in constant_names]
+            self._steps.append(_RunnableStep(calls, session, done))
         read_by_calls = {name for step in steps for call in step.calls for name in call.reads}
-        self.read = read_by_calls & constants.keys()
-        self._defaults = {name: constants[name] for name in (self.read | {*fetched}) & {*constant_names}}
-
-    def _runnable(self, flow: ControlFlowNode) -> RunnableControlFlow:
-        return RunnableControlFlow(flow, self._body_runner)
+        read_in_python = (read_by_calls & constants.keys()) | {*fetched}
+        self._defaults = {name: constants[name] for name in read_in_python & {*constant_names}}
 
     def _body_runner(self, body: ControlFlowBody) -> GraphRunner:
         """Return the runner of a body; its inputs hide constants of the same name."""
@@ -62,7 +69,13 @@ class GraphRunner:
             symbol.name for symbol in body.inputs
         }
         return GraphRunner(
-            self._sessions, body.items, constants, constant_names, body.outputs, body.symbol, free=True
+            self._sessions,
+            body.items,
+            constants,
+            constant_names,
+            body.outputs,
+            body.symbol,
+            extents_vary=True,
         )
 
     def run(
@@ -77,22 +90,22 @@ class GraphRunner:
 
         values: the inputs of the graph, and values of graphs around that it reads.
         """
-        present = {**self._defaults, **values}
-        for calls, part, done in self._steps:
-            for call in calls:
+        present_values = {**self._defaults, **values}
+        for step in self._steps:
+            for call in step.calls:
                 if isinstance(call, RunnableControlFlow):
-                    results = call.run(execution, present, options, rounds)
+                    results = call.run(execution, present_values, options, rounds)
                 else:
-                    arrays = [as_array(present[name]) for name in call.reads]
+                    arrays = [as_array(present_values[name]) for name in call.reads]
                     results = execution.call(call.slot, arrays, rounds)
-                present.update(zip(call.outputs, results, strict=True))
-            if part is not None:
+                present_values.update(zip(call.outputs, results, strict=True))
+            if step.session is not None:
                 with interceptor.Suspension():
-                    present.update(part.run(present, options))
-            for name in done:
+                    present_values.update(step.session.run(present_values, options))
+            for name in step.done:
                 # Arrays are freed as soon as no later step reads them, as a session would free them.
-                present.pop(name, None)
-        return [present[name] for name in names]
+                present_values.pop(name, None)
+        return [present_values[name] for name in names]
 
 
 BUDGET = 256 << 20
@@ -134,12 +147,12 @@ def schedule(
     in_session: dict[str, int] = {}  # the first step whose session can read a value
     in_python: dict[str, int] = {}  # the first step whose routines can read a value
     observed_nbytes: defaultdict[int, int] = defaultdict(int)
-    first_number = 0
+    earliest_number = 0  # the first step that nodes may still be added to
     for item in items:
         if isinstance(item, ComputedNode):
             number = max((in_session.get(name, 0) for name in names_read(item.node)), default=0)
             # Not before the observers have run whose values exceed the budget.
-            number = max(number, first_number)
+            number = max(number, earliest_number)
             steps[number].nodes.append(item.node)
             in_session.update(dict.fromkeys(item.node.output, number))
             in_python.update(dict.fromkeys(item.node.output, number + 1))
@@ -153,7 +166,7 @@ def schedule(
         observed_nbytes[number] += 0 if item.outputs else sum(nbytes(name) for name in item.reads)
         if observed_nbytes[number] > budget:
             # Later nodes go to later sessions, so that observers run, and the values they keep are freed.
-            first_number = max(first_number, number)
+            earliest_number = max(earliest_number, number)
     ordered = [steps[number] for number in sorted(steps)]
     _find_passed_values(ordered, constants, fetched)
     return ordered

@@ -27,7 +27,7 @@ import onnxruntime
 from amanda.files import file_beside
 
 from ._options import session_options
-from ._values import Array, OnnxSymbol, bodies_of, captured, tensor_type
+from ._values import Array, OnnxSymbol, bodies_of, names_captured, tensor_type
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
 """Returns the types of named values of a model, whose large initializers are passed as arrays."""
@@ -107,7 +107,7 @@ class Model:
         model.graph.initializer.extend(body.initializer)
         model.graph.input.extend(body.input)
         initializers = {tensor.name: tensor for tensor in self.proto.graph.initializer}
-        for name in dict.fromkeys(captured(body)):
+        for name in dict.fromkeys(names_captured(body)):
             if name in initializers:
                 model.graph.initializer.append(initializers[name])
             elif name in types:

@@ -96,7 +96,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         self._outer_symbol = symbol
         self._symbols: dict[str, OnnxSymbol] = {}
         if path:
-            self._declare()
+            self._declare_body_values()
 
     def nodes(self) -> Iterator[NamedNode]:
         """Return the nodes in the order of the graph, which is topological."""
@@ -116,15 +116,15 @@ class OnnxRewriter(Rewriter[NamedNode]):
         """Return the inputs and outputs of a node, in the order of its schema."""
         opsets = self.rewriting.model.opsets
         return (
-            self._side(node.proto.input, input_layout(node.proto, opsets)[1]),
-            self._side(node.proto.output, output_layout(node.proto, opsets)[1]),
+            self._side(node.proto.input, input_layout(node.proto, opsets).sizes),
+            self._side(node.proto.output, output_layout(node.proto, opsets).sizes),
         )
 
     def facts(self, node: NamedNode, inputs: Side) -> OpFacts:
         """Return the facts of a node, for tools."""
         rewriting = self.rewriting
         place = "/".join((*self.path, node.name))
-        names = input_layout(node.proto, rewriting.model.opsets)[0]
+        names = input_layout(node.proto, rewriting.model.opsets).names
         original = computation_of(node.proto, inputs, rewriting.model)
         return facts_of(
             node.proto, place, digest(rewriting.identity, place), rewriting.namespace, names, inputs,
@@ -133,7 +133,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
 
     def keep(self, node: NamedNode, inputs: Side, outputs: Side) -> None:
         """Add a copy of a node; a node that only rearranges a constant is computed here instead."""
-        # A copy, since the model is rewritten again for other tools.
+        # A copy, since the model is rewritten again for other tools; `leave` rewrites the copy's bodies.
         self._copied_node = copy = NodeProto()
         copy.CopyFrom(node.proto)
         copy.input[:] = inputs.refs
@@ -180,8 +180,9 @@ class OnnxRewriter(Rewriter[NamedNode]):
         if any(body.calls_python for body_list in bodies.values() for body in body_list):
             runnable = ControlFlowNode(copied_node, {name: body for name, (body,) in bodies.items()})
             # Routines after the node may follow the node among the items, so it need not be the last one.
-            is_copy = (isinstance(item, ComputedNode) and item.node is copied_node for item in self.items)
-            self.items[list(is_copy).index(True)] = runnable
+            for i, item in enumerate(self.items):
+                if isinstance(item, ComputedNode) and item.node is copied_node:
+                    self.items[i] = runnable
 
     def can_give(self, symbol: OnnxSymbol | None) -> bool:
         """Return True for a tensor, a sequence of tensors and an optional tensor."""
@@ -262,20 +263,21 @@ class OnnxRewriter(Rewriter[NamedNode]):
         )
         return [Value(symbol.name, symbol) for symbol in results]
 
-    def _declare(self) -> None:
+    def _declare_body_values(self) -> None:
         """Add the symbols of the body's values, which hide values of the same name outside."""
         types = types_in(self.graph)
         names = [entry.name for entry in (*self.graph.input, *self.graph.initializer)]
         names += [name for node in self.graph.node for name in node.output]
-        values = {tensor.name: array_of(tensor) for tensor in self.graph.initializer}
-        values |= {
-            node.output[0]: value for node in self.graph.node if (value := constant_of(node)) is not None
-        }
+        constants = {tensor.name: array_of(tensor) for tensor in self.graph.initializer}
+        for node in self.graph.node:
+            value = constant_of(node)
+            if value is not None:
+                constants[node.output[0]] = value
         for name in names:
             # A value of the body hides a renamed value of the same name outside.
             self.current.pop(name, None)
-            root = "/".join((*self.path, name)) if name in values else None
-            self._symbols[name] = OnnxSymbol(name, types.get(name), values.get(name), root=root)
+            root = "/".join((*self.path, name)) if name in constants else None
+            self._symbols[name] = OnnxSymbol(name, types.get(name), constants.get(name), root=root)
 
     def _rewrite_body(
         self, graph: GraphProto, path: tuple[str, ...], calls_python: bool, op_type: str
@@ -306,8 +308,8 @@ class OnnxRewriter(Rewriter[NamedNode]):
         inner_names |= {name for node in nodes for name in node.output}
         for output, name in zip(graph.output, outputs, strict=True):
             if name not in inner_names:  # a body cannot return a value of the graph around
-                constant, name = name, self.rewriting.new_name("given")
-                graph.node.append(onnx.helper.make_node("Identity", [constant], [name]))
+                outer_name, name = name, self.rewriting.new_name("given")
+                graph.node.append(onnx.helper.make_node("Identity", [outer_name], [name]))
             output.name = name
 
     def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -25,8 +25,18 @@ _BUILT_IN = frozenset(
 """Domains of ops that need no custom library."""
 
 
-PassedValues = dict[str, tuple[str, Any]]
-"""By the name of a value, its name in a session's model, and its dtype if NumPy lacks that; else None."""
+class PassedValue(NamedTuple):
+    """A value that passes into a session, or out of it.
+
+    name: its name in the session's model.  dtype: its dtype if NumPy lacks that; else None.
+    """
+
+    name: str
+    dtype: Any
+
+
+PassedValues = dict[str, PassedValue]
+"""Values by their name in the whole model."""
 
 
 class PartSession:
@@ -42,7 +52,7 @@ class PartSession:
         self._session = session
         self._inputs = inputs
         self._outputs = outputs
-        self._fetched = [name for name, _ in outputs.values()]
+        self._fetched = [output.name for output in outputs.values()]
         self._weights = tuple(weights)
 
     def run(self, values: Mapping[str, Any], options: Any) -> dict[str, Any]:
@@ -51,7 +61,7 @@ class PartSession:
         for name, (session_name, dtype) in self._inputs.items():
             value = as_array(values[name])
             # The Python interface of ONNX Runtime takes dtypes of NumPy alone. Values of others pass in a
-            # wider dtype, and a Cast in the session restores the dtype.
+            # wider dtype, the carrier, and a Cast in the session restores the dtype.
             feed[session_name] = value if dtype is None else value.astype(carrier_dtype(dtype))
         # The native session is called, since the stand-ins would take this run for one of the user's.
         results = self._session._sess.run(self._fetched, feed, options)
@@ -72,8 +82,8 @@ class SessionFactory:
         self._native = session._sess
         # ONNX Runtime keeps the options of the user only in this private attribute.
         self._user_options = session._sess_options_initial
-        self._values: dict[str, tuple[Any, Any]] = {}
-        self._is_custom = any(_is_custom(node) for node in model.proto.graph.node)
+        self._ort_values: dict[str, tuple[Any, Any]] = {}
+        self._has_custom_ops = any(_is_custom(node) for node in model.proto.graph.node)
 
     def options(self) -> Any:
         """Return a copy of the options of the user's session, without those that write files."""
@@ -88,26 +98,23 @@ class SessionFactory:
         step: ScheduledStep,
         symbol: Callable[[str], OnnxSymbol],
         constants: Mapping[str, Any],
-        free: bool,
+        extents_vary: bool,
     ) -> PartSession:
         """Return the session of a step.
 
-        free: True if extents may differ from the model's, because a routine or a loop changes them.
+        extents_vary: True if extents may differ from the model's, because a routine or a loop changes them.
         """
         graph = onnx.GraphProto(name="amanda")
         input_names = set(self._model.inputs) | self._model.overridable
         inputs, outputs = passed_values(step.inputs, symbol), passed_values(step.outputs, symbol)
         for name, (session_name, dtype) in inputs.items():
             # Inputs of the model keep the extents that it declares: `ModelCopy.fits` has checked them.
-            passed_symbol = symbol(name).like(name, shape_is_kept=not free or name in input_names)
-            type = (
-                passed_symbol.type
-                if dtype is None
-                else tensor_type(carrier_dtype(dtype), passed_symbol.shape)
-            )
-            graph.input.append(ValueInfoProto(name=session_name, type=type))
+            passed_symbol = symbol(name).like(name, shape_is_kept=not extents_vary or name in input_names)
+            type = passed_symbol.type
             if dtype is not None:
+                type = tensor_type(carrier_dtype(dtype), passed_symbol.shape)
                 graph.node.append(_cast_node(session_name, name, dtype))
+            graph.input.append(ValueInfoProto(name=session_name, type=type))
         graph.node.extend(step.nodes)
         for name, (session_name, dtype) in outputs.items():
             if dtype is not None:
@@ -145,13 +152,14 @@ class SessionFactory:
             if name in sparse:
                 proto.graph.sparse_initializer.append(sparse[name])
                 continue
-            if self._is_custom:
+            # Custom ops need the user's own options, to which no weights of the copy may be added.
+            if self._has_custom_ops:
                 proto.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
                 continue
             tensor = initializer_of(name, array)
             proto.graph.initializer.append(tensor)
             if tensor.data_location == TensorProto.EXTERNAL:
-                external[name] = self._value(name, array)
+                external[name] = self._ort_value(name, array)
         with self._session_settings() as options:
             if external:
                 options.add_external_initializers(list(external), list(external.values()))
@@ -161,21 +169,21 @@ class SessionFactory:
             )
         return session, list(external.values())
 
-    def _value(self, name: str, array: Any) -> Any:
+    def _ort_value(self, name: str, array: Any) -> Any:
         """Return the OrtValue of a weight, which all sessions share."""
-        cached = self._values.get(name)
-        if cached is None or cached[0] is not array:
+        cached_array, value = self._ort_values.get(name, (None, None))
+        if cached_array is not array:
             # The OrtValue shares the memory of the array, which is kept beside it.
             value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
-            cached = self._values[name] = array, value
-        return cached[1]
+            self._ort_values[name] = array, value
+        return value
 
     @contextmanager
     def _session_settings(self) -> Iterator[Any]:
         """Return a context with options for a session."""
         # Custom ops need the user's own options object: copies do not know the registered library.
         user_options = self._user_options
-        if not self._is_custom or user_options is None:
+        if not self._has_custom_ops or user_options is None:
             yield self.options()
             return
         before = user_options.optimized_model_filepath, user_options.enable_profiling
@@ -195,19 +203,20 @@ def _is_custom(node: NodeProto) -> bool:
 
 def passed_values(names: Sequence[str], symbol: Callable[[str], OnnxSymbol]) -> PassedValues:
     """Return the names and dtypes with which values pass into a session, or out of it."""
-    dtypes = {name: symbol(name).dtype for name in names}
-    return {
-        name: (name, None) if dtype is None or dtype.type.__module__ == "numpy" else (f"{name}/passed", dtype)
-        for name, dtype in dtypes.items()
-    }
+    values = {}
+    for name in names:
+        dtype = symbol(name).dtype
+        is_known_to_numpy = dtype is None or dtype.type.__module__ == "numpy"
+        values[name] = PassedValue(name, None) if is_known_to_numpy else PassedValue(f"{name}/passed", dtype)
+    return values
 
 
 def carrier_dtype(dtype: Any) -> Any:
     """Return a dtype of NumPy that represents all values of a dtype that NumPy lacks."""
-    integer_kind = next(
-        (candidate for candidate in ("uint", "int") if dtype.name.startswith(candidate)), None
-    )
-    return np.dtype("float32" if integer_kind is None else f"{integer_kind}8")
+    # NumPy lacks integers of 2 and 4 bits, and floating types of at most 16.
+    if dtype.name.startswith("uint"):
+        return np.dtype("uint8")
+    return np.dtype("int8" if dtype.name.startswith("int") else "float32")
 
 
 def _cast_node(input_name: str, output_name: str, dtype: Any) -> NodeProto:

@@ -161,10 +161,10 @@ def names_read(node: NodeProto) -> Iterator[str]:
     """Yield the values of its graph that a node reads, also in its bodies."""
     yield from (name for name in node.input if name)
     for body in bodies_of(node):
-        yield from captured(body)
+        yield from names_captured(body)
 
 
-def captured(graph: GraphProto) -> Iterator[str]:
+def names_captured(graph: GraphProto) -> Iterator[str]:
     """Yield the values of graphs around that a graph reads."""
     inner_names = {entry.name for entry in (*graph.input, *graph.initializer)}
     inner_names |= {entry.values.name for entry in graph.sparse_initializer}

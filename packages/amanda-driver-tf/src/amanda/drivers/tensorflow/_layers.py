@@ -117,7 +117,7 @@ _attribute_paths: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyD
 
 
 class ModuleCalls:
-    """Encloses calls of modules and layers while the driver is attached."""
+    """Makes calls of modules and layers regions, in whose ids their path is, while the driver is attached."""
 
     def __init__(self) -> None:
         self._attributes = Attributes()
@@ -187,14 +187,15 @@ def _callable_modules(root: type) -> Iterator[type]:
     subclass: type
     while bases:
         for subclass in type.__subclasses__(bases.pop()):
-            if subclass not in _not_modules:
-                if subclass.__module__.startswith(("keras.", "tf_keras.")):
-                    # Remembered, since Keras has hundreds of classes and each scope asks again.
-                    _not_modules.add(subclass)
-                    continue
-                bases.append(subclass)
-                if isinstance(vars(subclass).get("__call__"), types.FunctionType):
-                    yield subclass
+            if subclass in _keras_classes:
+                continue
+            if subclass.__module__.startswith(("keras.", "tf_keras.")):
+                # Cached, since Keras has hundreds of classes and each scope asks again.
+                _keras_classes.add(subclass)
+                continue
+            bases.append(subclass)
+            if isinstance(vars(subclass).get("__call__"), types.FunctionType):
+                yield subclass
 
 
-_not_modules: WeakSet[type] = WeakSet()
+_keras_classes: WeakSet[type] = WeakSet()

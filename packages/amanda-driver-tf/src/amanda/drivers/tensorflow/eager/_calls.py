@@ -104,7 +104,9 @@ class EagerCall(Call):
 
     def flatten_result(self, result: Any) -> list[Any]:
         """Return the tensors of a result."""
-        return [] if result is None else flatten(result) if isinstance(result, (list, tuple)) else [result]
+        if result is None:
+            return []
+        return flatten(result) if isinstance(result, (list, tuple)) else [result]
 
     def restore_result(self, result: Any, tensors: list[Any]) -> Any:
         """Return tensors in the form of a result."""
@@ -183,7 +185,8 @@ class SlowCall(EagerCall):
 
     def formed(self, result: Any) -> Any:
         """Return a replacement's result as a flat list of tensors, which the caller unpacks."""
-        local.op_is_recorded = True  # a replacement's ops record themselves
+        # A replacement's ops record themselves, so the caller must not record this op.
+        local.op_is_recorded = True
         formed = super().formed(result)
         return [] if formed is None else flatten([formed])
 

@@ -62,24 +62,24 @@ class DetoursByType(dict[str, OpDetours]):
 
     def __missing__(self, type: str) -> OpDetours:
         """Return new detours of a type of op; not kept for a function's name, as functions come and go."""
-        entry = OpDetours(type, self._schemas[type], self._interception)
+        detours = OpDetours(type, self._schemas[type], self._interception)
         if type in self._schemas:
-            self[type] = entry
-        return entry
+            self[type] = detours
+        return detours
 
 
 class Interception:
     """Stand-ins for the fast path and for `execute` while the driver is attached.
 
-    driver: receives the calls.  backward: runs a call within a backward pass.
+    driver: receives the calls.  run_in_backward_pass: runs a call within a backward pass.
     """
 
-    def __init__(self, driver: EagerDriver, backward: RunInBackwardPass) -> None:
+    def __init__(self, driver: EagerDriver, run_in_backward_pass: RunInBackwardPass) -> None:
         self._driver = driver
-        self._backward = backward
+        self._run_in_backward_pass = run_in_backward_pass
         self.fast_path = pywrap_tfe.TFE_Py_FastPathExecute
         self.execute = execute.quick_execute
-        self._entries = DetoursByType(self)
+        self._detours_by_type = DetoursByType(self)
 
     def patch(self, attributes: Attributes) -> None:
         """Put the stand-ins into TensorFlow's modules until `attributes` are restored."""
@@ -95,7 +95,7 @@ class Interception:
             attributes.set(execute, "execute", self._stand_in_for_execute())
         # `execute_with_callbacks` calls `quick_execute`, so its ops are seen there already.
         elif slow is not execute.execute_with_callbacks:
-            patched = Interception(self._driver, self._backward)
+            patched = Interception(self._driver, self._run_in_backward_pass)
             patched._use_functions(self.fast_path, slow)
             attributes.set(execute, "execute", patched._stand_in_for_execute())
         attributes.set(execute, "record_gradient", _stand_in_for_record_gradient(execute.record_gradient))
@@ -104,7 +104,7 @@ class Interception:
         """Call these functions from now on; a program may have set others since the last scope."""
         if fast_path is not self.fast_path or execute is not self.execute:
             self.fast_path, self.execute = fast_path, execute
-            self._entries = DetoursByType(self)
+            self._detours_by_type = DetoursByType(self)
 
     def detour(self, type: str, target: Callable[..., Any], schema: Schema) -> Detour:
         """Return a detour of the calls of an op."""
@@ -123,7 +123,7 @@ class Interception:
 
         A call with plain tensors outside of a backward pass goes straight to its detour.
         """
-        detours_by_type, run_special, original = self._entries, self._run_special, self.fast_path
+        detours_by_type, run_special, original = self._detours_by_type, self._run_special, self.fast_path
         read = variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
@@ -150,7 +150,10 @@ class Interception:
     def _run_special(
         self, detours: OpDetours, ctx: Any, type: str, name: str | None, args: tuple[Any, ...]
     ) -> Any:
-        """Run a fast call with variables, numbers or lists among its inputs, or in a backward pass."""
+        """Run a fast call with variables, numbers or lists among its inputs, or in a backward pass.
+
+        The result of a read of a variable is recorded as the value of that variable.
+        """
         activation, schema = interceptor.active(), detours.schema
         if schema is None or (activation is None and local.marking is None):
             return self.fast_path(ctx, type, name, *args)
@@ -160,7 +163,7 @@ class Interception:
         if activation is None:  # a replacement computes
             return FastCall(schema, self.call_fast_path, args).invoke(inputs)
         if local.backward_pass is not None:
-            return self._backward(activation.state, FastCall(schema, self.call_fast_path, args))
+            return self._run_in_backward_pass(activation.state, FastCall(schema, self.call_fast_path, args))
         if not argument_variables:
             return detours.fast(*args)
         result = detours.fast_with_variables(*args, variables=tuple(argument_variables))
@@ -178,7 +181,7 @@ class Interception:
         converted inputs.
         """
         inputs: list[Any] = list(values)
-        numbers = False
+        has_numbers = False
         for i, value in enumerate(values):
             if schema.lists[i]:
                 if not isinstance(value, (list, tuple, EagerTensor)):
@@ -189,8 +192,8 @@ class Interception:
             elif value.__class__ is EagerTensor or isinstance(value, tf.Variable):
                 inputs[i] = _note_variable(value, argument_variables)
             else:
-                numbers = True
-        if numbers:
+                has_numbers = True
+        if has_numbers:
             for i, value in enumerate(inputs):
                 if value.__class__ is not EagerTensor and not schema.lists[i]:
                     inputs[i] = _number_as_tensor(value, schema.type_of(i, inputs))
@@ -205,10 +208,9 @@ class Interception:
             """Run an op by the driver; call TensorFlow for functions, and for inputs of other types."""
             activation = interceptor.active()
             type = op_name if isinstance(op_name, str) else op_name.decode()
-            is_op = (activation is not None or local.marking is not None) and not type.startswith(
-                _FUNCTION_PREFIX
-            )
-            schema = self._entries[type].schema if is_op else None
+            is_instrumented = activation is not None or local.marking is not None
+            is_op = is_instrumented and not type.startswith(_FUNCTION_PREFIX)
+            schema = self._detours_by_type[type].schema if is_op else None
             args = (op_name, num_outputs, inputs, attrs, ctx, name)
             if (
                 schema is None
@@ -223,8 +225,8 @@ class Interception:
             else:
                 result = self._run_executed_op(activation, type, schema, args)
             # This may be an op of a routine, around which another op is running.
-            recorded, local.op_is_recorded = local.op_is_recorded, outer
-            if recorded:
+            was_recorded, local.op_is_recorded = local.op_is_recorded, outer
+            if was_recorded:
                 local.recorded_outputs = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
             return result
 
@@ -233,13 +235,13 @@ class Interception:
     def _run_executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
         """Run a call of `execute` through its detour, with the variables among its inputs."""
         if local.backward_pass is not None:
-            return self._backward(activation.state, SlowCall(schema, self.call_execute, args))
+            return self._run_in_backward_pass(activation.state, SlowCall(schema, self.call_execute, args))
         argument_variables = [
             variable for tensor in args[2] if (variable := variables.variable_of(tensor)) is not None
         ]
         if not argument_variables:
-            return self._entries[type].slow(*args)
-        result = self._entries[type].slow(*args, variables=tuple(argument_variables))
+            return self._detours_by_type[type].slow(*args)
+        result = self._detours_by_type[type].slow(*args, variables=tuple(argument_variables))
         if type in READS and variables.variable_of(args[2][0]) is not None:
             variables.record_read(result[0], argument_variables[0])
         return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
@@ -88,13 +88,27 @@ class GradientCall:
         local.gradient_call = self._outer
 
 
+class _Claim(NamedTuple):
+    """The claim of an op on a gradient; claims are compared field by field.
+
+    is_maker: True if the op computed the tensor that the gradient is of, False if the op read the tensor.
+    calls: number of gradient functions called before.
+    """
+
+    is_maker: bool
+    calls: int
+
+
 class TapePass:
     """A running backward pass.
 
     nested: True if another tape records the pass.
     may_be_earlier: True if the pass's tape may have recorded ops before the scope.
-    claims: by a gradient's id, the gradient and its candidate ops. For each candidate: whether the op
-    computed the tensor that the gradient is of, and the number of gradient functions called before.
+    state: the state of the scope.
+    calls: number of gradient functions called so far.
+    claims: by a gradient's id, the claims of the ops that it may belong to, by their mark.
+    traces: the traces of the ops whose gradient functions were called, by id.
+    counts: by the id of a mark, the number of sums of gradients that belong to its op.
     """
 
     __slots__ = (
@@ -109,11 +123,11 @@ class TapePass:
         "traces",
     )
 
-    def __init__(self, state: State, nested: bool, earlier: bool) -> None:
+    def __init__(self, state: State, nested: bool, may_be_earlier: bool) -> None:
         self.state = state
         self.nested = nested
-        self.may_be_earlier = earlier
-        self.claims: dict[int, tuple[Any, dict[TapeMark, tuple[bool, int]]]] = {}
+        self.may_be_earlier = may_be_earlier
+        self.claims: dict[int, dict[TapeMark, _Claim]] = {}
         self.calls = 0
         self.traces: dict[int, Trace] = {}
         self.counts: dict[int, int] = {}
@@ -123,12 +137,13 @@ class TapePass:
 
         is_maker: True if the op computed the gradient's tensor, False if the op read the tensor.
         """
-        self.claims.setdefault(gradient._id, (gradient, {}))[1][mark] = is_maker, self.calls
+        self.claims.setdefault(gradient._id, {})[mark] = _Claim(is_maker, self.calls)
 
     def claim_returned(self, gradients: Iterable[Any], inputs: Iterable[int], mark: TapeMark | None) -> None:
-        """Claim the gradients that a gradient function returned.
+        """Claim the gradients that a gradient function returned, for the ops that computed their tensors.
 
-        inputs: the ids of the tensors that these are gradients of.  mark: of the op that read these tensors.
+        inputs: the ids of the tensors that these are gradients of.  mark: of the op that read these tensors,
+        which gets a gradient whose tensor no op on record computed; None to claim no such gradient.
         """
         self.calls += 1
         for gradient, tensor_id in zip(gradients, inputs, strict=False):
@@ -147,25 +162,22 @@ class TapePass:
         belongs to the op that all its gradients have in common, or else to the op that was claimed last.
         """
         claims_by_gradient = [
-            self.claims[gradient._id][1] for gradient in gradients if gradient._id in self.claims
+            self.claims[gradient._id] for gradient in gradients if gradient._id in self.claims
         ]
         if not claims_by_gradient:
             return None
-        # An op that computed a tensor owns its gradient; an op that read the tensor only if no such op is
-        # known.
-        makers = [
-            marks_of_makers
-            for claims in claims_by_gradient
-            if (marks_of_makers := {mark for mark, (is_maker, _) in claims.items() if is_maker})
+        makers_by_gradient = [
+            {mark for mark, claim in claims.items() if claim.is_maker} for claims in claims_by_gradient
         ]
-        common = set.intersection(*makers) if makers else set()
-        latest = {
-            mark: claim
-            for claims in claims_by_gradient
-            for mark, claim in claims.items()
-            if not common or mark in common
-        }
-        return max(latest, key=lambda mark: latest[mark])
+        makers_by_gradient = [makers for makers in makers_by_gradient if makers]
+        common_makers = set.intersection(*makers_by_gradient) if makers_by_gradient else set()
+        candidates: dict[TapeMark, _Claim] = {}
+        for claims in claims_by_gradient:
+            for mark, claim in claims.items():
+                if not common_makers or mark in common_makers:
+                    candidates[mark] = claim
+        # An op that computed the tensor comes before any that read it, and then the last claim counts.
+        return max(candidates, key=lambda mark: candidates[mark])
 
     def __enter__(self) -> TapePass:
         self._outer, local.backward_pass = local.backward_pass, self

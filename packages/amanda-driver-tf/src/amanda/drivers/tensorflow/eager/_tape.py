@@ -18,8 +18,9 @@ from ._schema import flatten
 from ._state import UNMARKED, ForwardContext, GradientCall, Marking, TapeMark, TapePass, local, tensors_of
 from ._unseen_ops import EarlierTapes
 
-# A place of a backward op is order, op and count in one number; sums of gradients count from _SUMS.
-_OP_STEP, _SUMS, _ORDER_STEP = 1 << 20, 1 << 19, 1 << 40
+# The place of a backward op is one number: its order, the place of the op that it is of, and a count. Sums of
+# gradients are counted from _FIRST_SUM, apart from the ops of gradient functions.
+_ORDER_STEP, _OP_STEP, _FIRST_SUM = 1 << 40, 1 << 20, 1 << 19
 
 
 class Tape:
@@ -70,10 +71,12 @@ class Tape:
                 return _run_unmarked(original, *args, **kwargs)
             # With an outer tape the backward ops are recorded, and have backward ops themselves.
             nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
-            earlier = self._earlier_tapes.may_be(args[0] if args else kwargs["tape"])
+            may_be_earlier = self._earlier_tapes.may_have_recorded_earlier(
+                args[0] if args else kwargs["tape"]
+            )
             outer_state = local.backward_pass, local.gradient_call, local.marking
             try:
-                with TapePass(activation.state, nested, earlier) as backward_pass:
+                with TapePass(activation.state, nested, may_be_earlier) as backward_pass:
                     result = original(*args, **kwargs)
             finally:  # also of contexts that an interrupt ended as their `__exit__` was called
                 local.backward_pass, local.gradient_call, local.marking = outer_state
@@ -167,12 +170,13 @@ class Tape:
         tensors = flatten(call.inputs)
         mark = backward_pass.owner(tensors)
         if mark is None:
-            self._earlier_tapes.report_function(call.schema.type)
+            self._earlier_tapes.report_custom_gradient(call.schema.type)
             return call.run(call.inputs)
         gradient_call = GradientCall(mark, state, tensors)
         # Ops outside of gradient functions are additions by the tape; their number per mark makes the place.
-        gradient_call.count = _SUMS + backward_pass.counts.get(id(mark), 0)
-        backward_pass.counts[id(mark)] = backward_pass.counts.get(id(mark), 0) + 1
+        sum_count = backward_pass.counts.get(id(mark), 0)
+        gradient_call.count = _FIRST_SUM + sum_count
+        backward_pass.counts[id(mark)] = sum_count + 1
         assert mark.trace is not None
         backward_pass.traces[id(mark.trace)] = mark.trace
         result = self._run_backward_op(gradient_call, state, call)
@@ -185,11 +189,10 @@ class Tape:
 
         Tools see those of its inputs that were computed from the gradients which the function received.
         """
-        trace = gradient_call.mark.trace
+        mark = gradient_call.mark
+        trace = mark.trace
         assert trace is not None
-        place = (
-            gradient_call.mark.place * _OP_STEP + gradient_call.count + gradient_call.mark.order * _ORDER_STEP
-        )
+        place = mark.order * _ORDER_STEP + mark.place * _OP_STEP + gradient_call.count
         gradient_call.count += 1
         tensors = flatten(call.inputs)
         positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradients]

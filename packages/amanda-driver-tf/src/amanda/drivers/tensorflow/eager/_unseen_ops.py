@@ -47,8 +47,8 @@ class EarlierTapes:
 
         attributes.set(backprop.GradientTape, "_push_tape", push_tape)
 
-    def may_be(self, tape: Any) -> bool:
-        """Return True if a native tape may have recorded ops before the scope."""
+    def may_have_recorded_earlier(self, tape: Any) -> bool:
+        """Return True if a native tape may have recorded ops before the scope: if it was opened before."""
         return not any(new_tape._tape is tape for new_tape in self._new_tapes)
 
     def report_op(self, type: str, tensors: Sequence[Any]) -> None:
@@ -68,8 +68,11 @@ class EarlierTapes:
             return
         activation.state.report(f"the backward ops of {type}", reason)
 
-    def report_function(self, type: str) -> None:
-        """Report an op of a custom gradient whose forward op is unknown.  type: of the op."""
+    def report_custom_gradient(self, type: str) -> None:
+        """Report an op of a custom gradient whose forward op is unknown, if it was recorded before the scope.
+
+        type: of the op.
+        """
         activation, backward_pass = interceptor.active(), local.backward_pass
         if (
             activation is None
@@ -88,7 +91,7 @@ class EarlierTapes:
 
 
 def _needs_no_mark(type: str, state: State) -> bool:
-    """Return True if some op of that type has no routines at its backward ops: such an op gets no mark."""
+    """Return True if some op of that type has no routines at its backward ops, so that it gets no mark."""
     chain = () if state.stack is None else state.stack.chain
     plans = [
         plan for stack in chain for plans_by_key in stack.plans.values() for plan in plans_by_key.values()

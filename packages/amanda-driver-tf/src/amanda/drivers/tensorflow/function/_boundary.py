@@ -97,12 +97,12 @@ class _ThreadCalls(threading.local):
 class FunctionBoundary:
     """Patches of TensorFlow's eager calls of functions.
 
-    copy: returns the copy of a function for a state, arguments and the record of the forward call; None where
-    the function runs uninstrumented.
+    find_copy: returns the copy of a function for a state, arguments and the record of the forward call; None
+    where the function runs uninstrumented.
     """
 
-    def __init__(self, copy: Callable[..., RewrittenCopy[RegisteredCopy] | None]) -> None:
-        self._copy = copy
+    def __init__(self, find_copy: Callable[..., RewrittenCopy[RegisteredCopy] | None]) -> None:
+        self._find_copy = find_copy
         self._thread = _ThreadCalls()
 
     def patch(self, attributes: Attributes) -> None:
@@ -130,21 +130,17 @@ class FunctionBoundary:
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
     ) -> Any:
         """Call a function as its copy, and record a forward call; without a copy, call the function."""
-        # Taken at once, so that no call within this one finds it.
+        # Taken at once, so that no call within this call finds the record.
         forward_record, self._thread.forward_record = self._thread.forward_record, None
         self._thread.last_record = None
-        copy = self._copy(state, atomic, args, forward_record)
+        copy = self._find_copy(state, atomic, args, forward_record)
         if copy is None:
             return call(atomic, *args)
         state.report_all(copy, copy.reports)
+        # A forward function that runs as it is may still hand facts on to its backward function.
         if copy.runnable is None and copy.handed_on is None:
             return call(atomic, *args)
-        if forward_record is None:
-            execution = FunctionExecution(state, _TENSORS, copy.table)
-        else:
-            execution = FunctionExecution(
-                state, _TENSORS, copy.table, forward_record.runs, False, forward_record.stores
-            )
+        execution = _execution_of(copy, state, forward_record)
         if copy.runnable is None:
             outputs = call(atomic, *args)
         else:
@@ -225,12 +221,10 @@ class FunctionBoundary:
             recorded = backward._select_forward_and_backward_functions(args, gradient_types, True)
             atomic, arguments = recorded.forward()
         state = forward_record.state_outside
-        copy = self._copy(state, atomic, arguments, forward_record)
+        copy = self._find_copy(state, atomic, arguments, forward_record)
         if copy is None or copy.runnable is None:
             return backward._call_flat(args, [])
-        execution = FunctionExecution(
-            state, _TENSORS, copy.table, forward_record.runs, False, forward_record.stores
-        )
+        execution = _execution_of(copy, state, forward_record)
         call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
         with record.stop_recording(), execution.under_way():
             outputs = _call_copy(call, copy.runnable, execution, arguments, count)
@@ -253,6 +247,17 @@ class FunctionBoundary:
             recorded.record(outputs)
         finally:
             del functions._wrap_backward_function
+
+
+def _execution_of(
+    copy: RewrittenCopy[RegisteredCopy], state: State, forward_record: ForwardRecord | None
+) -> FunctionExecution:
+    """Return an execution of a copy; of a backward function with the stored values of its forward call."""
+    if forward_record is None:
+        return FunctionExecution(state, _TENSORS, copy.table)
+    return FunctionExecution(
+        state, _TENSORS, copy.table, forward_record.runs, every=False, stores=forward_record.stores
+    )
 
 
 class _RecordedBackward:

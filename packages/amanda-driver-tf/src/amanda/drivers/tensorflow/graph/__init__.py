@@ -3,6 +3,15 @@
 A mode creates a `TensorFlowRewriting`, and a `Body` of the operations that run. `rewrite` brings the
 operations to the tools, and returns the edited nodes as a `RewrittenBody`; the functions that these call are
 in `TensorFlowRewriting.library`.
+
+ref: the spelling of a tensor in the inputs of a node, such as "x:1".
+vanilla: of the user's graph, not of the edited copy.
+number: the tensor with the number of the execution; in loops a vector of that number and the rounds.
+ahead, behind: nodes that run before an operation, or after it.
+saved value: a value of a routine in the forward pass that nodes of the backward pass read.
+place: an operation's routines that share a node.  slot: the Python function of such a node.
+pullback: a node that computes gradients of the inputs of routines from gradients of their outputs.
+pass-through operation: one without gradient operations, since the gradient of its output is its input's, too.
 """
 
 from ._body import DEFAULT_BUDGET, Body, RewrittenBody, TensorFlowRewriting

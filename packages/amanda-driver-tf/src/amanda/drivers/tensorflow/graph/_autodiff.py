@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 from amanda.backend import Execution
@@ -51,7 +51,10 @@ class SavedValues:
         self._pending_reads = [None] * readers
 
     def take(self) -> TapedValues:
-        """Return the values, for one of the readers; the readers may be on several threads."""
+        """Return the values to one of the readers, and release them with the last.
+
+        The readers may be on several threads.
+        """
         values = self._values
         assert values is not None
         if self._pending_reads:
@@ -62,7 +65,10 @@ class SavedValues:
 
 
 def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> TapedValues:
-    """Call routines while a tape records how the outputs depend on the inputs."""
+    """Call routines while a tape records how the outputs depend on the inputs.
+
+    The tape is None for routines that return their inputs as they are.
+    """
     # Routines run while recording is stopped for the program's tapes, but this tape has to record. The switch
     # is one for all tapes of a thread.
     stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
@@ -84,12 +90,16 @@ def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> Ta
 
 
 def pull_back(
-    values: TapedValues, outputs: Sequence[int], inputs: Sequence[int], entering: Sequence[Any]
+    values: TapedValues, outputs: Sequence[int], inputs: Sequence[int], output_gradients: Sequence[Any]
 ) -> list[Any]:
-    """Return the vector-Jacobian products for the inputs and outputs at these positions."""
+    """Return the gradients of inputs from those of outputs: vector-Jacobian products.
+
+    outputs, inputs: positions of these among the values.
+    """
     place_inputs, place_outputs, tape = values
     if tape is None:
-        return [_gradient_of_alias(place_inputs[i], outputs, place_outputs, entering) for i in inputs]
+        graded_outputs = [place_outputs[k] for k in outputs]
+        return [_gradient_of_alias(place_inputs[i], graded_outputs, output_gradients) for i in inputs]
     # A routine may ignore an input. Its gradient is zeros then, since a node cannot return None.
     sources = [place_inputs[i] for i in inputs]
     # `tf.GradientTape.gradient` calls this function, too, after checks and conversions that are not needed
@@ -98,201 +108,241 @@ def pull_back(
         tape,
         [place_outputs[k] for k in outputs],
         sources,
-        list(entering),
+        list(output_gradients),
         sources,
         tf.UnconnectedGradients.ZERO,
     )
     return [tf.convert_to_tensor(product) for product in products]
 
 
-def _gradient_of_alias(
-    value: Any, outputs: Sequence[int], place_outputs: Sequence[Any], entering: Sequence[Any]
-) -> Any:
-    """Return the gradient of an input that routines returned: the sum over the outputs that it is."""
-    gradients = [gradient for k, gradient in zip(outputs, entering, strict=True) if place_outputs[k] is value]
+def _gradient_of_alias(value: Any, outputs: Sequence[Any], output_gradients: Sequence[Any]) -> Any:
+    """Return the gradient of an input that routines return as it is: the sum over outputs that are the input.
+
+    Zeros if no output is.
+    """
+    gradients = [
+        gradient for output, gradient in zip(outputs, output_gradients, strict=True) if output is value
+    ]
     if len(gradients) == 1:
         return gradients[0]
     return tf.add_n(gradients) if gradients else tf.zeros_like(value)
 
 
+class SavedTensor(NamedTuple):
+    """The place of a tensor among saved values.
+
+    key: the key of the saved values; None for a value that is not saved.
+    side: 0 for an input of the routines, 1 for an output.  position: among the inputs, or outputs.
+    """
+
+    key: Any
+    side: int
+    position: int
+
+
 class RecalledTensor:
     """Returns a tensor that a node saved in the forward pass.
 
-    place: the key of the saved values.  side: 0 for inputs of the node, 1 for its outputs.
     depth: number of loops around the node.
     """
 
-    def __init__(self, place: Hashable, side: int, index: int, depth: int) -> None:
-        self.place = place
-        self.side = side
-        self.index = index
-        self.depth = depth
+    def __init__(self, tensor: SavedTensor, depth: int) -> None:
+        self._tensor = tensor
+        self._depth = depth
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the tensor, in a list."""
-        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
-        tensor: Any = saved.take()[self.side][self.index]
-        return [tensor]
+        key, side, position = self._tensor
+        saved: SavedValues = execution.stored_value((key, *rounds[: self._depth]), self)
+        return [saved.take()[side][position]]
 
 
 class Pullback:
     """Computes gradients of a node's inputs from gradients of its outputs.
 
-    place: the key of the node's saved values.  outputs, inputs: positions among these.
+    key: the key of the node's saved values.  outputs, inputs: positions among these.
     depth: number of loops around the node.
     """
 
-    def __init__(self, place: Hashable, outputs: Sequence[int], inputs: Sequence[int], depth: int) -> None:
-        self.place = place
+    def __init__(self, key: Hashable, outputs: Sequence[int], inputs: Sequence[int], depth: int) -> None:
+        self.key = key
         self.depth = depth
         self.outputs = tuple(outputs)
         self.inputs = tuple(inputs)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the vector-Jacobian products."""
-        saved: SavedValues = execution.stored_value((self.place, *rounds[: self.depth]), self)
+        """Return the gradients of the inputs; the tensors are the gradients of the outputs."""
+        saved: SavedValues = execution.stored_value((self.key, *rounds[: self.depth]), self)
         return pull_back(saved.take(), self.outputs, self.inputs, flat)
+
+
+class Gradient(NamedTuple):
+    """A gradient in a body: its symbol, and the ref of its value behind pullbacks."""
+
+    tensor: Any
+    ref: str
 
 
 class Pullbacks:
     """The pullbacks that are inserted into a body.
 
-    `_entered` has, by forward operation and position of an output, the output's gradient and its ref.
+    `_output_gradients` has the gradients of the outputs of a forward operation, by position.
     """
 
     def __init__(self, rewriter: BodyRewriter) -> None:
         self._rewriter = rewriter
         self._rewriting = rewriter.rewriting
         self._insertions = rewriter.insertions
-        self._edges = rewriter.gradients
-        self._entered: dict[tf.Operation, dict[int, tuple[Any, str]]] = {}
-        self._entered_by_id: dict[int, dict[int, tuple[Any, str]]] = {}
-        self._pulled: dict[Any, str] = {}
+        self._gradient_edges = rewriter.gradient_edges
+        self._output_gradients: dict[tf.Operation, dict[int, Gradient]] = {}
+        self._output_gradients_by_id: dict[int, dict[int, Gradient]] = {}
+        self._refs_behind_pullbacks: dict[Any, str] = {}
 
     def insert_at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
         """Make a backward operation read gradients of outputs behind pullbacks of routines after its op."""
-        places, read = self._rewriting.autodiff_places.get(forward_id), self._rewriter.read_at
-        self._entered_by_id[forward_id] = self._entered.setdefault(forward, {})
-        for i in self._edges.incoming(op) if self._rewriting.autodiff_places else ():
+        output_gradients = self._output_gradients.setdefault(forward, {})
+        self._output_gradients_by_id[forward_id] = output_gradients
+        if not self._rewriting.autodiff_places:
+            return
+        for i in self._gradient_edges.incoming_gradients(op):
             tensor = op.inputs[i]
             position = self._output_of(forward, tensor)
             if position is None:
                 continue
-            ref = self._pulled.get((forward, tensor_key(tensor)))
-            if ref is None:
-                ref = read(op, i)
-                # Gradients pass the routines in reverse order.
-                for place in reversed([place for place in places or () if place.side == "after"]):
-                    pulled = self._insert_pullback(op, place, {position: (tensor, ref)}, {position: tensor})
-                    ref = pulled.get(position, ref)
-                self._pulled[forward, tensor_key(tensor)] = ref
-            self._entered.setdefault(forward, {})[position] = (tensor, ref)
-            if ref != read(op, i):
-                self._rewriter.redirect(op, i, ref)
+            key = forward, tensor_key(tensor)
+            # Several backward operations may read the gradient: the pullbacks are inserted at the first.
+            if key not in self._refs_behind_pullbacks:
+                gradient = Gradient(tensor, self._rewriter.input_ref(op, i))
+                ref = self._insert_after(op, forward_id, gradient, position)
+                self._refs_behind_pullbacks[key] = ref
+            ref = self._refs_behind_pullbacks[key]
+            output_gradients[position] = Gradient(tensor, ref)
+            if ref != self._rewriter.input_ref(op, i):
+                self._rewriter.redirect_input(op, i, ref)
+
+    def _insert_after(self, op: tf.Operation, forward_id: int, gradient: Gradient, position: int) -> str:
+        """Insert pullbacks of the routines after a forward operation; return the ref of an output's gradient.
+
+        position: of the output.
+        """
+        places = self._rewriting.autodiff_places.get(forward_id, [])
+        # Gradients pass the routines in reverse order.
+        for place in reversed([place for place in places if place.side == "after"]):
+            refs = self._insert_pullback(op, place, {position: gradient}, {position: gradient.tensor})
+            gradient = gradient._replace(ref=refs.get(position, gradient.ref))
+        return gradient.ref
 
     def insert_at_inputs(
         self, op: tf.Operation, forward: tf.Operation, forward_id: int, pass_through: Sequence[int] = ()
-    ) -> dict[int, tuple[Any, str]]:
-        """Return the gradients of a forward operation's inputs behind all pullbacks, each with its ref.
+    ) -> dict[int, Gradient]:
+        """Insert the pullbacks of routines before or instead of a forward operation, and of its readers.
 
+        Returns the gradients of the forward operation's inputs behind the pullbacks, by position.
         op: the last backward operation.
         pass_through: positions of the inputs whose gradient is the output's gradient.
         """
         places = self._rewriting.autodiff_places.get(forward_id, [])
-        before = [place for place in places if place.side == "before"]
-        instead = [place for place in places if place.side == "instead"]
-        gradients = self._edges.input_gradients(forward) if self._rewriting.autodiff_places else {}
-        refs = {i: (tensor, self._rewriter.read_tensor(tensor)) for i, tensor in gradients.items()}
-        entered = self._entered.get(forward, {})
+        tensors = self._gradient_edges.input_gradients(forward) if self._rewriting.autodiff_places else {}
+        gradients = {i: Gradient(tensor, self._rewriter.tensor_ref(tensor)) for i, tensor in tensors.items()}
+        output_gradients = self._output_gradients.get(forward, {})
         # No operation computes the gradient of such an input: the gradient of the output is it.
-        if pass_through and 0 in entered:
-            refs |= dict.fromkeys(pass_through, entered[0])
-            gradients = {i: tensor for i, (tensor, _) in refs.items()}
-        for place in instead:
-            pulled = self._insert_pullback(op, place, self._entered.get(forward, {}), gradients)
-            refs = {i: (gradients[i], ref) for i, ref in pulled.items()}
-        for place in (place for place in places if place.side == "past"):
-            pulled = self._insert_pullback(
-                op, place, self._entered_by_id.get(place.replacement_id or 0, {}), gradients
-            )
-            refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
-        for place in reversed(before):
-            pulled = self._insert_pullback(op, place, refs, gradients)
-            refs |= {i: (gradients[i], ref) for i, ref in pulled.items()}
-        return refs
+        if pass_through and 0 in output_gradients:
+            gradients |= dict.fromkeys(pass_through, output_gradients[0])
+            tensors = {i: gradient.tensor for i, gradient in gradients.items()}
 
-    def insert_past(
+        def insert(place: AutodiffPlace, incoming: dict[int, Gradient]) -> dict[int, Gradient]:
+            refs = self._insert_pullback(op, place, incoming, tensors)
+            return {i: Gradient(tensors[i], ref) for i, ref in refs.items()}
+
+        for place in places:
+            if place.side == "instead":
+                gradients = insert(place, output_gradients)
+        for place in places:
+            if place.side == "reader":
+                gradients |= insert(place, self._output_gradients_by_id.get(place.replacement_id or 0, {}))
+        # Gradients pass the routines in reverse order.
+        for place in reversed([place for place in places if place.side == "before"]):
+            gradients |= insert(place, gradients)
+        return gradients
+
+    def insert_at_pass_through(
         self, op: tf.Operation, forward_id: int, gradient: Any, ref: str, positions: Sequence[int]
     ) -> dict[int, str]:
-        """Return refs of the gradients of inputs, behind all pullbacks of a pass-through operation."""
-        places = self._rewriting.autodiff_places.get(forward_id, [])
-        for place in reversed([place for place in places if place.side == "after"]):
-            ref = self._insert_pullback(op, place, {0: (gradient, ref)}, {0: gradient}).get(0, ref)
-        gradients = dict.fromkeys(positions, gradient)
+        """Insert all pullbacks of a pass-through operation; return refs of the gradients of its inputs.
+
+        gradient: of the output, and of the inputs at these positions.  ref: its ref.
+        """
+        ref = self._insert_after(op, forward_id, Gradient(gradient, ref), 0)
+        input_gradients = dict.fromkeys(positions, gradient)
         refs = dict.fromkeys(positions, ref)
-        for place in reversed([place for place in places if place.side in ("before", "instead", "past")]):
-            incoming = {i: (gradient, ref) for i, ref in refs.items()}
-            if place.side != "before":
-                incoming = (
-                    {0: (gradient, ref)}
-                    if place.replacement_id is None
-                    else self._entered_by_id.get(place.replacement_id, {})
-                )
-            refs |= self._insert_pullback(op, place, incoming, gradients)
+        for place in reversed(self._rewriting.autodiff_places.get(forward_id, [])):
+            if place.side == "after":
+                continue
+            if place.side == "before":
+                incoming = {i: Gradient(gradient, input_ref) for i, input_ref in refs.items()}
+            elif place.replacement_id is None:
+                incoming = {0: Gradient(gradient, ref)}
+            else:
+                incoming = self._output_gradients_by_id.get(place.replacement_id, {})
+            refs |= self._insert_pullback(op, place, incoming, input_gradients)
         return refs
 
     def _insert_pullback(
         self,
         op: tf.Operation,
         place: AutodiffPlace,
-        entering: dict[int, tuple[Any, str]],
+        output_gradients: dict[int, Gradient],
         input_gradients: dict[int, Any],
     ) -> dict[int, str]:
         """Insert a pullback for a node with routines; return refs of the gradients of its inputs.
 
-        entering: gradients of the node's outputs, by position, each with its ref.
-        input_gradients: tensors with the dtype of the gradients of its inputs, by position.
+        None is inserted if no gradient enters, or none is asked for.
+        output_gradients: gradients of the node's outputs, by position in the operation.
+        input_gradients: symbols with the dtypes of the gradients of its inputs, likewise.
         """
-        outputs = [(k, *entering[i]) for k, i in enumerate(place.output_positions) if i in entering]
-        inputs = [(k, i) for k, i in enumerate(place.input_positions) if i in input_gradients]
-        if not outputs or not inputs:
+        # A position in the operation is another one among the node's saved values.
+        incoming = {
+            k: output_gradients[i] for k, i in enumerate(place.output_positions) if i in output_gradients
+        }
+        inputs = {k: i for k, i in enumerate(place.input_positions) if i in input_gradients}
+        if not incoming or not inputs:
             return {}
-        depth = self._rewriting.depths.get(place.values_key[0], 0)
-        pullback = Pullback(place.values_key, [k for k, *_ in outputs], [k for k, _ in inputs], depth)
+        forward_id, *_ = place.values_key
+        depth = self._rewriting.depths.get(forward_id, 0)
+        pullback = Pullback(place.values_key, list(incoming), list(inputs), depth)
         identity, node_name = place.node
         is_in_body = identity == self._insertions.body.identity
         dependencies = self._insertions.dependencies
         control_inputs = (
-            dependencies.control_inputs_after([node_name], self._rewriter.body.number_at(op, True))
+            dependencies.control_inputs_after([node_name], self._rewriter.body.number_at(op, ahead=True))
             if is_in_body
             else []
         )
         readers = self._rewriting.readers[place.values_key]
         readers.count += 1
         # A pullback in another body, in a loop or behind a branch may run several times, or never.
-        if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.in_flow:
+        if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.conditional_names:
             readers.read_once = False
         name = self._insertions.add(
-            op, pullback, [ref for *_, ref in outputs], [dtype_enum(tensor) for _, tensor, _ in outputs],
-            [dtype_enum(input_gradients[i]) for _, i in inputs], ahead=True, instead=True,
+            op, pullback, [gradient.ref for gradient in incoming.values()],
+            [dtype_enum(gradient.tensor) for gradient in incoming.values()],
+            [dtype_enum(input_gradients[i]) for i in inputs.values()], ahead=True, instead=True,
             control_inputs=control_inputs,
         )  # fmt: skip
-        return {i: self._insertions.output_of(name, k) for k, (_, i) in enumerate(inputs)}
+        return {i: self._insertions.output_of(name, result) for result, i in enumerate(inputs.values())}
 
     def _output_of(self, forward: tf.Operation, gradient: Any) -> int | None:
         """Return the position of the output that a gradient belongs to: the first that fits, or None."""
-        entered = self._entered.get(forward, {})
+        output_gradients = self._output_gradients.get(forward, {})
         outputs: Sequence[Any] = forward.outputs
         for i, output in enumerate(outputs):
-            # TensorFlow does not record of which output a gradient is, so shapes decide; the first free
-            # output wins.
-            entered_gradient = entered.get(i)
-            if entered_gradient is not None and tensor_key(entered_gradient[0]) == tensor_key(gradient):
-                return i
-            if (
-                entered_gradient is None
-                and is_differentiable(output)
-                and (len(outputs) == 1 or gradient.shape.is_compatible_with(output.shape))
+            # TensorFlow does not record of which output a gradient is, so shapes decide; the first output
+            # without a gradient wins.
+            if i in output_gradients:
+                if tensor_key(output_gradients[i].tensor) == tensor_key(gradient):
+                    return i
+            elif is_differentiable(output) and (
+                len(outputs) == 1 or gradient.shape.is_compatible_with(output.shape)
             ):
                 return i
         return None

@@ -13,7 +13,7 @@ from amanda.backend import digest
 from amanda.graph import History
 from tensorflow.python.framework import tensor_util
 
-from ._autodiff import Readers
+from ._autodiff import Readers, SavedTensor
 from ._locations import LayerIndex, Location
 from ._values import TensorFlowReads
 
@@ -91,7 +91,7 @@ class Body:
         return self.depth if self.frames is None else int(self.frames.depth_at(op))
 
     def number_at(self, op: tf.Operation, ahead: bool) -> str:
-        """Return the number that nodes read ahead of an operation or behind it.
+        """Return the number that nodes ahead of an operation, or behind it, read.
 
         Nodes ahead of the Merge of a loop are outside of the loop.
         """
@@ -126,9 +126,9 @@ class RewrittenBody:
 class AutodiffPlace:
     """A node with routines that take part in autodiff.
 
-    side: "before", "instead" or "after" the operation; "past" for an operation whose inputs a replacement of
-    another operation reads.  replacement_id: the op id of that other operation.
-    values_key: the key under which the node saves its values.
+    side: "before", "instead" or "after" the operation; "reader" for an operation whose inputs the replacement
+    of another operation reads, too.  replacement_id: the op id of that other operation.
+    values_key: the key under which the node saves its values: a tuple that begins with the op id.
     node: the identity of the node's body, and the node's name.
     input_positions, output_positions: flat positions of its values among those of the operation.
     """
@@ -149,8 +149,8 @@ class TensorFlowRewriting(backend.Rewriting):
     library: FunctionDefs that the copy calls.
     differentiated: True if gradients are computed, here or in a graph that is rewritten later: then routines
     save values for the backward pass.
-    saved_values: by op id, name and index of a tensor, the saved value that the op's backward operations read
-    instead: its key, 0 for a node's inputs or 1 for its outputs, and its position there.
+    saved_values: by op id, name and index of a tensor, the saved tensor that the op's backward operations
+    read instead.
     saved_values_by_input: likewise by position, for a tensor that is several inputs of an op; None for an
     input that no routine changes.
     autodiff_places: the nodes with routines of an op that take part in autodiff, by op id.
@@ -174,8 +174,8 @@ class TensorFlowRewriting(backend.Rewriting):
     facts_by_id: dict[tf.Operation, dict[int, OpFacts]] = field(default_factory=dict)
     callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)
     differentiated: bool = False
-    saved_values: dict[Any, tuple[Any, int, int]] = field(default_factory=dict)
-    saved_values_by_input: dict[Any, dict[int, tuple[Any, int, int] | None]] = field(default_factory=dict)
+    saved_values: dict[Any, SavedTensor] = field(default_factory=dict)
+    saved_values_by_input: dict[Any, dict[int, SavedTensor | None]] = field(default_factory=dict)
     autodiff_places: dict[int, list[AutodiffPlace]] = field(default_factory=dict)
     readers: dict[Hashable, Readers] = field(default_factory=lambda: defaultdict(Readers))
     depths: dict[int, int] = field(default_factory=dict)

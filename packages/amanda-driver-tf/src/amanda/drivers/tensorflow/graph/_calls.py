@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
@@ -11,7 +11,7 @@ from amanda.backend import digest
 from ._body import Body, RewrittenBody, TensorFlowRewriting, op_id
 from ._definitions import add_loop_number, edited_definition, numbered_copy
 from ._function_body import function_body
-from ._functions import RUNS_IN_XLA_ALONE, must_compile, runs_without_xla
+from ._functions import RUNS_IN_XLA_ALONE, RuntimeFunction, must_compile, runs_without_xla
 from ._nodes import INT64
 
 if TYPE_CHECKING:
@@ -37,97 +37,165 @@ class EditedCall(NamedTuple):
     backward: bool
 
 
+class _RewrittenCallee(NamedTuple):
+    """A function that an operation calls.
+
+    place: name of the attribute that refers to the function, such as "body".
+    reference: the value of that attribute.
+    """
+
+    place: str
+    reference: Any
+    function: RuntimeFunction
+    body: Body
+    rewritten: RewrittenBody
+
+
 Rewrite = Callable[[Body, TensorFlowRewriting], RewrittenBody]
 
 
 def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) -> EditedCall | None:
     """Rewrite the functions that an operation calls; return None where nothing was inserted.
 
-    A function that is out of reach, or that only XLA can run, is reported and stays.
+    A function that is out of reach, or that only XLA can run, is reported; then all of them stay.
+    """
+    rewriting = rewriter.rewriting
+    node = rewriter.body.nodes[rewriter.body.node_name(op)]
+    references = _function_references(node)
+    if not references:
+        return None
+    stateful_type = _STATEFUL_TYPES.get(node.op)
+    if stateful_type is None:
+        rewriting.report(f"functions that {node.op} calls", "they run out of the graph's reach")
+        return None
+    arguments = _Arguments(rewriter.body, op, stateful_type)
+    callees = []
+    for place, reference in references:
+        callee = _rewrite_callee(rewriter, op, place, reference, arguments, rewrite)
+        if callee is None:
+            return None
+        callees.append(callee)
+    if not any(callee.rewritten.changed for callee in callees):
+        return None
+    backward = any(callee.rewritten.backward for callee in callees)
+    if rewriting.written:
+        _call_edited_functions(node, stateful_type, callees, rewriting)
+        return EditedCall("", backward)
+    return EditedCall(_call_numbered_functions(rewriter, op, stateful_type, callees), backward)
+
+
+class _Arguments:
+    """The arguments of the functions that an operation calls, by their position in such a function."""
+
+    def __init__(self, body: Body, op: tf.Operation, stateful_type: str) -> None:
+        self._body = body
+        self._op = op
+        self._is_loop = stateful_type == "While"
+        self._first = _FIRST_ARGUMENT.get(stateful_type, 0)
+
+    def value(self, position: int) -> Any:
+        """Return the present value of an argument; None for a position behind the last."""
+        tensor = self._tensor(position)
+        return None if tensor is None else self._body.read_value(tensor)
+
+    def variable(self, position: int) -> Any:
+        """Return the variable that an argument was read from; None if there is none."""
+        tensor = self._tensor(position)
+        # A loop variable has the value of a Variable in its first round alone.
+        if tensor is None or (self._is_loop and tensor.dtype != tf.resource):
+            return None
+        return self._body.variable_of(tensor)
+
+    def _tensor(self, position: int) -> Any:
+        inputs = list(self._op.inputs)[self._first :]
+        return inputs[position] if position < len(inputs) else None
+
+
+def _rewrite_callee(
+    rewriter: BodyRewriter,
+    op: tf.Operation,
+    place: str,
+    reference: Any,
+    arguments: _Arguments,
+    rewrite: Rewrite,
+) -> _RewrittenCallee | None:
+    """Rewrite a function that an operation calls; return None, with a report, where that is impossible."""
+    body, rewriting = rewriter.body, rewriter.rewriting
+    function = (rewriting.find_function or body.functions)(reference.name)
+    if function is None:
+        rewriting.report(f"function {reference.name}", "its definition is out of reach")
+        return None
+    forward = body.forward_of(op)
+    # A trial needs present values, which a file does not have; below an XLA graph that passed, callees pass.
+    is_untried = not rewriting.written and not rewriting.runs_without_xla
+    node = body.nodes[body.node_name(op)]
+    is_compiled = is_untried and (must_compile(node) or must_compile(function.definition))
+    if forward in rewriting.compiled or (is_compiled and not runs_without_xla(function, arguments.value)):
+        # The gradients of the op have to stay with XLA, too.
+        rewriting.compiled.add(op)
+        rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
+        return None
+    forward_id = None if forward is None else body.forward_id(forward)
+    callee_body = function_body(
+        function,
+        # A function that is called at several places has other ids at each.
+        digest(op_id(body, op.name), place),
+        rewriting,
+        arguments.value,
+        arguments.variable,
+        caller=(body, op),
+        within=body.place_of(op).within,
+        apart=rewriting.differentiated,
+        forward_call=forward,
+        forward_graph=rewriting.callees.get(forward, {}).get(place),
+        forward_identity=None if forward_id is None else digest(forward_id, place),
+    )
+    rewriting.callees.setdefault(op, {})[place] = function.graph
+    return _RewrittenCallee(place, reference, function, callee_body, rewrite(callee_body, rewriting))
+
+
+def _call_edited_functions(
+    node: Any, stateful_type: str, callees: Sequence[_RewrittenCallee], rewriting: TensorFlowRewriting
+) -> None:
+    """Make a node of a file call edited functions, which are added to the library."""
+    for callee in callees:
+        copy = edited_definition(callee.function.definition, callee.rewritten)
+        rewriting.library.append(copy)
+        callee.reference.name = copy.signature.name
+        node.op = stateful_type if copy.signature.is_stateful else node.op
+
+
+def _call_numbered_functions(
+    rewriter: BodyRewriter, op: tf.Operation, stateful_type: str, callees: Sequence[_RewrittenCallee]
+) -> str:
+    """Make an operation call edited functions that take the execution's number; return the number's ref.
+
+    The functions are added to the library.
     """
     body, rewriting = rewriter.body, rewriter.rewriting
     name = body.node_name(op)
     node = body.nodes[name]
-    stateful_type = _STATEFUL_TYPES.get(node.op)
-    callees = _function_references(node)
-    if not callees:
-        return None
-    if stateful_type is None:
-        rewriting.report(f"functions that {node.op} calls", "they run out of the graph's reach")
-        return None
-    offset = _FIRST_ARGUMENT.get(stateful_type, 0)
-
-    def read_argument(position: int) -> Any:
-        """Return the present value of an argument of the callee, or None for one beyond the inputs."""
-        inputs = list(op.inputs)
-        return body.read_value(inputs[position + offset]) if position + offset < len(inputs) else None
-
-    def argument_variable(position: int) -> Any:
-        """Return the variable that an argument of the callee was read from; None if there is none."""
-        inputs = list(op.inputs)
-        if position + offset >= len(inputs):
-            return None
-        outer = inputs[position + offset]
-        # A loop variable has the value of a Variable in its first round alone.
-        return None if stateful_type == "While" and outer.dtype != tf.resource else body.variable_of(outer)
-
-    forward = body.forward_of(op)
-    forward_id = None if forward is None else body.forward_id(forward)
-    edited_callees = []
-    for place, reference in callees:
-        function = (rewriting.find_function or body.functions)(reference.name)
-        if function is None:
-            rewriting.report(f"function {reference.name}", "its definition is out of reach")
-            return None
-        # A trial needs present values, which a file does not have; below an XLA graph that passed, callees
-        # pass.
-        is_untried = not rewriting.written and not rewriting.runs_without_xla
-        is_compiled = is_untried and (must_compile(node) or must_compile(function.definition))
-        if forward in rewriting.compiled or (is_compiled and not runs_without_xla(function, read_argument)):
-            # The gradients of the op have to stay with XLA, too.
-            rewriting.compiled.add(op)
-            rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
-            return None
-        # A function that is called at several places has other ids at each.
-        identity = digest(op_id(body, op.name), place)
-        inner = function_body(
-            function, identity, rewriting, read_argument, argument_variable, caller=(body, op),
-            within=body.place_of(op).within, apart=rewriting.differentiated,
-            forward=(forward, rewriting.callees.get(forward, {}).get(place)),
-            forward_identity=None if forward_id is None else digest(forward_id, place),
-        )  # fmt: skip
-        rewriting.callees.setdefault(op, {})[place] = function.graph
-        edited_callees.append((place, reference, function, inner, rewrite(inner, rewriting)))
-    if not any(rewritten.changed for *_, rewritten in edited_callees):
-        return None
-    backward = any(rewritten.backward for *_, rewritten in edited_callees)
-    if rewriting.written:
-        for _, reference, function, _, rewritten in edited_callees:
-            copy = edited_definition(function.definition, rewritten)
-            rewriting.library.append(copy)
-            reference.name = copy.signature.name
-            node.op = stateful_type if copy.signature.is_stateful else node.op
-        return EditedCall("", backward)
-    if any(
-        must_compile(holder)
-        for holder in (node, *(function.definition for _, _, function, *_ in edited_callees))
-    ):
+    if any(must_compile(holder) for holder in (node, *(callee.function.definition for callee in callees))):
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
-    number, step = body.number_at(op, True), 0
-    if stateful_type == "While":
+    is_loop = stateful_type == "While"
+    number, step = body.number_at(op, ahead=True), 0
+    if is_loop:
         number, step = add_loop_number(rewriter, op, number)
-    for place, reference, function, inner, rewritten in edited_callees:
-        round_step = step if place == "body" else 0
+    for callee in callees:
         copy = numbered_copy(
-            function.definition, rewritten, inner, round_step, stateful_type == "While" and place == "cond"
+            callee.function.definition,
+            callee.rewritten,
+            callee.body,
+            step=step if callee.place == "body" else 0,
+            is_condition=is_loop and callee.place == "cond",
         )
         rewriting.library.append(copy)
-        reference.name = copy.signature.name
+        callee.reference.name = copy.signature.name
     _add_number_argument(node, stateful_type, body.depth_of(op) + 1)
     # The number is another output of a loop, so the cached layout of the node is stale.
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
-    return EditedCall(number, backward)
+    return number
 
 
 def _function_references(node: Any) -> list[tuple[str, Any]]:
@@ -143,14 +211,14 @@ def _function_references(node: Any) -> list[tuple[str, Any]]:
     return references
 
 
-def _add_number_argument(node: Any, kind: str, depth: int) -> None:
+def _add_number_argument(node: Any, stateful_type: str, depth: int) -> None:
     """Make a call take the number as its last argument, and be stateful, so that TensorFlow keeps it.
 
     depth: number of loops around the body of a loop.
     """
-    node.op = kind
-    node.attr["T" if kind == "While" else "Tin"].list.type.append(INT64)
-    if kind == "While" and node.attr["output_shapes"].list.shape:
+    node.op = stateful_type
+    node.attr["T" if stateful_type == "While" else "Tin"].list.type.append(INT64)
+    if stateful_type == "While" and node.attr["output_shapes"].list.shape:
         # The number is a loop variable, a vector with an element for each loop around the body.
         node.attr["output_shapes"].list.shape.add().dim.add(size=1 + depth)
     # XLA cannot compile calls of Python.

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from ._rewrite import BodyRewriter
 
-FRAME_OPS = ("Enter", "RefEnter", "NextIteration", "RefNextIteration")
+_ENTERS = ("Enter", "RefEnter")
+_NEXT_ITERATIONS = ("NextIteration", "RefNextIteration")
+FRAME_OPS = (*_ENTERS, *_NEXT_ITERATIONS)
 SWITCHES = ("Switch", "RefSwitch", "_SwitchN")
 MERGES = ("Merge", "RefMerge")
 CONTROL_FLOW_OPS = (*FRAME_OPS, *SWITCHES, *MERGES)
@@ -40,7 +42,7 @@ def behind_control_flow(ops: Iterable[tf.Operation]) -> set[tf.Operation]:
 
 def loop_entries(merge: tf.Operation) -> dict[int, tf.Operation]:
     """Return the Enter operations among the inputs of a loop's Merge, by position; none for another Merge."""
-    entries = {i: tensor.op for i, tensor in enumerate(merge.inputs) if tensor.op.type in FRAME_OPS[:2]}
+    entries = {i: tensor.op for i, tensor in enumerate(merge.inputs) if tensor.op.type in _ENTERS}
     return {i: op for i, op in entries.items() if not op.get_attr("is_constant")}
 
 
@@ -59,31 +61,35 @@ def insert_at_control_flow(
     if op.type in FRAME_OPS:
         rewriter.insert_all([*plan.before, *plan.after], inputs, facts)
     elif op.type in MERGES:
-        read_once = [i for i, tensor in enumerate(inputs.symbols) if tensor.op.type not in FRAME_OPS[2:]]
-        entering = {
-            i: inputs.symbols[i].op for i in read_once if inputs.symbols[i].op in loop_entries(op).values()
-        }
-        refs = [
-            rewriter.read_at(entering[i], 0) if i in entering else ref for i, ref in enumerate(inputs.refs)
-        ]
-        for i, ref in _insert_by_tensor(rewriter, op, plan.before, inputs, facts, refs, read_once).items():
-            # If the Merge read the node with routines, it would run even where its loop does not. So the node
-            # is put ahead of the Enter.
-            if i in entering:
-                rewriter.redirect(entering[i], 0, ref)
-            else:
-                inputs.refs[i] = ref
-        selected = inputs.flat(inputs.selected([action.select for action in plan.before]))
-        if any(i not in read_once for i in selected):
-            report(f"routines before {op.name}", "they get what enters the loop, not what comes round again")
+        _insert_before_merge(rewriter, op, plan.before, inputs, facts)
         rewriter.insert_all(plan.after, outputs, facts)
     else:
         rewriter.insert_all(plan.before, inputs, facts)
         positions = range(len(outputs.refs))
-        for i, ref in _insert_by_tensor(
-            rewriter, op, plan.after, outputs, facts, outputs.refs, positions
-        ).items():
+        changed_refs = _insert_by_tensor(rewriter, op, plan.after, outputs, facts, outputs.refs, positions)
+        for i, ref in changed_refs.items():
             outputs.refs[i] = ref
+
+
+def _insert_before_merge(
+    rewriter: BodyRewriter, merge: tf.Operation, actions: Sequence[Action], inputs: Side, facts: OpFacts
+) -> None:
+    """Put routines at the inputs of a Merge, but for values that come round a loop, which are reported."""
+    positions = [i for i, tensor in enumerate(inputs.symbols) if tensor.op.type not in _NEXT_ITERATIONS]
+    entries = loop_entries(merge)
+    # If the Merge of a loop read the node with routines, it would run even where its loop does not. So the
+    # node is put ahead of the Enter.
+    refs = [rewriter.input_ref(entries[i], 0) if i in entries else ref for i, ref in enumerate(inputs.refs)]
+    for i, ref in _insert_by_tensor(rewriter, merge, actions, inputs, facts, refs, positions).items():
+        if i in entries:
+            rewriter.redirect_input(entries[i], 0, ref)
+        else:
+            inputs.refs[i] = ref
+    selected = inputs.flat(inputs.selected([action.select for action in actions]))
+    if any(i not in positions for i in selected):
+        rewriter.rewriting.report(
+            f"routines before {merge.name}", "they get what enters the loop, not what comes round again"
+        )
 
 
 def _insert_by_tensor(
@@ -100,16 +106,26 @@ def _insert_by_tensor(
     for i, value in values.items():
         # Observers of the same rounds and branches share a node, which costs one call of Python instead of
         # many.
-        shares = all(action.observer for action in actions) and insertions.shares_node(op, [side.symbols[i]])
-        returned = [value] if is_plain(side.symbols[i]) and not shares else []
-        node = RoutineNode(actions, facts, side.count, [value], [None], returned)
-        node.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
-        node.dtypes = [side.symbols[i].dtype.base_dtype for _ in returned]
-        kind = dtype_enum(side.symbols[i])
+        tensor = side.symbols[i]
+        shares = all(action.observer for action in actions) and insertions.can_share_node(op, [tensor])
+        returned = [value] if is_plain(tensor) and not shares else []
+        place = RoutineNode(actions, facts, side.count, [value], [None], returned)
+        place.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
+        place.dtypes = [tensor.dtype.base_dtype for _ in returned]
         if shares:
-            insertions.observe(op, node, [refs[i]], [side.symbols[i]], op_side(side).ahead)
+            insertions.observe(op, place, [refs[i]], [tensor], op_side(side).ahead)
             continue
-        name = insertions.add(op, node, [refs[i]], [kind], [kind for _ in returned], True, True, ())
+        kind = dtype_enum(tensor)
+        name = insertions.add(
+            op,
+            place,
+            [refs[i]],
+            [kind],
+            [kind for _ in returned],
+            ahead=True,
+            instead=True,
+            control_inputs=(),
+        )
         if returned:
             changed_refs[i] = insertions.output_of(name, 0)
     return changed_refs

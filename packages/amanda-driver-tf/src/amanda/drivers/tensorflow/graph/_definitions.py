@@ -29,13 +29,14 @@ NUMBER = "amanda_number"
 
 
 def numbered_copy(
-    definition: Any, rewritten: RewrittenBody, body: Body, step: int = 0, condition: bool = False
+    definition: Any, rewritten: RewrittenBody, body: Body, step: int = 0, is_condition: bool = False
 ) -> Any:
     """Return a FunctionDef of an edited body, with the execution's number as its last argument.
 
     The name contains a digest of the content, so that equal copies are one function.
-    step: of a loop's body, the change of the number from round to round; the number is then an output, too.
-    condition: True for the condition of a loop. TensorFlow runs only those of its nodes that the result
+    step: of a loop's body, the change of the number from round to round; the next round's number is then an
+    output, too.  0 for other functions.
+    is_condition: True for the condition of a loop. TensorFlow runs only those of its nodes that the result
     needs.
     """
     copy = _replace_nodes(definition, rewritten)
@@ -43,9 +44,10 @@ def numbered_copy(
     for attribute in ("_XlaMustCompile", "_xla_compile_id"):
         copy.attr.pop(attribute, None)
     copy.signature.input_arg.append(op_def_pb2.OpDef.ArgDef(name=NUMBER, type=INT64))
-    inserted = dict.fromkeys(name for names in rewritten.inserted.values() for name in names)
-    inserted |= dict.fromkeys(rewritten.removed.get(name, name) for name in rewritten.called_nodes)
-    for name in inserted:
+    nodes_with_routines = [name for names in rewritten.inserted.values() for name in names]
+    nodes_with_routines += [rewritten.removed.get(name, name) for name in rewritten.called_nodes]
+    nodes_with_routines = list(dict.fromkeys(nodes_with_routines))
+    for name in nodes_with_routines:
         key = f"amanda_{name}".replace("/", "_")
         # TensorFlow prunes nodes that no result needs; a control output keeps a node, and the call waits for
         # it.
@@ -58,17 +60,19 @@ def numbered_copy(
         copy.ret[f"{NUMBER}_out"] = number
     # TensorFlow inlines the condition of a loop, and then runs what its result needs, without control
     # outputs.
-    if condition:
-        _delay_results(copy, inserted)
-    if inserted:
+    if is_condition:
+        _delay_results(copy, nodes_with_routines)
+    if nodes_with_routines:
         copy.signature.is_stateful = True
     return _name_by_content(copy, definition)
 
 
 def _delay_results(copy: Any, nodes: Iterable[str]) -> None:
-    """Make each result of a function wait for these nodes."""
+    """Make each result of a function wait for these nodes; no effect without nodes."""
     control_inputs = [f"^{node_name}" for node_name in nodes]
-    for argument in copy.signature.output_arg if control_inputs else ():
+    if not control_inputs:
+        return
+    for argument in copy.signature.output_arg:
         inputs = [copy.ret[argument.name], *control_inputs]
         barrier = opaque_identity(f"amanda/waiting/{argument.name}", inputs, argument.type)
         copy.node_def.append(barrier)
@@ -76,7 +80,10 @@ def _delay_results(copy: Any, nodes: Iterable[str]) -> None:
 
 
 def edited_definition(definition: Any, rewritten: RewrittenBody) -> Any:
-    """Return a FunctionDef of an edited body without calls of Python; its name contains a digest."""
+    """Return a FunctionDef of an edited body without calls of Python, which take a number.
+
+    The name contains a digest of the content.
+    """
     copy = _replace_nodes(definition, rewritten)
     definitions = (op_def(node.op) for node in copy.node_def)
     if any(definition is not None and definition.is_stateful for definition in definitions):
@@ -127,7 +134,7 @@ def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number: str) -> tu
 
     is_reverse = _runs_in_reverse(op, body.captured)
     if is_reverse:
-        count_ref = rewriter.read_at(op, _ROUND_COUNT)
+        count_ref = rewriter.input_ref(op, _ROUND_COUNT)
         # The rounds of the forward loop are counted from 0, so the last one has the number of rounds less 1.
         round_count = add(new_node(f"{name}/times", "Cast", [count_ref], SrcT=_INT32, DstT=INT64), "y")
         minus_one = add_constant("one", np.array([-1], np.int64))
@@ -142,7 +149,10 @@ def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number: str) -> tu
 
 
 def next_round(number: str, depth: int, step: int) -> tuple[list[Any], str]:
-    """Return nodes at the end of a loop's body that compute the next round's number, and its ref."""
+    """Return nodes at the end of a loop's body that compute the next round's number, and its ref.
+
+    depth: number of elements of the number that stay: the execution and the rounds of the loops around.
+    """
     change = constant("amanda/step", np.array([0] * depth + [step], np.int64))
     following = new_node("amanda/next_round", "AddV2", [number, "amanda/step:output:0"], T=INT64)
     return [change, following], "amanda/next_round:z:0"

@@ -22,7 +22,8 @@ _GRADIENT_SCOPE = re.compile(r"(?:^|/)gradients(?:_\d+)?/")
 _GRAD_SUFFIX = re.compile(r"_grad(?:_\d+)?(?:/|$)")
 _TAPE_SCOPE = re.compile(r"(?:^|.*?/)gradient_tape/(?:(.*)/)?[^/]*$")
 
-_MAX_ORDER = 18
+_MAX_ORDER = 17
+"""Length at which a chain of forward operations is cut: a wrong guess from names may make a cycle."""
 _WITHOUT_GRADIENT_OPS = frozenset({"Identity", "Snapshot", "EnsureShape"})
 """Ops that have no gradient operations."""
 _WITHOUT_PRODUCTS = frozenset(
@@ -93,22 +94,21 @@ class ForwardMap:
 
     def __call__(self, op: tf.Operation) -> tf.Operation | None:
         """Return the forward operation; for gradients of gradients, the first one."""
-        return self._ancestry(op)[-1]
+        return next(reversed(self._forward_chain(op)), None)
 
     def order(self, op: tf.Operation) -> int:
-        """Return 1 for a gradient operation, 2 for an operation of second gradients, and so on."""
-        return len(self._ancestry(op)) - 1
+        """Return 1 for a gradient operation, 2 for one of second gradients, and so on; 0 for others."""
+        return len(self._forward_chain(op))
 
-    def _ancestry(self, op: tf.Operation) -> list[tf.Operation | None]:
-        """Return None, then the forward operation, then the forward operation of that, and so on."""
+    def _forward_chain(self, op: tf.Operation) -> list[tf.Operation]:
+        """Return the forward operation, then the forward operation of that, and so on."""
+        chain: list[tf.Operation] = []
         forward = self._forward.get(op)
-        ancestors = [None, forward] if forward is not None else [None]
-        # A wrong guess from names might make a cycle.
-        while forward is not None and len(ancestors) < _MAX_ORDER:
+        while forward is not None and len(chain) < _MAX_ORDER:
+            chain.append(forward)
+            # The operations of another graph are in the records alone.
             forward = self._forward.get(forward) or records.get(forward)
-            if forward is not None:
-                ancestors.append(forward)
-        return ancestors
+        return chain
 
     @staticmethod
     def _recorded_forward(op: tf.Operation, ops_by_name: Mapping[str, tf.Operation]) -> tf.Operation | None:
@@ -135,11 +135,15 @@ class ForwardMap:
         return next((source for source in reversed(read_ops) if _calls_function(source, "__forward_")), None)
 
     def _forward_by_names(self, op: tf.Operation) -> tf.Operation | None:
-        """Infer the forward operation of an operation from names and tensors; None if that fails."""
+        """Infer the forward operation of an operation from names and tensors; None if that fails.
+
+        An operation with a forward operation is added to `guessed`.
+        """
         match = _TAPE_SCOPE.match(op.name)
         forward = self._forward_by_gradient_scope(op)
         if forward is None and match is not None:
-            forward = self._forward_of_factor(op) or self._forward_by_shared_tensors(op, match.group(1) or "")
+            scope = match.group(1) or ""
+            forward = self._forward_of_factor(op) or self._forward_by_shared_tensors(op, scope)
         if forward is not None:
             self.guessed.append(op)
         return forward
@@ -172,7 +176,7 @@ class ForwardMap:
     def _forward_by_shared_tensors(self, op: tf.Operation, scope: str) -> tf.Operation | None:
         """Return the operation of a name scope that shares most tensors with a gradient operation."""
         reads = {self._captured_key(tensor) for tensor in op.inputs}
-        best: tuple[int, tf.Operation | None] = (0, None)
+        best_score, best_candidate = 1, None
         position = self._order[op]
         for candidate in self._ops_in_scope(scope):
             if self._order.get(candidate, -1) > position:
@@ -185,9 +189,9 @@ class ForwardMap:
             # "Conv2DBackpropInput" begins with the type of its forward op, which says more than a shared
             # tensor.
             score = 2 * shared + 3 * op.type.startswith(candidate.type)
-            if score >= max(best[0], 1):
-                best = (score, candidate)
-        return best[1]
+            if score >= best_score:  # of equal scores, the last operation wins
+                best_score, best_candidate = score, candidate
+        return best_candidate
 
     def _ops_in_scope(self, scope: str) -> list[tf.Operation]:
         """Return the forward operations in a name scope, or of that name."""

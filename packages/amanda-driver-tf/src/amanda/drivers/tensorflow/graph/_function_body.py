@@ -33,7 +33,8 @@ def function_body(
     caller: tuple[Body, tf.Operation] | None = None,
     within: Sequence[Any] = (),
     apart: bool = False,
-    forward: tuple[tf.Operation | None, Any] = (None, None),
+    forward_call: tf.Operation | None = None,
+    forward_graph: Any = None,
     forward_identity: int | None = None,
     backward: bool = False,
 ) -> Body:
@@ -44,8 +45,9 @@ def function_body(
     argument.
     caller: the body with the operation that calls this function, and that operation.
     within: the layers around the call.
-    forward: for a call that computes gradients of another call, that other call, and the forward graph where
-    this function does not capture tensors of it.
+    apart: True if gradients of the function may be in other graphs.
+    forward_call: for a call that computes gradients of another call, that other call.
+    forward_graph: the graph of the function of that call; by default the graph whose tensors are captured.
     forward_identity: identity of the forward graph, if that is another graph.
     backward: True for a backward function.
     """
@@ -56,37 +58,61 @@ def function_body(
     syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
     names = function.names
     operations = graph.get_operations()
-    outer, depth = None, 0
+    captured_by_caller, depth = None, 0
     if caller is not None:
-        outer, depth = caller[0].captured, caller[0].depth_of(caller[1]) + (caller[1].type in LOOPS)
-    is_branch = forward[0] is not None and forward[1] is not None and forward[0].type in _BRANCH_OPS
-    captured = _capture_lookup(graph, forward if is_branch else None, outer)
-    forward_ops = _captured_operations(captured, operations, forward[1])
-    forwards = ForwardMap(operations, forward_ops, captured, forward[0], backward)
+        calling_body, call = caller
+        captured_by_caller = calling_body.captured
+        depth = calling_body.depth_of(call) + (call.type in LOOPS)
+    is_branch = forward_call is not None and forward_call.type in _BRANCH_OPS and forward_graph is not None
+    forward_branch = (forward_call, forward_graph) if is_branch else None
+    captured = _capture_lookup(graph, forward_branch, captured_by_caller)
+    forward_ops = _captured_operations(captured, operations, forward_graph)
+    forwards = ForwardMap(operations, forward_ops, captured, forward_call, backward)
     # A file keeps its backward ops as they are, whichever forward ops they belong to.
     if forwards.guessed and not rewriting.written:
-        rewriting.report(
-            f"the backward ops of {function.name}",
-            "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
-        )
-        known_forwards = set(filter(None, map(forwards, operations)))
-        for op in operations:
-            if _has_custom_gradient(op) and op not in known_forwards:
-                rewriting.report(
-                    f"the custom gradient at {op.name} of {function.name}",
-                    "it was traced or loaded outside of any scope, and no name tells which ops compute it",
-                )
+        _report_guesses(function.name, operations, forwards, rewriting)
     variable = _variable_lookup(graph, argument_variable or read_argument)
     return Body(
-        [op for op in operations if names.get(op.name) in nodes],
-        nodes, syntax, NUMBER, identity, forwards,
-        [syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
-        captured, lambda op: names.get(op.name, op.name), _ValueReader(graph, read_argument),
-        lambda name: function_named(name, graph), apart=apart, backward=backward, depth=depth,
-        order_of=forwards.order, guessed=bool(forwards.guessed),
-        variable_of=variable, place_of=Locations(rewriting.layers, graph, variable, within),
+        ops=[op for op in operations if names.get(op.name) in nodes],
+        nodes=nodes,
+        syntax=syntax,
+        number=NUMBER,
+        identity=identity,
+        forward_of=forwards,
+        outputs=[syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
+        captured=captured,
+        node_name=lambda op: names.get(op.name, op.name),
+        read_value=_ValueReader(graph, read_argument),
+        functions=lambda name: function_named(name, graph),
+        apart=apart,
+        backward=backward,
+        depth=depth,
+        order_of=forwards.order,
+        guessed=bool(forwards.guessed),
+        variable_of=variable,
+        place_of=Locations(rewriting.layers, graph, variable, within),
         forward_identity=forward_identity,
-    )  # fmt: skip
+    )
+
+
+def _report_guesses(
+    function_name: str,
+    operations: Sequence[tf.Operation],
+    forwards: ForwardMap,
+    rewriting: TensorFlowRewriting,
+) -> None:
+    """Report that the forward operations of a function's gradients, or of custom gradients, are guesses."""
+    rewriting.report(
+        f"the backward ops of {function_name}",
+        "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
+    )
+    known_forwards = set(filter(None, map(forwards, operations)))
+    for op in operations:
+        if _has_custom_gradient(op) and op not in known_forwards:
+            rewriting.report(
+                f"the custom gradient at {op.name} of {function_name}",
+                "it was traced or loaded outside of any scope, and no name tells which ops compute it",
+            )
 
 
 def _has_custom_gradient(op: tf.Operation) -> bool:
@@ -97,26 +123,31 @@ def _has_custom_gradient(op: tf.Operation) -> bool:
     return kind.startswith(b"CustomGradient")
 
 
-def _capture_lookup(graph: Any, branch: Any, outer: CaptureLookup | None) -> CaptureLookup:
+def _capture_lookup(
+    graph: Any, forward_branch: tuple[Any, Any] | None, captured_by_caller: CaptureLookup | None
+) -> CaptureLookup:
     """Return a lookup of the symbol of another graph that a symbol of this graph stands for.
 
     That symbol is captured by a placeholder; or a loop of gradients pops it off a list, onto which the rounds
     of the forward loop pushed it; or the gradients of a branch read it from an optional, which is empty if
     the branch was not taken.
-    branch: operation and graph of the forward branch of a branch of gradients; else None.
-    outer: the lookup of the graph that calls this one.
+    forward_branch: operation and graph of the forward branch of a branch of gradients; else None.
+    captured_by_caller: the lookup of the graph that calls this one.
     """
     captured = captured_by(graph)
 
-    def of_branch(tensor: Any) -> Any:
+    def captured_or_output(tensor: Any) -> Any:
         """Return the forward branch's output that a symbol stands for, or else the captured symbol."""
-        outer_tensor = captured(tensor)
-        candidate = outer_tensor
-        while branch is not None and candidate is not None:
-            if candidate.op is branch[0]:
-                return branch[1].outputs[candidate.value_index]
-            candidate = None if outer is None else outer(candidate)
-        return outer_tensor
+        captured_tensor = captured(tensor)
+        if forward_branch is None:
+            return captured_tensor
+        branch_op, branch_graph = forward_branch
+        outer_tensor = captured_tensor
+        while outer_tensor is not None:
+            if outer_tensor.op is branch_op:
+                return branch_graph.outputs[outer_tensor.value_index]
+            outer_tensor = None if captured_by_caller is None else captured_by_caller(outer_tensor)
+        return captured_tensor
 
     def find_captured(tensor: Any) -> Any:
         """Return the symbol of another graph that a symbol stands for; None if there is none."""
@@ -126,8 +157,9 @@ def _capture_lookup(graph: Any, branch: Any, outer: CaptureLookup | None) -> Cap
             return _stored_tensor(captured(op.inputs[0]), "TensorListPushBack", 1)
         # Gradients of a branch read its values from optionals, which are empty if the branch was not taken.
         if op.type == "OptionalGetValue":
-            return _stored_tensor(of_branch(op.inputs[0]), "OptionalFromValue", tensor.value_index)
-        return of_branch(tensor)
+            holder = captured_or_output(op.inputs[0])
+            return _stored_tensor(holder, "OptionalFromValue", tensor.value_index)
+        return captured_or_output(tensor)
 
     return find_captured
 
@@ -140,11 +172,14 @@ def _stored_tensor(holder: Any, kind: str, index: int) -> Any:
 def _captured_operations(
     captured: CaptureLookup, operations: Sequence[tf.Operation], graph: Any
 ) -> Mapping[str, tf.Operation] | None:
-    """Return the operations of the graph whose tensors this one captures; None if it captures none."""
-    for op in operations:
-        source = captured(op.outputs[0]) if op.type == "Placeholder" and op.outputs else None
-        if source is not None and graph is None:
-            graph = source.graph
+    """Return the operations of a graph by name; None without a graph.
+
+    graph: by default the graph of the first tensor that is captured.
+    """
+    if graph is None:
+        placeholders = (op.outputs[0] for op in operations if op.type == "Placeholder" and op.outputs)
+        sources = (captured(placeholder) for placeholder in placeholders)
+        graph = next((source.graph for source in sources if source is not None), None)
     return None if graph is None else {op.name: op for op in graph.get_operations()}
 
 

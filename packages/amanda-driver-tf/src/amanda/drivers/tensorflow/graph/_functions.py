@@ -81,7 +81,7 @@ def function_named(name: str, graph: Any) -> RuntimeFunction | None:
 
 
 def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
-    """Return a definition's names of the operations of its graph; None if it is of another graph.
+    """Return the names in a definition by the names in its graph; None if the definition is of another graph.
 
     TensorFlow renames operations that are named like an argument or a result. Operations that were created
     after the definition come last in the graph.
@@ -174,7 +174,7 @@ RUNS_IN_XLA_ALONE = "it has jit_compile=True and fails without XLA, so that it r
 
 _numbers = count()
 # By graph: a trial runs the function once, and no second time while the function lives.
-_results: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_trial_results: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def must_compile(holder: Any) -> bool:
@@ -183,26 +183,30 @@ def must_compile(holder: Any) -> bool:
 
 
 def runs_without_xla(function: RuntimeFunction, read_argument: Callable[[int], Any]) -> bool:
-    """Return True if TensorFlow can run a function without XLA.
+    """Return True if TensorFlow can run a function without XLA, after a trial run on copies of variables.
 
     read_argument: returns the value of an argument, by position; zeros are used for a symbol.
     """
     # XLA has kernels that TensorFlow lacks, such as grouped convolutions in three dimensions on a CPU. A
     # table of these would never be complete, so each function is tried once, on copies of its variables.
-    if function.graph not in _results:
+    if function.graph not in _trial_results:
         values = [read_argument(i) for i in range(len(function.graph.inputs))]
-        is_known = all(isinstance(value, ops.EagerTensor) for value in values)
-        extents = _EXTENTS[:1] if is_known else _EXTENTS
-        _results[function.graph] = any(_try_without_xla(function, values, extent) for extent in extents)
-    return _results[function.graph]
+        # Where all values are known, no extent matters, and one trial decides.
+        are_known = all(isinstance(value, ops.EagerTensor) for value in values)
+        extents = _EXTENTS[:1] if are_known else _EXTENTS
+        _trial_results[function.graph] = any(_try_without_xla(function, values, extent) for extent in extents)
+    return _trial_results[function.graph]
 
 
 def _try_without_xla(function: RuntimeFunction, values: list[Any], extent: int) -> bool:
-    """Run a function without XLA on arguments, and drop the results; return False if it fails."""
+    """Run a function without XLA on arguments, and drop the results; return False if it fails.
+
+    extent: size of the unknown dimensions of arguments without a value.
+    """
     definitions: dict[str, Any] = {}
     name = _add_trial_definition(function, definitions)
     current = context.context()
-    handles = []
+    handles = []  # the runtime drops a function with its last AtomicFunction
     for definition in definitions.values():
         current.add_function_def(definition)
         handles.append(atomic_function.AtomicFunction(definition.signature.name.encode(), current, None))
@@ -248,6 +252,7 @@ def _remove_xla_marks(attributes: Any) -> None:
 def _trial_argument(symbol: Any, value: Any, extent: int, variables: list[Any]) -> Any:
     """Return an argument for a trial: a value, zeros, or a new variable in the place of a variable.
 
+    The handle of a new variable is appended to `variables`.
     Raises TypeError for an argument that cannot be copied, such as a table or an iterator.
     """
     is_value = isinstance(value, ops.EagerTensor)

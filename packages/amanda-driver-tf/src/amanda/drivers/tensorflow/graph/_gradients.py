@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,62 +16,67 @@ _PLACEHOLDERS = ("Placeholder", "PlaceholderWithDefault", "_Arg", "Arg")
 
 
 class GradientEdges:
-    """Gradients that enter and leave the backward operations of a body.
+    """The gradients that backward operations of a body read and compute.
 
-    groups: the backward operations of each forward operation, in order.
+    backward_ops: the backward operations of each forward operation, in order.
     """
 
     def __init__(self, body: Body, forward: Mapping[tf.Operation, tf.Operation]) -> None:
         self._body = body
         self._forward = forward
         self._order = {op: i for i, op in enumerate(body.ops)}
-        self._entering: dict[tf.Operation, list[int]] = {}
-        self._consumers: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
+        self._gradient_inputs: dict[tf.Operation, list[int]] = {}
+        self._gradient_readers: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
         self._readers: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
-        self._computing: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
-        self.groups: dict[tf.Operation, list[tf.Operation]] = {}
+        self._ancestors_by_input: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
+        self.backward_ops: dict[tf.Operation, list[tf.Operation]] = {}
         # Most bodies have no gradients, and need none of these tables.
         for op in body.ops if forward else ():
             if op in forward:
-                self.groups.setdefault(forward[op], []).append(op)
-                receives_gradient = _receives_gradient(op)
-                gradient_positions = [
-                    i
-                    for i, value in enumerate(op.inputs)
-                    if receives_gradient or self._is_gradient(value, forward[op])
-                ]
-                if op.type == "ZerosLike":  # stands for a gradient that no operation computes
-                    self._entering[op] = []
-                elif gradient_positions:
-                    self._entering[op] = gradient_positions
+                self.backward_ops.setdefault(forward[op], []).append(op)
+                self._find_gradient_inputs(op)
             for i, tensor in enumerate(op.inputs):
-                if tensor.op in self._entering:
-                    self._consumers.setdefault(tensor_key(tensor), []).append(op)
+                if tensor.op in self._gradient_inputs:
+                    self._gradient_readers.setdefault(tensor_key(tensor), []).append(op)
                 self._readers.setdefault(tensor_key(tensor), []).append((op, i))
+
+    def _find_gradient_inputs(self, op: tf.Operation) -> None:
+        """Record which inputs of a backward operation are gradients; those of earlier ones are known."""
+        receives_gradient = _receives_gradient(op)
+        positions = [
+            i
+            for i, tensor in enumerate(op.inputs)
+            if receives_gradient or self._is_gradient(tensor, self._forward[op])
+        ]
+        # Zeros stand for a gradient that no operation computes: their output is one, and their input is none.
+        if op.type == "ZerosLike":
+            self._gradient_inputs[op] = []
+        elif positions:
+            self._gradient_inputs[op] = positions
 
     def readers(self, tensor: Any) -> list[tuple[tf.Operation, int]]:
         """Return the operations that read a tensor, each with the position of the input."""
         return self._readers.get(tensor_key(tensor), [])
 
-    def entering(self, op: tf.Operation) -> list[int]:
+    def gradient_inputs(self, op: tf.Operation) -> list[int]:
         """Return the positions of the inputs that are gradients; empty if there are none."""
-        return self._entering.get(op, [])
+        return self._gradient_inputs.get(op, [])
 
-    def leaving(self, op: tf.Operation) -> list[int]:
+    def gradient_outputs(self, op: tf.Operation) -> list[int]:
         """Return the positions of the outputs that are gradients: none if no input is one."""
-        if op not in self._entering:
+        if op not in self._gradient_inputs:
             return []
         return [i for i, tensor in enumerate(op.outputs) if is_differentiable(tensor)]
 
-    def last(self, forward: tf.Operation) -> tf.Operation:
-        """Return the last backward operation that reads a gradient.
+    def last_op(self, forward: tf.Operation) -> tf.Operation:
+        """Return the last backward operation that reads a gradient; without such an operation the last one.
 
         Backward operations that read none, such as those that compute shapes, may come later.
         """
-        group = self.groups[forward]
-        return next((op for op in reversed(group) if self.entering(op)), group[-1])
+        backward_ops = self.backward_ops[forward]
+        return next((op for op in reversed(backward_ops) if self.gradient_inputs(op)), backward_ops[-1])
 
-    def incoming(self, op: tf.Operation) -> list[int]:
+    def incoming_gradients(self, op: tf.Operation) -> list[int]:
         """Return the positions of the inputs that are gradients of the forward operation's outputs.
 
         Where several operations read an output, its gradient is a sum; the summands are not counted.
@@ -79,11 +84,12 @@ class GradientEdges:
         if op.type == "AddN":
             return []
         forward = self._forward[op]
-        sources = {i: op.inputs[i].op for i in self.entering(op)}
+        producers = {i: op.inputs[i].op for i in self.gradient_inputs(op)}
+        # Other gradients are computed by backward operations of the same forward operation.
         return [
             i
-            for i, source in sources.items()
-            if source.type == "AddN" or self._forward.get(source) is not forward
+            for i, producer in producers.items()
+            if producer.type == "AddN" or self._forward.get(producer) is not forward
         ]
 
     def input_gradients(self, forward: tf.Operation) -> dict[int, Any]:
@@ -92,28 +98,26 @@ class GradientEdges:
         Gradients and inputs are matched by shape, by the operations that read a gradient, and by the tensors
         that it was computed from: the gradient of a factor is computed from the other factors.
         """
-        group = self._group(forward)
-        leaving = (op.outputs[i] for op in group for i in self.leaving(op))
-        candidates = [tensor for tensor in leaving if self._is_read_outside(tensor, group)]
+        group = self._group_without_sums(forward)
+        computed = (op.outputs[i] for op in group for i in self.gradient_outputs(op))
+        candidates = [tensor for tensor in computed if self._is_read_outside(tensor, group)]
         inputs = {i: tensor for i, tensor in enumerate(forward.inputs) if is_differentiable(tensor)}
         # TensorFlow has no record of which gradient belongs to which input, so pairs are matched greedily,
         # the best score first; j and i keep the order of positions among equal scores.
-        scored = sorted(
-            (
-                (-self._match_score(tensor, inputs[i], group), j, i)
-                for (j, tensor), i in product(enumerate(candidates), inputs)
-                if tensor.shape.is_compatible_with(inputs[i].shape)
-            ),
+        ranking = sorted(
+            (-self._match_score(tensor, inputs[i], group), j, i)
+            for (j, tensor), i in product(enumerate(candidates), inputs)
+            if tensor.shape.is_compatible_with(inputs[i].shape)
         )
         gradients: dict[int, Any] = {}
         matched: set[int] = set()
-        for _, j, i in scored:
+        for _, j, i in ranking:
             if i not in gradients and j not in matched:
                 gradients[i] = candidates[j]
                 matched.add(j)
         return gradients
 
-    def which_input(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
+    def forward_input_read(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
         """Return which input of the forward operation a backward operation reads, if several are one tensor.
 
         An operation that reads the tensor as often as the forward operation reads the inputs in order. An
@@ -133,13 +137,13 @@ class GradientEdges:
     def _computed_positions(self, op: tf.Operation) -> list[int]:
         """Return the positions of the forward operation's inputs whose gradient depends on an operation."""
         forward = self._forward[op]
-        if forward not in self._computing:
-            group = self._group(forward)
-            self._computing[forward] = {
+        if forward not in self._ancestors_by_input:
+            group = self._group_without_sums(forward)
+            self._ancestors_by_input[forward] = {
                 i: self._ancestors(gradient.op, group)
                 for i, gradient in self.input_gradients(forward).items()
             }
-        return [i for i, ancestors in self._computing[forward].items() if op in ancestors]
+        return [i for i, ancestors in self._ancestors_by_input[forward].items() if op in ancestors]
 
     @staticmethod
     def _ancestors(op: tf.Operation, group: Sequence[tf.Operation]) -> set[tf.Operation]:
@@ -153,9 +157,9 @@ class GradientEdges:
                 pending += [tensor.op for tensor in candidate.inputs]
         return ancestors
 
-    def _group(self, forward: tf.Operation) -> list[tf.Operation]:
+    def _group_without_sums(self, forward: tf.Operation) -> list[tf.Operation]:
         """Return the backward operations of a forward operation, without sums of gradients."""
-        return [op for op in self.groups.get(forward, ()) if op.type != "AddN"]
+        return [op for op in self.backward_ops.get(forward, ()) if op.type != "AddN"]
 
     def _captured_or_self(self, tensor: Any) -> Any:
         """Return the forward graph's tensor that a placeholder stands for, or the tensor itself."""
@@ -164,17 +168,20 @@ class GradientEdges:
 
     def _is_read_outside(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
         """Return True if an operation out of a group reads a gradient, or none in the body does."""
-        readers = self._consumers.get(tensor_key(tensor), [])
+        readers = self._gradient_readers.get(tensor_key(tensor), [])
         return not readers or any(reader not in group for reader in readers)
 
     def _match_score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
         """Score how well a gradient fits an input, by the gradient's readers and by its operands."""
-        readers = [self._forward.get(consumer) for consumer in self._consumers.get(tensor_key(gradient), ())]
-        is_only_output = len(self.leaving(gradient.op)) == 1  # else they are in the order of the inputs
-        # The op that computed an input reads its gradient: that is worth more than any other hint.
-        return 4 * (value.op in readers) + (
-            is_only_output and tensor_key(value) not in self._forward_tensors_read(gradient.op, group)
+        readers = self._gradient_readers.get(tensor_key(gradient), ())
+        is_read_by_producer = value.op in [self._forward.get(reader) for reader in readers]
+        # Several gradients of one op are in the order of the inputs, whichever tensors it reads.
+        is_only_output = len(self.gradient_outputs(gradient.op)) == 1
+        is_of_other_factor = is_only_output and tensor_key(value) not in self._forward_tensors_read(
+            gradient.op, group
         )
+        # The op that computed an input reads its gradient: that is worth more than any other hint.
+        return 4 * is_read_by_producer + is_of_other_factor
 
     def _forward_tensors_read(self, op: tf.Operation, group: Sequence[tf.Operation]) -> set[Any]:
         """Return the keys of the tensors that a gradient is computed from, within its group."""
@@ -187,7 +194,7 @@ class GradientEdges:
     def _is_gradient(self, tensor: Any, forward: tf.Operation) -> bool:
         """Return True if an input of a backward operation is a gradient, not a forward value."""
         producer = tensor.op
-        if producer in self._entering:
+        if producer in self._gradient_inputs:
             return is_differentiable(tensor)
         if producer in self._forward or not is_differentiable(tensor):
             return False
@@ -238,64 +245,64 @@ class PassThroughOps:
     def __init__(self, rewriter: BodyRewriter) -> None:
         self._rewriter = rewriter
         self._rewriting = rewriter.rewriting
-        self._edges = rewriter.gradients
+        self._gradient_edges = rewriter.gradient_edges
         self._crossed: set[tf.Operation] = set()
 
     def positions(self, op: tf.Operation) -> list[int]:
         """Return the positions of the inputs whose gradient is the output's gradient."""
         positions = _PASS_THROUGH_INPUTS.get(op.type, ())
-        computed = self._edges.input_gradients(op) if positions and op in self._edges.groups else {}
+        has_backward_ops = bool(positions) and op in self._gradient_edges.backward_ops
+        computed = self._gradient_edges.input_gradients(op) if has_backward_ops else {}
         return [i for i in positions if i not in computed and is_differentiable(op.inputs[i])]
 
-    def redirect_gradient(self, op: tf.Operation, value: Any, gradient: Any, ref: str, vanilla: str) -> None:
+    def redirect_gradient(
+        self, op: tf.Operation, value: Any, gradient: Any, ref: str, unchanged_ref: str
+    ) -> None:
         """Make the readers of a forward value's gradient read `ref`, also behind pass-through operations.
 
-        op: the backward operation that is being edited.  vanilla: the ref of the unchanged gradient.
+        At pass-through operations pullbacks of their routines are inserted on the way.
+        op: the backward operation that is being edited.  unchanged_ref: the ref of the unchanged gradient.
         """
         producer = value.op
-        if ref != vanilla:
+        if ref != unchanged_ref:
             self._redirect_gradient_readers(producer, gradient, ref)
         positions = self.positions(producer)
-        if not positions or producer in self._edges.groups:
+        if not positions or producer in self._gradient_edges.backward_ops:
             return  # the producer's last backward operation continues from there
         self._crossed.add(producer)
         analysed = self._rewriter.analysed_forward(producer)
         if analysed is None:
             return
-        refs = self._rewriter.pullbacks.insert_past(op, analysed[0], gradient, ref, positions)
+        refs = self._rewriter.pullbacks.insert_at_pass_through(op, analysed[0], gradient, ref, positions)
         for i in positions:
-            self.redirect_gradient(op, producer.inputs[i], gradient, refs.get(i, ref), vanilla)
+            self.redirect_gradient(op, producer.inputs[i], gradient, refs.get(i, ref), unchanged_ref)
 
     def _redirect_gradient_readers(self, producer: tf.Operation, gradient: Any, ref: str) -> None:
         """Make backward operations of a value's producer read `ref` instead of the value's gradient.
 
         For a producer at which the way back ends, also sums and the body's results.
         """
-        is_last = producer not in self._edges.groups and not self.positions(producer)
-        for reader, i in self._edges.readers(gradient):
-            forward = self._rewriter.forward.get(reader)
+        is_last = producer not in self._gradient_edges.backward_ops and not self.positions(producer)
+        for reader, i in self._gradient_edges.readers(gradient):
+            forward = self._rewriter.forward_ops.get(reader)
             if forward is producer or (is_last and (forward is None or reader.type == "AddN")):
-                self._rewriter.redirect(reader, i, ref)
+                self._rewriter.redirect_input(reader, i, ref)
         if is_last:
-            self._rewriter.returned_refs[self._rewriter.edge(gradient)] = ref
+            self._rewriter.returned_refs[self._rewriter.edge_of(gradient)] = ref
 
     def report_missed(self, backward: bool) -> None:
         """Report routines at pass-through operations whose gradients no backward operation carries.
 
         backward: True if the gradients come from another graph.
         """
-        groups = self._edges.groups
-        candidates = [consumer for op in groups for output in op.outputs for consumer in output.consumers()]
+        differentiated_ops = self._gradient_edges.backward_ops
+        candidates = (consumer for op in differentiated_ops for consumer in _consumers(op))
         for op in dict.fromkeys(candidates):
-            if op.type not in _PASS_THROUGH_INPUTS or op in self._crossed or op in groups:
+            if op.type not in _PASS_THROUGH_INPUTS or op in self._crossed or op in differentiated_ops:
                 continue
-            analysed = self._rewriter.analysed_forward(op)
-            is_read_on = any(consumer in groups for output in op.outputs for consumer in output.consumers())
-            if (
-                analysed is not None
-                and analysed[0] in self._rewriting.autodiff_places
-                and (is_read_on or backward)
-            ):
+            # An op behind which nothing is differentiated gets no gradient.
+            gets_gradient = backward or any(reader in differentiated_ops for reader in _consumers(op))
+            if gets_gradient and self._is_in_autodiff(op):
                 self._rewriting.report(
                     f"the gradient of the routines at {op.name}",
                     f"{op.type} passes gradients as they are, and has no backward op where it could go",
@@ -304,13 +311,20 @@ class PassThroughOps:
     def report_guessed(self, ops: Sequence[tf.Operation]) -> None:
         """Report routines at pass-through operations of a body whose gradients are inferred from names."""
         for op in ops:
-            analysed = (
-                self._rewriter.analysed_forward(op)
-                if op.type in _PASS_THROUGH_INPUTS and op not in self._rewriter.forward
-                else None
-            )
-            if analysed is not None and analysed[0] in self._rewriting.autodiff_places:
+            is_pass_through = op.type in _PASS_THROUGH_INPUTS and op not in self._rewriter.forward_ops
+            if is_pass_through and self._is_in_autodiff(op):
                 self._rewriting.report(
                     f"the gradient of the routines at {op.name}",
                     f"{op.type} passes gradients as they are; whose these are only names tell, which may err",
                 )
+
+    def _is_in_autodiff(self, op: tf.Operation) -> bool:
+        """Return True if routines at an operation take part in autodiff."""
+        analysed = self._rewriter.analysed_forward(op)
+        return analysed is not None and analysed[0] in self._rewriting.autodiff_places
+
+
+def _consumers(op: tf.Operation) -> Iterator[tf.Operation]:
+    """Yield the operations that read an output of an operation."""
+    for output in op.outputs:
+        yield from output.consumers()

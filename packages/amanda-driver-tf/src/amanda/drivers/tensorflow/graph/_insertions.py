@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from ._autodiff import SavedTensor
 from ._body import Body, TensorFlowRewriting
 from ._nodes import INT64, control_trigger, new_node, opaque_identity
 from ._slots import RESOURCE, LentHandle, PackedObservers, RoutineNode, py_func
@@ -22,14 +23,15 @@ class _ObserverPack:
 
     members: the observers of an operation, with the indices of their tensors among those of the node.
     tensors: index and type of each tensor of the node, by its ref.
-    names: names of the observed operations; True where the node waits for the operation.
+    waits_for: by the name of an observed operation, True if the node waits for the operation.
+    nbytes: estimated memory of the tensors.
     """
 
     def __init__(self, number: str) -> None:
         self.number = number
         self.members: list[tuple[RoutineNode, Sequence[int]]] = []
         self.tensors: dict[str, tuple[int, int]] = {}
-        self.names: dict[str, bool] = {}
+        self.waits_for: dict[str, bool] = {}
         self.nbytes = 0
 
 
@@ -38,8 +40,8 @@ class Insertions:
 
     nodes: the inserted nodes.  inserted: their names by the operation with which they run.
     ahead, behind: names of nodes that an operation waits for, or that wait for it.
-    sources: by the ref of a value, the key of the saved values that contain it, side and position.
-    forward: by the name of a gradient operation, that of its forward operation, if in this body.
+    saved_tensors: by the ref of a value of a routine, its place among saved values.
+    forward_names: by the name of a gradient operation, that of its forward operation, if in this body.
     dependencies: control dependencies between the nodes.
     """
 
@@ -50,16 +52,16 @@ class Insertions:
         self.inserted: dict[str, list[str]] = {}
         self.behind: dict[str, list[str]] = {}
         self.ahead: dict[str, list[str]] = {}
-        self.sources: dict[str, tuple[Any, int, int]] = {}
-        self.forward: Mapping[str, str] = {}
+        self.saved_tensors: dict[str, SavedTensor] = {}
+        self.forward_names: dict[str, str] = {}
         self.dependencies = ControlDependencies(body, self.nodes)
         self._packs: dict[Hashable, _ObserverPack] = {}
         self._flushed: dict[Hashable, str] = {}
 
-    def source_of(self, ref: str) -> tuple[Any, int, int] | None:
-        """Return the key of the saved values with a value, side and position; None if it is not saved."""
-        source = self.sources.get(ref)
-        return None if source is None or source[0] is None else source
+    def saved_tensor(self, ref: str) -> SavedTensor | None:
+        """Return the place of a value among saved values; None if it is not saved."""
+        saved = self.saved_tensors.get(ref)
+        return None if saved is None or saved.key is None else saved
 
     def pass_through(self, name: str, index: int, kind: int) -> str:
         """Return the ref of an output behind an identity that TensorFlow's optimizer keeps."""
@@ -85,43 +87,56 @@ class Insertions:
         self.nodes += routine.call(name, refs, control_inputs, result_types, output)
         return name
 
-    def shares_node(self, op: tf.Operation, tensors: Sequence[Any]) -> bool:
+    def can_share_node(self, op: tf.Operation, tensors: Sequence[Any]) -> bool:
         """Return True if observers of some values of an operation share a node with others."""
         return self.body.frames is None or self.body.frames.group(op, tensors) is not None
 
     def observe(
-        self, op: tf.Operation, node: RoutineNode, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
+        self, op: tf.Operation, place: RoutineNode, refs: Sequence[str], tensors: Sequence[Any], ahead: bool
     ) -> None:
-        """Insert a node that calls observers; no node reads its results."""
+        """Put observers into a pack, whose node is added once the pack is complete.
+
+        Observers of values that cannot share a node get one of their own at once.
+        """
         frames = self.body.frames
         group = () if frames is None else frames.group(op, tensors)
         if group is None:
-            observers = PackedObservers([(node, range(len(refs)))])
+            observers = PackedObservers([(place, range(len(refs)))])
             self.add(op, observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
             return
         name = self.body.node_name(op)
-        forward = self.forward.get(name)
-        for packed_group in [other_group for other_group in self._packs if other_group != group]:
+        forward = self.forward_names.get(name)
+        for other_group in [packed_group for packed_group in self._packs if packed_group != group]:
             # Routines at a gradient op wait for the node with the routines of its forward op, so that node
             # has to exist.
-            if forward in self._packs[packed_group].names or frames.encloses(packed_group, group):
-                self._flush(packed_group)
-        pack = self._packs.get(group)
+            if forward in self._packs[other_group].waits_for or frames.encloses(other_group, group):
+                self._flush(other_group)
         sizes = {ref: estimated_nbytes(tensor) for ref, tensor in zip(refs, tensors, strict=True)}
-        if pack is not None:
-            size = sum(size for ref, size in sizes.items() if ref not in pack.tensors)
-            # A tensor that a later node reads cannot be freed or overwritten in the meantime.
-            if pack.nbytes + size > self.rewriting.budget:
-                self._flush(group)
-                pack = None
-        if pack is None:
-            pack = self._packs[group] = _ObserverPack(self.body.number_at(op, ahead))
+        pack = self._pack_with_room(group, sizes) or _ObserverPack(self.body.number_at(op, ahead))
+        self._packs[group] = pack
         for ref, tensor in zip(refs, tensors, strict=True):
             if ref not in pack.tensors:
                 pack.tensors[ref] = len(pack.tensors), dtype_enum(tensor)
                 pack.nbytes += sizes[ref]
-        pack.members.append((node, [pack.tensors[ref][0] for ref in refs]))
-        pack.names[name] = pack.names.get(name, False) or frames is None or not frames.is_flow(op)
+        pack.members.append((place, [pack.tensors[ref][0] for ref in refs]))
+        # An op of control flow may be dead or in another frame, where the observed tensor is not.
+        waits = frames is None or not frames.is_flow(op)
+        pack.waits_for[name] = pack.waits_for.get(name, False) or waits
+
+    def _pack_with_room(self, group: Hashable, sizes: Mapping[str, int]) -> _ObserverPack | None:
+        """Return a group's pack if tensors of these sizes, by ref, fit in; else add the pack's node.
+
+        Returns None then, and for a group without a pack.
+        """
+        pack = self._packs.get(group)
+        if pack is None:
+            return None
+        added_nbytes = sum(nbytes for ref, nbytes in sizes.items() if ref not in pack.tensors)
+        # A tensor that a later node reads cannot be freed or overwritten in the meantime.
+        if pack.nbytes + added_nbytes <= self.rewriting.budget:
+            return pack
+        self._flush(group)
+        return None
 
     def flush(self) -> None:
         """Add the nodes of all packed observers."""
@@ -132,19 +147,20 @@ class Insertions:
         """Add one node for a group's observers, with each observed tensor as an input once."""
         pack = self._packs.pop(group)
         refs, types = list(pack.tensors), [kind for _, kind in pack.tensors.values()]
-        control_inputs = [f"^{name}" for name, is_waited_for in pack.names.items() if is_waited_for]
+        control_inputs = [f"^{name}" for name, waits in pack.waits_for.items() if waits]
         if group in self._flushed:  # observers run in the order of their ops
             control_inputs.append(f"^{self._flushed[group]}")
         control_inputs += [
             dependency
-            for name in pack.names
+            for name in pack.waits_for
             for dependency in self._after_forward_routines(name, pack.number)
         ]
         node = self._add_call(
             PackedObservers(pack.members), pack.number, refs, list(dict.fromkeys(control_inputs)), types, ()
         )
-        self.dependencies.add_node(node.name, next(iter(pack.names)), pack.number)
-        for name in pack.names:
+        # All operations of a pack run in the same rounds and branches, so the first stands for all.
+        self.dependencies.add_node(node.name, next(iter(pack.waits_for)), pack.number)
+        for name in pack.waits_for:
             self.inserted.setdefault(name, []).append(node.name)
         self._flushed[group] = node.name
 
@@ -162,21 +178,23 @@ class Insertions:
         """Add a node that calls a new slot; return its name.
 
         ahead: True if the operation comes after the node, False if the node comes after the operation.
-        An operation that reads the node's results need not wait for it.
+        instead: True if no operation has to wait for the node.
+        control_inputs: by default those that make the node run where the operation runs.
         """
         name = self.body.node_name(op)
         number = self.body.number_at(op, ahead)
         if control_inputs is None:
             control_inputs = self._control_inputs_of(name, refs) if ahead else [f"^{name}"]
-        for group in [
-            packed_group for packed_group, pack in self._packs.items() if self.forward.get(name) in pack.names
-        ]:
+        forward = self.forward_names.get(name)
+        for group in [group for group, pack in self._packs.items() if forward in pack.waits_for]:
             self._flush(group)
         control_inputs = list(dict.fromkeys([*control_inputs, *self._after_forward_routines(name, number)]))
         node = self._add_call(inserted, number, refs, control_inputs, input_types, result_types)
         self.dependencies.add_node(node.name, name, number)
         self.inserted.setdefault(name, []).append(node.name)
-        if not instead and not (ahead and (result_types or not refs or may_end_loop(op))):
+        # An operation that reads the node's results waits by that, and one that may end a loop cannot wait.
+        needs_no_wait = instead or (ahead and (result_types or not refs or may_end_loop(op)))
+        if not needs_no_wait:
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
         return str(node.name)
 
@@ -213,7 +231,7 @@ class Insertions:
         They wait for the routines at its forward operation, which may put values into `run`.
         """
         return self.dependencies.control_inputs_after(
-            self.inserted.get(self.forward.get(name, ""), ()), number
+            self.inserted.get(self.forward_names.get(name, ""), ()), number
         )
 
     def _control_inputs_of(self, name: str, refs: Sequence[str]) -> list[str]:
@@ -239,12 +257,12 @@ class ControlDependencies:
 
     inserted_nodes: a list to which additional nodes are appended.
     numbers: by the name of a node, the number that it reads, which identifies the loop around it.
-    in_flow: names of operations behind control flow of version 1, which may not run.
+    conditional_names: names of operations behind control flow of version 1, which may not run.
     """
 
     def __init__(self, body: Body, inserted_nodes: list[Any]) -> None:
         self.numbers: dict[str, str] = {}
-        self.in_flow: Collection[str] = ()
+        self.conditional_names: Collection[str] = ()
         self._body = body
         self._inserted_nodes = inserted_nodes
         self._may_be_left_out: set[str] = set()
@@ -254,7 +272,7 @@ class ControlDependencies:
     def add_node(self, node: str, name: str, number: str) -> None:
         """Add a node that reads a number and runs where the operation `name` runs, for others to wait for."""
         self.numbers[node] = number
-        if name in self.in_flow:
+        if name in self.conditional_names:
             self._may_be_left_out.add(node)
 
     def control_inputs_after(self, nodes: Iterable[str], number: str) -> list[str]:

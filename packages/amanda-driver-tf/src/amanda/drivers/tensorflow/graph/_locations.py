@@ -54,11 +54,11 @@ class NamedLayer:
         self.handles: set[Any] = set()
         self.layers: dict[str, NamedLayer] = {}
 
-    def below(self) -> Iterator[NamedLayer]:
+    def inner_layers(self) -> Iterator[NamedLayer]:
         """Yield the layers in this layer, those directly in it first."""
         yield from self.layers.values()
         for layer in self.layers.values():
-            yield from layer.below()
+            yield from layer.inner_layers()
 
 
 class LayerIndex:
@@ -66,7 +66,7 @@ class LayerIndex:
 
     def __init__(self) -> None:
         self._root = NamedLayer("")
-        self._below: dict[int, tuple[Any, LayersByName]] = {}
+        self._inner_layers: dict[int, tuple[Any, LayersByName]] = {}
 
     def add_variables(self, variables: Iterable[Any]) -> None:
         """Add the layers in the names of a graph's variables, for graphs without living layers."""
@@ -79,7 +79,7 @@ class LayerIndex:
     @cached_property
     def by_variable_names(self) -> LayersByName:
         """The layers in the names of variables."""
-        return _index_layers(self._root.below())
+        return _index_layers(self._root.inner_layers())
 
     @cached_property
     def in_process(self) -> LayersByName:
@@ -97,12 +97,13 @@ class LayerIndex:
                 layers.append(candidate)
         return _index_layers(reversed(layers))
 
-    def below(self, layer: Any) -> LayersByName:
+    def inner_layers(self, layer: Any) -> LayersByName:
         """Return the layers in a layer."""
-        if id(layer) not in self._below:
+        if id(layer) not in self._inner_layers:
             # The entry holds the layer, so that no other object gets its id.
-            self._below[id(layer)] = layer, _index_layers(_nested_layers(layer))
-        return self._below[id(layer)][1]
+            self._inner_layers[id(layer)] = layer, _index_layers(_nested_layers(layer))
+        _, inner_layers = self._inner_layers[id(layer)]
+        return inner_layers
 
 
 class Locations:
@@ -131,14 +132,15 @@ class Locations:
     def _locate(self, op: tf.Operation, directory: str) -> Location | None:
         """Find the layers in a name scope, from the outermost in; return None outside of layers."""
         chain = list(self._within)
-        pool = self._layers.below(chain[-1]) if chain else self._outermost_layers(op)
+        pool = self._layers.inner_layers(chain[-1]) if chain else self._outermost_layers(op)
         scope = ""
         for part in directory.split("/") if pool else ():
             scope = f"{scope}/{part}" if scope else part
+            # A part may be no layer's: functions and users open scopes, too.
             layer = self._select_layer(_candidates(part, pool), scope)
             if layer is not None:
                 chain.append(layer)
-                pool = self._layers.below(layer)
+                pool = self._layers.inner_layers(layer)
         if not chain:
             return None
         if isinstance(chain[-1], NamedLayer):
@@ -199,7 +201,8 @@ def _index_layers(layers: Iterable[Any]) -> LayersByName:
     layers_by_name: dict[str, list[Any]] = {}
     for layer in layers:
         layers_by_name.setdefault(str(layer.name), []).append(layer)
-    for name, group in layers_by_name.items():  # a Sequential contains a functional model of the same name
+    # A Sequential contains a functional model of the same name, which is no layer of the user's.
+    for name, group in layers_by_name.items():
         inner_models = [id(vars(layer).get("_functional")) for layer in group]
         layers_by_name[name] = [layer for layer in group if id(layer) not in inner_models]
     return layers_by_name
@@ -208,7 +211,7 @@ def _index_layers(layers: Iterable[Any]) -> LayersByName:
 def _nested_layers(layer: Any) -> Iterator[Any]:
     """Yield the layers in a layer, those directly in it first."""
     if isinstance(layer, NamedLayer):
-        yield from layer.below()
+        yield from layer.inner_layers()
         return
     direct = list(layer._flatten_layers(include_self=False, recursive=False))
     yield from direct

@@ -13,6 +13,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops
 
+from ._autodiff import SavedTensor
 from ._body import AutodiffPlace, Body, TensorFlowRewriting
 from ._insertions import Insertions, may_end_loop
 from ._nodes import constant, new_node
@@ -97,7 +98,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
                 "function be traced, or the graph be made, within a scope",
             )
             return False
-        reads = self.reads(action, op_side(inputs), facts)
+        reads = self.foreign_inputs(action, op_side(inputs), facts)
         if outputs.where(all_outputs, is_plain) != list(all_outputs):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return False
@@ -111,7 +112,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         return True
 
     @abstractmethod
-    def reads(self, action: Action, inputs: OpSide, facts: OpFacts) -> Sequence[ForeignInput]:
+    def foreign_inputs(self, action: Action, inputs: OpSide, facts: OpFacts) -> Sequence[ForeignInput]:
         """Return the inputs of other operations that a replacement reads."""
 
     def formed(
@@ -161,7 +162,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         for reader_id in dict.fromkeys(foreign.op_id for foreign in reads):
             positions = [foreign.position if foreign.op_id == reader_id else -1 for foreign in reads]
             reader_place = replace(
-                replaced_place, side="past", input_positions=replaced_positions + positions,
+                replaced_place, side="reader", input_positions=replaced_positions + positions,
                 replacement_id=facts.op_id,
             )  # fmt: skip
             self.rewriting.autodiff_places.setdefault(reader_id, []).append(reader_place)
@@ -234,19 +235,20 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def _register_values(
         self, place: RoutineNode, name: str, values: Sequence[Value], symbols: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Return the results of a node; record the keys under which these and its inputs are saved."""
+        """Return the results of a node; record these and its inputs in `saved_tensors`."""
         insertions = self.insertions
         refs = [insertions.output_of(name, k) for k in range(len(symbols))]
         if not place.replaces:
             for k, value in enumerate(values):
-                insertions.sources.setdefault(value.ref, (place.saved_as, 0, k))
+                # An input that is the result of an earlier node is recorded as that.
+                insertions.saved_tensors.setdefault(value.ref, SavedTensor(place.saved_as, 0, k))
             # See `may_end_loop`: the condition may read the first output of a node only.
             if op_side(side).ahead and may_end_loop(op_side(side).op):
                 refs[1:] = [
                     insertions.pass_through(name, k, dtype_enum(symbols[k])) for k in range(1, len(symbols))
                 ]
         for k, ref in enumerate(refs):
-            insertions.sources[ref] = (place.saved_as, 1, k)
+            insertions.saved_tensors[ref] = SavedTensor(place.saved_as, 1, k)
         return list(map(Value, refs, symbols))
 
     def _control_inputs(self, op: tf.Operation) -> list[str]:

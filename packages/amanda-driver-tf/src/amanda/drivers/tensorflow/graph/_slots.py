@@ -106,10 +106,11 @@ class RoutineNode(Insertion):
     """Routines at a place of a graph, whose results are cast to the dtypes of the graph.
 
     dtypes: dtypes of the results.
-    saved_as: the key under which its values are saved for a backward pass; None if they are not.
+    saved_as: the key under which its values are saved for a backward pass, a tuple that begins with the op
+    id; None if they are not saved.
     in_autodiff: True if gradients go through the routines.
     readers: the readers of the saved values.
-    loaned_positions: positions of inputs that are numbers of handles.
+    loaned_positions: positions of inputs that are numbers of handles; see `LentHandle`.
     """
 
     __slots__ = ("dtypes", "in_autodiff", "loaned_positions", "readers", "saved_as")
@@ -124,7 +125,10 @@ class RoutineNode(Insertion):
         self.loaned_positions: Sequence[int] = ()
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Run the routines; return the flat tensors that go back into the graph."""
+        """Run the routines; return the flat tensors that go back into the graph.
+
+        Saves inputs and outputs in the execution if gradients need them.
+        """
         flat = resolve_handles(execution, flat, self.loaned_positions)
         if self.in_autodiff:
             # The tape and its values are saved: pullbacks ask this tape when the gradients arrive.
@@ -191,7 +195,10 @@ class _PlacedObserver:
         self.is_flat = False
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the values that the observer selects."""
+        """Return the values that the observer selects among the tensors of the node.
+
+        The first call computes the layout.
+        """
         layout = self.layout
         if layout is None:
             all_indices = self.place.values(self.indices)
@@ -338,7 +345,7 @@ class LentHandle:
 
 
 def resolve_handles(execution: Execution, flat: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
-    """Return a node's inputs with stored handles instead of the numbers at these positions."""
+    """Return a node's inputs with handles instead of their numbers at these positions; each is taken once."""
     if not positions:
         return flat
     tensors = list(flat)

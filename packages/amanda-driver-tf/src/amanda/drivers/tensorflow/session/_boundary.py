@@ -76,24 +76,25 @@ class SessionBoundary:
             return run(session, options, feeds, route.fetches(fetches), route.targets(targets), metadata)
 
     @contextmanager
-    def run_context(self, route: Route, execution: Execution, whole: bool = True) -> Iterator[None]:
-        """Return a context around a run, or, where `whole` is False, around a part of a partial run.
+    def run_context(self, route: Route, execution: Execution, is_part: bool = False) -> Iterator[None]:
+        """Return a context around a run, or, where `is_part` is True, around a part of a partial run.
 
         Errors of routines are raised as they are; errors of TensorFlow name the user's nodes, not the copy's.
         """
-        routed_error: BaseException | None = None
+        tensorflow_error: BaseException | None = None
         try:
-            with execution.under_way() if whole else execution.part():
+            with execution.part() if is_part else execution.under_way():
                 try:
                     yield
                 except errors_impl.OpError as error:
                     # The prefix of hidden nodes is cut off, so the message has the names of the user's nodes.
                     error._message = error.message.replace(route.prefix, "")
-                    routed_error = error
+                    tensorflow_error = error
                     raise
         except errors_impl.OpError as error:
-            if error is not routed_error and getattr(self._local, "in_session_call", False):
-                self._local.session_error = error
+            # Another error than TensorFlow's is what the execution raises instead: that of a routine.
+            if error is not tensorflow_error and getattr(self._local, "in_session_call", False):
+                self._local.routine_error = error
             raise
 
     def _stand_in_for_do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
@@ -102,16 +103,16 @@ class SessionBoundary:
         if function.__name__ == "_setup_fn":
             return self._set_up_partial_run(call, session, function, *args)
         outer_call = getattr(self._local, "in_session_call", False)
-        self._local.in_session_call, self._local.session_error = True, None
+        self._local.in_session_call, self._local.routine_error = True, None
         try:
             return call(session, function, *args)
         except errors_impl.OpError:
-            session_error = self._local.session_error
-            if session_error is None:
+            routine_error = self._local.routine_error
+            if routine_error is None:
                 raise
         finally:
-            self._local.in_session_call, self._local.session_error = outer_call, None
-        raise session_error  # `_do_call` has made another error of it, with the copy's nodes in the message
+            self._local.in_session_call, self._local.routine_error = outer_call, None
+        raise routine_error  # `_do_call` has made another error of it, with the copy's nodes in the message
 
     def _set_up_partial_run(
         self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
@@ -136,7 +137,7 @@ class SessionBoundary:
             return run(session, handle, feeds, fetches)
         feeds = partial.route.feeds(feeds, None if partial.has_begun else partial.execution.number)
         try:
-            with self.run_context(partial.route, partial.execution, whole=False):
+            with self.run_context(partial.route, partial.execution, is_part=True):
                 result = run(session, handle, feeds, partial.route.fetches(fetches))
         except BaseException:
             del self._partial[session][handle]  # no part comes after one that failed
@@ -212,7 +213,7 @@ class Callables:
     def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:
         """Return a callable with the names of a route's nodes; the one of the last route is used again."""
         routed = self._routed.get(session_callable)
-        # A callable has fixed options, so each route needs one of its own.
+        # A callable has fixed options, so each route needs its own.
         if routed is None or routed[0] is not route:
             routed = route, type(session_callable)(session_callable._session, _route_options(options, route))
             self._routed[session_callable] = routed

@@ -32,7 +32,7 @@ from ..graph import (
 from ._frames import OUTSIDE, Frames
 from ._hidden_nodes import HiddenImport, HiddenNodes
 from ._kernel_state import OriginalDraw, Partition, can_run_alone, draw_node, partition
-from ._operations import Endpoint, ForwardOps, RunRequest, Stacks, after_forward, executed_ops
+from ._operations import Endpoint, ForwardOps, RunRequest, Stacks, executed_ops, sort_forward_first
 
 NUMBER = "amanda/number"
 
@@ -90,7 +90,8 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     copied = _keep_generators(graph, partition(rewriting.vanilla_nodes, nodes), rewriting, rewriting.frames)
     feeds = _FedPlaceholders(graph, request.feeds)
     # A fed tensor has no node to read from, so the copy gets its own placeholder for the value.
-    copied = [*feeds.redirect(copied), *feeds.placeholders]
+    feeds.redirect(copied)
+    copied += feeds.placeholders
     names = {node.name for node in copied}
     endpoints: dict[Endpoint, Endpoint] = {}
     fetched = [fetch for fetch in request.fetches if fetch not in request.feeds]
@@ -99,12 +100,13 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
         # A node that stays the user's is fetched itself.
         if edge.node in names:
             endpoints[fetch] = (edge.node, edge.index)
-    targets = {name: node for name in request.targets if (node := rewritten.removed.get(name, name)) in names}
-    extra = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
+    running_names = {name: rewritten.removed.get(name, name) for name in request.targets}
+    targets = {name: running_name for name, running_name in running_names.items() if running_name in names}
+    routine_targets = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
     # An import returns C operations for those names only that were asked for.
     result_names = {
         NUMBER,
-        *extra,
+        *routine_targets,
         *targets.values(),
         *feeds.names.values(),
         *(name for name, _ in endpoints.values()),
@@ -115,7 +117,7 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
         raise CannotInstrument(
             "a run of a session", f"TensorFlow refuses the copy: {error.message}"
         ) from error
-    return Route(hidden, endpoints, targets, feeds.names, extra, NUMBER)
+    return Route(hidden, endpoints, targets, feeds.names, routine_targets, NUMBER)
 
 
 def _run_body(
@@ -124,7 +126,7 @@ def _run_body(
     """Return the operations of a run as a body, and the forward operations of its gradients."""
     graph = session.graph
     forward = ForwardOps(ops)
-    ops = after_forward(ops, request, forward.by_gradient)
+    ops = sort_forward_first(ops, request, forward.by_gradient)
     frames, stacks = Frames(ops, NUMBER), Stacks(ops, forward.by_gradient)
     # A body is cached with the graph as its weak key, so it must not hold the graph.
     reference = ref(graph)
@@ -180,17 +182,17 @@ class _FedPlaceholders:
         self.names: dict[Endpoint, str] = {}
         self.placeholders: list[Any] = []
 
-    def redirect(self, nodes: Sequence[Any]) -> list[Any]:
-        """Make nodes read placeholders instead of fed tensors; return the nodes."""
-        if self._feeds:
-            for node in nodes:
-                for position, read in enumerate(node.input):
-                    edge = GraphSyntax().parse(read)
-                    if not read.startswith("^") and (edge.node, edge.index) in self._feeds:
-                        node.input[position] = self._name((edge.node, edge.index))
-        return list(nodes)
+    def redirect(self, nodes: Sequence[Any]) -> None:
+        """Make nodes read placeholders instead of fed tensors."""
+        if not self._feeds:
+            return
+        for node in nodes:
+            for position, read in enumerate(node.input):
+                edge = GraphSyntax().parse(read)
+                if not read.startswith("^") and (edge.node, edge.index) in self._feeds:
+                    node.input[position] = self._placeholder_name((edge.node, edge.index))
 
-    def _name(self, fed: Endpoint) -> str:
+    def _placeholder_name(self, fed: Endpoint) -> str:
         """Return the name of the placeholder for a fed tensor, which is added at its first use."""
         if fed not in self.names:
             name, index = fed
@@ -226,7 +228,8 @@ class Route:
     """The hidden nodes that a request fetches, runs and feeds instead of the user's.
 
     endpoints: by a fetched tensor, the hidden tensor.  targets: by a target, the hidden operation.
-    feeds: by a fed tensor, the hidden placeholder.  extra: hidden operations with routines that run, too.
+    feeds: by a fed tensor, the hidden placeholder.
+    routine_targets: names of the hidden operations with routines, which run, too.
     number: the hidden placeholder of the execution's number.
     """
 
@@ -236,30 +239,30 @@ class Route:
         endpoints: Mapping[Endpoint, Endpoint],
         targets: Mapping[str, str],
         feeds: Mapping[Endpoint, str],
-        extra: Sequence[str] = (),
+        routine_targets: Sequence[str] = (),
         number: str | None = None,
     ) -> None:
         self.prefix = hidden.prefix
-        self._names = dict(endpoints)
+        self._hidden_endpoints = dict(endpoints)
         self._target_names = dict(targets)
-        self._extra_names = list(extra)
+        self._routine_names = list(routine_targets)
         self.number_name = number
         self._outputs = {vanilla: hidden.output(*hidden_name) for vanilla, hidden_name in endpoints.items()}
         self._targets = {vanilla: hidden.operations[hidden_name] for vanilla, hidden_name in targets.items()}
         self.feed_names = dict(feeds)
         self._feeds = {vanilla: hidden.output(hidden_name, 0) for vanilla, hidden_name in feeds.items()}
-        self._extra_targets = [hidden.operations[name] for name in extra]
+        self._routine_targets = [hidden.operations[name] for name in routine_targets]
         self.number = None if number is None else hidden.output(number, 0)
 
     def fetches(self, fetches: Sequence[Any]) -> list[Any]:
-        """Return the outputs that are fetched instead."""
+        """Return the outputs that are fetched instead; the user's where these are not copied."""
         return [self._outputs.get(endpoint_of(output), output) for output in fetches]
 
     def targets(self, targets: Sequence[Any]) -> list[Any]:
-        """Return the operations that run instead."""
+        """Return the operations that run instead, and those with routines."""
         return [
             *(self._targets.get(c_api.TF_OperationName(target), target) for target in targets),
-            *self._extra_targets,
+            *self._routine_targets,
         ]
 
     def feeds(self, feeds: Mapping[Any, Any], number: int | None) -> dict[Any, Any]:
@@ -274,21 +277,21 @@ class Route:
         return values
 
     def all_feeds(self, feeds: Sequence[Any]) -> list[Any]:
-        """Return all outputs that are fed."""
+        """Return the outputs that are fed where these are: also the copy's placeholders, and the number."""
         return list(self.feeds(dict.fromkeys(feeds), 0))
 
     def tensor_name(self, name: str) -> str:
         """Return the name of the tensor that is fetched instead of the tensor of this name."""
         op, _, index = name.partition(":")
-        hidden_endpoint = self._names.get((op, int(index or 0)))
+        hidden_endpoint = self._hidden_endpoints.get((op, int(index or 0)))
         return name if hidden_endpoint is None else f"{self.prefix}{hidden_endpoint[0]}:{hidden_endpoint[1]}"
 
     def target_names(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the operations that run instead."""
+        """Return the names of the operations that run instead, and of those with routines."""
         hidden_names = [
             self.prefix + self._target_names[name] if name in self._target_names else name for name in names
         ]
-        return [*hidden_names, *(self.prefix + name for name in self._extra_names)]
+        return [*hidden_names, *(self.prefix + name for name in self._routine_names)]
 
 
 _VALUE_FORWARDING = ("Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Reshape", "Transpose")

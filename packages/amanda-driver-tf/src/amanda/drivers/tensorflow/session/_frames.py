@@ -1,7 +1,7 @@
 """Control flow of version 1: the loop frame of each operation, and the predicates under which it runs.
 
 In a loop, as in functions, the execution's number is a vector: the number itself, then the round of each
-loop.
+loop. In each frame one node, the carrier, has that number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tensorflow.core.framework.types_pb2 import DT_INT32, DT_INT64
 from ..graph import RewrittenBody, constant, control_trigger, loop_entries, new_node
 
 Frame = tuple[str, ...]
+"""The names of the loops around an operation, from the outermost in."""
 Guard = tuple[str, int]
+"""A condition under which an operation runs: a predicate's tensor, and 1 if it has to be True, else 0."""
 OUTSIDE: Hashable = (), frozenset()
 """Group of the operations outside of all loops and branches."""
 _FLOW = ("Enter", "Exit", "Switch", "_SwitchN", "Merge", "NextIteration")
@@ -31,19 +33,17 @@ class Frames:
 
     ops: in topological order, but for the NextIteration ops of loops.
     number: the node with the execution's number outside of all loops.
-
-    In each frame one node, the carrier, has the number with the rounds of the loops around.
     """
 
     def __init__(self, ops: Sequence[Any], number: str) -> None:
         self._number = number
         self._frame: dict[str, Frame] = {}
         self._guards: dict[tuple[str, int], frozenset[Guard]] = {}
-        self._entries: dict[Frame, list[Any]] = {}
+        self._entries: dict[Frame, list[Any]] = {}  # Enter ops
         self._guards_around: dict[Frame, frozenset[Guard]] = {}
         self._loop_by_exit: dict[str, Frame] = {}
-        self._conditions: dict[Frame, str] = {}
-        self._remaining_rounds: dict[Frame, Any] = {}
+        self._conditions: dict[Frame, str] = {}  # names of the LoopCond ops
+        self._remaining_rounds: dict[Frame, Any] = {}  # of loops of gradients; see `_remaining_rounds_merge`
         for op in ops:
             self._add_op(op)
         self._frame_by_carrier = {self._carrier(frame): frame for frame in ((), *self._entries)}
@@ -52,20 +52,12 @@ class Frames:
         }
 
     def _add_op(self, op: Any) -> None:
-        """Find the frame and the guards of an operation from those of its inputs."""
-        placed_sources = [
-            source
-            for source in (*(t.op for t in op.inputs), *op.control_inputs)
-            if source.name in self._frame
-        ]
-        frame: Frame = max((self._frame[source.name] for source in placed_sources), key=len, default=())
-        input_guards = [self._guards[t.op.name, t.value_index] for t in op.inputs if t.op.name in self._frame]
-        control_guards = [self._guards.get((source.name, 0), frozenset()) for source in op.control_inputs]
-        is_merge = op.type in ("Merge", "RefMerge")
-        guards = frozenset[Guard]().union(*control_guards)
-        if input_guards:
-            # A Merge runs if one of its inputs is alive, so only guards of all inputs hold behind it.
-            guards |= frozenset.intersection(*input_guards) if is_merge else frozenset.union(*input_guards)
+        """Record the frame and the guards of an operation, from those of its inputs."""
+        sources = (*(tensor.op for tensor in op.inputs), *op.control_inputs)
+        # A NextIteration comes after the Merge that reads it, and is not recorded yet.
+        source_frames = [self._frame[source.name] for source in sources if source.name in self._frame]
+        frame: Frame = max(source_frames, key=len, default=())
+        guards = self._guards_of_sources(op)
         if op.type in ("Enter", "RefEnter"):
             frame = (*frame, op.get_attr("frame_name").decode())
             self._entries.setdefault(frame, []).append(op)
@@ -77,8 +69,8 @@ class Frames:
             self._loop_by_exit[op.name] = frame
             frame = frame[:-1]
         self._frame[op.name] = frame
-        self._guards[op.name, 0] = guards
-        for i in range(1, len(op.outputs)):
+        # An op without outputs has guards, too, for ops that wait for it.
+        for i in range(max(1, len(op.outputs))):
             self._guards[op.name, i] = guards
         if op.type == "LoopCond":
             self._conditions[frame] = op.name
@@ -91,16 +83,32 @@ class Frames:
             for i in range(2):
                 self._guards[op.name, i] = guards | {(predicate, i)}
 
+    def _guards_of_sources(self, op: Any) -> frozenset[Guard]:
+        """Return the guards under which an operation's inputs are alive and its control inputs run."""
+        input_guards = [
+            self._guards[tensor.op.name, tensor.value_index]
+            for tensor in op.inputs
+            if tensor.op.name in self._frame
+        ]
+        control_guards = [self._guards.get((source.name, 0), frozenset()) for source in op.control_inputs]
+        guards = frozenset[Guard]().union(*control_guards)
+        if not input_guards:
+            return guards
+        # A Merge runs if one of its inputs is alive, so only guards of all inputs hold behind it.
+        if op.type in ("Merge", "RefMerge"):
+            return guards | frozenset.intersection(*input_guards)
+        return guards | frozenset.union(*input_guards)
+
     @staticmethod
     def is_flow(op: Any) -> bool:
         """Return True for an op of control flow, whose values may be dead or in several frames."""
         return op.type.removeprefix("Ref") in _FLOW
 
     def group(self, op: Any, values: Sequence[Any]) -> Hashable:
-        """Return a key that values of the same rounds and branches share, or None for values by themselves.
+        """Return a key of the rounds and branches of values; values with equal keys may share a node.
 
-        These are at an operation that leads into a loop, whose number differs, or that waits for others, and
-        in several frames.
+        None for values that may not: at an operation that leads into a loop, where another number is read, at
+        an operation of control flow that waits for others, and in several frames.
         """
         if not self.is_flow(op):
             return self._frame[op.name], self._guards.get((op.name, 0), frozenset())
@@ -117,14 +125,13 @@ class Frames:
         return frames.pop(), frozenset[Guard]().union(*(self._guards[endpoint] for endpoint in endpoints))
 
     def encloses(self, outer: Any, inner: Any) -> bool:
-        """Return True if the inner group lies in a loop or branch of the outer group's frame and branches."""
+        """Return True if a group lies in a loop or branch that another group is around; see `group`."""
         (frame, guards), (inner_frame, inner_guards) = outer, inner
         if frame != inner_frame:
             return bool(inner_frame[: len(frame)] == frame)
-        condition = (
-            f"{self._conditions.get(frame)}:0"  # each round tests the loop's condition; it is no branch
-        )
-        return bool(guards < {guard for guard in inner_guards if guard[0] != condition})
+        # Each round tests the loop's condition, which is no branch.
+        loop_condition = f"{self._conditions.get(frame)}:0"
+        return bool(guards < {(predicate, i) for predicate, i in inner_guards if predicate != loop_condition})
 
     def depth_at(self, op: Any) -> int:
         """Return the number of loops around an operation whose rounds are in the number there."""
@@ -149,7 +156,8 @@ class Frames:
     def end_of(self, inner: str, outer: str) -> str | None:
         """Return the node outside a loop that runs when the loop and all routines in it have ended.
 
-        inner, outer: the numbers that a node in the loop and one outside read.  None if no loop lies between.
+        inner, outer: the carriers that a node in the loop and a node outside read.  None if no loop lies
+        between.
         """
         outer_frame, inner_frame = self._frame_by_carrier[outer], self._frame_by_carrier[inner]
         # The outermost of the loops between both: it ends last.
@@ -164,19 +172,22 @@ class Frames:
         for frame in self._entries:
             name = self._carrier(frame)
             node = self._enter_node(f"{name}/outer" if frame in self._conditions else name, frame, True)
-            # A loop of gradients reads values that routines keep in its forward loop, so it enters when the
-            # forward loop has left by each Exit, its routines have ended, and those at its entry have run.
             forward_loop = self._forward_loop(frame)
             if forward_loop is not None:
-                nodes_before = [
+                # A loop of gradients reads values that routines keep in its forward loop, so it enters when
+                # the forward loop has left by each Exit, its routines have ended, and those at its entry have
+                # run.
+                names_before = [
                     exit_name for exit_name, loop in self._loop_by_exit.items() if loop == forward_loop
                 ]
-                nodes_before += {_end_name(self._carrier(forward_loop))} & ends
+                forward_end = _end_name(self._carrier(forward_loop))
+                if forward_end in ends:
+                    names_before.append(forward_end)
                 entry_nodes = self._nodes_at_entry(forward_loop, rewritten)
                 if entry_nodes:
                     nodes.append(control_trigger(f"{name}/begun", entry_nodes))
-                    nodes_before.append(f"{name}/begun")
-                node.input.extend(f"^{node_before}" for node_before in nodes_before)
+                    names_before.append(f"{name}/begun")
+                node.input.extend(f"^{name_before}" for name_before in names_before)
             nodes.append(node)
             if frame in self._conditions:
                 nodes += self._round_nodes(name, frame, node)
@@ -184,14 +195,10 @@ class Frames:
 
     def _nodes_at_entry(self, loop: Frame, rewritten: RewrittenBody) -> list[str]:
         """Return the nodes with routines on values that enter a loop."""
-        at_enters = [
-            node_name for op in self._entries[loop] for node_name in rewritten.inserted.get(op.name, ())
-        ]
-        entering = _entry_carrier(self._carrier(loop))
-        return [
-            *at_enters,
-            *(node_name for node_name, number in rewritten.numbers.items() if number == entering),
-        ]
+        names = [name for op in self._entries[loop] for name in rewritten.inserted.get(op.name, ())]
+        entry_carrier = _entry_carrier(self._carrier(loop))
+        names += [name for name, number in rewritten.numbers.items() if number == entry_carrier]
+        return names
 
     def _enter_node(self, name: str, frame: Frame, is_constant: bool) -> Any:
         """Return an Enter node that brings the number around a frame into the frame."""
@@ -205,8 +212,11 @@ class Frames:
     def _forward_loop(self, frame: Frame) -> Frame | None:
         """Return the forward loop of a loop of gradients; None for other loops."""
         remaining = self._remaining_rounds.get(frame)
-        source = None if remaining is None else remaining.inputs[0].op.inputs[0].op
-        return None if source is None else self._loop_by_exit.get(source.name)
+        if remaining is None:
+            return None
+        # The number of rounds to go enters from the Exit of the forward loop's counter.
+        enter = remaining.inputs[0].op
+        return self._loop_by_exit.get(enter.inputs[0].op.name)
 
     def _end_nodes(self, rewritten: RewrittenBody) -> list[Any]:
         """Return nodes that leave a loop when all routines in it have run, in every round."""
@@ -236,10 +246,12 @@ class Frames:
 
         A loop that computes gradients counts its rounds down, so that each finds the values of its forward
         round.
+        name: of the frame's carrier.  outer: the Enter that brings the number around the loop into the loop.
         """
         remaining = self._remaining_rounds.get(frame)
-        first = _first_round_nodes(f"{name}/first", remaining, outer.input[0])
-        entering = self._append_round(_entry_carrier(name), outer.input[0], first[-1].name, frame)
+        outer_number = outer.input[0]
+        first = _first_round_nodes(f"{name}/first", remaining, outer_number)
+        entry_number = self._append_round(_entry_carrier(name), outer_number, first[-1].name, frame)
         enter = node_def_pb2.NodeDef()
         enter.CopyFrom(outer)
         enter.name, enter.input[:] = f"{name}/enter", [first[-1].name]
@@ -252,7 +264,7 @@ class Frames:
         changed = _node(f"{name}/changed", "AddV2", [f"{switch.name}:1", step.name])
         again = _node(f"{name}/next", "NextIteration", [changed.name])
         number = self._append_round(name, outer.name, merge.name, frame)
-        return [*first, *entering, enter, merge, switch, step, changed, again, *number]
+        return [*first, *entry_number, enter, merge, switch, step, changed, again, *number]
 
     def _append_round(self, name: str, number: str, round: str, frame: Frame) -> list[Any]:
         """Return nodes that append a round to the number around a frame; the last one is named `name`."""
@@ -289,17 +301,25 @@ def _first_round_nodes(name: str, remaining: Any, number: str) -> list[Any]:
 def _remaining_rounds_merge(condition: Any) -> Any:
     """Return the Merge with the number of rounds to go in a loop of gradients; None for other loops.
 
+    condition: the loop's LoopCond.
     TensorFlow names its Enter "b_count", and the loop goes on while the number is at least 1.
     """
     test = condition.inputs[0].op
-    merge = test.inputs[0].op if test.type == "GreaterEqual" else test
-    enter = merge.inputs[0].op if merge.type == "Merge" else merge
-    counts = enter.type == "Enter" and enter.name.rpartition("/")[2].startswith("b_count")
-    return merge if counts else None
+    if test.type != "GreaterEqual":
+        return None
+    merge = test.inputs[0].op
+    if merge.type != "Merge":
+        return None
+    enter = merge.inputs[0].op
+    is_count = enter.type == "Enter" and enter.name.rpartition("/")[2].startswith("b_count")
+    return merge if is_count else None
 
 
 def _entry_carrier(carrier: str) -> str:
-    """Return the name of the node outside a loop with the number of its first round, for entering values."""
+    """Return the name of the node outside a loop with the number of the loop's first round.
+
+    Routines at values that enter the loop read that number.
+    """
     return f"{carrier}/entering"
 
 

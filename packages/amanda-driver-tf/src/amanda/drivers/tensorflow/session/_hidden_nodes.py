@@ -102,7 +102,6 @@ def _import_nodes(
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
         scoped = c_api_util.ScopedTFImportGraphDefOptions()
         options = scoped.options
-        c_api.TF_ImportGraphDefOptionsSetValidateColocationConstraints(options, False)
         for name, index in outputs:
             output = graph.get_operation_by_name(name).outputs[index]._as_tf_output()
             c_api.TF_ImportGraphDefOptionsAddInputMapping(options, name, index, output)
@@ -111,19 +110,26 @@ def _import_nodes(
             c_api.TF_ImportGraphDefOptionsRemapControlDependency(options, name, c_op)
         for name in names:
             c_api.TF_ImportGraphDefOptionsAddReturnOperation(options, prefix + name)
-        buffer = c_api.TF_NewBufferFromString(graph_def.SerializeToString())
-        try:
-            results = c_api_util.ScopedTFImportGraphDefResults(
-                c_api.TF_GraphImportGraphDefWithResults(c_graph, buffer, options)
-            )
-        finally:
-            c_api.TF_DeleteBuffer(buffer)
+        results = _import_graph_def(c_graph, graph_def, options)
         operations = c_api.TF_ImportGraphDefResultsReturnOperations(results.results)
     return HiddenImport(prefix, dict(zip(names, operations, strict=True)))
 
 
+def _import_graph_def(c_graph: Any, graph_def: Any, options: Any) -> Any:
+    """Import a GraphDef into a C graph; return TensorFlow's results, which own the memory."""
+    # The nodes may be placed beside nodes of the C graph, which are not in the GraphDef.
+    c_api.TF_ImportGraphDefOptionsSetValidateColocationConstraints(options, False)
+    buffer = c_api.TF_NewBufferFromString(graph_def.SerializeToString())
+    try:
+        return c_api_util.ScopedTFImportGraphDefResults(
+            c_api.TF_GraphImportGraphDefWithResults(c_graph, buffer, options)
+        )
+    finally:
+        c_api.TF_DeleteBuffer(buffer)
+
+
 def _try_import(session: Any, graph_def: Any) -> None:
-    """Import nodes into a scratch graph with a session first, with placeholders for the user's nodes.
+    """Import nodes into a scratch graph with a session, with placeholders for the user's nodes.
 
     Raises OpError where TensorFlow refuses the nodes.
     """
@@ -147,16 +153,8 @@ def _try_import(session: Any, graph_def: Any) -> None:
                 )
     scratch = ops.Graph()
     with scratch._c_graph.get() as c_graph:
-        scoped = c_api_util.ScopedTFImportGraphDefOptions()
-        options = scoped.options
-        c_api.TF_ImportGraphDefOptionsSetValidateColocationConstraints(options, False)
-        buffer = c_api.TF_NewBufferFromString(trial_graph.SerializeToString())
-        try:
-            c_api_util.ScopedTFImportGraphDefResults(
-                c_api.TF_GraphImportGraphDefWithResults(c_graph, buffer, options)
-            )
-        finally:
-            c_api.TF_DeleteBuffer(buffer)
+        scoped = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
+        _import_graph_def(c_graph, trial_graph, scoped.options)
     trial = BaseSession(graph=scratch, config=session._config)
     try:
         trial._extend_graph()
@@ -307,7 +305,7 @@ class _VisibleReaders:
     def __init__(self) -> None:
         self._by_graph: weakref.WeakKeyDictionary[Any, tuple[int, Readers]] = weakref.WeakKeyDictionary()
 
-    def readers_of(self, graph: Any, read: Any) -> list[Any]:
+    def readers_of(self, graph: Any, source: Any) -> list[Any]:
         """Return the operations that read a tensor (name and index), or wait for an operation (name)."""
         version, readers = self._by_graph.get(graph, (-1, {}))
         # The version of a graph grows with each new operation.
@@ -319,7 +317,7 @@ class _VisibleReaders:
                 for control_input in op.control_inputs:
                     readers[control_input.name].append(op.name)
             self._by_graph[graph] = graph.version, readers
-        return [graph.get_operation_by_name(name) for name in readers.get(read, ())]
+        return [graph.get_operation_by_name(name) for name in readers.get(source, ())]
 
 
 _visible_readers = _VisibleReaders()
@@ -345,6 +343,6 @@ def hide_readers(graph: Any, tensors: Iterable[tuple[str, int]], operations: Ite
     for name, index in tensors:
         tensor = graph.get_operation_by_name(name).outputs[index]
         # The lambda must not hold the graph, on whose tensor it is set.
-        tensor.consumers = lambda read=(name, index): _visible_readers.readers_of(reference(), read)
+        tensor.consumers = lambda source=(name, index): _visible_readers.readers_of(reference(), source)
     for name in operations:
         graph.get_operation_by_name(name).__class__ = _OperationReadByHidden

@@ -33,7 +33,7 @@ def executed_ops(graph: Any, request: RunRequest) -> list[Any]:
     return _sort_topologically(roots, request.feeds)
 
 
-def after_forward(ops: Sequence[Any], request: RunRequest, forward: Mapping[str, Any]) -> list[Any]:
+def sort_forward_first(ops: Sequence[Any], request: RunRequest, forward: Mapping[str, Any]) -> list[Any]:
     """Return the operations with those that are differentiated, and what these read, first.
 
     The others keep the order in which the graph made them, as far as what they read allows. So the gradient
@@ -41,12 +41,11 @@ def after_forward(ops: Sequence[Any], request: RunRequest, forward: Mapping[str,
     """
     names = {op.name for op in ops}
     forward_in_run = {name: op for name, op in forward.items() if op.name in names}
-    differentiated = {op.name for op in forward.values()}
-    first = [op for op in ops if op.name in differentiated]
+    differentiated_names = {op.name for op in forward.values()}
+    differentiated_ops = [op for op in ops if op.name in differentiated_names]
     positions = {op.name: i for i, op in enumerate(ops[0].graph.get_operations())} if ops else {}
-    return _sort_topologically(
-        [*first, *sorted(ops, key=lambda op: positions[op.name])], request.feeds, forward_in_run
-    )
+    in_graph_order = sorted(ops, key=lambda op: positions[op.name])
+    return _sort_topologically([*differentiated_ops, *in_graph_order], request.feeds, forward_in_run)
 
 
 def _sort_topologically(
@@ -64,25 +63,24 @@ def _sort_topologically(
         if root.name in visited:
             continue
         visited.add(root.name)
-        # Graphs may be deeper than Python's limit of recursion.
+        # Depth first, without recursion: graphs may be deeper than Python's limit.
         path = [(root, _predecessors(root, feeds, pending, forward))]
         while path:
-            op, reads = path[-1]
-            for read in reads:
-                if read.name not in visited:
-                    visited.add(read.name)
-                    path.append((read, _predecessors(read, feeds, pending, forward)))
-                    break
-            else:
+            op, remaining_predecessors = path[-1]
+            predecessor = next((read for read in remaining_predecessors if read.name not in visited), None)
+            if predecessor is None:
                 order.append(op)
                 path.pop()
+            else:
+                visited.add(predecessor.name)
+                path.append((predecessor, _predecessors(predecessor, feeds, pending, forward)))
     return order
 
 
 def _predecessors(
     op: Any, feeds: Collection[Endpoint], later: list[Any], forward: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """Return the operations that come before an operation; add the ends of a loop to `later`."""
+    """Return the operations that come before an operation, once; append the ends of a loop to `later`."""
     reads: list[Any] = [forward[op.name]] if op.name in forward else []
     reads += op.control_inputs
     for tensor in op.inputs:
@@ -197,6 +195,7 @@ def _forward_by_name(graph: Any, name: str) -> Any:
     """Return the operation that a gradient is named after: "conv" for "gradients/conv_grad/..."."""
     for end in _suffix_positions(name):
         parts = name[:end].split("/")
+        # The scopes in front are those of the gradients, so the longest rest that names an operation counts.
         for first in range(1, len(parts)):
             try:
                 return graph.get_operation_by_name("/".join(parts[first:]))
@@ -215,8 +214,8 @@ def _suffix_positions(name: str) -> Iterator[int]:
 
 def _gradient_scope(name: str, forward: Any) -> str | None:
     """Return the name scope in which a gradient was built, such as "gradients/"; None if unknown."""
-    head, suffix, _ = name.partition(forward.name + _SUFFIX)
-    return head if suffix else None
+    scope, suffix, _ = name.partition(forward.name + _SUFFIX)
+    return scope if suffix else None
 
 
 def _is_in(name: str, scopes: set[str]) -> bool:
