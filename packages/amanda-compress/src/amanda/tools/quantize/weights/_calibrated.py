@@ -161,7 +161,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         return True
 
     def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
-        """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
+        """Raise QuantizeError for an uncalibrated weight; in a calibration drop state of an earlier one."""
         # Loaded integers would otherwise be read in the calibration that replaces them.
         if self.is_calibrating and weight.is_ready and weight not in self.finished:
             weight.updated = -1
@@ -204,7 +204,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
             return
-        # One form for ops that read the same weight each time, and for those in loops.
+        # An op that reads the same weight each time finds it as ops in loops find theirs.
         find = find or (lambda value, source: view)
         inputs = [multiplied.position, read.index]
         rows_of, layout = multiplied.rows, read.layout

@@ -1,7 +1,9 @@
 """Rules that trace factors of channels from the parameters that compute a tensor to products that read it.
 
 Channels have labels: if the channels of a parameter are divided by factors, so are all tensors with its
-labels, until a product whose weight has the same labels and is multiplied by the factors.
+labels, until a product whose weight has the same labels and is multiplied by the factors.  To leave labels
+means here that their channels get no factors, for a reason; labels that are produced are those of parameters
+that could be divided.  Further words are those of `amanda.tools.prune.channels._labels`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from amanda.tools.prune.channels import (
 UNMADE = "no parameter that could be divided makes its input"
 
 
-def stopped(call: FollowedOp) -> Sequence[Families]:
+def stop_factors(call: FollowedOp) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     # An op without a rule is taken to compute something nonlinear.
     call.leave_all(f"{call.place} reads its input too")
@@ -59,12 +61,13 @@ def _match_input(call: FollowedOp, value: Any, axis: int, inputs: Family | None)
     channels = call.along(tuple(family for family in families if family.size > 1), axis)
     if inputs is not None and channels is not None:
         call.labels.unite(channels, inputs)
-    elif inputs is not None and families:
-        call.labels.unite(inputs, families[0].reshape(-1)[:1])
-    call.labels.leave(inputs if inputs is not None and channels is None else (), UNMADE)
-    call.labels.leave(
-        channels if channels is not None and inputs is None else (), f"{call.place} reads its input too"
-    )
+    elif inputs is not None:
+        # The single label of an input without factors has a reason, which then is that of the weight.
+        if families:
+            call.labels.unite(inputs, families[0].reshape(-1)[:1])
+        call.labels.leave(inputs, UNMADE)
+    elif channels is not None:
+        call.labels.leave(channels, f"{call.place} reads its input too")
 
 
 def layer(call: FollowedOp) -> Sequence[Families]:
@@ -75,7 +78,8 @@ def layer(call: FollowedOp) -> Sequence[Families]:
     value, weight = call.inputs[:2]
     # A computed weight cannot be multiplied once and for all.
     if int(call.value("groups", 1)) != 1 or call.name_of(weight) is None:
-        return stopped(call)
+        return stop_factors(call)
+    # In front of the window, from the end, as an input may have no axis of a batch.
     axis = 1 - weight.ndim if call.type != "linear" else -1
     inputs = [family.reshape(-1) for family in call.of(weight) if family.shape[1] > 1]
     _match_input(call, value, axis, inputs[0] if inputs else None)
@@ -100,16 +104,17 @@ def product(call: FollowedOp) -> Sequence[Families]:
         call.notes.work.append(Work(0, outputs, inputs))
         return [shaped(outputs, output.ndim - 1, output.ndim)]
     if summands or min(value.ndim, weight.ndim) < 2:
-        return stopped(call)
+        return stop_factors(call)
     return _pass_columns(call, call.of(weight), [value])
 
 
 def attention(call: FollowedOp) -> Sequence[Families]:
     """Pass the factors of values on; whatever else attention reads has none."""
     query, key, value, *masks = call.inputs
-    families, times = call.of(value), query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
+    queries_per_key = query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
     families = tuple(
-        family.repeat(times, -3) if times > 1 and family.shape[-3] > 1 else family for family in families
+        family.repeat(queries_per_key, -3) if queries_per_key > 1 and family.shape[-3] > 1 else family
+        for family in call.of(value)
     )
     return _pass_columns(call, families, [query, key, *masks])
 
@@ -127,7 +132,7 @@ def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) 
         [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
     )
     if not column_families:
-        return stopped(call)
+        return stop_factors(call)
     rank = call.outputs[0].ndim
     return [_with_rank(tuple(column_families), rank)]
 
@@ -154,20 +159,23 @@ def scaled(call: FollowedOp) -> Sequence[Families]:
     Factors stop at a divisor.
     """
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
-    carriers = [tensor for tensor in tensors[: 1 if call.type == "div" else 2] if varies(call.of(tensor))]
+    candidates = tensors[:1] if call.type == "div" else tensors
+    carriers = [tensor for tensor in candidates if varies(call.of(tensor))]
     # 1 / x has the inverse factors.
     if not carriers or (call.type == "div" and tensors[0] is not call.inputs[0]):
-        return stopped(call)
+        return stop_factors(call)
     # A parameter can be divided itself; of two activations, as in a gated unit, the last is the projection.
-    carrier = max(reversed(carriers), key=lambda tensor: call.name_of(tensor) is not None)
+    parameters = [tensor for tensor in carriers if call.name_of(tensor) is not None]
+    carrier = parameters[-1] if parameters else carriers[-1]
     if len(tensors) > 1:
-        second = next((tensor for tensor in tensors if tensor is not carrier), carrier)
-        call.labels.leave(call.of(second), f"{call.place} reads its input too")
+        # The square of a tensor, x * x, has no other one.
+        other_tensor = next((tensor for tensor in tensors if tensor is not carrier), carrier)
+        call.labels.leave(call.of(other_tensor), f"{call.place} reads its input too")
     return [_with_rank(call.of(carrier), call.outputs[0].ndim)]
 
 
 def added(call: FollowedOp) -> Sequence[Families]:
-    """Make the factors of two tensors the same that are added; stop where either has none along the axis."""
+    """Make the factors of two added tensors the same; stop unless both vary along the same single axis."""
     terms = dict(zip(call.names, call.inputs, strict=False))
     terms.pop("alpha", None)
     rank = call.outputs[0].ndim
@@ -176,7 +184,7 @@ def added(call: FollowedOp) -> Sequence[Families]:
     if len(term_families) != 2 or any(len(term_axes) != 1 or term_axes != axes[0] for term_axes in axes):
         for families in term_families:
             call.labels.leave(families, f"{call.place} adds something else to its input")
-        return stopped(call)
+        return stop_factors(call)
     first, second = (next(family for family in families if family.size > 1) for families in term_families)
     call.labels.unite(first, second)
     return [(np.broadcast_arrays(first, second)[0],)]
@@ -189,7 +197,7 @@ def averaged(call: FollowedOp) -> Sequence[Families]:
     axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     passing_families = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
     if len(passing_families) < len(call.of(value)) or not output.is_floating_point():
-        return stopped(call)
+        return stop_factors(call)
     reduced_axes = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
     return [tuple(np.squeeze(family, reduced_axes) for family in passing_families)]
 
@@ -197,11 +205,12 @@ def averaged(call: FollowedOp) -> Sequence[Families]:
 def moved(call: FollowedOp) -> Sequence[Families]:
     """Move labels as an op moves elements; factors stop where another tensor selects the elements."""
     if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
-        return stopped(call)
+        return stop_factors(call)
     output_families: list[list[Family]] = [[] for _ in call.outputs]
     for family in call.of(call.inputs[0]):
-        labels = call.moved(family) if family.size > 1 else [family] * len(output_families)
-        for families, moved_family, output in zip(output_families, labels, call.outputs, strict=True):
+        # A single label, of a tensor without factors, is not moved: it only gets the rank of each output.
+        moved_families = call.moved(family) if family.size > 1 else [family] * len(output_families)
+        for families, moved_family, output in zip(output_families, moved_families, call.outputs, strict=True):
             if family.size > 1:
                 # Axes along which factors do not change are dropped.
                 moved_family = call.labels.compressed(moved_family, f"{call.place} reads its input too")
@@ -211,11 +220,11 @@ def moved(call: FollowedOp) -> Sequence[Families]:
     return [tuple(families) for families in output_families]
 
 
-def passed(call: FollowedOp) -> Sequence[Families]:
+def pass_factors(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on through f with f(x / s) = f(x) / s; stop at integers and at pads that are not 0."""
     # A padding of another number than 0 would not be divided.
     pads = call.value("value", 0) if "pad" in call.type else 0
-    return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
+    return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stop_factors(call)
 
 
 def varies(families: Families) -> bool:
@@ -250,7 +259,7 @@ class FactorTracing(ModuleTracing):
 
     def rule(self, type: str) -> Rule:
         """Return the rule for an op's word."""
-        return _RULES.get(type, stopped)
+        return _RULES.get(type, stop_factors)
 
 
 _RULES: dict[str, Rule] = {
@@ -267,7 +276,7 @@ _RULES: dict[str, Rule] = {
         "requires_grad max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
         "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d pad "
         "constant_pad_nd reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d "
-        "upsample_bicubic2d interpolate": passed,
+        "upsample_bicubic2d interpolate": pass_factors,
     }),
     **dict.fromkeys((
         "shape size dim numel zeros_like ones_like empty_like full_like "
