@@ -239,8 +239,8 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     for name, axis, keep_mask in plan.axes():
         keep_masks.setdefault(name, {})[axis] = keep_mask
     shapes = {
-        step.module: plan.tracing.extents(step.outputs[0], plan.alive)
-        for step in plan.tracing.steps if step.type == "reshape"
+        op.module: plan.tracing.kept_extents(op.outputs[0], plan.alive)
+        for op in plan.tracing.traced_ops if op.type == "reshape"
     }  # fmt: skip
 
     def rebuild_layer(layer: Any, prefix: str = "") -> Any:

@@ -221,9 +221,9 @@ class ChannelPruneTool(amanda.Tool):
             pruned_model = plan.subject.smaller(plan, optimizer)
         # Zeros count in a mean over channels; the mask in the scope left them out.
         elif self._reductions:
-            places = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
+            types = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
             raise PruneError(
-                f"zeros in the parameters do not compute what is masked: {places} is over the channels that "
+                f"zeros in the parameters do not compute what is masked: {types} is over the channels that "
                 "are kept alone; give remove=True, or exclude the layers whose channels it is over"
             )
         else:
@@ -324,7 +324,7 @@ def _prunable_model(model: Any) -> PrunableModel:
 
 
 def _no_mask(value: Any) -> None:
-    """Return None, for every weight stays as it is."""
+    """Return None: before `prepare` every weight stays as it is."""
 
 
 def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
