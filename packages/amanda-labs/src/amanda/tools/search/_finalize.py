@@ -34,7 +34,7 @@ def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, OpCandidate]]:
         # A module that is called twice has one weight and so one replacement.
         earlier_site = sites_by_module.setdefault((site.module, site.type), site)
         if earlier_site.chosen != site.chosen:
-            raise not_a_module(
+            raise not_a_module_error(
                 site,
                 candidate,
                 f"{earlier_site.name} at the same path has {earlier_site.chosen}, of this or of another "
@@ -45,7 +45,7 @@ def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, OpCandidate]]:
     ]
 
 
-def not_a_module(site: Site, candidate: OpCandidate, reason: str) -> SearchError:
+def not_a_module_error(site: Site, candidate: OpCandidate, reason: str) -> SearchError:
     """Return the error for a candidate that cannot become a module."""
     return SearchError(
         f"SearchTool.finalize: {candidate.label!r} of {site.name} at {site.source} is no module: {reason}; "
@@ -69,7 +69,9 @@ def finalize_torch(model: Any, sites: Iterable[Site]) -> Any:
             try:
                 module = finalized_model.get_submodule(site.module)
             except AttributeError as error:
-                raise not_a_module(site, candidate, f"the model has no module {site.module!r}") from error
+                raise not_a_module_error(
+                    site, candidate, f"the model has no module {site.module!r}"
+                ) from error
             replacement = _replacement_module(site, candidate, module)
             # Without the op its input reaches ops that used to write into a tensor of their own.
             if isinstance(candidate, SkipCandidate) and not site.in_place:
@@ -99,7 +101,7 @@ def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) 
         except AttributeError:
             module = None
         if not hasattr(module, "inplace"):
-            raise not_a_module(
+            raise not_a_module_error(
                 site, candidate, f"{writer.type} at {writer.source} writes to its input in place"
             )
         module.inplace = False
@@ -125,14 +127,15 @@ def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
     if isinstance(candidate, ActivationCandidate) and type(module) in activation_classes.values():
         return activation_classes[candidate.label]()
     if not is_layer or not isinstance(candidate, WeightCandidate):
-        raise not_a_module(site, candidate, f"{site.module or 'the model'} is a {type(module).__name__}")
+        raise not_a_module_error(
+            site, candidate, f"{site.module or 'the model'} is a {type(module).__name__}"
+        )
     weight = candidate.weight(module.weight, site)
     if isinstance(candidate, ConvolutionCandidate):
-        change = [candidate.kernel - size for size in module.kernel_size]
-
+        kernel_growth = [candidate.kernel - size for size in module.kernel_size]
         original, padding = module, module.padding
         if not isinstance(padding, str):
-            padding = tuple(padding_for_window(padding, module.dilation, change))
+            padding = tuple(padding_for_window(padding, module.dilation, kernel_growth))
         # On the same device and in the same element type, with a weight that is overwritten below.
         module = type(original)(
             original.in_channels, original.out_channels, candidate.kernel, original.stride, padding,
@@ -166,7 +169,7 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
         parts = [part for path in site.scopes for part in path.replace(".", "/").split("/")]
         layer = next((layers[part] for part in reversed(parts) if part in layers), None)
         if layer is None:
-            raise not_a_module(site, candidate, f"the model has no layer {site.module!r}")
+            raise not_a_module_error(site, candidate, f"the model has no layer {site.module!r}")
         if (
             isinstance(candidate, (ActivationCandidate, SkipCandidate))
             and site.type in ACTIVATIONS
@@ -180,7 +183,7 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
         elif isinstance(candidate, SkipCandidate) and hasattr(layer, "kernel"):
             # An op with a bias is two ops in Keras: the skipped product would leave the addition.
             if getattr(layer, "use_bias", True):
-                raise not_a_module(site, candidate, f"{layer.name} adds a bias to what it skips")
+                raise not_a_module_error(site, candidate, f"{layer.name} adds a bias to what it skips")
             replaced.add(layer.name)
         elif isinstance(candidate, WeightCandidate) and hasattr(layer, "kernel"):
             weights[layer.name] = site, candidate
@@ -188,7 +191,7 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
                 window = (candidate.kernel,) * (len(site.weight_shape) - 2)
                 settings[layer.name].update(kernel_size=window, groups=candidate.groups)
         else:
-            raise not_a_module(site, candidate, f"{layer.name} is a {type(layer).__name__}")
+            raise not_a_module_error(site, candidate, f"{layer.name} is a {type(layer).__name__}")
 
     def clone_layer(layer: Any) -> Any:
         """Return a layer with the settings of its candidate; an activation in place of a replaced one."""

@@ -400,7 +400,8 @@ def settle_architecture(
                         changes.append((log(probabilities[settled[name]] / share) / saving, name, label))
             if not changes:
                 raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")
-            settled |= [min(changes)[1:]]
+            _, changed_name, cheaper_label = min(changes)
+            settled[changed_name] = cheaper_label
         earlier_limits.append((measure, limit))
     return settled
 
