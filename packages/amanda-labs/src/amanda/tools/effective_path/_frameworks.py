@@ -253,7 +253,8 @@ SCALES: dict[str, Callable[[OpValues], Sequence[Any]]] = {
     "add": lambda op: (1, op.attributes.get("alpha", 1)),
     "sub": lambda op: (1, -op.attributes.get("alpha", 1)),
     "rsub": lambda op: (-op.attributes.get("alpha", 1), 1),
-    "mul": lambda op: op.inputs[1::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _norm_scales,
+    # Each factor scales the other one.
+    "mul": lambda op: op.inputs[:2][::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _norm_scales,
 }  # fmt: skip
 """Functions that return the factor of each input, by the word of the op; for `div` the divisor."""
 
@@ -377,7 +378,9 @@ def _numpy_index(index: Any) -> Any:
 def _clipped_slice(first: int, last: int, step: int, size: int) -> slice:
     """Return a slice with bounds clipped as ONNX clips them, where -1 past the start stays the start."""
     first, last = (bound + size if bound < 0 else bound for bound in (first, last))
-    return slice(max(first, 0), last if last >= 0 else None if step < 0 else 0, step)
+    if last < 0:  # before the start, which NumPy would count from the end
+        return slice(max(first, 0), None if step < 0 else 0, step)
+    return slice(max(first, 0), last, step)
 
 
 def _strided_slice_index(
