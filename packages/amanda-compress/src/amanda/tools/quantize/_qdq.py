@@ -323,8 +323,8 @@ class QdqWriter:
             nodes.append(
                 helper.make_node("Transpose", [input_name], [value_name], value_name, perm=inverse_order)
             )
-        shape_before_unfolding = unfolding.split  # with the axis of inputs divided into groups
-        if shape_before_unfolding != shape:
+        split_shape = unfolding.split  # the weight's, with the axis of inputs divided into groups
+        if split_shape != shape:
             value_name = self._append_reshape(graph, nodes, name, value_name, shape)
         return value_name
 

@@ -109,7 +109,7 @@ class Quantizer:
         self._observe(self._to_groups(whole(x)))
 
     def __call__(self, x: Any, frozen: bool, qparams: Sequence[Any] = ()) -> Any:
-        """Return the quantised value; may set the scale before, and always sets `qparams`.
+        """Return the quantised value; may set the scale before, and `qparams` to what was computed with.
 
         frozen: keep the scale as it is.  qparams: of the first execution, scale and zero point first, for a
         recomputation, which then changes no scale.

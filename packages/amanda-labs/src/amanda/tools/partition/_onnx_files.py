@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,19 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     if is_last:
         passed_through = [name for name in graph.outputs if name not in graph.producer_of]
         required, outputs = required + passed_through, outputs + passed_through
-    reads = dict.fromkeys(graph.with_constants(required))
+    return _build_part(tool, positions, dict.fromkeys(graph.with_constants(required)), produced, outputs)
+
+
+def _build_part(
+    tool: FileFactsTool, positions: Sequence[int], reads: Collection[str], produced: Sequence[str],
+    outputs: Sequence[str],
+) -> ModelProto:  # fmt: skip
+    """Return a model of the ops at these positions.
+
+    reads: values that the ops read, and those from which constants among them are computed.
+    produced: values that the ops make.  outputs: of the model.
+    """
+    graph, members = tool.graph, set(positions)
     model = ModelProto()
     # Opsets, functions and metadata of the whole model hold for each part.
     for field, value in graph.proto.ListFields():
@@ -236,9 +248,8 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     part.output.extend(graph.outputs.get(name) or _value_info(tool, name) for name in outputs)
     part_values = {*produced, *reads}
     # Inputs and outputs have their types already, and ONNX forbids a second entry.
-    part.value_info.extend(
-        info for info in whole.value_info if info.name in part_values - {*outputs, *crossing}
-    )
+    inner_values = part_values - {*outputs, *crossing}
+    part.value_info.extend(info for info in whole.value_info if info.name in inner_values)
     part.quantization_annotation.extend(
         annotation for annotation in whole.quantization_annotation if annotation.tensor_name in part_values
     )

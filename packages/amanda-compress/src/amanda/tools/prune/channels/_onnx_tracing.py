@@ -206,7 +206,7 @@ def _has_axes(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None])
     return bool(attributes.get("axes")) or (axes is not None and axes.array.size > 0)
 
 
-def unfollowed(type: str, values: Sequence[OnnxValue | None], channels: Sequence[Families]) -> str:
+def why_unfollowed(type: str, values: Sequence[OnnxValue | None], channels: Sequence[Families]) -> str:
     """Return why the channels of a layer's weight are not followed; "" of any other node."""
     if type in _QUANTISED:
         return f"{type} computes with quantized weights"
@@ -314,7 +314,7 @@ class OnnxTracing(Tracing):
             # Shapes and indices computed at run time are needed when sizes are corrected.
             if value is not None and value.array.dtype in (np.int32, np.int64):
                 self.numbers[key, i] = value.array
-        why = unfollowed(type, values, channels)
+        why = why_unfollowed(type, values, channels)
         if why:
             self.unfollowed[node] = why
         op_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)

@@ -119,7 +119,7 @@ def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
 
 Importance = Literal["l1", "l2", "taylor", "random"] | Callable[[Mapping[str, Any]], Sequence[float]]
 Scope = Literal["local", "global"]
-Of = Literal["channels", "flops", "latency"]
+BudgetQuantity = Literal["channels", "flops", "latency"]
 
 _HALVINGS = 20  # of the share of channels, which is then found to a millionth
 
@@ -175,7 +175,7 @@ class ChannelBudget:
     A share of the latency is met by `of_channels`, which says what to measure.
     """
 
-    def __init__(self, sparsity: float, scope: Scope, of: Of, round_to: int) -> None:
+    def __init__(self, sparsity: float, scope: Scope, of: BudgetQuantity, round_to: int) -> None:
         self.sparsity, self._scope, self.of, self._round_to = sparsity, scope, of, round_to
 
     def of_channels(self, sparsity: float) -> ChannelBudget:
@@ -269,8 +269,8 @@ class RemovalPlan:
     """A choice of channels to remove of a model.
 
     groups, keep_masks: the groups, and masks of their kept channels.  whole_layers: weights whose outputs
-    are left whole, and the reasons.  alive: mask of the labels whose channels are kept.  work: share of
-    multiplications that remain.  latency: share of the time of a call, where that was measured.
+    are left whole, and the reasons.  alive: mask of the labels whose channels are kept.  remaining_work:
+    share of multiplications.  latency: share of the time of a call, where that was measured.
     """
 
     subject: PrunableModel
@@ -279,7 +279,7 @@ class RemovalPlan:
     keep_masks: list[Any] = field(default_factory=list)
     whole_layers: dict[str, str] = field(default_factory=dict)
     alive: Any = None
-    work: float = 1.0
+    remaining_work: float = 1.0
     latency: float | None = None
 
     def choose(self, choice: ChannelOptions) -> None:
@@ -293,7 +293,7 @@ class RemovalPlan:
         ]
         self.keep_masks = choice.budget.choose(self.groups, importances, notes.labels, notes.work)
         self.alive = alive_labels(notes.labels, self.groups, self.keep_masks)
-        self.work = share_of_work(notes.work, self.alive)
+        self.remaining_work = share_of_work(notes.work, self.alive)
         self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:

@@ -15,10 +15,10 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._plan import (
+    BudgetQuantity,
     ChannelBudget,
     ChannelOptions,
     Importance,
-    Of,
     RemovalPlan,
     Scope,
     make_plan,
@@ -55,7 +55,7 @@ class ChannelPruneResult(Result):
         self.latency: float | None = None
         if plan is None:
             return
-        self.flops, self.left, self.latency = plan.work, plan.whole_layers, plan.latency
+        self.flops, self.left, self.latency = plan.remaining_work, plan.whole_layers, plan.latency
         for group, keep_mask in zip(plan.groups, plan.keep_masks, strict=True):
             count, kept_count = len(group) * group.width, int(keep_mask.sum()) * group.width
             weights = len({member.name for member in group.members if member.is_made})
@@ -137,7 +137,7 @@ class ChannelPruneTool(amanda.Tool):
         sparsity: Share = 0.5,
         importance: Importance = "l2",
         scope: Scope = "local",
-        of: Of = "channels",
+        of: BudgetQuantity = "channels",
         round_to: PositiveInt = 1,
         module: Globs = None,
         exclude: Globs = None,

@@ -65,19 +65,12 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
     """Return quantised linear layers by path, each with its weight, and reasons for skipped weights.
 
     Layers that share a parameter have the same weight.
-    Raises QuantizeError if the tool has quantised no weight of this model, and where `check_model` does.
+    Raises QuantizeError for another kind of model or tool, if the tool has quantised no weight of this model,
+    and where `check_model` does.
     """
     import torch
 
-    if not isinstance(model, torch.nn.Module):
-        raise QuantizeError(
-            f"a {type(model).__name__} was given; give a torch.nn.Module, or the path of an ONNX file (.onnx)"
-        )
-    if not isinstance(tool, IntegerTool):
-        raise QuantizeError(
-            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
-            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
-        )
+    _check_kinds(model, tool)
     tool.check_model(model)
     # Modules by the parameters that they hold; None for a module that holds one under another name.
     owners_by_parameter: dict[Any, list[tuple[str, Any]]] = {}
@@ -107,6 +100,21 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             "in a scope of the tool first"
         )
     return layers, skipped
+
+
+def _check_kinds(model: Any, tool: Any) -> None:
+    """Raise QuantizeError for what is no module of PyTorch, and for a tool without integers."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise QuantizeError(
+            f"a {type(model).__name__} was given; give a torch.nn.Module, or the path of an ONNX file (.onnx)"
+        )
+    if not isinstance(tool, IntegerTool):
+        raise QuantizeError(
+            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
+            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
+        )
 
 
 _REQUIRED = RequiredNames(
