@@ -168,7 +168,7 @@ def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Seq
     are_adjacent = not axes or list(axes) == list(range(axes[0], axes[0] + len(axes)))
     if grid.dtype or not (are_adjacent and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
         return None
-    tensor, array = _empty(x.shape)
+    tensor, array = _new_tensor_and_array(x.shape)
     clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
     return _record_on_tape(tensor, x, clipped)
 
@@ -226,14 +226,14 @@ def _pass_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
     if not clipped.size:
         return gradient
     gradient = _tf().convert_to_tensor(gradient)
-    tensor, array = _empty(gradient.shape)
+    tensor, array = _new_tensor_and_array(gradient.shape)
     np.copyto(array, np.asarray(gradient))
     # Times 0 keeps NaN.
     array.reshape(-1)[clipped] *= 0
     return _record_on_tape(tensor, gradient, clipped)
 
 
-def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
+def _new_tensor_and_array(shape: Any) -> tuple[Any, NDArray[Any]]:
     """Return a tensor in host memory, and an array in the same memory to write its values through.
 
     TensorFlow's allocator reuses memory of the last step; NumPy would request new memory from the system.

@@ -53,10 +53,10 @@ class Histogram:
         elif (least, most) == (self.least, self.most):
             self.counts = self.counts + new_counts
         else:
-            self.counts = self._rebinned(least, most) + new_counts
+            self.counts = self._counts_in_range(least, most) + new_counts
         self.least, self.most = least, most
 
-    def _rebinned(self, least: Any, most: Any) -> NDArray[Any]:
+    def _counts_in_range(self, least: Any, most: Any) -> NDArray[Any]:
         """Return the counts, moved to the bins of a wider range."""
         # So far all numbers were equal, and lie in one bin.
         if self.least == self.most:

@@ -183,7 +183,7 @@ class QuantizedOp:
         if groups is None and self._options.per_channel:
             groups = _groups_of_outputs(context["shape"](value), _weight_layout(context, read))
         make = partial(
-            self._create_quantizer, "weight", read, self._axes(context, read, value), groups=groups
+            self._create_quantizer, "weight", read, self._scale_axes(context, read, value), groups=groups
         )
         first = self._create_slice_quantizers(read, partial(make, value, context), (read.index, None))
         if first is not None:
@@ -216,7 +216,7 @@ class QuantizedOp:
         )
         return None
 
-    def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
+    def _scale_axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
         """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
 
         Outputs have the axis O, and the axes I and M in a depthwise convolution.  Without `per_channel`, and

@@ -149,13 +149,13 @@ class Quantizer:
     def _set_scale(self, least: Any, most: Any) -> tuple[Any, Any]:
         """Store scale, zero point and ends of a range in the state; return scale and zero point."""
         scale, zero_point = self._choose_qparams(least, most)
-        self._assign(scale=scale, least=least, most=most)
+        self._assign_state(scale=scale, least=least, most=most)
         if "offset" in self.state:
             # LSQ+ learns an offset in the units of the value, not an integer, which has no gradient.
-            self._assign(offset=-zero_point * scale)
+            self._assign_state(offset=-zero_point * scale)
         # The zero point of a symmetric grid is always 0: a write at each step would repeat it.
         if not (self.has_scale and self.grid.symmetric):
-            self._assign(zero_point=zero_point)
+            self._assign_state(zero_point=zero_point)
         self.has_scale = True
         return scale, zero_point
 
@@ -196,7 +196,7 @@ class Quantizer:
     def _read(self, part: str) -> Any:
         return self.xp.read(self.state[part])
 
-    def _assign(self, **values: Any) -> None:
+    def _assign_state(self, **values: Any) -> None:
         """Write values into the parts of the state that exist."""
         for part, value in values.items():
             if part in self.state:
@@ -294,7 +294,7 @@ class LsqQuantizer(Quantizer):
             # ReLU's outputs would waste half of a signed grid.
             self._shift_grid(-(levels // 2) if is_negative_somewhere else 0)
         initial_scale = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
-        self._assign(low=self.grid.low, scale=initial_scale(x, self.grid, self.axes))
+        self._assign_state(low=self.grid.low, scale=initial_scale(x, self.grid, self.axes))
         self.has_scale = True
 
     def _quantise(self, x: Any, frozen: bool) -> Any:

@@ -137,7 +137,7 @@ class SweepCost:
         """Return the weights that an op reads, by parameter."""
         return self.op_costs.of_ops(site.op_ids)[1]
 
-    def saved(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
+    def saved_cost(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
         """Return the cost that a level of ops which share weights saves; points: of each op alone.
 
         A point that failed has no measured cost, and counts as nothing saved.
@@ -265,7 +265,7 @@ class Allocation:
         for names, outcomes, saved_by_level in zip(self._groups, self._outcomes, self._saved, strict=True):
             for level in levels:
                 group_points = [points[name, level] for name in names]
-                saved_cost = cost_model.saved([sites[name] for name in names], level, group_points)
+                saved_cost = cost_model.saved_cost([sites[name] for name in names], level, group_points)
                 saved_by_level[f"{level:g}"] = saved_cost
                 if not any(point.error for point in group_points):
                     # A metric that rises by chance must not pay for the loss of another op.

@@ -95,7 +95,7 @@ _NON_NUMERIC_DTYPES = ("resource", "variant", "string", "complex")
 _FUSED_TYPES = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
 
-def array(tensor: Any) -> NDArray[Any] | None:
+def to_host_array(tensor: Any) -> NDArray[Any] | None:
     """Return a copy of a tensor on the host, in float32 if NumPy lacks the type; None without an array."""
     if getattr(tensor, "is_nested", False) or getattr(tensor, "is_meta", False):
         return None
@@ -135,7 +135,7 @@ class OpValues:
         # tensors may be scores or indices, which are read.
         if self.shapes_alone and len(value.shape) > 2:
             return np.broadcast_to(np.float32(0), tuple(value.shape))
-        return array(value)
+        return to_host_array(value)
 
     def varying(self, op: Op, tensors: Container[Any]) -> list[InputIndex]:
         """Return the inputs that are among tensors, without weights, scales and statistics of norms."""
@@ -372,7 +372,7 @@ def _numpy_index(index: Any) -> Any:
     """Return an index with arrays of NumPy for its tensors; a list of indices becomes a tuple."""
     if isinstance(index, (list, tuple)):
         return tuple(map(_numpy_index, index))
-    return array(index) if hasattr(index, "detach") else index
+    return to_host_array(index) if hasattr(index, "detach") else index
 
 
 def _clipped_slice(first: int, last: int, step: int, size: int) -> slice:

@@ -364,7 +364,7 @@ def elementwise(step: Step, rows: Indices, output: int) -> Terms:
     )
 
 
-def reshaped(step: Step, rows: Indices, output: int) -> Terms:
+def reshape(step: Step, rows: Indices, output: int) -> Terms:
     """Return the same elements in the same order, for an op that changes the shape.
 
     Raises NotImplementedError for an op that drops or repeats elements.
@@ -374,7 +374,7 @@ def reshaped(step: Step, rows: Indices, output: int) -> Terms:
     return Terms({step.data: rows[:, None]})
 
 
-def moved(step: Step, rows: Indices, output: int) -> Terms:
+def rearrangement(step: Step, rows: Indices, output: int) -> Terms:
     """Return the origins of elements that an op moves: its `move` is applied to an array of flat indices."""
     data = step.tensor(step.data)
     moved_indices = step.arguments["move"](np.arange(data.size).reshape(data.shape))
@@ -382,7 +382,7 @@ def moved(step: Step, rows: Indices, output: int) -> Terms:
     return Terms({step.data: origins.reshape(-1)[rows][:, None]})
 
 
-def joined(step: Step, rows: Indices, output: int) -> Terms:
+def concatenation(step: Step, rows: Indices, output: int) -> Terms:
     """Return the elements of several tensors that the op concatenates or stacks."""
     join = np.stack if step.type == "stack" else np.concatenate
     position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
@@ -415,12 +415,12 @@ _ELEMENTWISE = """
 """.split()
 _PASSING: dict[str, Rule] = {
     **dict.fromkeys([*_ELEMENTWISE, *FIRST], elementwise),
-    **dict.fromkeys("reshape squeeze unsqueeze view unflatten ravel".split(), reshaped),
+    **dict.fromkeys("reshape squeeze unsqueeze view unflatten ravel".split(), reshape),
     **dict.fromkeys("""
         permute transpose getitem pad Pad PadV2 split split_with_sizes tensor_split chunk unbind expand
         expand_as repeat narrow select index_select flip roll
-    """.split(), moved),
-    **dict.fromkeys(("cat", "stack"), joined),
+    """.split(), rearrangement),
+    **dict.fromkeys(("cat", "stack"), concatenation),
 }  # fmt: skip
 
 _POOLINGS = {

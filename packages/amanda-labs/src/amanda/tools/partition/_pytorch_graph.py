@@ -37,7 +37,7 @@ class CutGraph:
         """
         self._graph = module.graph
         # Checked ahead: PyTorch's error would name nodes that the user has never seen.
-        check_blocks(module)
+        check_no_nested_graphs(module)
         remove_copies_onto_themselves(self._graph)
         for node in self._graph.find_nodes(op="get_attr"):
             # The exporter lists every parameter; an unread one would be copied into the first stage.
@@ -202,7 +202,7 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     that reads the buffer.  Raises PartitionError for a stage without nodes.
     """
     planned = [(op.type, op.module) for op in plan.ops]
-    exported = [(type_of(node), module_of(node)) for node in nodes]
+    exported = [(trace_type(node), module_of(node)) for node in nodes]
     # The exporter adds and removes ops, so positions differ from the trace; the longest common runs agree.
     # Without autojunk, which would drop ops that occur often.
     matcher = SequenceMatcher(None, planned, exported, autojunk=False)
@@ -245,7 +245,7 @@ _SUBSCRIPTS = {"index", "select", "slice"}
 _NORMS_WITH_STATISTICS = {"batch_norm", "instance_norm"}
 
 
-def type_of(node: Any) -> str:
+def trace_type(node: Any) -> str:
     """Return the type of a node in the words of a trace."""
     name = torch_word(node.target.__name__.partition(".")[0].rstrip("_"))
     # The exporter writes a subscript as several operators.
@@ -275,7 +275,7 @@ def written_inputs(node: Any) -> list[Any]:
     """
     if node.op != "call_function":
         return []
-    statistics = node.args[3:5] if type_of(node) in _NORMS_WITH_STATISTICS else ()
+    statistics = node.args[3:5] if trace_type(node) in _NORMS_WITH_STATISTICS else ()
     return [
         *(value for value, writes in _aliased_arguments(node) if writes),
         *(value for value in statistics if value),
@@ -337,7 +337,7 @@ def _is_in_place(node: Any) -> bool:
     return alias is not None and bool(alias.is_write) and len(schema.returns) == 1
 
 
-def check_blocks(module: Any) -> None:
+def check_no_nested_graphs(module: Any) -> None:
     """Raise PartitionError for a block that the exporter keeps as one op with a graph of its own."""
     for node in module.graph.nodes:
         for block in node.all_input_nodes if node.op == "call_function" else ():

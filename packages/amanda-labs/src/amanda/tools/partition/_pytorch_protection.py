@@ -128,7 +128,7 @@ class Protection:
         """Return a number for one more execution."""
         return next(self._numbers)
 
-    def take_ended(self) -> Mapping[str, Sequence[int]]:
+    def pop_ended_executions(self) -> Mapping[str, Sequence[int]]:
         """Return the executions and passes that the process can forget, and empty the lists of them."""
         # The list is swapped, not emptied: `__del__` may append to it at any time.
         dropped, self.dropped = self.dropped, []
@@ -259,7 +259,7 @@ class ProtectedExecution:
         tensors = [pack_tensor(argument) for argument in arguments]
         if self.random:  # the process draws from the program's generator, whose state comes back
             tensors.append(pack_tensor(torch.get_rng_state()))
-        message = {**header, "number": self.number, **protection.take_ended()}
+        message = {**header, "number": self.number, **protection.pop_ended_executions()}
         answer, packed_outputs, size = protection.link.call(message, tensors)
         self.record.add([header for header, _ in tensors], [header for header, _ in packed_outputs], size)
         if "non_tensor" in answer:

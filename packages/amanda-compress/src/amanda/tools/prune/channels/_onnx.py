@@ -92,7 +92,7 @@ class OnnxModel(PrunableModel):
         return self._session[2].run(None, {name: np.asarray(array) for name, array in feed.items()})
 
     @contextmanager
-    def as_far_as_it_runs(self, *example: Any, **named: Any) -> Iterator[None]:
+    def without_failing_nodes(self, *example: Any, **named: Any) -> Iterator[None]:
         """Return a context in which the model ends before the first node that fails, so that it runs."""
         whole, running_count, failing_count = self.proto, 0, len(self.proto.graph.node)
         try:

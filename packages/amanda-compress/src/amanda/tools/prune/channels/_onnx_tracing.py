@@ -242,7 +242,7 @@ class OnnxTracing(Tracing):
         except Exception:
             # A session that fails shows no op at all: the prefix that runs shows which node comes next, and
             # so which one failed.
-            with self._model.as_far_as_it_runs(*example, **named), amanda.apply(self):
+            with self._model.without_failing_nodes(*example, **named), amanda.apply(self):
                 self._model(*example, **named)
             raise
         labels = self.notes.labels

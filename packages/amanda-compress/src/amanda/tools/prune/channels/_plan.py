@@ -68,7 +68,7 @@ class ChannelGroup:
         return slices
 
 
-def groups_of(tracing: Tracing) -> list[ChannelGroup]:
+def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     """Return the groups that can be removed, in the order of their first layers."""
     labels = tracing.notes.labels
     produced_roots, whole_roots = labels.output_roots(), labels.whole_roots()
@@ -124,7 +124,7 @@ BudgetQuantity = Literal["channels", "flops", "latency"]
 _HALVINGS = 20  # of the share of channels, which is then found to a millionth
 
 
-def scores(
+def importance_scores(
     group: ChannelGroup, number: int, tensors: Mapping[str, Any], importance: Importance, seed: int
 ) -> Any:
     """Return the importance of each channel of a group; the least important is removed first.
@@ -182,7 +182,7 @@ class ChannelBudget:
         """Return a budget that removes a share of the channels, alike in all else."""
         return ChannelBudget(sparsity, self._scope, "channels", self._round_to)
 
-    def choose(
+    def choose_keep_masks(
         self,
         groups: Sequence[ChannelGroup],
         importances: Sequence[Any],
@@ -282,16 +282,17 @@ class RemovalPlan:
     remaining_work: float = 1.0
     latency: float | None = None
 
-    def choose(self, choice: ChannelOptions) -> None:
+    def choose_channels(self, choice: ChannelOptions) -> None:
         """Set the groups, the channels that are kept, and the reasons for whole layers."""
         tensors = self.subject.tensors()
         notes = self.tracing.notes
         notes.labels.settle()
-        self.groups = groups_of(self.tracing)
+        self.groups = removable_groups(self.tracing)
         importances = [
-            scores(group, i, tensors, choice.importance, choice.seed) for i, group in enumerate(self.groups)
+            importance_scores(group, i, tensors, choice.importance, choice.seed)
+            for i, group in enumerate(self.groups)
         ]
-        self.keep_masks = choice.budget.choose(self.groups, importances, notes.labels, notes.work)
+        self.keep_masks = choice.budget.choose_keep_masks(self.groups, importances, notes.labels, notes.work)
         self.alive = alive_labels(notes.labels, self.groups, self.keep_masks)
         self.remaining_work = share_of_work(notes.work, self.alive)
         self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
@@ -379,7 +380,7 @@ def _try_until_it_runs(
     """
     tracing = plan.tracing
     while True:
-        plan.choose(choice)
+        plan.choose_channels(choice)
         trial_ops: Sequence[TracedOp] = ()
         result, error = None, ""
         removal = plan.subject.removal(plan)

@@ -187,7 +187,7 @@ class ChannelPruneTool(amanda.Tool):
                 self._set_plan(plan)
                 with amanda.apply(self):
                     result = subject(*example, **kwargs)
-            _check_same(subject.floats(result), subject.floats(smaller))
+            _check_same_results(subject.floats(result), subject.floats(smaller))
         except BaseException:
             self._reset()
             raise
@@ -327,7 +327,7 @@ def _no_mask(value: Any) -> None:
     """Return None: before `prepare` every weight stays as it is."""
 
 
-def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
+def _check_same_results(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
     """Raise PruneError where two models do not compute the same, within rounding."""
     for (masked_output, epsilon), (smaller_output, _) in zip(masked, smaller, strict=True):
         if masked_output.size:

@@ -156,7 +156,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
                 # Grams are as large as the model, and go also after an error.
                 weight.samples = None
 
-    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+    def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Return True if inputs (n, K) of a weight count in the calibration that goes on."""
         return True
 
@@ -231,7 +231,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             return
         # Groups of convolutions were refused at analysis, so that there is one matrix.
         rows = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
-        if not self.takes(weight, rows):
+        if not self.calibrates_with(weight, rows):
             return
         if weight.samples is None:
             weight.samples = Samples(value, rows, self.wants_gram)

@@ -107,9 +107,9 @@ class GPTQTool(IntegerTool, CalibratedTool):
             self._batch_run = None
         self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
 
-    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+    def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
-        return self._batch_run is None or self._batch_run.takes(weight, rows)
+        return self._batch_run is None or self._batch_run.admit(weight, rows)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
         """Choose the integers of a weight."""
@@ -140,7 +140,7 @@ class _BatchRun:
         self.waiting: set[CalibratedWeight] = set()
         self._rows: Tensor | None = None
 
-    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+    def admit(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Add a weight to this run or to those that wait, by its inputs (n, K); return True for this run."""
         if weight in self.weights:
             return True

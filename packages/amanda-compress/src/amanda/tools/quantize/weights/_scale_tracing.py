@@ -137,7 +137,7 @@ def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) 
     return [_with_rank(tuple(column_families), rank)]
 
 
-def normalised(call: FollowedOp) -> Sequence[Families]:
+def normalization(call: FollowedOp) -> Sequence[Families]:
     """Leave the input of a normalisation, and match its outputs with its weight and bias."""
     call.labels.leave(call.of(call.inputs[0]), f"{call.place} reads its input too")
     weight, output = call.value("weight"), call.outputs[0]
@@ -153,7 +153,7 @@ def normalised(call: FollowedOp) -> Sequence[Families]:
     return [shaped(channels, axis, output.ndim)]
 
 
-def scaled(call: FollowedOp) -> Sequence[Families]:
+def scaling(call: FollowedOp) -> Sequence[Families]:
     """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's.
 
     Factors stop at a divisor.
@@ -174,7 +174,7 @@ def scaled(call: FollowedOp) -> Sequence[Families]:
     return [_with_rank(call.of(carrier), call.outputs[0].ndim)]
 
 
-def added(call: FollowedOp) -> Sequence[Families]:
+def addition(call: FollowedOp) -> Sequence[Families]:
     """Make the factors of two added tensors the same; stop unless both vary along the same single axis."""
     terms = dict(zip(call.names, call.inputs, strict=False))
     terms.pop("alpha", None)
@@ -190,7 +190,7 @@ def added(call: FollowedOp) -> Sequence[Families]:
     return [(np.broadcast_arrays(first, second)[0],)]
 
 
-def averaged(call: FollowedOp) -> Sequence[Families]:
+def mean_or_sum(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
     # A mean is linear, and a factor of each channel passes through it if channels are no axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
@@ -202,7 +202,7 @@ def averaged(call: FollowedOp) -> Sequence[Families]:
     return [tuple(np.squeeze(family, reduced_axes) for family in passing_families)]
 
 
-def moved(call: FollowedOp) -> Sequence[Families]:
+def rearrangement(call: FollowedOp) -> Sequence[Families]:
     """Move labels as an op moves elements; factors stop where another tensor selects the elements."""
     if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
         return stop_factors(call)
@@ -266,12 +266,12 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("linear", *CONVOLUTIONS), layer),
     **dict.fromkeys(("matmul", "addmm"), product),
     **_by_word({
-        "layer_norm rms_norm batch_norm instance_norm group_norm": normalised, "mul div": scaled,
-        "add sub": added, "mean sum": averaged, "cat": concatenated,
+        "layer_norm rms_norm batch_norm instance_norm group_norm": normalization, "mul div": scaling,
+        "add sub": addition, "mean sum": mean_or_sum, "cat": concatenated,
         "scaled_dot_product_attention": attention,
         "reshape transpose permute getitem unbind split split_with_sizes chunk tensor_split unsqueeze "
         "squeeze expand expand_as select narrow slice repeat repeat_interleave tile broadcast_to flip":
-            moved,
+            rearrangement,
         "relu leaky_relu neg abs dropout feature_dropout clone contiguous to detach data alias "
         "requires_grad max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
         "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d pad "
