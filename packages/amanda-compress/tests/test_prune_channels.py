@@ -458,7 +458,7 @@ class AtLeastFour(nn.Module):
 def test_a_share_that_a_model_does_not_suit_leaves_others_to_a_budget_of_latency(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_plan, "_share_of_time", lambda plan, example, named: plan.work)
+    monkeypatch.setattr(_plan, "_share_of_time", lambda plan, example, named: plan.remaining_work)
     tool = ChannelPruneTool(of="latency", sparsity=0.4)
     tool.prepare(AtLeastFour().eval(), torch.randn(3, 6))
     assert tool.result.latency is not None

@@ -167,7 +167,7 @@ def test_one_channel_of_each_layer_stays(layer: Any, shape: tuple[int, ...]) -> 
 
 
 def test_a_budget_of_latency_prunes_a_small_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_plan, "_share_of_time", lambda plan, example, named: plan.work)
+    monkeypatch.setattr(_plan, "_share_of_time", lambda plan, example, named: plan.remaining_work)
     result = removed(network(layers.Conv2D(8, 3), layers.Conv2D(8, 3)), random(2, 8, 8, 3), of="latency")
     assert result.latency is not None
     assert 0.2 < result.latency <= 0.5

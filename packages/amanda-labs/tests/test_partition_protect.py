@@ -361,7 +361,7 @@ def test_process_ends_with_the_tool(caplog: pytest.LogCaptureFixture) -> None:
 def test_number_of_an_optimizer_that_is_gone_is_not_given_again() -> None:
     linear = nn.Linear(2, 2)
     stand_ins = ParameterStandIns()
-    stand_ins.move("weight", linear.weight, lambda *_: None)
+    stand_ins.move_to_process("weight", linear.weight, lambda *_: None)
     optimizers, numbers = ProtectedOptimizers(stand_ins), []
     alive = [torch.optim.SGD(linear.parameters()) for _ in range(2)]
     for _ in range(2):

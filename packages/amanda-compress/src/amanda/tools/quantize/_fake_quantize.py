@@ -100,7 +100,8 @@ class FloatGrid(Grid):
         # NaN.
         step = magnitude * 0 + 2.0 ** (self.exponent - self.mantissa)
         # Comparisons instead of a logarithm, which rounds next to powers of two; e5m2 has 30 exponents.
-        for exponent in range(self.exponent + 1, self.high.bit_length()):
+        end_exponent = self.high.bit_length()  # one above the exponent of the largest number
+        for exponent in range(self.exponent + 1, end_exponent):
             step = xp.where(magnitude >= 2.0**exponent, step * 0 + 2.0 ** (exponent - self.mantissa), step)
         return xp.round(x / step) * step
 
@@ -136,11 +137,11 @@ class Groups:
         return prod(unfolding.canonical[unfolding.outputs :]) % self.size == 0
 
     def split(self, x: Any) -> Any:
-        """Return a weight as (groups, size), output by output."""
+        """Return a weight as (groups, size), a row for each group, output by output."""
         return tensors_of(x).reshape(canonical(x, self.layout), (-1, self.size))
 
     def joined(self, rows: Any, shape: Sequence[int]) -> Any:
-        """Return the rows that `split` gave of a weight in the form of the weight, whose shape is `shape`."""
+        """Return rows (groups, size) as a weight of this shape: the inverse of `split`."""
         canonical_weight = tensors_of(rows).reshape(rows, Unfolding.of(shape, self.layout).canonical)
         return restored(canonical_weight, self.layout, shape)
 
@@ -157,12 +158,12 @@ def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half
     """
     xp = tensors_of(least)
     # A difference gives a zero of the type and on the device of the range, in each framework.
-    zero, levels = least - least, xp.cast(grid.high - grid.low, least)
+    zero, steps = least - least, xp.cast(grid.high - grid.low, least)
     # Zero has to be exact: padding and ReLU make it more often than any other number.
     least, most = xp.minimum(least, zero), xp.maximum(most, zero)
     if grid.symmetric:
-        return xp.maximum(xp.maximum(-least, most) / (levels / 2), xp.cast(EPSILON, zero)), zero
-    scale = xp.maximum((most - least) / levels, xp.cast(EPSILON, zero))
+        return xp.maximum(xp.maximum(-least, most) / (steps / 2), xp.cast(EPSILON, zero)), zero
+    scale = xp.maximum((most - least) / steps, xp.cast(EPSILON, zero))
     if rounding == "half_even":
         # Rounded before the difference, as torch.ao does; the order shows at ties.
         zero_point = grid.low - xp.round(least / scale)
@@ -270,7 +271,10 @@ def straight_through(x: Any, *qparams: Any) -> Any:
 
 
 def _run_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int], rounding: str) -> Any:
-    """Return the result of a differentiable kernel of the framework; None without such a kernel."""
+    """Return the result of a differentiable kernel of the framework.
+
+    None without such a kernel, for another rounding than "half_even", and where the kernel declines.
+    """
     kernel = _KERNELS.get(backend_of(x)) if rounding == "half_even" else None
     return None if kernel is None else kernel(x, scale, zero_point, grid, axes)
 

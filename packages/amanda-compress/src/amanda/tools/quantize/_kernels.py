@@ -1,4 +1,4 @@
-"""Kernels of PyTorch and TensorFlow for fake quantisation, and ops of TensorFlow as functions."""
+"""Kernels of PyTorch and TensorFlow for fake quantisation, and ops as functions of their inputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 
@@ -57,7 +58,7 @@ def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Seque
             return result
         return _with_native_gradient(x, s, z, grid)
     # In place on the new tensor: one allocation instead of four.
-    return _integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
+    return _unclipped_integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
 
 
 def _run_fused_kernel(
@@ -71,7 +72,7 @@ def _run_fused_kernel(
 
     integers = zero_point.to(torch.int32)
     if axes:
-        # The kernel converts to int64, where larger numbers wrap round.
+        # The kernel converts to int64, where larger numbers wrap round; 2 ** 62 leaves room for zero points.
         most = (scale * 2.0**62).reshape(shape)
         clamped = x.clamp(-most, most)
         quantised = torch.fake_quantize_per_channel_affine(
@@ -92,7 +93,7 @@ def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Gr
     import torch
 
     with torch.no_grad():
-        integers = _integers(x, scale, zero_point)
+        integers = _unclipped_integers(x, scale, zero_point)
         clipped = integers.clamp(grid.low, grid.high)
         passes = clipped == integers
     # The gradient of this product is the gradient where values pass: autograd needs no function of Python.
@@ -102,8 +103,8 @@ def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Gr
         return torch.mul(clipped.sub_(zero_point), scale, out=result)
 
 
-def _integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Return x / scale, rounded, plus the zero point; not clipped."""
+def _unclipped_integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return x / scale, rounded, plus the zero point."""
     # The reciprocal as in torch.ao, see `fake_quantize`.
     return (x * (1 / scale)).round_().add_(zero_point)
 
@@ -123,7 +124,7 @@ def _straight_through() -> Any:
 
         @staticmethod
         def forward(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
-            integers = _integers(x, scale, zero_point)
+            integers = _unclipped_integers(x, scale, zero_point)
             clipped = integers.clamp(low, high)
             passes = clipped == integers
             return clipped.sub_(zero_point).mul_(scale), passes
@@ -164,10 +165,10 @@ def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Seq
     for a floating grid.
     """
     # Adjacent axes reshape to one without a copy.
-    are_adjacent = list(axes) == list(range(axes[0], axes[0] + len(axes))) if axes else True
+    are_adjacent = not axes or list(axes) == list(range(axes[0], axes[0] + len(axes)))
     if grid.dtype or not (are_adjacent and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
         return None
-    tensor, array = _empty(x.shape)
+    tensor, array = _new_tensor_and_array(x.shape)
     clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
     return _record_on_tape(tensor, x, clipped)
 
@@ -179,19 +180,23 @@ def _write_on_grid(
 
     x, target: contiguous.
     """
-    first, last = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
-    from_first = bool(axes) and not first
-    rows, out_rows = (array if from_first else array.reshape(-1, *x.shape[first:]) for array in (x, target))
-    channel_extents = x.shape[first:last] + (1,) * (x.ndim - last)
-    shape = channel_extents if from_first else (1, *channel_extents)
+    first, end = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
+    # Pieces are cut along the first axis: of channels, which a piece then has a part of, or of all that lies
+    # in front of the channels.
+    rows_are_channels = bool(axes) and first == 0
+    rows, out_rows = (
+        array if rows_are_channels else array.reshape(-1, *x.shape[first:]) for array in (x, target)
+    )
+    channel_extents = x.shape[first:end] + (1,) * (x.ndim - end)
+    shape = channel_extents if rows_are_channels else (1, *channel_extents)
     s, z = (np.asarray(qparam, np.float32).reshape(shape) for qparam in (scale, zero_point))
-    inverse, length = np.float32(1) / s, prod(rows.shape[1:])
+    inverse, row_size = np.float32(1) / s, prod(rows.shape[1:])
     # All passes over a piece find it in the cache, where passes over the whole array would go to memory.
-    piece_length = max(1, _PIECE // length)
+    rows_per_piece = max(1, _PIECE // row_size)
     clipped = []
-    for start in range(0, len(rows), piece_length):
-        piece, out = rows[start : start + piece_length], out_rows[start : start + piece_length]
-        channels = slice(start, start + piece_length) if len(s) > 1 else slice(None)
+    for start in range(0, len(rows), rows_per_piece):
+        piece, out = rows[start : start + rows_per_piece], out_rows[start : start + rows_per_piece]
+        channels = slice(start, start + rows_per_piece) if len(s) > 1 else slice(None)
         np.multiply(piece, inverse[channels], out=out)
         np.rint(out, out=out)
         np.add(out, z[channels], out=out)
@@ -199,7 +204,7 @@ def _write_on_grid(
         is_clipped = clamped != out
         # Most pieces clip nothing, and positions are fewer bytes than a mask.
         if is_clipped.any():
-            clipped.append(np.flatnonzero(is_clipped) + start * length)
+            clipped.append(np.flatnonzero(is_clipped) + start * row_size)
         np.subtract(clamped, z[channels], out=clamped)
         np.multiply(clamped, s[channels], out=out)
     return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
@@ -221,14 +226,14 @@ def _pass_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
     if not clipped.size:
         return gradient
     gradient = _tf().convert_to_tensor(gradient)
-    tensor, array = _empty(gradient.shape)
+    tensor, array = _new_tensor_and_array(gradient.shape)
     np.copyto(array, np.asarray(gradient))
     # Times 0 keeps NaN.
     array.reshape(-1)[clipped] *= 0
     return _record_on_tape(tensor, gradient, clipped)
 
 
-def _empty(shape: Any) -> tuple[Any, NDArray[Any]]:
+def _new_tensor_and_array(shape: Any) -> tuple[Any, NDArray[Any]]:
     """Return a tensor in host memory, and an array in the same memory to write its values through.
 
     TensorFlow's allocator reuses memory of the last step; NumPy would request new memory from the system.
@@ -247,12 +252,25 @@ def _constant_shape(shape: tuple[int, ...]) -> Any:
     return _tf().constant(shape, "int32", (len(shape),))
 
 
+def recompute_function(context: amanda.OpContext) -> Any:
+    """Return the op as a function of its inputs; None for one that is random, in place, or not repeatable."""
+    if "recompute" in context:
+        return context["recompute"]
+    # A second run would write twice, or draw other numbers.
+    if context["in_place"] or context.get_attrs().get("dropout_p"):
+        return None
+    try:
+        return context.get_computation()
+    except AmandaError:
+        return None
+
+
 def write_recompute(context: amanda.OpContext) -> None:
-    """Write `recompute`, the op as a function: eager TensorFlow lacks `get_computation`."""
-    context["recompute"] = _raw_op(context)
+    """Write `recompute` into a context, the op as a function: eager TensorFlow lacks `get_computation`."""
+    context["recompute"] = _op_as_function(context)
 
 
-def _raw_op(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
+def _op_as_function(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any] | None:
     """Return the op as a function of its inputs; None for a stateful op, and without a raw op of its name."""
     _TENSORFLOW_NAMES.check()
     from tensorflow.python.framework import op_def_registry

@@ -101,44 +101,48 @@ class KVCacheTool(amanda.Tool):
             return
         place, module = self.place(context), context.get_scope()
         if is_cat:
-            context.replace_op(partial(self._concatenate, place, module))
+            context.replace_op(partial(self._concatenate_and_quantise, place, module))
         else:
             self._skip_reasons[place] = "it writes into a cache of fixed size; give generate a DynamicCache"
 
-    def _concatenate(
+    def _concatenate_and_quantise(
         self, place: str, module: str, tensors: Sequence[Tensor], dim: int, original: Any
     ) -> Tensor:
-        """Stand in for torch.cat: quantise the tokens that leave the residual window, if a cache grows.
+        """Run torch.cat; quantise the tokens that leave the residual window, if a cache grows.
 
-        Other concatenations stay unchanged, and so do caches that began outside of the scope.
+        Other concatenations stay unchanged.  So do caches that began outside of the scope, which become skip
+        reasons.
+        Raises QuantizeError where a module has a third cache and the axes of keys and values differ.
         """
         states: Tensor = original(tensors, dim)
         # The form of a cache: other concatenations of the model look otherwise.
         if len(tensors) != 2 or states.dim() != 4 or dim not in (-2, 2) or not states.is_floating_point():
             return states
-        tokens = states.shape[-2] - tensors[1].shape[-2]
+        cached_tokens = states.shape[-2] - tensors[1].shape[-2]
         # The older tokens were never quantised, so that figures would be wrong.
-        if tokens > (self._caches[place].longest if place in self._caches else 0):
+        if cached_tokens > (self._caches[place].longest if place in self._caches else 0):
             self._skip_reasons[place] = (
-                f"it continues {tokens} tokens that the tool has not seen; begin a cache in the scope"
+                f"it continues {cached_tokens} tokens that the tool has not seen; begin a cache in the scope"
             )
             return states
         if place not in self._caches:
             # A layer concatenates its keys first, then its values.
             number = sum(cache.module == module for cache in self._caches.values())
-            if number > 1 and len(set(self.axes)) > 1:
+            has_keys_and_values = number > 1
+            if has_keys_and_values and len(set(self.axes)) > 1:
                 raise QuantizeError(
                     f"{module} caches more than keys and values, or is a path in two models: let `keys` and "
                     "`values` be the same, or give each model a tool"
                 )
             self._skip_reasons.pop(place, None)
             self._caches[place] = CachedStates(self, module, number)
-        return self._caches[place].quantise(states, tokens)
+        return self._caches[place].quantise(states, cached_tokens)
 
 
 class CachedStates:
     """Keys or values of one attention, whose older tokens are quantised.
 
+    number: of the tensor among those that the module caches: 0 for keys, 1 for values.
     shape: (batch, heads, tokens, channels) at the last step.  quantised_tokens: number of quantised tokens.
     longest: largest number of tokens of a step.
     itemsize: bytes of a number that is not quantised.
@@ -153,10 +157,10 @@ class CachedStates:
         self.shape: tuple[int, ...] = ()
         self.quantised_tokens = self.longest = self.itemsize = 0
 
-    def quantise(self, states: Tensor, before: int) -> Tensor:
+    def quantise(self, states: Tensor, cached_tokens: int) -> Tensor:
         """Quantise in place the tokens that left the residual window in this step; return the states.
 
-        before: number of tokens that were cached before the step.
+        cached_tokens: number of tokens that were cached before the step.
         Raises QuantizeError for channels or tokens that are no multiple of the group size.
         """
         import torch
@@ -169,12 +173,13 @@ class CachedStates:
             )
         # A cache that was cut, as where generation takes tokens back: its last group may hold tokens that are
         # gone.
-        if self.axis == "channel" and 0 < before < self.shape[-2]:
+        if self.axis == "channel" and 0 < cached_tokens < self.shape[-2]:
             raise QuantizeError(
-                f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have {before} of them now: "
-                'groups of tokens are for caches that only grow; let the axis be "token"'
+                f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have "
+                f"{cached_tokens} of them now: groups of tokens are for caches that only grow; let the axis "
+                'be "token"'
             )
-        begin, end = (self._complete(count) for count in (before, tokens))
+        begin, end = self._quantised_count(cached_tokens), self._quantised_count(tokens)
         self.shape, self.quantised_tokens, self.itemsize = tuple(states.shape), end, states.element_size()
         self.longest = max(self.longest, tokens)
         if begin == end:
@@ -190,10 +195,13 @@ class CachedStates:
             leaving_states.copy_(rounded)
         return states
 
-    def _complete(self, tokens: int) -> int:
-        """Return the number of quantised tokens of a cache with this number of tokens."""
+    def _quantised_count(self, tokens: int) -> int:
+        """Return how many tokens of a cache with this number of tokens are quantised."""
         count = max(tokens - self._tool.residual, 0)
-        return count if self.axis == "token" else count // self._tool.group_size * self._tool.group_size
+        if self.axis == "token":
+            return count
+        complete_groups = count // self._tool.group_size
+        return complete_groups * self._tool.group_size
 
     @property
     def before(self) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _UPSAMPLING = 16  # parts of an old bin that move to new bins, as in torch.ao
-_STEP = 1e-5  # share of the numbers that a step of the search drops, as in torch.ao
+_DROPPED_SHARE = 1e-5  # share of the numbers that a step of the search drops, as in torch.ao
 _LARGE = 1e9  # float32 does not hold the cubes of larger numbers
 
 
@@ -53,10 +53,10 @@ class Histogram:
         elif (least, most) == (self.least, self.most):
             self.counts = self.counts + new_counts
         else:
-            self.counts = self._rebinned(least, most) + new_counts
+            self.counts = self._counts_in_range(least, most) + new_counts
         self.least, self.most = least, most
 
-    def _rebinned(self, least: Any, most: Any) -> NDArray[Any]:
+    def _counts_in_range(self, least: Any, most: Any) -> NDArray[Any]:
         """Return the counts, moved to the bins of a wider range."""
         # So far all numbers were equal, and lie in one bin.
         if self.least == self.most:
@@ -82,23 +82,20 @@ class Histogram:
 
         The search drops bins at the end with fewer numbers while the error shrinks.
         """
-        widest = max(-float(self.least), float(self.most))
-        if widest > _LARGE:
+        largest = max(-float(self.least), float(self.most))
+        if largest > _LARGE:
             scaled = Histogram(self.bins)
-            scaled.counts, scaled.least, scaled.most = (
-                self.counts,
-                np.float32(self.least / widest),
-                np.float32(self.most / widest),
-            )
+            scaled.counts = self.counts
+            scaled.least, scaled.most = np.float32(self.least / largest), np.float32(self.most / largest)
             least, most = scaled.best_range(levels)
-            return np.float32(float(least) * widest), np.float32(float(most) * widest)
+            return np.float32(float(least) * largest), np.float32(float(most) * largest)
         total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=np.float32)
         # A greedy search from both ends, which drops the side with the larger step in bins. begin and end are
         # bins; lower and upper are shares of the numbers below them.
         begin, end, lower, upper = 0, self.bins - 1, 0.0, 1.0
         error = np.inf
         while lower < upper:
-            next_lower, next_upper = lower + _STEP, upper - _STEP
+            next_lower, next_upper = lower + _DROPPED_SHARE, upper - _DROPPED_SHARE
             low_bin = min(max(begin, int(np.searchsorted(sums, np.float32(next_lower * total)))), end)
             high_bin = max(
                 min(end, int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1), begin
@@ -107,9 +104,10 @@ class Histogram:
                 proposed, lower = (low_bin, end), next_lower
             else:
                 proposed, upper = (begin, high_bin), next_upper
+            # The share of a step lies within one bin: the next step may leave it.
             if proposed == (begin, end):
                 continue
-            proposed_error = self._squared_error(*proposed, levels)
+            proposed_error = self._quantisation_error(*proposed, levels)
             # The first rise ends the search, as in torch.ao, though a lower error may lie behind it.
             if proposed_error > error:
                 break
@@ -117,8 +115,11 @@ class Histogram:
         width = (self.most - self.least) / np.float32(self.bins)
         return self.least + width * np.float32(begin), self.least + width * np.float32(end + 1)
 
-    def _squared_error(self, begin: int, end: int, levels: int) -> float:
-        """Return the squared error of numbers spread evenly over their bins, with levels between two bins."""
+    def _quantisation_error(self, begin: int, end: int, levels: int) -> float:
+        """Return the squared error of rounding to equidistant levels that span the bins from begin to end.
+
+        Numbers outside are rounded to the first or last level.
+        """
         width = (float(self.most) - float(self.least)) / self.bins
         step = width * (end - begin + 1) / levels
         if step == 0:
@@ -131,6 +132,8 @@ class Histogram:
         # Numbers are taken as spread evenly over a bin.
         density = self.counts / np.float32(width)
         half = np.float32(step / 2)
+        # Of each bin: the part nearest to its first level, whole steps between, the part of its last level.
+        # A bin within one step has -1 steps between, which corrects the sum of the two parts.
         error = _integral(starts - (first_levels + np.float32(0.5)) * np.float32(step), half, density)
         error += (last_levels - first_levels - 1) * _integral(-half, half, density)
         error += _integral(-half, ends - (last_levels * np.float32(step) + half), density)
@@ -138,7 +141,7 @@ class Histogram:
 
 
 def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
-    """Return the integral of density times x squared."""
+    """Return the integral of density times x squared: the error of numbers from begin to end of a level."""
     return np.asarray(density * ((end * end * end - begin * begin * begin) / np.float32(3)))
 
 
@@ -154,7 +157,7 @@ def _bin_counts(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArr
 
 
 def _linspace(begin: Any, end: Any, count: int) -> NDArray[Any]:
-    """Return numbers at equal distances, from both ends as torch.linspace computes them."""
+    """Return `count` numbers at equal distances, from begin to end, bit-equal to torch.linspace."""
     step = (end - begin) / np.float32(count - 1)
     indices = np.arange(count)
     upwards = begin + step * indices.astype(np.float32)
@@ -279,7 +282,7 @@ class MseObserver(HistogramObserver):
     def range(self) -> tuple[Any, Any]:
         """Return the range with the least error."""
         histogram, best = self.histogram, np.inf
-        # Middles of bins instead of values: a calibration keeps 2048 numbers, however many batches it has.
+        # Middles of bins instead of values: a calibration stores 2048 numbers, however many batches it has.
         x, range_ = histogram.middles.astype(np.float32), (histogram.least, histogram.most)
         for share in np.linspace(1.0, 0.2, 81).astype(np.float32):
             least, most = (

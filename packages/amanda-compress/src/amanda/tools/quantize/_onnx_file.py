@@ -21,7 +21,7 @@ from amanda.tools.onnx_graph import (
     save_onnx,
 )
 from amanda.tools.quantize._fake_quantize import QuantizeError
-from amanda.tools.quantize._qdq import Key, QdqWriter, QuantizedInput, key_of
+from amanda.tools.quantize._qdq import NodeKey, QdqWriter, QuantizedInput, node_key
 from amanda.tools.quantize._tool import QuantizeOptions, QuantizeTool
 from amanda.tools.quantize.weights._convert import ConvertResult
 
@@ -41,7 +41,7 @@ class InputsTool(amanda.Tool):
     def __init__(self, quantize: QuantizeTool) -> None:
         super().__init__()
         self._quantize = quantize
-        self.nodes: dict[Key, dict[int, QuantizedInput]] = {}
+        self.nodes: dict[NodeKey, dict[int, QuantizedInput]] = {}
         # The quantizers of an op are there when this tool's routine looks at it.
         self.depends_on(quantize)
         self.add_inst_for_op(self._record_inputs)
@@ -53,14 +53,18 @@ class InputsTool(amanda.Tool):
         analyse(self)
 
     def _record_inputs(self, context: amanda.OpContext) -> None:
-        """Record scale and value of each quantised input of the node of an op, if the op is quantised."""
+        """Record scale and value of each quantised input of the node of an op, if the op is quantised.
+
+        Raises QuantizeError for a list of tensors and for an input without a scale, and if another node with
+        the same name, inputs and outputs has other scales.
+        """
         op = self._quantize.quantized_op(context)
         if op is None:
             return
         inputs = {}
-        for (position, item), quantizer in op.quantizers.items():
+        for (position, index_in_list), quantizer in op.quantizers.items():
             scale = quantizer.scale()
-            if item is not None or scale is None:
+            if index_in_list is not None or scale is None:
                 raise QuantizeError(
                     f"{quantizer.name} of {op.name} is a list, which has no nodes of its own; "
                     "leave its type out of `type`"
@@ -68,7 +72,7 @@ class InputsTool(amanda.Tool):
             value = np.asarray(context.get_value(position)) if quantizer.is_weight else None
             dtype = str(context["dtype"](context.get_inputs()[position]))
             inputs[position] = QuantizedInput(quantizer.name, scale, dtype, value)
-        key = key_of(context.get_op().node)
+        key = node_key(context.get_op().node)
         # Nodes are found again by their names, inputs and outputs, which need not be unique in a file.
         if inputs and _scale_values(self.nodes.setdefault(key, inputs)) != _scale_values(inputs):
             raise QuantizeError(
@@ -160,28 +164,23 @@ def _upgrade_opset(model: ModelProto, options: QuantizeOptions) -> ModelProto:
 
 def _required_opset(options: QuantizeOptions) -> int:
     """Return the first version of ONNX whose nodes have all grids of the options."""
-    if options.group_size is not None:
+    all_bits: list[Any] = []
+    for bits in (options.weight_bits, options.activation_bits):
+        all_bits += bits.values() if isinstance(bits, Mapping) else [bits]
+    # Blocks of DequantizeLinear, and INT4 and INT16, came with opset 21, float8 with 19, axes with 13.
+    is_integer_of_21 = any(isinstance(bits, int) and (bits <= 4 or bits > 8) for bits in all_bits)
+    if options.group_size is not None or is_integer_of_21:
         return 21
-    options_bits = (options.weight_bits, options.activation_bits)
-    bits = [
-        value
-        for option in options_bits
-        for value in (option.values() if isinstance(option, Mapping) else [option])
-    ]
-    numbers = [value for value in bits if isinstance(value, int)]
-    # INT4 and INT16 of QuantizeLinear came with opset 21, float8 with 19.
-    if any(value <= 4 or value > 8 for value in numbers):
-        return 21
-    return 13 if len(numbers) == len([value for value in bits if value is not None]) else 19
+    return 19 if any(isinstance(bits, str) for bits in all_bits) else 13
 
 
 def _file_bytes(path: Path) -> int:
-    """Return the bytes of a model and of its data."""
+    """Return the bytes of a model file and of the files with its external data."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    data = {
-        entry.value for tensor in model.graph.initializer for entry in tensor.external_data
+    data_files = {
+        path.parent / entry.value for tensor in model.graph.initializer for entry in tensor.external_data
         if entry.key == "location"
     }  # fmt: skip
-    return sum(file.stat().st_size for file in (path, *(path.parent / name for name in data)))
+    return sum(file.stat().st_size for file in (path, *data_files))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from amanda.tools.axes import Unfolding
@@ -15,7 +15,14 @@ from amanda.tools.onnx_graph import (
     names_in,
     remove_unread,
 )
-from amanda.tools.quantize._fake_quantize import FloatGrid, Grid, QuantizeError, Scale, fake_quantize_fixed
+from amanda.tools.quantize._fake_quantize import (
+    FloatGrid,
+    Grid,
+    Groups,
+    QuantizeError,
+    Scale,
+    fake_quantize_fixed,
+)
 from amanda.tools.quantize._tool import QuantizeOptions
 
 if TYPE_CHECKING:
@@ -46,44 +53,62 @@ class StoredWeight(NamedTuple):
     unfolding: Unfolding | None = None
 
 
-def stored_weight(value: NDArray[Any], scale: Scale, rounding: Any) -> StoredWeight:
+def stored_weight(weight: NDArray[Any], scale: Scale, rounding: Any) -> StoredWeight:
     """Return the numbers of the grid that stand for a weight, as fake quantisation rounds it.
 
     Raises QuantizeError where scales differ along several axes.
     """
-    s, z, grid, axes, groups = scale
     # By the simulation itself, so that the file holds exactly the numbers that were simulated.
-    fake = np.asarray(fake_quantize_fixed(value, {None: scale}, rounding))
-    if groups is None:
-        # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
-        scale_axes = [axis for axis in axes if value.shape[axis] > 1] or list(axes[:1])
-        if len(scale_axes) > 1:
-            raise QuantizeError(
-                f"a weight of shape {value.shape} has scales along its axes {scale_axes}, and "
-                "DequantizeLinear knows those of one axis; let per_channel be False"
-            )
-        axis = scale_axes[0] if scale_axes else None
-        extents = [-1 if i == axis else 1 for i in range(value.ndim)]
-        codes = fake / s.reshape(extents if scale_axes else ()) + z.reshape(extents if scale_axes else ())
-        return StoredWeight(_codes(codes, grid), s, z, axis, 0)
-    rows = groups.split(fake) / s[:, None] + z[:, None]
-    unfolding = Unfolding.of(value.shape, groups.layout)
+    dequantized = np.asarray(fake_quantize_fixed(weight, {None: scale}, rounding))
+    if scale.groups is None:
+        return _store_channels(dequantized, scale)
+    return _store_groups(dequantized, scale, scale.groups)
+
+
+def _store_channels(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
+    """Return the stored form of a weight with one scale, or with a scale for each channel of one axis."""
+    s, z, grid, axes, _ = scale
+    # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
+    scale_axes = [axis for axis in axes if dequantized.shape[axis] > 1] or list(axes[:1])
+    if len(scale_axes) > 1:
+        raise QuantizeError(
+            f"a weight of shape {dequantized.shape} has scales along its axes {scale_axes}, and "
+            "DequantizeLinear knows those of one axis; let per_channel be False"
+        )
+    if not scale_axes:
+        return StoredWeight(_grid_numbers(dequantized / s + z, grid), s, z, None, 0)
+    broadcast_shape = [-1 if axis == scale_axes[0] else 1 for axis in range(dequantized.ndim)]
+    numbers = dequantized / s.reshape(broadcast_shape) + z.reshape(broadcast_shape)
+    return StoredWeight(_grid_numbers(numbers, grid), s, z, scale_axes[0], 0)
+
+
+def _store_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
+    """Return the stored form of a weight with a scale for each group of inputs: a matrix with blocks."""
+    s, z, grid, _, _ = scale
+    group_rows = groups.split(dequantized) / s[:, None] + z[:, None]
+    unfolding = Unfolding.of(dequantized.shape, groups.layout)
+    # One group for each output: scales of one axis, without blocks.
     if groups.are_outputs:
-        return StoredWeight(_codes(rows, grid), s, z, 0, 0, unfolding)
+        return StoredWeight(_grid_numbers(group_rows, grid), s, z, 0, 0, unfolding)
     outputs = prod(unfolding.canonical[: unfolding.outputs])
-    codes, s, z = (array.reshape(outputs, -1) for array in (rows, s, z))
-    if unfolding.order == (1, 0):  # the inputs come first
-        return StoredWeight(_codes(codes.T, grid), s.T, z.T, 0, groups.size)
-    return StoredWeight(_codes(codes, grid), s, z, 1, groups.size, unfolding)
+    matrix, s, z = (array.reshape(outputs, -1) for array in (group_rows, s, z))
+    # A weight (inputs, outputs) is stored as it is, which saves the nodes that would transpose it.
+    if unfolding.order == (1, 0):
+        return StoredWeight(_grid_numbers(matrix.T, grid), s.T, z.T, 0, groups.size)
+    return StoredWeight(_grid_numbers(matrix, grid), s, z, 1, groups.size, unfolding)
 
 
-def _codes(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:
+def _grid_numbers(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:
     """Return numbers of a grid in contiguous memory; near-integers are rounded, floating ones unchanged."""
     return np.ascontiguousarray(numbers if isinstance(grid, FloatGrid) else np.rint(numbers))
 
 
 def initializer(name: str, array: NDArray[Any], kind: str) -> TensorProto:
-    """Return an initializer of numbers that a type of ONNX holds."""
+    """Return an initializer with numbers in an element type of ONNX.
+
+    kind: name of the element type, such as "UINT8", which has to hold the numbers; of those with 4 bits two
+    lie in a byte.
+    """
     from onnx import TensorProto
 
     if kind in ("INT4", "UINT4"):
@@ -99,7 +124,8 @@ def initializer(name: str, array: NDArray[Any], kind: str) -> TensorProto:
     )
 
 
-Key: TypeAlias = tuple[str, str, tuple[str, ...], tuple[str, ...]]
+NodeKey: TypeAlias = tuple[str, str, tuple[str, ...], tuple[str, ...]]
+"""Type, name, inputs and outputs of a node: names alone need not be unique in a file."""
 
 
 class QuantizedInput(NamedTuple):
@@ -114,9 +140,23 @@ class QuantizedInput(NamedTuple):
     value: NDArray[Any] | None
 
 
-def key_of(node: NodeProto) -> Key:
-    """Return type, name, inputs and outputs of a node."""
+def node_key(node: NodeProto) -> NodeKey:
+    """Return what identifies a node in a file, also in a copy of the file."""
     return node.op_type, node.name, tuple(node.input), tuple(node.output)
+
+
+class RowTail(NamedTuple):
+    """A row of the result after the name of the layer: a quantised tensor of a node.
+
+    group_size: numbers that share a scale.  before, after: bytes of a weight, the second with its scales;
+    None for an activation, and for a weight that an earlier row counts.
+    """
+
+    tensor: str
+    bits: int
+    group_size: int | None = None
+    before: int | None = None
+    after: int | None = None
 
 
 class QdqWriter:
@@ -127,7 +167,10 @@ class QdqWriter:
     """
 
     def __init__(
-        self, model: ModelProto, nodes: Mapping[Key, Mapping[int, QuantizedInput]], options: QuantizeOptions
+        self,
+        model: ModelProto,
+        nodes: Mapping[NodeKey, Mapping[int, QuantizedInput]],
+        options: QuantizeOptions,
     ) -> None:
         self._model, self._nodes, self._rounding = model, nodes, options.rounding
         self._used_names = set(names_in(model.graph))
@@ -142,17 +185,18 @@ class QdqWriter:
             raise QuantizeError(f"{next(iter(missing_keys))[:2]} is no node of the model that is written")
         remove_unread(self._model.graph)
 
-    def _rewrite(self, graph: GraphProto) -> set[Key]:
+    def _rewrite(self, graph: GraphProto) -> set[NodeKey]:
         """Rewrite the nodes of a graph and of its bodies; return the keys of the rewritten nodes."""
         from onnx import NodeProto
 
-        written_values: dict[Any, str] = {}
+        # Names of dequantised values in this graph, by content: a value is written once.
+        dequantized_names: dict[Any, str] = {}
         nodes, rewritten = [], set()
         for node in graph.node:
             # Bodies of If and Loop read values of the graph around them.
             for body in bodies_of(node):
                 rewritten |= self._rewrite(body)
-            key = key_of(node)
+            key = node_key(node)
             inputs = self._nodes.get(key, {})
             for position, operand in inputs.items():
                 rewritten.add(key)
@@ -162,15 +206,15 @@ class QdqWriter:
                         "writes nodes for float32"
                     )
                 write = self._quantize_activation if operand.value is None else self._quantize_weight
-                new_nodes, name, row = write(graph, node.input[position], operand, written_values)
+                new_nodes, name, row = write(graph, node.input[position], operand, dequantized_names)
                 nodes += new_nodes
                 self.rows.append((node.name or node.op_type, *row))
                 node.input[position] = name
             # With one quantised input the other factor of the product is of floats.
-            is_narrow = len(inputs) == 1 and all(
+            has_narrow_factor = len(inputs) == 1 and all(
                 element_type(operand.scale.grid)[1] == 4 for operand in inputs.values()
             )
-            self.has_narrow_products |= node.op_type == "MatMul" and is_narrow
+            self.has_narrow_products |= node.op_type == "MatMul" and has_narrow_factor
             # A node of a repeated field dies with the field, which is cleared below.
             copy = NodeProto()
             copy.CopyFrom(node)
@@ -180,11 +224,13 @@ class QdqWriter:
         return rewritten
 
     def _quantize_activation(
-        self, graph: GraphProto, name: str, operand: QuantizedInput, written_values: dict[Any, str]
-    ) -> tuple[list[NodeProto], str, tuple[Any, ...]]:
-        """Return nodes that quantise and dequantise, the name of their result, and a row for the result.
+        self, graph: GraphProto, name: str, operand: QuantizedInput, dequantized_names: dict[Any, str]
+    ) -> tuple[list[NodeProto], str, RowTail]:
+        """Add scale and zero point to a graph; return nodes that quantise and dequantise, and their output.
 
-        No nodes where an earlier input has the same value in the same grid.
+        Returns the nodes, the name of the last one's output, and a row for the result.  No nodes where an
+        earlier input has the same value in the same grid: then the output is that of the earlier nodes.
+        Raises QuantizeError for a floating grid.
         """
         from onnx import helper
 
@@ -195,38 +241,36 @@ class QdqWriter:
                 "integers in the place of such nodes, and refuses the file; let activation_bits be a number"
             )
         kind, bits = element_type(grid)
-        row = f"{operand.tensor}, {kind.lower()}", grid.bits, None, None, None
+        row = RowTail(f"{operand.tensor}, {kind.lower()}", grid.bits)
         key = name, scale.tobytes(), zero_point.tobytes(), grid
         # Nodes that read one value in one grid share its quantisation.
-        if key in written_values:
-            return [], written_values[key], row
+        if key in dequantized_names:
+            return [], dequantized_names[key], row
         scale_names = self._add_scales(graph, name, scale, zero_point, grid)
         nodes = []
         value_name = name
         # ONNX has 4, 8 and 16 bits: a narrower grid needs a Clip, as QuantizeLinear uses all integers.
-        if grid.high - grid.low + 1 < 1 << bits:
+        is_narrower = grid.high - grid.low + 1 < 1 << bits
+        if is_narrower:
             ends = [(end - zero_point) * scale for end in (grid.low, grid.high)]
             clip = [self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
             value_name = self._unique_name(f"{name}_clipped")
             nodes.append(helper.make_node("Clip", [name, *clip], [value_name], value_name))
-        quantized, written_values[key] = (
-            self._unique_name(f"{name}_quantized"),
-            self._unique_name(f"{name}_dequantized"),
-        )
-        nodes.append(helper.make_node("QuantizeLinear", [value_name, *scale_names], [quantized], quantized))
-        nodes.append(
-            helper.make_node(
-                "DequantizeLinear", [quantized, *scale_names], [written_values[key]], written_values[key]
-            )
-        )
-        return nodes, written_values[key], row
+        quantized = self._unique_name(f"{name}_quantized")
+        dequantized = dequantized_names[key] = self._unique_name(f"{name}_dequantized")
+        nodes += [
+            helper.make_node("QuantizeLinear", [value_name, *scale_names], [quantized], quantized),
+            helper.make_node("DequantizeLinear", [quantized, *scale_names], [dequantized], dequantized),
+        ]
+        return nodes, dequantized, row
 
     def _quantize_weight(
-        self, graph: GraphProto, name: str, operand: QuantizedInput, written_values: dict[Any, str]
-    ) -> tuple[list[NodeProto], str, tuple[Any, ...]]:
-        """Return nodes that dequantise integers, the name of their result, and a row for the result.
+        self, graph: GraphProto, name: str, operand: QuantizedInput, dequantized_names: dict[Any, str]
+    ) -> tuple[list[NodeProto], str, RowTail]:
+        """Add integers of a weight to a graph; return nodes that dequantise them, and their output.
 
-        No nodes where an earlier weight has the same integers and scales.
+        Returns the nodes, the name of the last one's output, and a row for the result.  No nodes where an
+        earlier weight has the same integers and scales: then the output is that of the earlier nodes.
         """
         from onnx import helper
 
@@ -234,19 +278,17 @@ class QdqWriter:
         stored = stored_weight(operand.value, operand.scale, self._rounding)
         grid, shape = operand.scale.grid, operand.value.shape
         kind, bits = element_type(grid)
-        size = (
-            operand.scale.groups.size
-            if operand.scale.groups
-            else prod(shape) // max(operand.scale.scale.size, 1)
-        )
+        groups = operand.scale.groups
+        group_size = groups.size if groups else prod(shape) // max(operand.scale.scale.size, 1)
+        row = RowTail(f"{operand.tensor}, {kind.lower()}", grid.bits, group_size)
         arrays = stored.codes, stored.scale, stored.zero_point
         # By content: exporters write one initializer under several names, and a file should hold it once.
         key = sha256(b"".join(array.tobytes() for array in arrays)).digest(), kind, shape, stored.axis
-        row_start = f"{operand.tensor}, {kind.lower()}", grid.bits, size
-        if key in written_values:
-            return [], written_values[key], (*row_start, None, None)
-        byte_count = sum(-(-array.size * bits // 8) for array in (stored.codes, stored.zero_point))
-        row = *row_start, operand.value.nbytes, byte_count + stored.scale.nbytes
+        if key in dequantized_names:
+            return [], dequantized_names[key], row
+        # A last integer of 4 bits fills half a byte.
+        integer_bytes = sum(ceil(array.size * bits / 8) for array in (stored.codes, stored.zero_point))
+        row = row._replace(before=operand.value.nbytes, after=integer_bytes + stored.scale.nbytes)
         codes = self._add_initializer(graph, f"{name}_quantized", stored.codes, kind)
         scales = self._add_scales(graph, name, stored.scale, stored.zero_point, grid)
         value_name = self._unique_name(f"{name}_dequantized")
@@ -256,23 +298,40 @@ class QdqWriter:
         nodes = [
             helper.make_node("DequantizeLinear", [codes, *scales], [value_name], value_name, **attributes)
         ]
-        unfolding = stored.unfolding
-        if unfolding is not None and stored.codes.shape != unfolding.turned:
-            value_name = self._add_reshape(graph, nodes, name, value_name, unfolding.turned)
-        if unfolding is not None and unfolding.order != tuple(range(len(unfolding.order))):
-            value_name, input_name = self._unique_name(f"{name}_transposed"), value_name
-            nodes.append(
-                helper.make_node("Transpose", [input_name], [value_name], value_name, perm=unfolding.back)
-            )
-        if unfolding is not None and unfolding.split != shape:
-            value_name = self._add_reshape(graph, nodes, name, value_name, shape)
-        written_values[key] = value_name
+        if stored.unfolding is not None:
+            value_name = self._undo_unfolding(graph, nodes, name, value_name, stored, shape)
+        dequantized_names[key] = value_name
         return nodes, value_name, row
 
-    def _add_reshape(
+    def _undo_unfolding(
+        self, graph: GraphProto, nodes: list[NodeProto], name: str, value_name: str, stored: StoredWeight,
+        shape: Sequence[int],
+    ) -> str:  # fmt: skip
+        """Append nodes that bring a matrix of groups into the shape of its weight; return the output's name.
+
+        Steps that change nothing have no node.
+        """
+        from onnx import helper
+
+        unfolding = stored.unfolding
+        assert unfolding is not None
+        transposed_shape, inverse_order = unfolding.turned, unfolding.back
+        if stored.codes.shape != transposed_shape:
+            value_name = self._append_reshape(graph, nodes, name, value_name, transposed_shape)
+        if inverse_order != tuple(range(len(inverse_order))):
+            input_name, value_name = value_name, self._unique_name(f"{name}_transposed")
+            nodes.append(
+                helper.make_node("Transpose", [input_name], [value_name], value_name, perm=inverse_order)
+            )
+        split_shape = unfolding.split  # the weight's, with the axis of inputs divided into groups
+        if split_shape != shape:
+            value_name = self._append_reshape(graph, nodes, name, value_name, shape)
+        return value_name
+
+    def _append_reshape(
         self, graph: GraphProto, nodes: list[NodeProto], name: str, value_name: str, shape: Sequence[int]
     ) -> str:
-        """Add a node that reshapes a value; return the name of its result."""
+        """Append a node that reshapes a value; return its output's name, which begins with `name`."""
         from onnx import helper
 
         target = self._add_initializer(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
@@ -291,13 +350,13 @@ class QdqWriter:
         ]
 
     def _add_initializer(self, graph: GraphProto, name: str, array: Any, kind: str) -> str:
-        """Put an array into a graph, and return its name there."""
+        """Add an array to the initializers of a graph; return its name, which begins with `name`."""
         new_name = self._unique_name(name)
         graph.initializer.append(initializer(new_name, np.asarray(array), kind))
         return new_name
 
     def _unique_name(self, base: str) -> str:
-        """Return a new name in the model that begins with `base`."""
+        """Return a name that begins with `base` and is new in the model; mark it as used."""
         name, count = base, 0
         while name in self._used_names:
             count += 1

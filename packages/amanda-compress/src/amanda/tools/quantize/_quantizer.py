@@ -105,29 +105,31 @@ class Quantizer:
         return None if self.groups is None or self.groups.are_outputs else self.groups.size
 
     def observe(self, x: Any) -> None:
-        """Add a value to the calibration."""
-        self._observe(self._split(whole(x)))
+        """Add a value to the calibration, of a tensor in shards the whole value."""
+        self._observe(self._to_groups(whole(x)))
 
     def __call__(self, x: Any, frozen: bool, qparams: Sequence[Any] = ()) -> Any:
-        """Return the quantised value.
+        """Return the quantised value; may set the scale before, and `qparams` to what was computed with.
 
         frozen: keep the scale as it is.  qparams: of the first execution, scale and zero point first, for a
-        recomputation.
+        recomputation, which then changes no scale.
         """
         full = whole(x)  # of a tensor in shards, a scale is of all of it
-        x_split = self._split(full)
-        quantised = self._fake_quantise(x_split, *qparams[:2]) if qparams else self._quantise(x_split, frozen)
+        rows = self._to_groups(full)
+        quantised = self._fake_quantise(rows, *qparams[:2]) if qparams else self._quantise(rows, frozen)
         quantised = quantised if self.groups is None else self.groups.joined(quantised, x.shape)
         # The program goes on with shards, as it had them.
         return quantised if full is x else distributed(quantised, x, placed=True)
 
     def clipped_gradient(self, x: Any, *qparams: Any, gradient: Any) -> Any:
         """Return the straight-through gradient: 0 where the value was clipped."""
-        clipped = fake_quantize_gradient(self._split(whole(gradient)), self._split(whole(x)), *qparams)
+        clipped = fake_quantize_gradient(
+            self._to_groups(whole(gradient)), self._to_groups(whole(x)), *qparams
+        )
         clipped = clipped if self.groups is None else self.groups.joined(clipped, x.shape)
         return distributed(clipped, gradient, placed=True)
 
-    def _split(self, x: Any) -> Any:
+    def _to_groups(self, x: Any) -> Any:
         """Return a value as (groups, size); unchanged without groups."""
         return x if self.groups is None else self.groups.split(x)
 
@@ -141,23 +143,27 @@ class Quantizer:
         """Set the scale from the observed range, if a value was observed."""
         if self.observer is not None and self.observer.seen:
             self.has_scale = False  # so that a loaded zero point is replaced too
-            self._start_from(*self.observer.range())
+            self._set_scale(*self.observer.range())
         self.observer = None
 
-    def _start_from(self, least: Any, most: Any) -> tuple[Any, Any]:
-        """Store and return the scale and zero point of a range."""
-        scale, zero_point = self._qparams(least, most)
-        self._assign(scale=scale, least=least, most=most)
+    def _set_scale(self, least: Any, most: Any) -> tuple[Any, Any]:
+        """Store scale, zero point and ends of a range in the state; return scale and zero point."""
+        scale, zero_point = self._choose_qparams(least, most)
+        self._assign_state(scale=scale, least=least, most=most)
         if "offset" in self.state:
             # LSQ+ learns an offset in the units of the value, not an integer, which has no gradient.
-            self._assign(offset=-zero_point * scale)
-        if not (self.has_scale and self.grid.symmetric):  # whose zero point is zero
-            self._assign(zero_point=zero_point)
+            self._assign_state(offset=-zero_point * scale)
+        # The zero point of a symmetric grid is always 0: a write at each step would repeat it.
+        if not (self.has_scale and self.grid.symmetric):
+            self._assign_state(zero_point=zero_point)
         self.has_scale = True
         return scale, zero_point
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised value; a weight without a scale is calibrated by this value."""
+        """Return the quantised value; a weight without a scale is calibrated by this value.
+
+        Raises QuantizeError for an activation without a scale.
+        """
         if not self.has_scale:
             if not self.is_weight:
                 extents = "x".join(map(str, x.shape)) or "scalar"
@@ -190,13 +196,13 @@ class Quantizer:
     def _read(self, part: str) -> Any:
         return self.xp.read(self.state[part])
 
-    def _assign(self, **values: Any) -> None:
+    def _assign_state(self, **values: Any) -> None:
         """Write values into the parts of the state that exist."""
         for part, value in values.items():
             if part in self.state:
                 self.xp.assign(self.state[part], value)
 
-    def _qparams(self, least: Any, most: Any) -> tuple[Any, Any]:
+    def _choose_qparams(self, least: Any, most: Any) -> tuple[Any, Any]:
         return choose_qparams(least, most, self.grid, self.options.rounding)
 
     def _fake_quantise(self, x: Any, scale: Any, zero_point: Any) -> Any:
@@ -219,13 +225,13 @@ class DynamicQuantizer(Quantizer):
     def _quantise(self, x: Any, frozen: bool) -> Any:
         """Return the value, quantised by a scale of its own."""
         if not self.is_weight or self.options.weight_observer == "minmax":
-            return self._fake_quantise(x, *self._qparams(*extremes(x, self.axes)))
+            return self._fake_quantise(x, *self._choose_qparams(*extremes(x, self.axes)))
         observer = self.options.make_observer(self.is_weight, self.axes)
         observer.observe(x)
         # Observers return arrays of NumPy, and the values may be on a GPU.
         wide = self.xp.wide(x)
         return self._fake_quantise(
-            x, *(self.xp.cast(parameter, wide) for parameter in self._qparams(*observer.range()))
+            x, *(self.xp.cast(parameter, wide) for parameter in self._choose_qparams(*observer.range()))
         )
 
 
@@ -236,17 +242,20 @@ class QatQuantizer(Quantizer):
     """
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised value; the gradient passes where the value was not clipped."""
+        """Set the scale from the value, unless it is frozen; return the quantised value.
+
+        The gradient passes where the value was not clipped.
+        """
         if frozen and self.has_scale:
             return super()._quantise(x, frozen)
         # Of each value: the weight changes with each step of the optimizer.
         least, most = extremes(x, self.axes)
         if self.has_scale and not self.is_weight:
             least, most = self._moving_average("least", least), self._moving_average("most", most)
-        return self._fake_quantise(x, *self._start_from(least, most))
+        return self._fake_quantise(x, *self._set_scale(least, most))
 
     def _moving_average(self, part: str, new: Any) -> Any:
-        """Return the moving average of a bound with a new value; `part` of the state is the last average."""
+        """Return the moving average of a bound with a new value; part: "least" or "most" of the state."""
         old = tensors_of(new).cast(self._read(part), new)
         # In this form as in torch.ao's MovingAverageMinMaxObserver, so that ranges are bit-equal.
         return old + (new - old) * np.float32(self.options.averaging)
@@ -262,14 +271,17 @@ class LsqQuantizer(Quantizer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         if self.has_scale and "low" in self.state:
-            self._shift_to(int(self.array("low")))
+            self._shift_grid(int(self.array("low")))
 
-    def _shift_to(self, low: int) -> None:
+    def _shift_grid(self, low: int) -> None:
         """Move the grid so that the grid begins at `low` and has as many integers as before."""
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def _observe(self, x: Any) -> None:
-        """Initialise the scale from the first value; LSQ+'s offset from the range of all values."""
+        """Initialise the scale from the first value; with an offset (LSQ+) observe, for a scale at the end.
+
+        Does nothing once there is a scale.
+        """
         if self.has_scale:
             return
         if "offset" in self.state:
@@ -277,11 +289,12 @@ class LsqQuantizer(Quantizer):
             return
         x = self.xp.detach(x)
         if "low" in self.state:
-            signed = bool(as_array(x).min(initial=0) < 0)
+            is_negative_somewhere = bool(as_array(x).min(initial=0) < 0)
+            levels = self.grid.high - self.grid.low + 1
             # ReLU's outputs would waste half of a signed grid.
-            self._shift_to(-((self.grid.high - self.grid.low + 1) // 2) if signed else 0)
+            self._shift_grid(-(levels // 2) if is_negative_somewhere else 0)
         initial_scale = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
-        self._assign(low=self.grid.low, scale=initial_scale(x, self.grid, self.axes))
+        self._assign_state(low=self.grid.low, scale=initial_scale(x, self.grid, self.axes))
         self.has_scale = True
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
@@ -292,7 +305,8 @@ class LsqQuantizer(Quantizer):
         grid, axes = self.grid, self.axes
         # The source counts the features of one example, so that the step does not depend on the batch size.
         examples = 1 if self.is_weight or not len(x.shape) else max(x.shape[0], 1)
-        factor = gradient_scale(max(group_size(x, axes) // examples, 1), grid)
+        count = max(group_size(x, axes) // examples, 1)
+        factor = gradient_scale(count, grid)
 
         def forward(x: Any, scale: Any, offset: Any = None) -> Any:
             return lsq_quantize(x, scale, grid, offset, axes)

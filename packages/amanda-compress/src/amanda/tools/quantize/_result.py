@@ -115,7 +115,8 @@ class QuantizeResult(Result):
         return [
             (tensor.phase, tensor.type, tensor.module, tensor.source, tensor.tensor, tensor.bits,
              tensor.scheme, len(tensor.scale or ()) if tensor.axes else None,
-             *_extent(tensor), tensor.executions, _finite(tensor.sqnr), _finite(tensor.output_sqnr))
+             *_range_of_largest_scale(tensor), tensor.executions, _finite(tensor.sqnr),
+             _finite(tensor.output_sqnr))
             for tensor in self.tensors
         ]  # fmt: skip
 
@@ -171,7 +172,7 @@ def _finite(ratio: float | None) -> float | None:
     return ratio if ratio is not None and isfinite(ratio) else None
 
 
-def _extent(tensor: Quantized) -> tuple[float | None, ...]:
+def _range_of_largest_scale(tensor: Quantized) -> tuple[float | None, ...]:
     """Return the largest scale, its zero point, and the ends of its range; None for each without a scale."""
     if tensor.scale is None or tensor.zero_point is None:
         return None, None, None, None

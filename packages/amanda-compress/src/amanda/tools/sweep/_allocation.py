@@ -80,9 +80,10 @@ class OpCosts(amanda.Tool):
         """
         total = 0.0
         for op_id, cost in self._flops.items():
-            share = 0.0 if op_id in skipped else (shares or {}).get(op_id, (1.0, 1.0))[0]
+            products_share, _ = (shares or {}).get(op_id, (1.0, 1.0))
             # A bias or an activation runs in full as long as the op runs.
-            total += 2 * cost.macs * share + (cost.flops - 2 * cost.macs) * (share > 0)
+            if op_id not in skipped and products_share > 0:
+                total += 2 * cost.macs * products_share + (cost.flops - 2 * cost.macs)
         return total
 
     def size(
@@ -91,9 +92,11 @@ class OpCosts(amanda.Tool):
         """Return bytes of parameters; one that several ops read counts once, by the largest share."""
         remaining: dict[Hashable, float] = {}
         for op_id, sizes in self._sizes.items():
-            products, weight = (shares or {}).get(op_id, (1.0, 1.0))
+            products_share, weight_share = (shares or {}).get(op_id, (1.0, 1.0))
             for parameter, size in sizes.items():
-                share = weight if parameter == self._weights.get(op_id) or not products else 1.0
+                # Without products that are left, other parameters such as a bias go with the weight.
+                goes_with_weight = parameter == self._weights.get(op_id) or products_share == 0
+                share = weight_share if goes_with_weight else 1.0
                 bytes_left = 0.0 if op_id in skipped else share * size
                 # A parameter is stored once, for the reader that needs most of it.
                 remaining[parameter] = max(remaining.get(parameter, 0.0), bytes_left)
@@ -134,7 +137,7 @@ class SweepCost:
         """Return the weights that an op reads, by parameter."""
         return self.op_costs.of_ops(site.op_ids)[1]
 
-    def saved(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
+    def saved_cost(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
         """Return the cost that a level of ops which share weights saves; points: of each op alone.
 
         A point that failed has no measured cost, and counts as nothing saved.
@@ -198,7 +201,9 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
             first_indices = np.unique(cells, return_index=True)[1]
             survivors = survivors[np.union1d(first_indices, len(survivors) - 1)]
         saved, drop = saved[survivors], drop[survivors]
-        steps.append((outcomes, *divmod(survivors, len(outcomes))))
+        # The flat index of a survivor holds its row of the partial assignments before, and its outcome.
+        parent_rows, outcome_indices = divmod(survivors, len(outcomes))
+        steps.append((outcomes, parent_rows, outcome_indices))
     # Backtrack from the whole assignments to the outcome that each group contributes.
     rows = np.arange(len(saved))
     labels: list[list[str]] = []
@@ -226,12 +231,15 @@ def group_by_weights(weights_by_op: Mapping[str, frozenset[object]]) -> list[lis
     groups: list[tuple[set[object], list[str]]] = []
     for name, weights in weights_by_op.items():
         # An op may join groups that were apart so far.
-        overlapping = [group for group in groups if group[0] & weights]
-        merged = (
-            set(weights).union(*(group[0] for group in overlapping)),
-            [*(n for group in overlapping for n in group[1]), name],
-        )
-        groups = [*(group for group in groups if group not in overlapping), merged]
+        merged_weights, merged_names = set(weights), list[str]()
+        other_groups = []
+        for group_weights, names in groups:
+            if group_weights & weights:
+                merged_weights |= group_weights
+                merged_names += names
+            else:
+                other_groups.append((group_weights, names))
+        groups = [*other_groups, (merged_weights, [*merged_names, name])]
     return [names for _, names in groups]
 
 
@@ -257,7 +265,7 @@ class Allocation:
         for names, outcomes, saved_by_level in zip(self._groups, self._outcomes, self._saved, strict=True):
             for level in levels:
                 group_points = [points[name, level] for name in names]
-                saved_cost = cost_model.saved([sites[name] for name in names], level, group_points)
+                saved_cost = cost_model.saved_cost([sites[name] for name in names], level, group_points)
                 saved_by_level[f"{level:g}"] = saved_cost
                 if not any(point.error for point in group_points):
                     # A metric that rises by chance must not pay for the loss of another op.
@@ -269,8 +277,12 @@ class Allocation:
         return pareto_assignments(self._outcomes)
 
     def choose(self, budget: float) -> dict[str, str]:
-        """Return a label for each op: the least sum of drops within a budget, a share of the cost."""
+        """Return a label for each op: the least sum of drops within a budget, a share of the cost.
+
+        Raises SweepError for a budget below the cost of the harshest levels.
+        """
         cost_model = self._cost_model
+        # In rising order of saved cost, in which drops rise too: the first that fits has the least drop.
         for assignment in self._assignments:
             # The factor allows for rounding of sums, for a budget that a level meets exactly.
             if cost_model.total - assignment.saved <= budget * cost_model.total * (1 + 1e-9):

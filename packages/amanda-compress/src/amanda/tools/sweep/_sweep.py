@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from time import perf_counter
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
 from amanda.action import ActionType, Routine
@@ -20,6 +20,15 @@ from amanda.tools.trials import Progress, SearchResult, Trial, check_number
 
 Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]
+
+
+class _Measurement(NamedTuple):
+    """One evaluation.  metric: None after an error.  cost: None without a function that measures it."""
+
+    metric: float | None
+    error: str
+    seconds: float
+    cost: float | None
 
 
 class Sweep(Generic[Level]):
@@ -177,13 +186,12 @@ class Sweep(Generic[Level]):
         """Return the trial of an architecture, evaluated unless an earlier one succeeded."""
         # Several budgets may choose the same levels, which are evaluated once.
         labels = tuple(architecture.values())
-        for _ in _attempts(self._trials.get(labels), retries):
-            metric, error, seconds, measured = self._evaluate_with(
-                " ".join(labels), *self.tools(architecture)
-            )
-            costs = {self._cost_model.name: cost if measured is None else measured}
-            self._trials[labels] = Trial(architecture, metric, costs, seconds, error)
-            if not error:
+        for _ in _remaining_attempts(self._trials.get(labels), retries):
+            measured = self._measure_with(" ".join(labels), *self.tools(architecture))
+            costs = {self._cost_model.name: cost if measured.cost is None else measured.cost}
+            trial = Trial(architecture, measured.metric, costs, measured.seconds, measured.error)
+            self._trials[labels] = trial
+            if not trial.error:
                 break
         return self._trials[labels]
 
@@ -201,10 +209,12 @@ class Sweep(Generic[Level]):
     def _measure_point(self, site: Site, level: Level, progress: Progress, total: int, retries: int) -> None:
         """Evaluate a site at a level, unless an earlier evaluation succeeded; record the point."""
         description, key = f"{site.name or 'all ops'}, {self._names[0]} {level:g}", (site.name, level)
-        for _ in _attempts(self._points.get(key), retries):
-            progress.begin(total, description, 1 + len(self._points) - (key in self._points))
+        for _ in _remaining_attempts(self._points.get(key), retries):
+            # One evaluation was without a tool; a point that is tried again is not done.
+            done_count = 1 + len(self._points) - (key in self._points)
+            progress.begin(total, description, done_count)
             tool = self._make_tool(None if site is ALL else {site.name}, level)
-            self._points[key] = Point(site, level, *self._evaluate_with(description, tool))
+            self._points[key] = Point(site, level, *self._measure_with(description, tool))
             self._report_progress(progress, self._points[key])
             if not self._points[key].error:
                 break
@@ -212,13 +222,8 @@ class Sweep(Generic[Level]):
     def _report_progress(self, progress: Progress, measurement: Point | Trial) -> None:
         progress.done(measurement.error or f"{self._names[1]} {measurement.metric:g}")
 
-    def _evaluate_with(
-        self, description: str, *tools: amanda.Tool
-    ) -> tuple[float | None, str, float, float | None]:
-        """Evaluate with tools; return the metric, the error text, the seconds, and a measured cost.
-
-        The metric is None after an error, the cost without a function that measures it.
-        """
+    def _measure_with(self, description: str, *tools: amanda.Tool) -> _Measurement:
+        """Evaluate with tools, each prepared; an exception becomes the error of the measurement."""
         # With the scope and the preparation, as a user of the tool pays for both.
         start = perf_counter()
 
@@ -233,7 +238,7 @@ class Sweep(Generic[Level]):
 
         measurements, error = Progress.attempt(evaluate_with_tools, f"no {self._names[1]} of {description}")
         metric, cost = measurements or (None, None)
-        return metric, error, perf_counter() - start, cost
+        return _Measurement(metric, error, perf_counter() - start, cost)
 
     def _measured_cost(self, *tools: amanda.Tool) -> float | None:
         """Return what the cost function returns for tools; None unless the cost is a function."""
@@ -243,7 +248,7 @@ class Sweep(Generic[Level]):
         return check_number(cost(*tools), cost, SweepError, self._cost_model.name)
 
     def _make_tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
-        """Make a tool that acts at the named ops alone; None: at all ops, and record them as sites."""
+        """Make a tool that acts at the named ops alone; None: at all ops, which it records as sites."""
         tool = self._make(level)
         # For the types of ops in sites.
         tool.depends_on(StandardMapping())
@@ -263,9 +268,11 @@ class Sweep(Generic[Level]):
         return routine
 
 
-def _attempts(earlier: Point | Trial | None, retries: int) -> range:
+def _remaining_attempts(earlier: Point | Trial | None, retries: int) -> range:
     """Return a range with one number for each evaluation that is still allowed; none after a success."""
-    return range(1 + retries if earlier is None else retries if earlier.error else 0)
+    if earlier is None:
+        return range(1 + retries)
+    return range(retries if earlier.error else 0)
 
 
 Number = TypeVar("Number", int, float)

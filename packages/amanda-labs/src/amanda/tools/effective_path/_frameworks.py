@@ -96,7 +96,7 @@ _NON_NUMERIC_DTYPES = ("resource", "variant", "string", "complex")
 _FUSED_TYPES = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
 
-def array(tensor: Any) -> NDArray[Any] | None:
+def to_host_array(tensor: Any) -> NDArray[Any] | None:
     """Return a copy of a tensor on the host, in float32 if NumPy lacks the type; None without an array."""
     if getattr(tensor, "is_nested", False) or getattr(tensor, "is_meta", False):
         return None
@@ -136,7 +136,7 @@ class OpValues:
         # tensors may be scores or indices, which are read.
         if self.shapes_alone and len(value.shape) > 2:
             return np.broadcast_to(np.float32(0), tuple(value.shape))
-        return array(value)
+        return to_host_array(value)
 
     def varying(self, op: Op, tensors: Container[Any]) -> list[InputIndex]:
         """Return the inputs that are among tensors, without weights, scales and statistics of norms."""
@@ -254,7 +254,8 @@ SCALES: dict[str, Callable[[OpValues], Sequence[Any]]] = {
     "add": lambda op: (1, op.attributes.get("alpha", 1)),
     "sub": lambda op: (1, -op.attributes.get("alpha", 1)),
     "rsub": lambda op: (-op.attributes.get("alpha", 1), 1),
-    "mul": lambda op: op.inputs[1::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _norm_scales,
+    # Each factor scales the other one.
+    "mul": lambda op: op.inputs[:2][::-1], "div": lambda op: op.inputs[1:2], "batch_norm": _norm_scales,
 }  # fmt: skip
 """Functions that return the factor of each input, by the word of the op; for `div` the divisor."""
 
@@ -372,13 +373,15 @@ def _numpy_index(index: Any) -> Any:
     """Return an index with arrays of NumPy for its tensors; a list of indices becomes a tuple."""
     if isinstance(index, (list, tuple)):
         return tuple(map(_numpy_index, index))
-    return array(index) if hasattr(index, "detach") else index
+    return to_host_array(index) if hasattr(index, "detach") else index
 
 
 def _clipped_slice(first: int, last: int, step: int, size: int) -> slice:
     """Return a slice with bounds clipped as ONNX clips them, where -1 past the start stays the start."""
     first, last = (bound + size if bound < 0 else bound for bound in (first, last))
-    return slice(max(first, 0), last if last >= 0 else None if step < 0 else 0, step)
+    if last < 0:  # before the start, which NumPy would count from the end
+        return slice(max(first, 0), None if step < 0 else 0, step)
+    return slice(max(first, 0), last, step)
 
 
 def _strided_slice_index(

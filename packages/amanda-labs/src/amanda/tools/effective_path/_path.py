@@ -312,9 +312,11 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
     neurons: list[list[Indices]] = [[] for _ in range(samples)]
     size: int = 0
     shape: tuple[int, ...] = ()
-    for where in (where for where in op_on_path.element_keys if where != op_on_path.weight):
+    for where, keys in op_on_path.element_keys.items():
+        if where == op_on_path.weight:
+            continue
         tensor = step.tensor(where)
-        parts, part_size = _split_by_sample(op_on_path.element_keys[where], tensor.size, samples)
+        parts, part_size = _split_by_sample(keys, tensor.size, samples)
         for sample_neurons, part in zip(neurons, parts, strict=True):
             sample_neurons.append(part + size)
         size += part_size
@@ -347,13 +349,11 @@ def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) 
     sample_of_key, indices = np.divmod(all_keys, max(size, 1))
     # Only if each sample stays in its own block is the first axis that of the batch: a constant, and a tensor
     # that mixes samples, have none.
-    within_sample = indices - sample_of_key * (size // samples)
-    if (
-        not shared
-        and size % samples == 0
-        and np.all((within_sample >= 0) & (within_sample < size // samples))
-    ):
-        indices, size = within_sample, size // samples
+    block_size = size // samples
+    within_block = indices - sample_of_key * block_size
+    stays_in_block = np.all((within_block >= 0) & (within_block < block_size))
+    if not shared and size % samples == 0 and stays_in_block:
+        indices, size = within_block, block_size
     ends = np.searchsorted(sample_of_key, np.arange(samples + 1))
     return [indices[ends[i] : ends[i + 1]] for i in range(samples)], size
 

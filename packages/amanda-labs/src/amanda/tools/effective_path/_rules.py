@@ -157,7 +157,7 @@ class Mesh:
         return np.broadcast_to(index, self._shape).reshape(self._shape[0], -1)
 
 
-def aligned(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
+def operand_indices(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
     """Return flat indices into an operand that is broadcast, for flat indices into the shape of the result.
 
     rows: the indices into the result, which are returned as they are if the shapes are equal.
@@ -176,14 +176,17 @@ def _product_terms(
     shape: of the output.  labels: of the axes of both factors and of the output; extents of 1 are broadcast.
     Returns the indices of both factors, the products, and the number of terms of all elements.
     """
+    *factor_labels, output_labels = labels
     extents: dict[Any, int] = {}
-    for tensor, names in zip(factors, labels[:2], strict=True):
+    for tensor, names in zip(factors, factor_labels, strict=True):
         for name, extent in zip(names, tensor.shape, strict=True):
             # A factor of extent 1 is broadcast along the axis.
             extents[name] = max(extents.get(name, 1), extent)
-    summed = {name: extent for name, extent in extents.items() if name not in labels[2]}
-    mesh = Mesh(rows, dict(zip(labels[2], shape, strict=True)), summed)
-    indices = [mesh.indices(names, tensor.shape) for tensor, names in zip(factors, labels[:2], strict=True)]
+    summed = {name: extent for name, extent in extents.items() if name not in output_labels}
+    mesh = Mesh(rows, dict(zip(output_labels, shape, strict=True)), summed)
+    indices = [
+        mesh.indices(names, tensor.shape) for tensor, names in zip(factors, factor_labels, strict=True)
+    ]
     first, second = (tensor.reshape(-1)[index] for tensor, index in zip(factors, indices, strict=True))
     # In float64: products of float32 are exact there.
     return indices, first.astype(np.float64) * second, prod(shape) * prod(summed.values())
@@ -196,12 +199,13 @@ def _matmul_terms(
 
     Axes of a batch that the output lacks are summed over too.
     """
-    labels: list[Sequence[Any]] = [
+    labels: list[Sequence[Any]] = []
+    for tensor, axes, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True):
+        if tensor.ndim == 1:
+            labels.append("k")
+            continue
         # Axes of a batch are numbered from the right, so that broadcast ones meet.
-        [*range(2 - tensor.ndim, 0), *(axes[::-1] if is_transposed else axes)] if tensor.ndim > 1 else "k"
-        for tensor, axes, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True)
-    ]
-
+        labels.append([*range(2 - tensor.ndim, 0), *(reversed(axes) if is_transposed else axes)])
     matrix_axes = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
     batch = range(len(matrix_axes) - len(shape), 0)
     return _product_terms(rows, shape, factors, [*labels, [*batch, *matrix_axes]])
@@ -271,8 +275,10 @@ def _window_mesh(step: Step, rows: Indices, output: int, channels: Mapping[str, 
     for axis, table in zip(spatial, tables, strict=True):
         # The coordinate of an output becomes that of the input which each place of its window reads.
         mesh.coordinates[axis] = table[mesh.coordinates[axis], mesh.coordinates[axis.lower()]]
-    num_outputs = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
-    return mesh, num_outputs * prod(channels.values()) * prod(int((table >= 0).sum()) for table in tables)
+    outputs_at_place = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
+    # Along each axis the places that windows read in the tensor, of all outputs together.
+    places_read = prod(int((table >= 0).sum()) for table in tables)
+    return mesh, outputs_at_place * prod(channels.values()) * places_read
 
 
 def convolution(step: Step, rows: Indices, output: int) -> Terms:
@@ -290,7 +296,8 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
         coordinates["I"] = coordinates["C"]
     else:
         coordinates["O"], groups = coordinates["C"], data.shape[layout.index("C")] // extents["I"]
-        coordinates["C"] = coordinates["O"] // (extents["O"] // groups) * extents["I"] + coordinates["I"]
+        group_of_output = coordinates["O"] // (extents["O"] // groups)
+        coordinates["C"] = group_of_output * extents["I"] + coordinates["I"]
     # Everything outside is -1, however far: negative flat indices would wrap around.
     data_indices = np.maximum(mesh.indices(layout, data.shape), -1)
     # Places in the window are "h" and "w" in the mesh, where "H" and "W" are coordinates of the input.
@@ -343,7 +350,7 @@ def summation(step: Step, rows: Indices, output: int) -> Terms:
     for i, where in enumerate(step.varying):
         array = step.tensor(where)
         # A summand may be broadcast.
-        index = aligned(rows, shape, array.shape)
+        index = operand_indices(rows, shape, array.shape)
         sources[where] = np.where(np.arange(count) == i, index[:, None], -1)
         contributions[:, i] = array.reshape(-1)[index].astype(np.float64) * scales[min(i, len(scales) - 1)]
     return Terms(sources, contributions, prod(shape) * count)
@@ -352,10 +359,12 @@ def summation(step: Step, rows: Indices, output: int) -> Terms:
 def elementwise(step: Step, rows: Indices, output: int) -> Terms:
     """Return for each output one element of each input that varies; inputs may be broadcast."""
     shape = step.outputs[output].shape
-    return Terms({where: aligned(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying})
+    return Terms(
+        {where: operand_indices(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying}
+    )
 
 
-def reshaped(step: Step, rows: Indices, output: int) -> Terms:
+def reshape(step: Step, rows: Indices, output: int) -> Terms:
     """Return the same elements in the same order, for an op that changes the shape.
 
     Raises NotImplementedError for an op that drops or repeats elements.
@@ -365,7 +374,7 @@ def reshaped(step: Step, rows: Indices, output: int) -> Terms:
     return Terms({step.data: rows[:, None]})
 
 
-def moved(step: Step, rows: Indices, output: int) -> Terms:
+def rearrangement(step: Step, rows: Indices, output: int) -> Terms:
     """Return the origins of elements that an op moves: its `move` is applied to an array of flat indices."""
     data = step.tensor(step.data)
     moved_indices = step.arguments["move"](np.arange(data.size).reshape(data.shape))
@@ -373,7 +382,7 @@ def moved(step: Step, rows: Indices, output: int) -> Terms:
     return Terms({step.data: origins.reshape(-1)[rows][:, None]})
 
 
-def joined(step: Step, rows: Indices, output: int) -> Terms:
+def concatenation(step: Step, rows: Indices, output: int) -> Terms:
     """Return the elements of several tensors that the op concatenates or stacks."""
     join = np.stack if step.type == "stack" else np.concatenate
     position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
@@ -406,12 +415,12 @@ _ELEMENTWISE = """
 """.split()
 _PASSING: dict[str, Rule] = {
     **dict.fromkeys([*_ELEMENTWISE, *FIRST], elementwise),
-    **dict.fromkeys("reshape squeeze unsqueeze view unflatten ravel".split(), reshaped),
+    **dict.fromkeys("reshape squeeze unsqueeze view unflatten ravel".split(), reshape),
     **dict.fromkeys("""
         permute transpose getitem pad Pad PadV2 split split_with_sizes tensor_split chunk unbind expand
         expand_as repeat narrow select index_select flip roll
-    """.split(), moved),
-    **dict.fromkeys(("cat", "stack"), joined),
+    """.split(), rearrangement),
+    **dict.fromkeys(("cat", "stack"), concatenation),
 }  # fmt: skip
 
 _POOLINGS = {

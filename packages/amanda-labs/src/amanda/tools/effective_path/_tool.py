@@ -31,8 +31,8 @@ from amanda.tools.effective_path._rules import (
     Rule,
     Step,
     Terms,
-    aligned,
     leading,
+    operand_indices,
 )
 from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
@@ -264,11 +264,12 @@ class Extraction:
     def paths(self, start: Step, labels: Sequence[int]) -> list[EffectivePath]:
         """Return a path for each sample, from the element of its label in an output (samples, classes)."""
         samples, classes = start.outputs[0].shape
-        rows = np.arange(samples) * classes + np.asarray(labels)
+        sample_numbers = np.arange(samples)
+        score_indices = sample_numbers * classes + np.asarray(labels)
         scores = start.op.outputs[0]
         assert isinstance(scores, int)
-        # The keys of one element for each sample: its label's score.
-        self._active = {scores: [np.arange(samples) * samples * classes + rows]}
+        # A key is sample * size + flat index; each sample has one, of its label's score.
+        self._active = {scores: [sample_numbers * (samples * classes) + score_indices]}
         ops_on_path: list[OpOnPath] = []
         # Backwards in execution order, so all readers of a tensor have added their keys before its producer.
         for op in reversed(self._graph.ops[: start.op.index + 1]):
@@ -276,14 +277,10 @@ class Extraction:
                 keys = self._active.pop(tensor, None) if isinstance(tensor, int) else None
                 if keys is not None and (step := self._step_on_path(op.index)) is not None:
                     op_on_path = OpOnPath(step, output)
+                    is_head = not ops_on_path  # backwards, the op that makes the scores is the first
                     try:
                         with np.errstate(invalid="ignore"):  # infinities sum to NaN, which `leading` expects
-                            self._follow_to_inputs(
-                                # Backwards, the first op on the path is the one that makes the scores.
-                                op_on_path,
-                                np.unique(np.concatenate(keys)),
-                                is_head=not ops_on_path,
-                            )
+                            self._follow_to_inputs(op_on_path, np.unique(np.concatenate(keys)), is_head)
                     except NotImplementedError as error:
                         self.missing[f"{step.type}, {error}"] = op.source
                     ops_on_path += [op_on_path] if op_on_path.synapses else []
@@ -320,9 +317,8 @@ class Extraction:
         first_terms = rule(step, keys[:1] % size, output)
         op_on_path.fan_in = max(indices.shape[1] for indices in first_terms.sources.values())
         op_on_path.synapses = first_terms.synapses
-        op_on_path.weight = next(
-            (at for at in first_terms.sources if first_terms.weighted and at == (step.weight, 0)), None
-        )
+        if first_terms.weighted and step.weight is not None and (step.weight, 0) in first_terms.sources:
+            op_on_path.weight = step.weight, 0
         # A convolution may have thousands of terms for each element, more than memory has room for at once.
         length = max(1, TERMS_PER_CHUNK // op_on_path.fan_in)
         for first in range(0, len(keys), length):
@@ -382,7 +378,7 @@ class Extraction:
                 factor = np.asarray(scales[position], np.float64)
                 if factor.ndim:
                     # Scales of a norm have one number for each channel.
-                    factor = factor.reshape(-1)[aligned(rows, reader.outputs[0].shape, factor.shape)]
+                    factor = factor.reshape(-1)[operand_indices(rows, reader.outputs[0].shape, factor.shape)]
                 scale = scale * (1 / factor if reader.type == "div" else factor)
                 values = reader.outputs[0].reshape(-1)[rows].astype(np.float64)
             tensor = reader.op.outputs[0]

@@ -53,9 +53,11 @@ class CutRequest:
         # 1F1B: the last stage goes backward at once, each stage before it holds one micro-batch more.
         return min(self.microbatches, self.stages - stage) / self.microbatches
 
-    def copies_of(self, work: StepWork) -> int:
+    def parameter_copies(self, work: StepWork) -> int:
         """Return how often a device holds a parameter: in training with its gradient and Adam's moments."""
-        return self.copies if self.copies is not None else 4 if work.has_backward else 1
+        if self.copies is not None:
+            return self.copies
+        return 4 if work.has_backward else 1
 
 
 def cut(work: StepWork, request: CutRequest) -> Stages:
@@ -66,18 +68,19 @@ def cut(work: StepWork, request: CutRequest) -> Stages:
             f"stages={request.stages}, but the traced step has {count} forward ops; give fewer stages, or "
             "run the model in the scope"
         )
-    return min_cut(work, request) if request.method == "min_cut" else in_order(work, request)
+    return min_cut(work, request) if request.method == "min_cut" else cut_in_order(work, request)
 
 
-def in_order(work: StepWork, request: CutRequest) -> Stages:
+def cut_in_order(work: StepWork, request: CutRequest) -> Stages:
     """Cut the order of execution into stages so that the slowest stage or link is as fast as can be.
 
     Another order in which the ops can run is taken where that is faster by more than `tolerance`.
     Of the cuts that are slower by `tolerance` at most, the one across which the fewest bytes go.
+    Raises PartitionError where no stages fit into the memory.
     Source: Narayanan et al. 2019 (PipeDream), sec. 3.1; Zheng et al. 2022 (Alpa), sec. 5.
     """
     orders = [
-        _OrderedOps(work.in_order(order), request, np.array(order)) for order in _topological_orders(work)
+        _OrderedOps(work.reordered(order), request, np.array(order)) for order in _topological_orders(work)
     ]
     # First the least load alone, then the fewest bytes among all cuts within the tolerance of it.
     slowest = [order.slowest() for order in orders]
@@ -92,10 +95,11 @@ def in_order(work: StepWork, request: CutRequest) -> Stages:
             f"no {request.stages} stages fit into memory={request.memory:,} bytes each; with "
             f"microbatches={request.microbatches} and schedule={request.schedule!r} the least that does is "
             f"{int(np.ceil(least_memory)):,}: give more memory, stages or micro-batches, or copies= below "
-            f"{request.copies_of(work)}"
+            f"{request.parameter_copies(work)}"
         )
     cuts = (order.fewest_bytes(least * (1 + request.tolerance)) for order in orders)
-    return min(cuts, key=lambda candidate: candidate[0])[1]
+    _, stages = min(cuts, key=lambda bytes_and_stages: bytes_and_stages[0])
+    return stages
 
 
 def _topological_orders(work: StepWork) -> list[list[int]]:
@@ -123,7 +127,7 @@ class _OrderedOps:
             np.concatenate(([0.0], np.cumsum(values)))
             for values in (costs, activations)
         )
-        self._copies, self._crossing = request.copies_of(work), work.crossing
+        self._copies, self._crossing = request.parameter_copies(work), work.crossing
 
     def memory(self) -> float:
         """Return the least memory of a device with which all stages fit."""
@@ -210,7 +214,7 @@ def min_cut(work: StepWork, request: CutRequest) -> Stages:
     candidates: list[tuple[float, list[int]]] = []
     for order in _topological_orders(work):
         # The first and the last op of an order are fixed to a side, so other orders give other cuts.
-        ordered = work.in_order(order)
+        ordered = work.reordered(order)
         first_side = _balanced_side(ordered, request.tolerance)
         if first_side is not None:
             crossing = sum(span.tensor.bytes or 0 for span in ordered.spans if _is_cut(span, first_side))
@@ -222,8 +226,9 @@ def min_cut(work: StepWork, request: CutRequest) -> Stages:
             f"no two sides were found within tolerance={request.tolerance} of half; the heaviest op has "
             f"{share:.1%} of the cost: give a larger tolerance, or method='order'"
         )
+    _, first_positions = min(candidates)
     stages = np.ones(len(work.ops), np.int64)
-    stages[min(candidates)[1]] = 0
+    stages[first_positions] = 0
     return stages
 
 
@@ -238,17 +243,20 @@ def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
     A minimum cut of the flow network has the fewest bytes; while a side is too light, one more op is fixed to
     it and the cut is computed again.  No op of the first side depends on an op of the second.
     """
-    count, ends = len(work.ops), np.cumsum(work.total)
-    max_load = 0.5 * (1 + tolerance) * float(ends[-1])
+    count, load_ends = len(work.ops), np.cumsum(work.total)
+    total_load = load_ends[-1]
+    max_load = 0.5 * (1 + tolerance) * float(total_load)
     # The first op, and those that come so early that all behind them are too much for the second side;
     # and the reverse.
-    first_side = {0, *range(int(np.searchsorted(ends, ends[-1] - max_load, "right")))}
-    second_side = {count - 1, *range(int(np.searchsorted(ends, max_load)) + 1, count)}
+    forced_first = int(np.searchsorted(load_ends, total_load - max_load, "right"))
+    last_optional = int(np.searchsorted(load_ends, max_load))
+    first_side = {0, *range(forced_first)}
+    second_side = {count - 1, *range(last_optional + 1, count)}
     flow = _flow_network(work)
     while not first_side & second_side:
         side = _minimum_cut_side(flow, first_side, second_side)
         load = float(work.total[list(side)].sum())
-        if load <= max_load and ends[-1] - load <= max_load:
+        if load <= max_load and total_load - load <= max_load:
             return side
         remaining_ops = set(range(count)) - side
         # Yang and Wong: collapse the heavy side, give one op more to the other, and cut again.
@@ -304,9 +312,12 @@ def microbatch_order(
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (PipeDream), sec. 3.2 (1F1B).
     """
     in_flight = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
-    warm_up = [(i, False) for i in range(in_flight)]
-    steady = [task for i in range(microbatches - in_flight) for task in ((i, True), (i + in_flight, False))]
-    return [*warm_up, *steady, *((i, True) for i in range(microbatches - in_flight, microbatches))]
+    steady_count = microbatches - in_flight
+    tasks = [(i, False) for i in range(in_flight)]
+    # One backward pass, then one forward pass: as many micro-batches stay in flight.
+    for i in range(steady_count):
+        tasks += [(i, True), (i + in_flight, False)]
+    return tasks + [(i, True) for i in range(steady_count, microbatches)]
 
 
 def schedule_slots(

@@ -258,6 +258,14 @@ def _serve_messages(connection: Connection[Any, Any], enclave: Enclave) -> None:
         send(connection, answer, outputs)
 
 
+class _Execution(NamedTuple):
+    """What a backward pass needs of an op: tensors in the process, and paths of the parameters it read."""
+
+    arguments: Sequence[Any]
+    outputs: Sequence[Any]
+    paths: Sequence[str]
+
+
 class Enclave:
     """The parameters by their paths, and the executions that may have a backward pass, by their numbers.
 
@@ -269,7 +277,7 @@ class Enclave:
 
         self._torch = torch
         self._parameters: dict[str, Any] = {}
-        self._executions: dict[int, tuple[list[Any], list[Any], list[str]]] = {}
+        self._executions: dict[int, _Execution] = {}
         self._pass_gradients: dict[int, dict[str, Any]] = {}
         self._optimizers: dict[int, Any] = {}
 
@@ -320,7 +328,7 @@ class Enclave:
                 for encoded in inputs
                 if isinstance(encoded, dict) and "parameter" in encoded
             ]
-            self._executions[number] = arguments, outputs, list(dict.fromkeys(paths))
+            self._executions[number] = _Execution(arguments, outputs, list(dict.fromkeys(paths)))
         generator_state = [pack_tensor(torch.get_rng_state())] if random else []
         is_sequence = isinstance(result, (tuple, list))
         # An op in place on a parameter gives it back: its values must not leave the process.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +149,10 @@ def _shared_constants(
     passed_through = [name for name in graph.outputs if name not in graph.producer_of]
     public |= dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
     # Exporters store the same values under several names; a public twin would give a protected one away.
-    copies = {
-        _constant_bytes(graph, name, folder): name
-        for name in protected_names
-        if not _may_be_public(graph, name, folder)
-    }
+    secrets = (name for name in protected_names if not _may_be_public(graph, name, folder))
+    secret_with_bytes = {_constant_bytes(graph, name, folder): name for name in secrets}
     # No bytes stand for values that may be public.
-    copies.pop(b"", None)
+    secret_with_bytes.pop(b"", None)
     for name, reader in public.items():
         if name in protected_names and _may_be_public(graph, name, folder):
             yield name
@@ -164,7 +161,7 @@ def _shared_constants(
                 f"{reader} reads {name}, which protected ops read: select this op too, or leave out the ops "
                 "that read it"
             )
-        elif (protected_twin := copies.get(_constant_bytes(graph, name, folder))) is not None:
+        elif (protected_twin := secret_with_bytes.get(_constant_bytes(graph, name, folder))) is not None:
             raise ProtectError(
                 f"{reader} reads {name}, which has the same values as {protected_twin}, which is protected: "
                 "select this op too, or leave out the ops that read it"
@@ -175,12 +172,10 @@ def _may_be_public(graph: FileGraph, name: str, folder: Path) -> bool:
     """Return True for extents, single numbers and arrays of one number, which exporters share between ops."""
     tensor = graph.constant_tensor(name)
     if tensor is None:
+        # A constant that is computed from public ones; others, such as sparse constants, are not public.
         op = graph.constants.get(name)
-        return (
-            op is not None
-            and bool(op.reads)
-            and all(_may_be_public(graph, input_name, folder) for input_name in op.reads)
-        )
+        reads = () if op is None else op.reads
+        return bool(reads) and all(_may_be_public(graph, input_name, folder) for input_name in reads)
     # Shapes, axes and flags say nothing about trained values.
     is_extents = tensor.data_type in (TensorProto.INT64, TensorProto.BOOL) and len(tensor.dims) <= 1
     return is_extents or not _constant_bytes(graph, name, folder)
@@ -216,7 +211,19 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     if is_last:
         passed_through = [name for name in graph.outputs if name not in graph.producer_of]
         required, outputs = required + passed_through, outputs + passed_through
-    reads = dict.fromkeys(graph.with_constants(required))
+    return _build_part(tool, positions, dict.fromkeys(graph.with_constants(required)), produced, outputs)
+
+
+def _build_part(
+    tool: FileFactsTool, positions: Sequence[int], reads: Collection[str], produced: Sequence[str],
+    outputs: Sequence[str],
+) -> ModelProto:  # fmt: skip
+    """Return a model of the ops at these positions.
+
+    reads: values that the ops read, and those from which constants among them are computed.
+    produced: values that the ops make.  outputs: of the model.
+    """
+    graph, members = tool.graph, set(positions)
     model = ModelProto()
     # Opsets, functions and metadata of the whole model hold for each part.
     for field, value in graph.proto.ListFields():
@@ -241,9 +248,8 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     part.output.extend(graph.outputs.get(name) or _value_info(tool, name) for name in outputs)
     part_values = {*produced, *reads}
     # Inputs and outputs have their types already, and ONNX forbids a second entry.
-    part.value_info.extend(
-        info for info in whole.value_info if info.name in part_values - {*outputs, *crossing}
-    )
+    inner_values = part_values - {*outputs, *crossing}
+    part.value_info.extend(info for info in whole.value_info if info.name in inner_values)
     part.quantization_annotation.extend(
         annotation for annotation in whole.quantization_annotation if annotation.tensor_name in part_values
     )

@@ -105,7 +105,7 @@ class FileGraph:
         return readers
 
     def with_constants(self, names: Iterable[str]) -> list[str]:
-        """Return values, and the values from which the constants among them are computed."""
+        """Return names of values, and of those from which the constants among them are computed."""
         collected: dict[str, None] = {}
         pending = list(names)
         while pending:
@@ -200,10 +200,10 @@ class FileFactsTool(amanda.Tool):
         self.types: dict[str, onnx.TypeProto] = {}
         self.unknown: Counter[str] = Counter()
         self._current_op: FileOpFacts | None = None
-        self.depends_on(StandardMapping(), MappingTool([["*", self._give_shapes]]), FlopsTool())
+        self.depends_on(StandardMapping(), MappingTool([["*", self._use_inferred_shapes]]), FlopsTool())
         self.add_inst_for_op(self._record_op, require_outputs=True)
 
-    def _give_shapes(self, context: amanda.OpContext) -> None:
+    def _use_inferred_shapes(self, context: amanda.OpContext) -> None:
         """Replace `shape` in the context by a function that returns a number for each extent."""
         driver_shape = context["shape"]
 
@@ -242,13 +242,9 @@ class FileFactsTool(amanda.Tool):
         An extent of the shape may be None too; the value then has no number of bytes.
         """
         constant, value_type = self.graph.constant_tensor(name), self.types.get(name)
-        element_type = (
-            constant.data_type
-            if constant is not None
-            else 0
-            if value_type is None
-            else value_type.tensor_type.elem_type
-        )
+        element_type = 0 if value_type is None else value_type.tensor_type.elem_type
+        if constant is not None:
+            element_type = constant.data_type
         if not element_type:
             return None, None, None
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type))

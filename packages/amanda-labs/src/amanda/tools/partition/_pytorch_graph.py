@@ -37,7 +37,7 @@ class CutGraph:
         """
         self._graph = module.graph
         # Checked ahead: PyTorch's error would name nodes that the user has never seen.
-        check_blocks(module)
+        check_no_nested_graphs(module)
         remove_copies_onto_themselves(self._graph)
         for node in self._graph.find_nodes(op="get_attr"):
             # The exporter lists every parameter; an unread one would be copied into the first stage.
@@ -129,7 +129,8 @@ class CutGraph:
         # A model's input has no op: the pipeline sends results of ops alone.
         elif not value.is_contiguous() or node.op == "placeholder":
             sent = self._add_node("alias" if value.is_contiguous() else "contiguous", node, first)
-        for stage in range(first + 1, max(map(self._stage_of, readers)) + 1):
+        last = max(map(self._stage_of, readers))
+        for stage in range(first + 1, last + 1):
             for reader in readers:
                 if self._stage_of(reader) == stage:
                     reader.replace_input_with(node, sent)
@@ -164,14 +165,11 @@ class CutGraph:
         }
         for node, (stage, order) in self._position.items():
             for value in written_inputs(node):
-                earlier_aliases = [
-                    alias for alias in aliases_of[root_of[value]] if self._position[alias][1] < order
-                ]
-                for alias_read, user in (
-                    (alias, user) for alias in earlier_aliases for user in alias.users if user is not node
-                ):
-                    if self._reads_other_value(node, value, alias_read, user):
-                        root = root_of[value]
+                root = root_of[value]
+                earlier_aliases = [alias for alias in aliases_of[root] if self._position[alias][1] < order]
+                reads = [(alias, user) for alias in earlier_aliases for user in alias.users]
+                for alias, user in reads:
+                    if user is not node and self._reads_other_value(node, value, alias, user):
                         name = root.target if root.op == "get_attr" else value.name
                         raise PartitionError(
                             f"{node.name} in module {module_of(node)!r} of stage {stage} writes to "
@@ -204,7 +202,7 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     that reads the buffer.  Raises PartitionError for a stage without nodes.
     """
     planned = [(op.type, op.module) for op in plan.ops]
-    exported = [(type_of(node), module_of(node)) for node in nodes]
+    exported = [(trace_type(node), module_of(node)) for node in nodes]
     # The exporter adds and removes ops, so positions differ from the trace; the longest common runs agree.
     # Without autojunk, which would drop ops that occur often.
     matcher = SequenceMatcher(None, planned, exported, autojunk=False)
@@ -220,13 +218,13 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
         producer_stages = [stage_of[value] for value in node.all_input_nodes if value in stage_of]
         if is_assignment(node):
             buffer, value = node.args
-            users = [stage_of[user] for user in buffer.users if user in stage_of]
-            stage_of[node] = max([stage_of.get(value, 0), *users])
+            reader_stages = [stage_of[user] for user in buffer.users if user in stage_of]
+            stage_of[node] = max([stage_of.get(value, 0), *reader_stages])
+        elif node.target is operator.getitem:
+            # An element is taken where its tuple is made: a tuple cannot cross.
+            stage_of[node] = max(producer_stages)
         else:
-            stage_of[node] = (
-                # An element is taken where its tuple is made: a tuple cannot cross.
-                max(producer_stages) if node.target is operator.getitem else max([stage, *producer_stages])
-            )
+            stage_of[node] = max([stage, *producer_stages])
     missing = sorted(set(range(plan.stages)) - set(stage_of.values()))
     if missing:
         raise PartitionError(
@@ -247,7 +245,7 @@ _SUBSCRIPTS = {"index", "select", "slice"}
 _NORMS_WITH_STATISTICS = {"batch_norm", "instance_norm"}
 
 
-def type_of(node: Any) -> str:
+def trace_type(node: Any) -> str:
     """Return the type of a node in the words of a trace."""
     name = torch_word(node.target.__name__.partition(".")[0].rstrip("_"))
     # The exporter writes a subscript as several operators.
@@ -271,10 +269,13 @@ def _aliased_arguments(node: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def written_inputs(node: Any) -> list[Any]:
-    """Return the nodes that an op writes to; the statistics of a normalisation are not in its schema."""
+    """Return the nodes that an op writes to by its schema, and the running statistics of a normalisation.
+
+    The schema does not name these statistics.  A node that is no call writes to none.
+    """
     if node.op != "call_function":
         return []
-    statistics = node.args[3:5] if type_of(node) in _NORMS_WITH_STATISTICS else ()
+    statistics = node.args[3:5] if trace_type(node) in _NORMS_WITH_STATISTICS else ()
     return [
         *(value for value, writes in _aliased_arguments(node) if writes),
         *(value for value in statistics if value),
@@ -336,7 +337,7 @@ def _is_in_place(node: Any) -> bool:
     return alias is not None and bool(alias.is_write) and len(schema.returns) == 1
 
 
-def check_blocks(module: Any) -> None:
+def check_no_nested_graphs(module: Any) -> None:
     """Raise PartitionError for a block that the exporter keeps as one op with a graph of its own."""
     for node in module.graph.nodes:
         for block in node.all_input_nodes if node.op == "call_function" else ():
@@ -374,13 +375,16 @@ def set_module_frames(nodes: Iterable[Any]) -> None:
 
 
 def _module_prefix(calls: Frames, open_calls: Frames, named_paths: set[str]) -> Frames:
-    """Return the outermost calls of a node that can become modules."""
+    """Return the outermost calls of a node that can become modules.
+
+    open_calls: of the node before.  named_paths: of modules that exist already.
+    """
     frames = Frames()
-    for call in calls:
-        path, depth = call[0], len(frames)
-        is_open = open_calls[: depth + 1] == [*frames, call]
-        is_child = depth == 0 or path.startswith(f"{frames[-1][0]}.")
-        if not is_child or (path in named_paths and not is_open):
+    for path, key in calls:
+        is_child = not frames or path.startswith(f"{frames[-1][0]}.")
+        is_open = open_calls[: len(frames) + 1] == [*frames, (path, key)]
+        is_second_call = path in named_paths and not is_open
+        if not is_child or is_second_call:
             break
-        frames.append(call)
+        frames.append((path, key))
     return frames

@@ -72,7 +72,7 @@ class Pipeline:
         placed_ids = {id(tensor) for tensors in self._stage_tensors for tensor in tensors.values()}
         for name, tensor in _tensors_by_name(self._model):
             # The stage that has most of the modules on the path is nearest to the tensor's own.
-            depths = [_num_existing_modules(module, name) for module in self._stages]
+            depths = [_existing_module_count(module, name) for module in self._stages]
             for stage, tensors in enumerate(self._stage_tensors):
                 is_unread = id(tensor) not in placed_ids and stage == depths.index(max(depths))
                 if name not in tensors and (is_unread or any(value is tensor for value in tensors.values())):
@@ -220,7 +220,7 @@ def _tensors_by_name(module: Any) -> Iterator[tuple[str, Any]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _num_existing_modules(module: Any, path: str) -> int:
+def _existing_module_count(module: Any, path: str) -> int:
     """Return the number of leading names of a path that are modules of a stage."""
     names = path.split(".")
     for depth, name in enumerate(names):
@@ -300,7 +300,7 @@ def _accept_keywords(pipe: Any, traced: Any) -> None:
         first_stage.recompile()
 
 
-class _SumsSharedGradients:
+class _SharedGradientSums:
     """Mixin for schedules: adds up the gradients of shared parameters over their stages, after each step.
 
     shared: parameters that several stages hold, each with the group of the processes that hold it.
@@ -313,7 +313,10 @@ class _SumsSharedGradients:
         import torch
         import torch.distributed as dist
 
-        shared = [pair for pair in self.shared if torch.is_grad_enabled() and pair[0].requires_grad]
+        shared = [
+            (parameter, group) for parameter, group in self.shared
+            if torch.is_grad_enabled() and parameter.requires_grad
+        ]  # fmt: skip
         earlier_gradients = [parameter.grad for parameter, _ in shared]
         for parameter, _ in shared:  # earlier gradients are sums already, and are added once at the end
             parameter.grad = None
@@ -333,4 +336,4 @@ def schedule_class(name: str) -> Any:
 
     schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
     # Under PyTorch's name, which messages and profiles show.
-    return type(schedule.__name__, (_SumsSharedGradients, schedule), {})
+    return type(schedule.__name__, (_SharedGradientSums, schedule), {})

@@ -120,13 +120,15 @@ class Protection:
         outputs = _autograd_function().apply(
             execution, header, len(message.tensors), *message.tensors, *message.parameters
         )
-        return inputs[0] if execution.returns_parameter else outputs if execution.is_sequence else outputs[0]
+        if execution.returns_parameter:
+            return inputs[0]
+        return outputs if execution.is_sequence else outputs[0]
 
     def next_number(self) -> int:
         """Return a number for one more execution."""
         return next(self._numbers)
 
-    def take_ended(self) -> Mapping[str, Sequence[int]]:
+    def pop_ended_executions(self) -> Mapping[str, Sequence[int]]:
         """Return the executions and passes that the process can forget, and empty the lists of them."""
         # The list is swapped, not emptied: `__del__` may append to it at any time.
         dropped, self.dropped = self.dropped, []
@@ -257,7 +259,7 @@ class ProtectedExecution:
         tensors = [pack_tensor(argument) for argument in arguments]
         if self.random:  # the process draws from the program's generator, whose state comes back
             tensors.append(pack_tensor(torch.get_rng_state()))
-        message = {**header, "number": self.number, **protection.take_ended()}
+        message = {**header, "number": self.number, **protection.pop_ended_executions()}
         answer, packed_outputs, size = protection.link.call(message, tensors)
         self.record.add([header for header, _ in tensors], [header for header, _ in packed_outputs], size)
         if "non_tensor" in answer:
@@ -285,7 +287,7 @@ class ProtectedExecution:
         tensors = [pack_tensor(gradients[i]) for i in output_indices]
         # One number for all nodes of a pass, on whichever thread they run.
         backward_pass = torch._C._current_graph_task_id()
-        protection.passes.enter(backward_pass, protection)
+        protection.passes.add(backward_pass, protection)
         message = {
             "kind": "backward", "number": self.number, "outputs": output_indices,
             "backward_pass": backward_pass,
@@ -330,13 +332,14 @@ def _autograd_function() -> Any:
         def backward(ctx: Any, *gradients: Any) -> Any:
             """Return the gradients of arguments, which the process computes; None for all other inputs."""
             with amanda.disabled():
-                reversed_gradients = list(ctx.execution.gradients(gradients))[::-1]
+                remaining = iter(list(ctx.execution.gradients(gradients)))
             argument_gradients = [
-                reversed_gradients.pop() if needs_gradient else None for needs_gradient in ctx.needs_gradient
+                next(remaining) if needs_gradient else None for needs_gradient in ctx.needs_gradient
             ]
             # None for execution, header and count, and for stand-ins: their gradients stay in the process.
-            num_parameters = len(ctx.needs_input_grad) - 3 - len(argument_gradients)
-            return None, None, None, *argument_gradients, *[None] * num_parameters
+            leading = (None, None, None)
+            parameter_count = len(ctx.needs_input_grad) - len(leading) - len(argument_gradients)
+            return *leading, *argument_gradients, *[None] * parameter_count
 
     return Protected
 
@@ -353,8 +356,11 @@ class BackwardPasses:
         self.paths: dict[int, Sequence[str]] = {}
         self.accumulation_lock = Lock()
 
-    def enter(self, number: int, protection: Protection) -> None:
-        """Record a pass, which runs on this thread, when it reaches its first protected op."""
+    def add(self, number: int, protection: Protection) -> None:
+        """Record the pass that runs on this thread, and let autograd call back at its end.
+
+        No effect after the first protected op that the pass reaches.
+        """
         import torch
 
         if number not in self.paths:

@@ -119,14 +119,14 @@ class ParameterStandIns:
                 raise ProtectError(
                     f"{op_text} is selected, and {path} is read by an op that is not: select both"
                 )
-            self.move(path, value, hold)
+            self.move_to_process(path, value, hold)
         if self._computes_from_parameters_alone(context):
             raise ProtectError(
                 f"{op_text} computes a value of protected parameters alone, which would reach this process; "
                 "protect modules whose ops read parameters together with activations"
             )
 
-    def move(self, path: str, value: Any, hold: HoldTensor) -> None:
+    def move_to_process(self, path: str, value: Any, hold: HoldTensor) -> None:
         """Send a tensor to the process, and fill it with NaN."""
         import torch
 
@@ -145,8 +145,8 @@ class ParameterStandIns:
             path, value, value.requires_grad
         )
 
-    def check(self, context: amanda.OpContext) -> None:
-        """Raise ProtectError where an op that is not selected reads a stand-in, else note its parameters."""
+    def record_open_reads(self, context: amanda.OpContext) -> None:
+        """Record the parameters that an unselected op reads; raise ProtectError where it reads a stand-in."""
         import torch
 
         for value in torch_tensors(context.get_inputs()):

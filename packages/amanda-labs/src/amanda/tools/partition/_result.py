@@ -116,7 +116,9 @@ class PartitionResult(PlottedResult):
         # A parameter that several ops of the stage read is held once.
         parameters = sum(work.parameter_bytes[index] for index in parameter_indices)
         activations = int(work.activations[in_stage].sum())
-        memory = self.request.copies_of(work) * parameters + self.request.in_flight(number) * activations
+        memory = (
+            self.request.parameter_copies(work) * parameters + self.request.in_flight(number) * activations
+        )
         sent = sum(crossing.tensor.bytes or 0 for crossing in self.crossings if crossing.source == number)
         return Stage(
             number, len(ops), _op_label(ops[0]), _op_label(ops[-1]), float(work.forward[in_stage].sum()),
@@ -222,7 +224,7 @@ class PartitionResult(PlottedResult):
         unit = "seconds" if work.unit == "s" else work.unit
         equal_bubble = (stages - 1) / (request.microbatches + stages - 1)
         notes.append(
-            f"Cost is {unit} of a step; `memory` is {request.copies_of(work)} x parameters and the "
+            f"Cost is {unit} of a step; `memory` is {request.parameter_copies(work)} x parameters and the "
             f"activations in flight. Equal stages would wait {equal_bubble:.1%} of the time."
         )
         if self.shared:

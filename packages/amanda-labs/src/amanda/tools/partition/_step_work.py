@@ -63,13 +63,11 @@ class StepWork:
                 forward_position = self._position.get(-1 if op.forward is None else op.forward)
                 # Without a forward op, such as the gradient of the loss, it counts at the end of the pass.
                 self._position[op.index] = len(self.ops) - 1 if forward_position is None else forward_position
-        self.forward, self.backward = (
-            self._sum_by_position(costs, "forward"),
-            self._sum_by_position(costs, "backward"),
-        )
+        self.forward = self._sum_by_position(costs, "forward")
+        self.backward = self._sum_by_position(costs, "backward")
         self.total = self.forward + self.backward
 
-    def in_order(self, order: Sequence[int]) -> StepWork:
+    def reordered(self, order: Sequence[int]) -> StepWork:
         """Return the same work with the forward ops at these positions, in this order."""
         return StepWork(self.graph, self._costs, self.unit, ops=[self.ops[i] for i in order])
 
@@ -77,15 +75,13 @@ class StepWork:
     def dependencies(self) -> Iterator[tuple[int, int]]:
         """Yield pairs of positions of forward ops: the producer of a tensor, and a reader."""
         for op in self.ops:
-            # A loop's graph may have an edge back, which no order could meet.
             for producer in self.graph.producers(op):
-                producer_position = self._position.get(producer.index)
-                if (
-                    producer_position is not None
-                    and producer.phase == "forward"
-                    and producer_position < self._position[op.index]
-                ):
-                    yield producer_position, self._position[op.index]
+                position, producer_position = self._position[op.index], self._position.get(producer.index)
+                if producer_position is None or producer.phase != "forward":
+                    continue
+                # A loop's graph may have an edge back, which no order could meet.
+                if producer_position < position:
+                    yield producer_position, position
 
     def _sum_by_position(self, costs: Mapping[int, float], phase: str) -> Floats:
         """Return the cost of a phase at the position of each forward op."""

@@ -379,7 +379,7 @@ class ProtectTool(amanda.Tool):
         if not self._selection(context):
             if protection is not None and "protection" in context:
                 # An op outside the selection would compute with NaN.
-                protection.stand_ins.check(context)
+                protection.stand_ins.record_open_reads(context)
             return
         op_text = f"{context['type']} at {context.get_source() or context.get_op_type()}"
         if protection is None or "protection" not in context:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 from time import perf_counter
 from typing import Any
@@ -71,7 +70,7 @@ class Eviction:
                 refused.add(victim)
 
     def _drop_unneeded(self) -> None:
-        """Drop the copies of storages that were made again and read for the last time."""
+        """Drop the copies of recomputed storages that no backward op reads any more."""
         for storage in list(self.recomputed):
             if storage.copy is None or storage.maker is None:
                 self.recomputed.discard(storage)
@@ -98,7 +97,9 @@ class Eviction:
                 heappop(self._order)
                 self._victims_left -= 1
                 return storage
-            if not self._order and self._victims_left < self._victims_per_order:
+            # An order that has served an eviction lacks the storages that came since: look once more.
+            has_served = self._victims_left < self._victims_per_order
+            if not self._order and has_served:
                 self._order_candidates(refused)
         return None
 
@@ -283,16 +284,21 @@ class StorageRecomputation:
         for storage in operation.products:
             # Other results that autograd still needs come for free; the rest is dropped at once.
             if storage.live_memory is None and (storage is target or storage.handles):
-                index, is_saved = storage.slot
-                self._restore_storage(storage, (saved if is_saved else results)[index : index + 1], counts)
+                tensors = saved if storage.slot.is_saved else results
+                position = storage.slot.position
+                tensor = tensors[position] if position < len(tensors) else None
+                self._restore_storage(storage, tensor, counts)
         counts.rematerialisations += 1
         counts.seconds += perf_counter() - begin
         # Recomputation takes time too, by which all storages grow stale.
         self.ledger.clock += operation.cost
 
-    def _restore_storage(self, storage: Storage, tensors: Sequence[Any], counts: OpCounts) -> None:
-        """Give a storage the memory that a repeated run has made; raise RematError for another size."""
-        framework_storage = tensors[0].untyped_storage() if tensors else None
+    def _restore_storage(self, storage: Storage, tensor: Any, counts: OpCounts) -> None:
+        """Give a storage the memory that a repeated run has made; raise RematError for another size.
+
+        tensor: in that memory; None if the run made none.
+        """
+        framework_storage = None if tensor is None else tensor.untyped_storage()
         size = None if framework_storage is None else framework_storage.nbytes()
         if size != storage.size:
             raise RematError(

@@ -136,8 +136,8 @@ class TorchRuntime:
         tensors = [value for value in leaves(values) if isinstance(value, tensor_class)]
         return [_unwrap(tensor) for tensor in tensors] if is_in_transform() else tensors
 
-    def results_in_order(self, result: Any) -> list[Any]:
-        """Return an op's results in order."""
+    def results_of(self, result: Any) -> list[Any]:
+        """Return the values that an op's result consists of, in their order."""
         return leaves([result])
 
     def use_count(self, address: int) -> int:
@@ -241,7 +241,7 @@ class TorchRuntime:
         saved: list[Any] = []
         hooks = self.torch.autograd.graph.saved_tensors_hooks
         with hooks(lambda tensor: saved.append(tensor.detach()), lambda packed: packed):
-            return self.results_in_order(compute(inputs)), saved
+            return self.results_of(compute(inputs)), saved
 
     def without_torch_function(self) -> AbstractContextManager[Any]:
         """Return a context in which the user's modes and tensor subclasses do not see reads of tensors."""

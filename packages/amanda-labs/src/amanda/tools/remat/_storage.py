@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import leaves
@@ -70,13 +70,23 @@ class WeakList(Generic[RecordT]):
         return any(reference() is not None for reference in self._references)
 
 
+class ProductSlot(NamedTuple):
+    """Where a run of an op gives a storage: position among results, or among the tensors autograd saves."""
+
+    position: int
+    is_saved: bool
+
+
+FIRST_RESULT = ProductSlot(0, is_saved=False)
+
+
 @dataclass(eq=False, slots=True)
 class Storage(_WeaklyReferenced):
     """Memory that tensors share; evicted memory is made again by running `maker`.
 
     address, memory: of the framework's storage, by a weak reference; `memory` is None after eviction.
     maker: the op that made the storage; None if the op cannot be run again.
-    slot: index of the storage among the op's results, or, with True, among the tensors that autograd saved.
+    slot: where a repeated run of the op gives the storage.
     handles: by which autograd holds the storage.  copy: a tensor by which this tool holds it.
     version: of `copy` when it was taken, to detect writes.
     last_read: the clock at the last read.  locks: number of recomputations under way that need the storage.
@@ -86,7 +96,7 @@ class Storage(_WeaklyReferenced):
     address: int = 0
     memory: weakref.ref[Any] | None = None
     maker: ReplayableOp | None = None
-    slot: tuple[int, bool] = (0, False)
+    slot: ProductSlot = FIRST_RESULT
     handles: WeakList[Handle] = field(default_factory=WeakList)
     consumers: WeakList[ReplayableOp] = field(default_factory=WeakList)
     copy: Any = None
@@ -179,7 +189,7 @@ class ReplayableOp(_WeaklyReferenced):
         """The storages that the op made and that are still referred to."""
         return [storage for product in self._products if (storage := product()) is not None]
 
-    def add_product(self, size: int, slot: tuple[int, bool]) -> Storage:
+    def add_product(self, size: int, slot: ProductSlot) -> Storage:
         """Record a storage that the op has made, and return it."""
         storage = Storage(size, maker=self, slot=slot)
         self._products.append(weakref.ref(storage))
@@ -322,7 +332,7 @@ class Cluster:
         self.cost = cost
 
     def root(self) -> Cluster:
-        """Return the set's representative, which has the cost of all; halve the path to it."""
+        """Return the set's representative, which has the cost of all; shorten the path to it."""
         cluster = self
         while cluster._parent is not None:
             if cluster._parent._parent is not None:
@@ -358,7 +368,7 @@ def _neighbour_clusters(storage: Storage) -> list[Cluster]:
 
 
 def join_neighbours(storage: Storage) -> None:
-    """Join the sets around a storage that has lost its memory; no effect if it still has memory."""
+    """Join the sets around a storage that is gone, and the storage; no effect for others."""
     if storage.is_gone:
         storage.cluster = Cluster(storage.cost)
         for cluster in _neighbour_clusters(storage):

@@ -19,6 +19,7 @@ from amanda.tools.remat._storage import (
     Ledger,
     MemoryTotals,
     OpCounts,
+    ProductSlot,
     ReplayableOp,
     ScratchInput,
     Storage,
@@ -59,7 +60,7 @@ class RematStore:
         storage.last_read = ledger.clock
         return storage
 
-    def begin(
+    def record_op(
         self,
         counts: OpCounts,
         compute: Any,
@@ -67,7 +68,7 @@ class RematStore:
         tensors: Sequence[Any],
         scratch: Sequence[int],
     ) -> ReplayableOp:
-        """Record an op that is about to run.
+        """Return the record of an op that is about to run, with its inputs and settings.
 
         tensors: among its inputs.  scratch: indices of inputs that the op writes and does not read.
         """
@@ -125,7 +126,7 @@ class RematStore:
         memory = tensor.untyped_storage()
         entry = self.ledger.find(memory)
         if entry is None:
-            storage = self._add_product(operation, memory, (index, True))
+            storage = self._add_product(operation, memory, ProductSlot(index, is_saved=True))
         else:
             storage = entry.storage or self.storage_of(tensor)
         # Detached: autograd's node would otherwise hold itself through its saved output.
@@ -135,13 +136,16 @@ class RematStore:
         self._handles.add(handle)
         return handle
 
-    def finish(self, operation: ReplayableOp, result: Any, pure: bool) -> None:
-        """Record the storages that an op has made.  pure: False if the op cannot be run again."""
-        for index, value in enumerate(self.torch.results_in_order(result)):
+    def record_results(self, operation: ReplayableOp, result: Any, pure: bool) -> None:
+        """Record the storages that an op has made, and add its cost to the clock.
+
+        pure: False if the op cannot be run again.
+        """
+        for index, value in enumerate(self.torch.results_of(result)):
             if isinstance(value, self.torch.torch.Tensor) and self.torch.is_plain(value):
                 memory = value.untyped_storage()
                 if self.ledger.find(memory) is None:
-                    self._add_product(operation, memory, (index, False))
+                    self._add_product(operation, memory, ProductSlot(index, is_saved=False))
         products = operation.products
         operation.size = sum(value.size for value in products)
         self.ledger.clock = clock = self.ledger.clock + operation.cost
@@ -150,7 +154,7 @@ class RematStore:
         if not pure:
             operation.cut_history()
 
-    def _add_product(self, operation: ReplayableOp, memory: Any, slot: tuple[int, bool]) -> Storage:
+    def _add_product(self, operation: ReplayableOp, memory: Any, slot: ProductSlot) -> Storage:
         """Record memory that an op has made, which counts towards the budget; return its storage."""
         storage = operation.add_product(memory.nbytes(), slot)
         self.ledger.add(memory, storage, counts=True)
@@ -186,8 +190,11 @@ class RematStore:
         with interceptor.Suspension(), self.lock, undisturbed():
             yield
 
-    def before_write(self, tensors: Sequence[Any]) -> None:
-        """Recompute the evicted storages that depend on tensors, before the program writes these tensors."""
+    def recompute_before_write(self, tensors: Sequence[Any]) -> None:
+        """Recompute the evicted storages that depend on tensors, before the program writes these tensors.
+
+        Also drops the records of the tensors' storages.
+        """
         with self._with_lock():
             self._release_after_backward()
             self.ledger.process_deaths()

@@ -126,7 +126,7 @@ class RematTool(amanda.Tool):
     def _before_write(self, *values: Any) -> None:
         """Recompute evicted storages that depend on values, before the program writes these."""
         if self._store is not None:
-            self._store.before_write(self._store.torch.tensors(values))
+            self._store.recompute_before_write(self._store.torch.tensors(values))
 
     def _run_op(self, *inputs: Any, rerun_facts: Rerun, counts: OpCounts, compute: _pytorch.Compute) -> Any:
         """Run and record the op; return NotImplemented, without a run, where autograd records nothing.
@@ -146,7 +146,7 @@ class RematTool(amanda.Tool):
         if not store.torch.will_record(tensors):
             return NotImplemented
         with store.lock:
-            operation = store.begin(counts, compute, inputs, tensors, rerun_facts.scratch)
+            operation = store.record_op(counts, compute, inputs, tensors, rerun_facts.scratch)
             if self._budget is not None:
                 key = (counts.type, _input_signature(inputs))
                 need = self._sizes.get(key)
@@ -169,7 +169,7 @@ class RematTool(amanda.Tool):
         with store.lock:
             operation.cost = 1.0 if self._counts_ops else seconds
             state_after = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
-            store.finish(operation, result, pure=state_before == state_after)
+            store.record_results(operation, result, pure=state_before == state_after)
             if key is not None:
                 if len(self._sizes) >= _MAX_SIZES:  # numbers among the inputs may differ at each call
                     self._sizes.clear()

@@ -61,7 +61,7 @@ class PatternBinding(NamedTuple):
 class MatchSite:
     """A match of a rule in the program.
 
-    members: ids of the ops, in the order of execution; the last op is replaced.  order: key to sort sites.
+    members: ids of the ops, in the order of execution; the last op is replaced.  order: sorts sites.
     replaced: number of replaced executions.  fallbacks: numbers of executions of the original, by reason.
     broken: the reason, from an execution, why the match is no longer replaced.
     obstacle: the reason why the match is not replaced; "" if it is replaced.
@@ -115,21 +115,25 @@ class ProgramMatches:
             if producer is not None:
                 # A reader outside of a match keeps the match from being replaced, whenever it is met.
                 producer.readers.add(op_id)
-        for rank, rule in enumerate(self._rules):
-            # The longest: an optional op of the pattern is part of the match if it is there.
-            binding = max(
-                self._match_op(rule.pattern, node, [], PatternBinding({}, {}, {})), key=_num_ops, default=None
-            )
-            if binding is not None:
-                members = sorted(
-                    (self.nodes[member] for member in binding.ops.values()), key=lambda member: member.order
-                )
-                # The last op last, though a member may have been analysed after it.
-                ids = (*(member.id for member in members if member is not node), op_id)
-                site = MatchSite(rule, binding, ids, (members[0].order, -len(members), rank))
-                # An analysis that is repeated finds the same match again, whose counts go on.
-                self._sites.setdefault((rule.name, ids), site)
+        self._record_matches(node)
         return node
+
+    def _record_matches(self, last: ProgramNode) -> None:
+        """Record for each rule the longest match that ends with an op."""
+        for rank, rule in enumerate(self._rules):
+            bindings = self._match_op(rule.pattern, last, [], PatternBinding({}, {}, {}))
+            # The longest: an optional op of the pattern is part of the match if it is there.
+            binding = max(bindings, key=_op_count, default=None)
+            if binding is None:
+                continue
+            members = [self.nodes[op_id] for op_id in binding.ops.values()]
+            members.sort(key=lambda member: member.order)
+            # The last op last, though a member may have been analysed after it.
+            ids = (*(member.id for member in members if member is not last), last.id)
+            # Sites are in the order of their begin, the longest first, then in the order of rules.
+            order = members[0].order, -len(members), rank
+            # An analysis that is repeated finds the same match again, whose counts go on.
+            self._sites.setdefault((rule.name, ids), MatchSite(rule, binding, ids, order))
 
     def record_outputs(self, context: amanda.OpContext) -> None:
         """Record the outputs of an op that has run."""
@@ -244,7 +248,7 @@ class ProgramMatches:
         return outcomes
 
 
-def _num_ops(binding: PatternBinding) -> int:
+def _op_count(binding: PatternBinding) -> int:
     return len(binding.ops)
 
 

@@ -151,17 +151,18 @@ class DelayedExecution(OpExecution):
         if not form.requires_grad:
             return _make_stand_in(self, form)
         self.has_stand_in = True
-        stand_in = _torch_classes()[1].apply(self, form, *torch_tensors(self.inputs))
+        stand_in = _torch_classes().delayed_function.apply(self, form, *torch_tensors(self.inputs))
         # `apply` returns another Python object than `forward` made.
         stand_in._amanda_delay = self
         return stand_in
 
     def value(self) -> Any:
         """Return the output, computed at most once."""
-        return self.differentiable()[0]
+        value, _ = self.value_and_arguments()
+        return value
 
-    def differentiable(self) -> tuple[Any, Sequence[Any]]:
-        """Return the output, and the aliases of the inputs to which its gradients go."""
+    def value_and_arguments(self) -> tuple[Any, Sequence[Any]]:
+        """Return the output, computed at most once, and the aliases of inputs to which its gradients go."""
         import torch
         from torch.utils.checkpoint import get_device_states
 
@@ -173,7 +174,7 @@ class DelayedExecution(OpExecution):
             return self._value, self._arguments
 
     def compute_again(self) -> tuple[Any, Sequence[Any]]:
-        """Compute `differentiable` again with the same random numbers, and return it."""
+        """Compute `value_and_arguments` again with the same random numbers, and return it."""
         import torch
         from torch.utils.checkpoint import set_device_states
 
@@ -228,7 +229,7 @@ def _differentiable_alias(value: Any) -> Any:
     if delay_of(value) is None:
         # A view has the memory of the input and a node of its own.
         return value.view_as(value)
-    return _torch_classes()[2].apply(value, _computed_value(value).detach())
+    return _torch_classes().computed_function.apply(value, _computed_value(value).detach())
 
 
 def _storage_ids(values: Sequence[Any]) -> set[int]:
@@ -259,7 +260,7 @@ def _form_of(value: Any, inputs: Sequence[Any] = ()) -> OutputForm | None:
     import torch
 
     # A parameter or another subclass has behaviour that a stand-in would lack.
-    if type(value) not in (torch.Tensor, _torch_classes()[0]) or value.layout is not torch.strided:
+    if type(value) not in (torch.Tensor, _torch_classes().stand_in) or value.layout is not torch.strided:
         return None
     owns_memory = delay_of(value) is not None or not _storage_ids([value]) & _storage_ids(
         tree_map(_computed_value, inputs)
@@ -275,15 +276,23 @@ def _make_stand_in(delay: DelayedExecution, form: OutputForm | None) -> torch.Te
 
     assert form is not None
     stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        _torch_classes()[0], form.shape, strides=form.strides, dtype=form.dtype, device=form.device
+        _torch_classes().stand_in, form.shape, strides=form.strides, dtype=form.dtype, device=form.device
     )
     stand_in._amanda_delay = delay  # type: ignore[attr-defined]
     return stand_in
 
 
+class _TorchClasses(NamedTuple):
+    """The tensor class of stand-ins, and the autograd functions to a stand-in and to its output."""
+
+    stand_in: Any
+    delayed_function: Any
+    computed_function: Any
+
+
 @cache
-def _torch_classes() -> tuple[Any, Any, Any]:
-    """Return the tensor class of stand-ins, and the autograd functions to a stand-in and to its output."""
+def _torch_classes() -> _TorchClasses:
+    """Return the classes, which are created when torch is there."""
     import torch
 
     _REQUIRED.check()
@@ -324,23 +333,17 @@ def _torch_classes() -> tuple[Any, Any, Any]:
             inputs, create_graph = torch_tensors(ctx.delay.inputs), torch.is_grad_enabled()
             # With create_graph the caller's graph holds, and frees, the one of the value, so each call of
             # this function needs a value with a graph of its own.
-            value, arguments = ctx.delay.compute_again() if create_graph else ctx.delay.differentiable()
+            value, arguments = ctx.delay.compute_again() if create_graph else ctx.delay.value_and_arguments()
             trained_arguments = [
                 argument
                 for tensor, argument in zip(inputs, torch_tensors(arguments), strict=True)
                 if tensor.requires_grad
             ]
-            input_gradients = iter(
-                torch.autograd.grad(
-                    value,
-                    trained_arguments,
-                    gradients,
-                    # The program may go backward twice.
-                    retain_graph=True,
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
-            )
+            input_gradients = iter(torch.autograd.grad(
+                value, trained_arguments, gradients,
+                retain_graph=True,  # the program may go backward twice
+                create_graph=create_graph, allow_unused=True,
+            ))  # fmt: skip
             return None, None, *(next(input_gradients) if tensor.requires_grad else None for tensor in inputs)
 
     class ComputedFunction(torch.autograd.Function):
@@ -354,7 +357,7 @@ def _torch_classes() -> tuple[Any, Any, Any]:
 
     for name in (*_READING_METHODS, *HOOKS):
         setattr(StandInTensor, name, _reader_method(name, getattr(torch.Tensor, name)))
-    return StandInTensor, DelayedFunction, ComputedFunction
+    return _TorchClasses(StandInTensor, DelayedFunction, ComputedFunction)
 
 
 def _reader_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

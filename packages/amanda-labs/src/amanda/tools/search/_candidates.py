@@ -49,7 +49,7 @@ class OpCandidate:
         return ""
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
-        """Return the output of the op."""
+        """Return the output of the op.  original: the op of the program, as a function of its inputs."""
         raise NotImplementedError
 
     def cost_shares(self, site: Site) -> tuple[float, float]:
@@ -67,7 +67,7 @@ class KeepCandidate(OpCandidate):
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
         """Return the op's output; an op in place, which PyTorch alone has, writes into a copy."""
-        # In a mixture other candidates read the same input, which must not change before.
+        # In a mixture other candidates read the same input, which must not kernel_growth before.
         return original(inputs[0].clone(), *inputs[1:]) if site.in_place else original(*inputs)
 
 
@@ -153,7 +153,7 @@ class WeightCandidate(OpCandidate):
         return value
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Refuse ops without a weight."""
+        """Refuse ops without a weight that has output channels."""
         # Masks and scales are by output channel.
         is_known = site.weight is not None and site.layout is not None and "O" in site.layout
         return "" if is_known else f"{site.type} has no weight with output channels"
@@ -200,22 +200,27 @@ class ConvolutionCandidate(WeightCandidate):
         # Each group has as many channels as every other one.
         if channels % self.groups or outputs % self.groups:
             return f"{channels} to {outputs} channels are not {self.groups} groups"
-        # An odd change could not be shared evenly between both sides, and would shift the output by half an
+        # An odd growth could not be shared evenly between both sides, and would shift the output by half an
         # element.
         if any((size - self.kernel) % 2 for size in window):
             return f"windows of {window[0]} and {self.kernel} have no common centre"
+        kernel_growth, op_groups = [self.kernel - size for size in window], channels // inputs
         reason = site.library.weight_obstacle(context, site) or site.library.convolution_obstacle(
-            context, [self.kernel - size for size in window], channels // inputs
+            context, kernel_growth, op_groups
         )
         if not reason:
             site.keep_state(self.label, lambda: self._initial_weight(context, site, channels), True)
         return reason
 
     def _initial_weight(self, context: amanda.OpContext, site: Site, channels: int) -> Any:
-        """Return the op's weight with another window and other groups."""
+        """Return the op's weight with the candidate's window and groups.
+
+        channels: of the input, from which follow the groups of the op itself.
+        """
         # From the trained weight, not at random: the candidate starts near the op that it replaces.
         weight = self.original_weight(context, site)
-        dense = _regroup_weight(weight, channels // weight.shape[1], 1)
+        op_groups = channels // weight.shape[1]
+        dense = _regroup_weight(weight, op_groups, 1)
         regrouped = _regroup_weight(_resize_window(dense, self.kernel), 1, self.groups)
         return restored(regrouped, site.layout, regrouped.shape)
 
@@ -224,10 +229,10 @@ class ConvolutionCandidate(WeightCandidate):
         return site.read(self.label, value)
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
-        """Return the convolution."""
-        change = [self.kernel - size for size in site.weight_shape[2:]]
+        """Return the convolution with a fitting padding; the library computes it by `original` if it can."""
+        kernel_growth = [self.kernel - size for size in site.weight_shape[2:]]
         return site.library.convolve(
-            original, self.with_other_weight(inputs, site), site, change, self.groups
+            original, self.with_other_weight(inputs, site), site, kernel_growth, self.groups
         )
 
     def cost_shares(self, site: Site) -> tuple[float, float]:
@@ -320,12 +325,14 @@ def _regroup_weight(weight: Any, groups: int, target_groups: int) -> Any:
 def _resize_window(weight: Any, kernel: int) -> Any:
     """Return a weight (O, I, ...) with a window of another size around the same centre."""
     for axis in range(2, weight.ndim):
-        margin = (kernel - weight.shape[axis]) // 2
-        if margin >= 0:
+        size = weight.shape[axis]
+        if kernel >= size:
+            margin = (kernel - size) // 2
             pads = [(margin, margin) if i == axis else (0, 0) for i in range(weight.ndim)]
             weight = np.pad(weight, pads)
         else:
-            weight = np.moveaxis(np.moveaxis(weight, axis, 0)[-margin:margin], 0, axis)
+            margin = (size - kernel) // 2
+            weight = weight.take(range(margin, size - margin), axis)
     return weight
 
 
@@ -390,23 +397,21 @@ def make_candidate(label_or_function: str | Callable[..., Any], where: str) -> O
     """
     if callable(label_or_function):
         return FunctionCandidate(label_or_function)
-    if label_or_function == "keep" or label_or_function == "skip":
-        return (
-            KeepCandidate(label_or_function)
-            if label_or_function == "keep"
-            else SkipCandidate(label_or_function)
-        )
+    if label_or_function == "keep":
+        return KeepCandidate(label_or_function)
+    if label_or_function == "skip":
+        return SkipCandidate(label_or_function)
     if label_or_function in ACTIVATIONS:
         return ActivationCandidate(label_or_function)
     match = re.fullmatch(r"conv([1-9]\d*)(?:g([1-9]\d*))?", str(label_or_function))
     if match:
         return ConvolutionCandidate(label_or_function, int(match[1]), int(match[2] or 1))
-    match = re.fullmatch(r"width(0?\.\d+|1)|bits([2-8])", str(label_or_function))
-    if match and (match[2] or float(match[1])):
-        return (
-            BitsCandidate(label_or_function, int(match[2]))
-            if match[2]
-            else WidthCandidate(label_or_function, float(match[1]))
-        )
+    match = re.fullmatch(r"bits([2-8])", str(label_or_function))
+    if match:
+        return BitsCandidate(label_or_function, int(match[1]))
+    match = re.fullmatch(r"width(0?\.\d+|1)", str(label_or_function))
+    # Not "width0.0", a layer without channels.
+    if match and float(match[1]) > 0:
+        return WidthCandidate(label_or_function, float(match[1]))
     allowed = f"{_CANDIDATE_FORMS}, {', '.join(ACTIVATIONS)}, or a function"
     raise SearchError(f"SearchTool: a candidate of {where} is {label_or_function!r}; it is one of {allowed}")

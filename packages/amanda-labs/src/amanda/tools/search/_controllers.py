@@ -89,10 +89,12 @@ class Evolution(Random):
             self._alive.append((dict(architecture), tuple(scores)))
         # Age decides who dies, not the score: an architecture that was lucky once does not stay for ever.
         if len(self._alive) > self._population:
-            ages = enumerate(self._alive) if len(scores) > 1 else ()
-            del self._alive[
-                next((i for i, member in ages if self._count_dominators(member[1], self._alive)), 0)
-            ]
+            has_costs, oldest = len(scores) > 1, 0
+            dominated = (
+                i for i, (_, member_scores) in enumerate(self._alive)
+                if self._count_dominators(member_scores, self._alive)
+            )  # fmt: skip
+            del self._alive[next(dominated, oldest) if has_costs else oldest]
 
 
 class PolicyGradient:

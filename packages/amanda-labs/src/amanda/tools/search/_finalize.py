@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amanda.options import shown
@@ -34,7 +35,7 @@ def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, OpCandidate]]:
         # A module that is called twice has one weight and so one replacement.
         earlier_site = sites_by_module.setdefault((site.module, site.type), site)
         if earlier_site.chosen != site.chosen:
-            raise not_a_module(
+            raise not_a_module_error(
                 site,
                 candidate,
                 f"{earlier_site.name} at the same path has {earlier_site.chosen}, of this or of another "
@@ -45,7 +46,7 @@ def changed_sites(sites: Iterable[Site]) -> list[tuple[Site, OpCandidate]]:
     ]
 
 
-def not_a_module(site: Site, candidate: OpCandidate, reason: str) -> SearchError:
+def not_a_module_error(site: Site, candidate: OpCandidate, reason: str) -> SearchError:
     """Return the error for a candidate that cannot become a module."""
     return SearchError(
         f"SearchTool.finalize: {candidate.label!r} of {site.name} at {site.source} is no module: {reason}; "
@@ -69,7 +70,9 @@ def finalize_torch(model: Any, sites: Iterable[Site]) -> Any:
             try:
                 module = finalized_model.get_submodule(site.module)
             except AttributeError as error:
-                raise not_a_module(site, candidate, f"the model has no module {site.module!r}") from error
+                raise not_a_module_error(
+                    site, candidate, f"the model has no module {site.module!r}"
+                ) from error
             replacement = _replacement_module(site, candidate, module)
             # Without the op its input reaches ops that used to write into a tensor of their own.
             if isinstance(candidate, SkipCandidate) and not site.in_place:
@@ -99,7 +102,7 @@ def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) 
         except AttributeError:
             module = None
         if not hasattr(module, "inplace"):
-            raise not_a_module(
+            raise not_a_module_error(
                 site, candidate, f"{writer.type} at {writer.source} writes to its input in place"
             )
         module.inplace = False
@@ -125,14 +128,15 @@ def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
     if isinstance(candidate, ActivationCandidate) and type(module) in activation_classes.values():
         return activation_classes[candidate.label]()
     if not is_layer or not isinstance(candidate, WeightCandidate):
-        raise not_a_module(site, candidate, f"{site.module or 'the model'} is a {type(module).__name__}")
+        raise not_a_module_error(
+            site, candidate, f"{site.module or 'the model'} is a {type(module).__name__}"
+        )
     weight = candidate.weight(module.weight, site)
     if isinstance(candidate, ConvolutionCandidate):
-        change = [candidate.kernel - size for size in module.kernel_size]
-
+        kernel_growth = [candidate.kernel - size for size in module.kernel_size]
         original, padding = module, module.padding
         if not isinstance(padding, str):
-            padding = tuple(padding_for_window(padding, module.dilation, change))
+            padding = tuple(padding_for_window(padding, module.dilation, kernel_growth))
         # On the same device and in the same element type, with a weight that is overwritten below.
         module = type(original)(
             original.in_channels, original.out_channels, candidate.kernel, original.stride, padding,
@@ -158,42 +162,12 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
     if not isinstance(model, keras.Model):
         raise SearchError(f"SearchTool.finalize: the model is a {type(model).__name__}; give one of Keras")
     layers = {layer.name: layer for layer in model._flatten_layers(include_self=False, recursive=True)}
-    settings: dict[str, dict[str, Any]] = {layer: {} for layer in layers}
-    weights: dict[str, tuple[Site, WeightCandidate]] = {}
-    replaced: set[str] = set()
-    for site, candidate in changed_sites(sites):
-        # Scopes of Keras and of TensorFlow's graphs separate names by slashes.
-        parts = [part for path in site.scopes for part in path.replace(".", "/").split("/")]
-        layer = next((layers[part] for part in reversed(parts) if part in layers), None)
-        if layer is None:
-            raise not_a_module(site, candidate, f"the model has no layer {site.module!r}")
-        if (
-            isinstance(candidate, (ActivationCandidate, SkipCandidate))
-            and site.type in ACTIVATIONS
-            and _is_activation(layer)
-        ):
-            settings[layer.name]["activation"] = (
-                "linear" if isinstance(candidate, SkipCandidate) else candidate.label
-            )
-            if "activation" not in layer.get_config():
-                replaced.add(layer.name)
-        elif isinstance(candidate, SkipCandidate) and hasattr(layer, "kernel"):
-            # An op with a bias is two ops in Keras: the skipped product would leave the addition.
-            if getattr(layer, "use_bias", True):
-                raise not_a_module(site, candidate, f"{layer.name} adds a bias to what it skips")
-            replaced.add(layer.name)
-        elif isinstance(candidate, WeightCandidate) and hasattr(layer, "kernel"):
-            weights[layer.name] = site, candidate
-            if isinstance(candidate, ConvolutionCandidate):
-                window = (candidate.kernel,) * (len(site.weight_shape) - 2)
-                settings[layer.name].update(kernel_size=window, groups=candidate.groups)
-        else:
-            raise not_a_module(site, candidate, f"{layer.name} is a {type(layer).__name__}")
+    changes = _find_layer_changes(layers, sites)
 
     def clone_layer(layer: Any) -> Any:
         """Return a layer with the settings of its candidate; an activation in place of a replaced one."""
-        config = {**layer.get_config(), **settings[layer.name]}
-        if layer.name in replaced:
+        config = {**layer.get_config(), **changes.settings[layer.name]}
+        if layer.name in changes.replaced:
             return keras.layers.Activation(config["activation"], name=layer.name)
         return layer.__class__.from_config(config)
 
@@ -202,17 +176,60 @@ def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:
     # The clone's layers have the same names, by which they find their weights.
     for layer in clone._flatten_layers(include_self=False, recursive=True):
         original_layer = layers[layer.name]
-        if layer.name in replaced:
+        if layer.name in changes.replaced:
             continue
-        if layer.name not in weights:
-            if not getattr(original_layer, "layers", None):
-                layer.set_weights(original_layer.get_weights())
-            continue
-        site, candidate = weights[layer.name]
-        layer.kernel.assign(candidate.weight(original_layer.kernel.value, site))
-        if layer.use_bias:
-            layer.bias.assign(original_layer.bias)
+        if layer.name in changes.weights:
+            site, candidate = changes.weights[layer.name]
+            layer.kernel.assign(candidate.weight(original_layer.kernel.value, site))
+            if layer.use_bias:
+                layer.bias.assign(original_layer.bias)
+        # Of a nested model, the layers in it are visited themselves.
+        elif not getattr(original_layer, "layers", None):
+            layer.set_weights(original_layer.get_weights())
     return clone
+
+
+@dataclass
+class _LayerChanges:
+    """Changes of layers of Keras, by their names.
+
+    settings: entries of the config.  weights: sites and candidates that compute other weights.
+    replaced: layers in whose place an activation comes.
+    """
+
+    settings: dict[str, dict[str, Any]]
+    weights: dict[str, tuple[Site, WeightCandidate]] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
+
+
+def _find_layer_changes(layers: Mapping[str, Any], sites: Iterable[Site]) -> _LayerChanges:
+    """Return the changes of layers for the candidates; raise SearchError for one that is no layer."""
+    changes = _LayerChanges({name: {} for name in layers})
+    for site, candidate in changed_sites(sites):
+        # Scopes of Keras and of TensorFlow's graphs separate names by slashes.
+        parts = [part for path in site.scopes for part in path.replace(".", "/").split("/")]
+        layer = next((layers[part] for part in reversed(parts) if part in layers), None)
+        if layer is None:
+            raise not_a_module_error(site, candidate, f"the model has no layer {site.module!r}")
+        is_skipped, has_kernel = isinstance(candidate, SkipCandidate), hasattr(layer, "kernel")
+        chooses_activation = is_skipped or isinstance(candidate, ActivationCandidate)
+        if chooses_activation and site.type in ACTIVATIONS and _is_activation(layer):
+            changes.settings[layer.name]["activation"] = "linear" if is_skipped else candidate.label
+            if "activation" not in layer.get_config():
+                changes.replaced.add(layer.name)
+        elif is_skipped and has_kernel:
+            # An op with a bias is two ops in Keras: the skipped product would leave the addition.
+            if getattr(layer, "use_bias", True):
+                raise not_a_module_error(site, candidate, f"{layer.name} adds a bias to what it skips")
+            changes.replaced.add(layer.name)
+        elif isinstance(candidate, WeightCandidate) and has_kernel:
+            changes.weights[layer.name] = site, candidate
+            if isinstance(candidate, ConvolutionCandidate):
+                window = (candidate.kernel,) * (len(site.weight_shape) - 2)
+                changes.settings[layer.name].update(kernel_size=window, groups=candidate.groups)
+        else:
+            raise not_a_module_error(site, candidate, f"{layer.name} is a {type(layer).__name__}")
+    return changes
 
 
 def _is_activation(layer: Any) -> bool:

@@ -86,15 +86,17 @@ class SearchLibrary:
         """
         return value
 
-    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+    def convolution_obstacle(
+        self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
+    ) -> str:
         """Return why a convolution cannot have another window or groups, or "".
 
-        change: of the sizes of its window.
+        kernel_growth: by how much the size of the window grows along each axis.
         """
         return "the padding and groups of the graph are fixed"
 
     def convolve(
-        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+        self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
         """Return the convolution with another weight, which is among the inputs already."""
         raise NotImplementedError
@@ -160,20 +162,22 @@ class JaxLibrary(SearchLibrary):
         """Return the value, with a gradient where `like` has one."""
         return gradients.collect(value, like)
 
-    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+    def convolution_obstacle(
+        self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
+    ) -> str:
         """Refuse padding that would be negative."""
         pads = context.get_attrs()["padding"]
         # A negative padding would crop the input, which lax allows and no layer has.
-        smallest = min(min(pair) for pair in _jax_padding(context.get_attrs(), change))
+        smallest = min(min(pair) for pair in _jax_padding(context.get_attrs(), kernel_growth))
         return "" if smallest >= 0 else f"its padding is {pads}: a smaller window would give more"
 
     def convolve(
-        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+        self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
         """Return the convolution, padded so that the output has its shape."""
         import jax
 
-        arguments = {**self._attributes, "padding": _jax_padding(self._attributes, change)}
+        arguments = {**self._attributes, "padding": _jax_padding(self._attributes, kernel_growth)}
         return jax.lax.conv_general_dilated(*inputs, **{**arguments, "feature_group_count": groups})
 
 
@@ -208,7 +212,9 @@ class TorchLibrary(SearchLibrary):
 
         return torch.softmax(x, -1)
 
-    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+    def convolution_obstacle(
+        self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
+    ) -> str:
         """Refuse calls that leave padding or groups out, and padding that would be negative."""
         inputs = context.get_inputs()
         # Positions of stride, padding, dilation and groups are those of the whole schema.
@@ -216,21 +222,21 @@ class TorchLibrary(SearchLibrary):
             return "it is called without groups; call the convolution as a module"
         edges = ModulePadding.of(context)
         if edges is not None:
-            return edges.convolution_obstacle(context["shape"](inputs[0]), inputs[5], change)
+            return edges.convolution_obstacle(context["shape"](inputs[0]), inputs[5], kernel_growth)
         # "same" follows the window by itself; "valid" gives a smaller output for a larger window.
         if isinstance(inputs[4], str):
             return "" if inputs[4] == "same" else "its padding is 'valid'"
-        pads = padding_for_window(inputs[4], inputs[5], change)
+        pads = padding_for_window(inputs[4], inputs[5], kernel_growth)
         return "" if min(pads) >= 0 else f"its padding is {inputs[4]}: a smaller window would give more"
 
     def convolve(
-        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+        self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
         """Return the convolution, padded so that the output has its shape."""
         if self._edges is not None:
-            inputs[0] = self._edges.pad_for_window(inputs[0], inputs[5], change)
+            inputs[0] = self._edges.pad_for_window(inputs[0], inputs[5], kernel_growth)
         elif not isinstance(inputs[4], str):
-            inputs[4] = padding_for_window(inputs[4], inputs[5], change)
+            inputs[4] = padding_for_window(inputs[4], inputs[5], kernel_growth)
         inputs[6] = groups
         return original(*inputs)
 
@@ -285,15 +291,17 @@ class TensorFlowLibrary(SearchLibrary):
 
         return tensorflow.custom_gradient(collect)(value)
 
-    def convolution_obstacle(self, context: amanda.OpContext, change: Sequence[int], groups: int) -> str:
+    def convolution_obstacle(
+        self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
+    ) -> str:
         """Refuse other padding than "same", and groups in the model's own convolution."""
         attributes = context.get_attrs()
-        if attributes.get("padding") not in ("SAME", b"SAME") and any(change):
+        if attributes.get("padding") not in ("SAME", b"SAME") and any(kernel_growth):
             return f"its padding is {attributes.get('padding')}, not 'same'"
         return "" if groups == 1 else "it has groups"
 
     def convolve(
-        self, original: Original, inputs: list[Any], site: Site, change: Sequence[int], groups: int
+        self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
         """Return the convolution, group by group, since the kernels of groups have no gradient on a CPU."""
         import tensorflow as tf
@@ -312,9 +320,9 @@ class TensorFlowLibrary(SearchLibrary):
         return finalize_keras(model, sites)
 
 
-def _jax_padding(attributes: Mapping[str, Any], change: Sequence[int]) -> list[tuple[int, int]]:
+def _jax_padding(attributes: Mapping[str, Any], kernel_growth: Sequence[int]) -> list[tuple[int, int]]:
     """Return the padding before and after, by axis, that leaves the output its shape."""
-    triples = zip(attributes["padding"], attributes["rhs_dilation"], change, strict=True)
+    triples = zip(attributes["padding"], attributes["rhs_dilation"], kernel_growth, strict=True)
     # A window with `growth` more elements reads growth * dilation more of the input, half at each side.
     return [(low + growth * step // 2, high + growth * step // 2) for (low, high), step, growth in triples]
 
@@ -344,19 +352,19 @@ _TORCH_REQUIRED = RequiredNames(
 )
 
 
-def padding_for_window(padding: Any, dilation: Any, change: Sequence[int]) -> list[int]:
-    """Return the padding of each axis for another window.  change: of the sizes of the window."""
+def padding_for_window(padding: Any, dilation: Any, kernel_growth: Sequence[int]) -> list[int]:
+    """Return the padding of each axis for a window that is larger, or smaller, along each axis."""
     pads = list(padding) if isinstance(padding, (list, tuple)) else [padding]
     # One number stands for all axes.
-    pads *= len(change) // len(pads)
-    return [pad + growth for pad, growth in zip(pads, _padding_growth(dilation, change), strict=True)]
+    pads *= len(kernel_growth) // len(pads)
+    return [pad + growth for pad, growth in zip(pads, _padding_growth(dilation, kernel_growth), strict=True)]
 
 
-def _padding_growth(dilation: Any, change: Sequence[int]) -> list[int]:
+def _padding_growth(dilation: Any, kernel_growth: Sequence[int]) -> list[int]:
     """Return the growth of the padding of each axis, at each side; negative for a smaller window."""
     dilations = list(dilation) if isinstance(dilation, (list, tuple)) else [dilation]
-    dilations *= len(change) // len(dilations)
-    return [step * size // 2 for step, size in zip(dilations, change, strict=True)]
+    dilations *= len(kernel_growth) // len(dilations)
+    return [step * size // 2 for step, size in zip(dilations, kernel_growth, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -383,15 +391,15 @@ class ModulePadding:
             return None
         return cls(module.padding_mode, tuple(module._reversed_padding_repeated_twice))
 
-    def _pads_for_window(self, dilation: Any, change: Sequence[int]) -> list[int]:
+    def _pads_for_window(self, dilation: Any, kernel_growth: Sequence[int]) -> list[int]:
         """Return the padding before and after each axis for another window, the last axis first."""
         # torch.nn.functional.pad begins with the last axis, and takes both sides of each.
-        growth = [size for size in reversed(_padding_growth(dilation, change)) for _ in range(2)]
+        growth = [size for size in reversed(_padding_growth(dilation, kernel_growth)) for _ in range(2)]
         return [pad + size for pad, size in zip(self.pads, growth, strict=True)]
 
-    def convolution_obstacle(self, shape: Sequence[int], dilation: Any, change: Sequence[int]) -> str:
+    def convolution_obstacle(self, shape: Sequence[int], dilation: Any, kernel_growth: Sequence[int]) -> str:
         """Return why an input of a shape, padding included, cannot be padded for another window, or ""."""
-        pads = self._pads_for_window(dilation, change)
+        pads = self._pads_for_window(dilation, kernel_growth)
         if min(pads) < 0:
             return f"its padding is {list(self.pads)}: a smaller window would give more"
         limits = [
@@ -405,13 +413,13 @@ class ModulePadding:
         )
         return f"the input is smaller than its {self.mode} padding would be" if is_wide else ""
 
-    def pad_for_window(self, x: Any, dilation: Any, change: Sequence[int]) -> Any:
+    def pad_for_window(self, x: Any, dilation: Any, kernel_growth: Sequence[int]) -> Any:
         """Return a padded input with the padding for another window."""
         from torch.nn.functional import pad
 
         # The module's own padding is right already.
-        if not any(change):
+        if not any(kernel_growth):
             return x
         # Negative padding removes what the module has added; a larger padding then reflects the input itself.
         inner = pad(x, [-size for size in self.pads])
-        return pad(inner, self._pads_for_window(dilation, change), mode=self.mode)
+        return pad(inner, self._pads_for_window(dilation, kernel_growth), mode=self.mode)

@@ -97,7 +97,7 @@ class Site:
         return self.decision.label
 
     def keep_state(self, name: str, make: Callable[[], Any], trained: bool) -> None:
-        """Create a tensor of state, or take the one that was loaded.  trained: an optimizer trains it."""
+        """Create a tensor of state, or take the one that was loaded; if trained, also a sum of gradients."""
 
         def to_state(value: Any) -> Any:
             return self._xp.state(value, self._like, trained)
@@ -181,24 +181,28 @@ def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozen
         return None
     for shortcut in (0, 1):
         start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
-        visited, ops = _ancestors(flow, branch, start)
+        visited, branch_ops = _ancestors(flow, branch, start)
         # Equal shapes: a broadcast addition is no shortcut that could take the block's place.
-        if start in visited and ops and node.shapes[0] == node.shapes[1]:
+        if start in visited and branch_ops and node.shapes[0] == node.shapes[1]:
             # Ops that the shortcut needs as well are computed in any case.
-            return shortcut, frozenset(ops - _ancestors(flow, start)[1])
+            _, shortcut_ops = _ancestors(flow, start)
+            return shortcut, frozenset(branch_ops - shortcut_ops)
     return None
 
 
 def _ancestors(
     flow: Dataflow, number: int | None, until: int | None = None
 ) -> tuple[set[int | None], set[int]]:
-    """Return the tensors from which a tensor is computed, back to `until`, and the ids of the ops."""
+    """Return the tensors from which a tensor is computed, back to `until`, and the ids of the ops.
+
+    Tensors are numbers of the dataflow.  After 1000 tensors the search ends.
+    """
     pending, visited, ops = [number], set[int | None](), set[int]()
     # Bounded: every addition of a large model would otherwise walk back to its input.
     while pending and len(visited) < _MAX_TENSORS:
-        number_read = pending.pop()
-        producer = None if number_read in visited or number_read == until else flow.maker(number_read)
-        visited.add(number_read)
+        tensor = pending.pop()
+        producer = None if tensor in visited or tensor == until else flow.maker(tensor)
+        visited.add(tensor)
         if producer is not None:
             ops.add(producer.op_id)
             pending.extend(producer.reads)

@@ -126,13 +126,14 @@ class SearchTool(amanda.Tool):
         gradients = []
         for parameter in parameters:
             # By identity: parameters compare element by element.
-            owner = next((pair for pair in owners if pair[0].state(pair[1]) is parameter), None)
+            owner = next(((site, name) for site, name in owners if site.state(name) is parameter), None)
             if owner is None:
                 raise SearchError(
                     f"SearchTool.gradients: {parameter!r} is no parameter; give those of weights() or "
                     "alphas()"
                 )
-            gradients.append(owner[0].take_gradient(owner[1]))
+            site, name = owner
+            gradients.append(site.take_gradient(name))
         return gradients
 
     @checked(error=SearchError)
@@ -401,7 +402,8 @@ def settle_architecture(
                         changes.append((log(probabilities[settled[name]] / share) / saving, name, label))
             if not changes:
                 raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")
-            settled |= [min(changes)[1:]]
+            _, changed_name, cheaper_label = min(changes)
+            settled[changed_name] = cheaper_label
         earlier_limits.append((measure, limit))
     return settled
 

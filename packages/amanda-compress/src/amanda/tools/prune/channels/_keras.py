@@ -76,7 +76,7 @@ class KerasModel(PrunableModel):
     def weights_of_unknown_size(self) -> Iterator[tuple[str, str]]:
         """Yield paths of weights of layers whose config says no number of channels, and the reasons."""
         for layer in layers_of(self.now):
-            why = size_is_unknown(layer)
+            why = why_size_is_unknown(layer)
             for weight in layer.weights if why else ():
                 yield weight.path, why
 
@@ -210,7 +210,7 @@ def layers_of(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def size_is_unknown(layer: Any) -> str:
+def why_size_is_unknown(layer: Any) -> str:
     """Return why no config can say how many channels a layer has; "" where one can."""
     import keras
 
@@ -239,8 +239,8 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     for name, axis, keep_mask in plan.axes():
         keep_masks.setdefault(name, {})[axis] = keep_mask
     shapes = {
-        step.module: plan.tracing.extents(step.outputs[0], plan.alive)
-        for step in plan.tracing.steps if step.type == "reshape"
+        op.module: plan.tracing.kept_extents(op.outputs[0], plan.alive)
+        for op in plan.tracing.traced_ops if op.type == "reshape"
     }  # fmt: skip
 
     def rebuild_layer(layer: Any, prefix: str = "") -> Any:
@@ -276,21 +276,26 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     # A clone of a sequential model without an Input layer has no weights yet.
     if not smaller.built:
         smaller.build(model.now.input_shape)
-    for old_weight, new_weight in zip(model.now.weights, smaller.weights, strict=True):
+    _copy_kept_weights(model.now, smaller, keep_masks)
+    for layer in layers_of(smaller):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # it computes with numbers made of its weights
+    return smaller
+
+
+def _copy_kept_weights(whole: Any, smaller: Any, keep_masks: Mapping[str, Mapping[int, Any]]) -> None:
+    """Write the kept places of a model's weights into a smaller model; raise PruneError for other shapes."""
+    for old_weight, new_weight in zip(whole.weights, smaller.weights, strict=True):
         value = old_weight.numpy()
         for axis, keep_mask in keep_masks.get(old_weight.path, {}).items():
             value = value.compress(keep_mask, axis)
         if tuple(new_weight.shape) != value.shape:
             raise PruneError(
-                f"the model that is rebuilt from the config of {model.now.name} has "
+                f"the model that is rebuilt from the config of {whole.name} has "
                 f"{tuple(new_weight.shape)} in {new_weight.path}, where {value.shape} was expected: exclude "
                 "the layer"
             )
         new_weight.assign(value)
-    for layer in layers_of(smaller):
-        if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()  # it computes with numbers made of its weights
-    return smaller
 
 
 def _config_size(layer: Any) -> tuple[str, str, int] | None:

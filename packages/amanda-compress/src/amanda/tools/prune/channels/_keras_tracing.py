@@ -53,20 +53,20 @@ class KerasValue:
         """Return the number of axes."""
         return len(self.shape)
 
-    def turned(self, axes: Sequence[int]) -> KerasValue:
+    def transposed(self, axes: Sequence[int]) -> KerasValue:
         """Return the tensor with its axes in another order."""
         families = tuple(family.transpose(axes) for family in self.families)
         return KerasValue(self.tensor, tuple(self.shape[i] for i in axes), families, self.name)
 
 
 def channels_first(rule: Rule) -> Rule:
-    """Return a rule for data whose channels are last, and weights of which in and out are."""
+    """Return a rule for data whose channels are last, and weights whose last axes are inputs and outputs."""
 
     def follow(call: FollowedOp) -> Sequence[Families]:
         """Follow an op by the rule in PyTorch's order of axes; keep all whole for another order."""
         if call.value("data_format") not in ("NHWC", "NDHWC"):
             return unknown(call)
-        # Rules are written once, for PyTorch's order of axes: the tensors turn, and the families turn back.
+        # Rules are written once, for PyTorch's order of axes: tensors are transposed, and families back.
         rank = call.inputs[0].ndim
         channels_second, outputs_first = (
             (0, rank - 1, *range(1, rank - 1)),
@@ -74,8 +74,8 @@ def channels_first(rule: Rule) -> Rule:
         )
         value, weight, *other_inputs = call.inputs
         inner = replace(
-            call, inputs=[value.turned(channels_second), weight.turned(outputs_first), *other_inputs],
-            outputs=[call.outputs[0].turned(channels_second)],
+            call, inputs=[value.transposed(channels_second), weight.transposed(outputs_first), *other_inputs],
+            outputs=[call.outputs[0].transposed(channels_second)],
         )  # fmt: skip
         return [
             tuple(family.transpose(np.argsort(channels_second)) for family in families)
@@ -104,10 +104,10 @@ def depthwise(call: FollowedOp) -> Sequence[Families]:
 def multiplied(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices, either of them transposed."""
     factors = [
-        factor.turned((*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2))
+        factor.transposed((*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2))
         if call.value(name)
         else factor
-        for factor, name in zip(call.inputs[:2], ("turned_a", "turned_b"), strict=True)
+        for factor, name in zip(call.inputs[:2], ("transposed_a", "transposed_b"), strict=True)
     ]
     return product(replace(call, inputs=[*factors, *call.inputs[2:]]))
 
@@ -118,17 +118,19 @@ _ELEMENTWISE = (
     "MulNoNan Neg NotEqual Pow RealDiv Reciprocal Relu Relu6 Round Rsqrt Select SelectV2 Selu Sigmoid Sign "
     "Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh"
 )
-_KEPT = (
+_SAME_CHANNELS = (
     "AvgPool AvgPool3D BatchToSpaceND Cast Identity MaxPool MaxPool3D MaxPoolV2 MirrorPad Pad PadV2 "
     "ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor SpaceToBatchND StopGradient"
 )
-_MOVED = "BroadcastTo ExpandDims Reshape ReverseV2 Slice SplitV Squeeze StridedSlice Tile Transpose Unpack"
+_REARRANGED = (
+    "BroadcastTo ExpandDims Reshape ReverseV2 Slice SplitV Squeeze StridedSlice Tile Transpose Unpack"
+)
 _LAYOUT = {"data_format": "data_format"}
 _Entry = tuple[Rule, str, Mapping[str, str]]
 _TABLE: dict[str, _Entry] = {
     **dict.fromkeys(_ELEMENTWISE.split(), (elementwise, "", {})),
-    **dict.fromkeys(_KEPT.split(), (same_channels, "input", {})),
-    **dict.fromkeys(_MOVED.split(), (rearranged, "input", {})),
+    **dict.fromkeys(_SAME_CHANNELS.split(), (same_channels, "input", {})),
+    **dict.fromkeys(_REARRANGED.split(), (rearranged, "input", {})),
     **dict.fromkeys("LogSoftmax Softmax".split(), (over_axis, "input", {})),
     **dict.fromkeys("All Any ArgMax ArgMin Max Mean Min Prod Sum".split(), (reduced, "input dim", {})),
     **dict.fromkeys("Rank Shape Size".split(), (fresh, "input", {})),
@@ -137,16 +139,16 @@ _TABLE: dict[str, _Entry] = {
         "Conv2DBackpropInput Conv3DBackpropInputV2".split(),
         (channels_first(transposed_convolution), "input weight", _LAYOUT),
     ),
-    "BatchMatMulV2": (multiplied, "a b", {"adj_x": "turned_a", "adj_y": "turned_b"}),
+    "BatchMatMulV2": (multiplied, "a b", {"adj_x": "transposed_a", "adj_y": "transposed_b"}),
     "ConcatV2": (concatenated, "tensors dim", {}),
     "DepthwiseConv2dNative": (depthwise, "input weight", _LAYOUT),
-    "MatMul": (multiplied, "a b", {"transpose_a": "turned_a", "transpose_b": "turned_b"}),
+    "MatMul": (multiplied, "a b", {"transpose_a": "transposed_a", "transpose_b": "transposed_b"}),
     "Pack": (stacked, "tensors", {"axis": "dim"}),
     "Split": (rearranged, "input", {}),
 }  # fmt: skip
 
 
-def first_of(type: str) -> int:
+def channel_input_of(type: str) -> int:
     """Return the position of the tensor whose channels an op passes on."""
     return {"Conv2DBackpropInput": 2, "Conv3DBackpropInputV2": 2, "Split": 1}.get(type, 0)
 
@@ -162,7 +164,7 @@ def rule_of(
     inputs = list(values)
     # Rules expect the tensor whose channels pass on first; TensorFlow has sizes or an axis before it in some
     # ops.
-    inputs.insert(0, inputs.pop(first_of(type)))
+    inputs.insert(0, inputs.pop(channel_input_of(type)))
     if type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):
         inputs = [inputs[0], inputs[2]]
     elif type == "BiasAdd":
@@ -273,7 +275,7 @@ class KerasTracing(Tracing):
             if type in ("Cast", "Identity") and input_values[0].name is not None:
                 self._names[output] = input_values[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
-            self.step(
+            self.note_op(
                 call,
                 rule,
                 module,
@@ -310,7 +312,7 @@ def _move_labels(
     import tensorflow as tf
 
     # Raw ops are named as ops are, so that any op that moves elements is run on labels without a table.
-    compute, label_position = getattr(tf.raw_ops, type), first_of(type)
+    compute, label_position = getattr(tf.raw_ops, type), channel_input_of(type)
     labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[label_position].shape)))
     inputs = [labels if i == label_position else value.tensor for i, value in enumerate(values)]
     renamed = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}

@@ -1,7 +1,14 @@
 """Labels of channels, and the execution of an op as rules see it.
 
-A tensor has families: integer arrays of the tensor's rank, whose extents are those of the tensor where the
-family varies and 1 elsewhere.  Two labels in one set are channels that are removed together.
+place: an index along an axis of a tensor.
+label: a number for a place along an axis of a weight.  Labels in one set are channels that are removed
+    together; the least label of a set is its root.
+family: the labels of a tensor along an axis, an integer array of the tensor's rank, whose extents are those
+    of the tensor where the family varies and 1 elsewhere.  A tensor has a family for each axis with channels.
+block: a family that varies along several axes, such as heads and their features.
+to leave channels (whole): to remove none of them, for a reason.
+to pin an axis: to make all its places one channel, so that the axis stays whole.
+to produce: to compute as the outputs of a layer; only such channels can be removed.
 """
 
 from __future__ import annotations
@@ -114,7 +121,7 @@ class ChannelSets:
         return None
 
     def pinned(self, families: Families, axes: Iterable[int], reason: str) -> Families:
-        """Return families with axes kept whole."""
+        """Pin axes of families; return the families that vary along other axes."""
         for axis in axes:
             families = tuple(
                 pinned for family in families
@@ -188,6 +195,7 @@ class ChannelSets:
                 merged_family = merged.pop(i)
                 self.unite(family, merged_family)
                 united = np.broadcast_arrays(family, merged_family)[0]
+                # Along other axes than before, so that it is compared with all again.
                 family, i = self.compressed(united, reason), 0
         if family is not None:
             merged.append(family)
@@ -198,20 +206,23 @@ class ChannelSets:
         That is the longest one, if what ops do has not decided.
         """
         # Until nothing changes: what one block decides may decide others that share its labels.
-        set_count = -1
-        while set_count != (set_count := len(np.unique(self.roots(np.arange(len(self._parents)))))):
+        set_count_before = -1
+        while (set_count := self._set_count()) != set_count_before:
+            set_count_before = set_count
             for block in self.blocks:
-                axes = [axis for axis in varying(block) if self._is_carrier(block, axis)]
-                if not axes:
+                if not any(self._is_carrier(block, axis) for axis in varying(block)):
                     # Of heads and features the longer axis gives the finer choice of what to remove.
                     carrier = max(varying(block), key=lambda axis: block.shape[axis])
                     for axis in varying(block) - {carrier}:
                         self.unite(block, block.take([0], axis))
 
+    def _set_count(self) -> int:
+        return len(np.unique(self.roots(np.arange(len(self._parents)))))
+
     def _is_carrier(self, block: Family, axis: int) -> bool:
         """Return True if the sets of a block change along this axis alone."""
-        rows = np.moveaxis(self.roots(block), axis, 0).reshape(block.shape[axis], -1)
-        return bool((rows == rows[:, :1]).all())
+        sets_at_place = np.moveaxis(self.roots(block), axis, 0).reshape(block.shape[axis], -1)
+        return bool((sets_at_place == sets_at_place[:, :1]).all())
 
 
 def varying(family: Family) -> set[int]:
@@ -318,9 +329,9 @@ class FollowedOp:
         return self.of(value), tuple(value.shape)
 
     def along(self, families: Families, axis: int) -> Family | None:
-        """Return the labels along one axis alone, after keeping all other axes whole; None without any.
+        """Pin all axes but one; return the labels along it as a vector, None without any.
 
-        Families that do not vary along the axis stay whole.
+        Families that do not vary along the axis are left whole; several that do become one.
         """
         channels: Family | None = None
         for family in families:
@@ -335,9 +346,9 @@ class FollowedOp:
         return channels
 
     def split(self, families: Families, axis: int) -> tuple[Family | None, Families]:
-        """Return the labels along an axis, and the families along others.
+        """Return the labels along an axis as a vector, None without any, and the families along other axes.
 
-        A family along both, such as heads and their features, keeps the axis whole.
+        Of a family along both, such as heads and their features, the axis is pinned.
         """
         axis_labels: Family | None = None
         other_families: list[Family] = []
@@ -353,7 +364,7 @@ class FollowedOp:
         return axis_labels, tuple(other_families)
 
     def match(self, first: Family | None, second: Family | None) -> None:
-        """Make channels the same; where the other tensor has none, keep them whole."""
+        """Unite the channels of two tensors place by place; where one has none, leave the other's whole."""
         if first is not None and second is not None:
             self.labels.unite(first, second)
         for labels in (first, second):

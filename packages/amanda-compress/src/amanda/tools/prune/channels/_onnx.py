@@ -92,7 +92,7 @@ class OnnxModel(PrunableModel):
         return self._session[2].run(None, {name: np.asarray(array) for name, array in feed.items()})
 
     @contextmanager
-    def as_far_as_it_runs(self, *example: Any, **named: Any) -> Iterator[None]:
+    def without_failing_nodes(self, *example: Any, **named: Any) -> Iterator[None]:
         """Return a context in which the model ends before the first node that fails, so that it runs."""
         whole, running_count, failing_count = self.proto, 0, len(self.proto.graph.node)
         try:
@@ -306,42 +306,47 @@ class _SizeCorrection:
         self._graph, self._alive = model.graph, plan.alive
         self._opset = next(item.version for item in model.opset_import if item.domain in ("", "ai.onnx"))
         self._tracing = cast(OnnxTracing, plan.tracing)
-        self._steps: dict[str, TracedOp] = {item.key: item for item in plan.tracing.steps}
+        self._traced_ops: dict[str, TracedOp] = {op.key: op for op in plan.tracing.traced_ops}
         self._whole_groups = plan.tracing.notes.whole_groups
-        self._fixed = {item.name for item in model.graph.initializer}
+        # Values that are the same for all inputs of the model.
+        self._constants = {initializer.name for initializer in model.graph.initializer}
         for node in model.graph.node:
-            if self._fixed.issuperset(node.input) and node.op_type in _PURE:
-                self._fixed.update(node.output)
-        self._makers = {name: node for node in model.graph.node for name in node.output}
+            if self._constants.issuperset(node.input) and node.op_type in _PURE:
+                self._constants.update(node.output)
+        self._producers = {name: node for node in model.graph.node for name in node.output}
         self._readers = Counter(name for node in model.graph.node for name in node.input)
 
     def correct(self, node: NodeProto) -> Sequence[NodeProto]:
         """Give a node the new sizes; return new nodes that compute inputs of the node, mostly none."""
-        step = self._steps.get(onnx_graph.first_output_of(node))
-        if step is None or not step.inputs or node.domain not in ("", "ai.onnx"):
+        op = self._traced_ops.get(onnx_graph.first_output_of(node))
+        if op is None or not op.inputs or node.domain not in ("", "ai.onnx"):
             pass
         elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
             # The second extent of a kernel is the number of channels of one group.
-            (_, channels, *_), (_, depth, *_) = (self._extents(part) for part in step.inputs[:2])
+            (_, channels, *_), (_, depth, *_) = (self._extents(part) for part in op.inputs[:2])
             onnx_graph.set_attribute(node, "group", channels // depth)
         elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:
-            groups = onnx_graph.attribute_of(node, "num_groups", 1) * self._extents(step.inputs[0])[1]
-            onnx_graph.set_attribute(node, "num_groups", groups // step.inputs[0][1][1])
+            old_groups, old_channels = onnx_graph.attribute_of(node, "num_groups", 1), op.inputs[0][1][1]
+            new_channels = self._extents(op.inputs[0])[1]
+            onnx_graph.set_attribute(node, "num_groups", old_groups * new_channels // old_channels)
         elif node.op_type in _NUMBERS_AT:
-            return self._update_shape(node, _NUMBERS_AT[node.op_type], step)
+            return self._update_shape(node, _NUMBERS_AT[node.op_type], op)
         elif node.op_type == "Slice":
-            self._update_slice(node, step)
+            self._update_slice(node, op)
         elif node.op_type == "Split":
-            self._update_split(node, step)
+            self._update_split(node, op)
         return ()
 
     def _extents(self, part: Any) -> tuple[int, ...]:
-        return self._tracing.extents(part, self._alive)
+        return self._tracing.kept_extents(part, self._alive)
 
-    def _update_shape(self, node: NodeProto, index: int, step: TracedOp) -> Sequence[NodeProto]:
-        """Write new extents into the numbers of a shape; return a copy of a Concat that others read."""
-        numbers = self._tracing.numbers.get((step.key, index))
-        old_extents, new_extents = step.outputs[0][1], self._extents(step.outputs[0])
+    def _update_shape(self, node: NodeProto, index: int, op: TracedOp) -> Sequence[NodeProto]:
+        """Write new extents into the numbers of a shape, constants or a Concat of these.
+
+        Returns the node's own copy of a Concat that others read too; other shapes stay unchanged.
+        """
+        numbers = self._tracing.numbers.get((op.key, index))
+        old_extents, new_extents = op.outputs[0][1], self._extents(op.outputs[0])
         if numbers is None or old_extents == new_extents:
             return ()
         # The shape of an Expand may lack leading axes.
@@ -350,46 +355,52 @@ class _SizeCorrection:
             i: new_extents[i + offset] for i, number in enumerate(numbers.tolist())
             if old_extents[i + offset] != new_extents[i + offset] and number == old_extents[i + offset]
         }  # fmt: skip
-        maker = self._makers.get(node.input[index])
+        producer = self._producers.get(node.input[index])
         if not new_numbers:
             return ()
-        if node.input[index] in self._fixed:
+        if node.input[index] in self._constants:
             self._set_initializer(node, index, _replace_numbers(numbers, 0, new_numbers))
             return ()
-        if maker is None or maker.op_type != "Concat":
+        if producer is None or producer.op_type != "Concat":
             return ()
-        concat, position = maker, 0
-        if self._readers[maker.output[0]] > 1:
+        concat, position = producer, 0
+        if self._readers[producer.output[0]] > 1:
             concat = NodeProto()
-            concat.CopyFrom(maker)
-            concat.name = concat.output[0] = node.input[index] = f"{step.key}/{index}"
-        for i, name in enumerate(maker.input):
-            piece = self._tracing.numbers[onnx_graph.first_output_of(maker), i]
+            concat.CopyFrom(producer)
+            concat.name = concat.output[0] = node.input[index] = f"{op.key}/{index}"
+        for i, name in enumerate(producer.input):
+            piece = self._tracing.numbers[onnx_graph.first_output_of(producer), i]
             if (
-                name in self._fixed
+                name in self._constants
                 and _replace_numbers(piece, position, new_numbers).tolist() != piece.tolist()
             ):
                 self._set_initializer(concat, i, _replace_numbers(piece, position, new_numbers))
             position += len(piece)
-        return () if concat is maker else (concat,)
+        return () if concat is producer else (concat,)
 
-    def _update_slice(self, node: NodeProto, step: TracedOp) -> None:
-        """Write the bounds of a Slice, counted in kept channels; leave bounds that are not constant."""
-        bounds = [self._numbers(node, step, name, i + 1) for i, name in enumerate(("starts", "ends", "axes"))]
-        starts, ends, axes = bounds
+    def _update_slice(self, node: NodeProto, op: TracedOp) -> None:
+        """Write the bounds of a Slice, counted in kept channels.
+
+        Bounds that are not constant, and those along axes with another step than 1, stay.
+        """
+        starts, ends, axes, strides = (
+            self._constant_numbers(node, op, name, index)
+            for index, name in enumerate(("starts", "ends", "axes", "steps"), 1)
+        )
         if starts is None or ends is None:
             return
         axes = np.arange(len(starts)) if axes is None else axes
-        strides = self._numbers(node, step, "steps", 4)
         starts, ends = starts.copy(), ends.copy()
-        families, shape = step.inputs[0]
+        families, shape = op.inputs[0]
         is_changed = False
         for i, axis in enumerate(axes.tolist()):
             axis %= len(shape)
-            places = self._tracing.places(families, axis, self._alive)
-            if places is not None and not places.all() and (strides is None or strides[i] == 1):
-                first, last, _ = slice(int(starts[i]), int(ends[i])).indices(len(places))
-                starts[i], ends[i] = places[:first].sum(), places[:last].sum()
+            keep_mask = self._tracing.kept_places(families, axis, self._alive)
+            has_unit_stride = strides is None or strides[i] == 1
+            if keep_mask is not None and not keep_mask.all() and has_unit_stride:
+                # Bounds from the end, or beyond, become those from the start.
+                start, end, _ = slice(int(starts[i]), int(ends[i])).indices(len(keep_mask))
+                starts[i], ends[i] = keep_mask[:start].sum(), keep_mask[:end].sum()
                 is_changed = True
         if is_changed:
             for i, (name, value) in enumerate((("starts", starts), ("ends", ends))):
@@ -398,11 +409,11 @@ class _SizeCorrection:
                 else:
                     self._set_initializer(node, i + 1, value)
 
-    def _update_split(self, node: NodeProto, step: TracedOp) -> None:
+    def _update_split(self, node: NodeProto, op: TracedOp) -> None:
         """Write the number of kept channels of each part of a Split, if any changes."""
-        axis = onnx_graph.attribute_of(node, "axis", 0) % len(step.outputs[0][1])
-        sizes = [self._extents(part)[axis] for part in step.outputs]
-        if sizes == [shape[axis] for _, shape in step.outputs]:
+        axis = onnx_graph.attribute_of(node, "axis", 0) % len(op.outputs[0][1])
+        sizes = [self._extents(part)[axis] for part in op.outputs]
+        if sizes == [shape[axis] for _, shape in op.outputs]:
             return
         if self._opset < 13:
             onnx_graph.set_attribute(node, "split", sizes)
@@ -412,14 +423,14 @@ class _SizeCorrection:
             node.input.append("")
         self._set_initializer(node, 1, np.array(sizes, np.int64))
 
-    def _numbers(self, node: NodeProto, step: TracedOp, name: str, index: int) -> Any:
+    def _constant_numbers(self, node: NodeProto, op: TracedOp, name: str, index: int) -> Any:
         """Return numbers that are the same for all inputs of the model; None of others."""
         if self._opset < 10:
             attribute = onnx_graph.attribute_of(node, name, None)
             return None if attribute is None else np.array(attribute)
-        if len(node.input) <= index or node.input[index] not in self._fixed:
+        if len(node.input) <= index or node.input[index] not in self._constants:
             return None
-        return self._tracing.numbers.get((step.key, index))
+        return self._tracing.numbers.get((op.key, index))
 
     def _set_initializer(self, node: NodeProto, index: int, array: Any) -> None:
         """Give a node an initializer of its own: others may read the one that it had."""

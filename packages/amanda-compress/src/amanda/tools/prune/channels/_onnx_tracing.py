@@ -107,11 +107,11 @@ _ELEMENTWISE = (
     "Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Swish Tanh ThresholdedRelu "
     "Where Xor"
 )
-_KEPT = (
+_SAME_CHANNELS = (
     "AveragePool Cast Dropout GlobalAveragePool GlobalLpPool GlobalMaxPool Identity LpPool MaxPool Pad "
     "Resize Upsample"
 )
-_MOVED = "Expand Flatten Reshape Slice Split Squeeze Tile Transpose Unsqueeze"
+_REARRANGED = "Expand Flatten Reshape Slice Split Squeeze Tile Transpose Unsqueeze"
 _OVER_AN_AXIS = "ArgMax ArgMin Hardmax LogSoftmax LpNormalization Softmax"
 _REDUCED = (
     "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum "
@@ -119,8 +119,8 @@ _REDUCED = (
 )
 _TABLE: dict[str, _Entry] = {
     **dict.fromkeys(_ELEMENTWISE.split(), (elementwise, "", {})),
-    **dict.fromkeys(_KEPT.split(), (same_channels, "input", {})),
-    **dict.fromkeys(_MOVED.split(), (rearranged, "input", {})),
+    **dict.fromkeys(_SAME_CHANNELS.split(), (same_channels, "input", {})),
+    **dict.fromkeys(_REARRANGED.split(), (rearranged, "input", {})),
     **dict.fromkeys(_OVER_AN_AXIS.split(), (over_axis, "input", {"axis": "dim"})),
     **dict.fromkeys(_REDUCED.split(), (reduced, "input dim", {"axes": "dim"})),
     "ArgMax": (reduced, "input", {"axis": "dim"}), "ArgMin": (reduced, "input", {"axis": "dim"}),
@@ -140,7 +140,7 @@ _TABLE: dict[str, _Entry] = {
     "SpaceToDepth": (space_to_depth, "input", {"blocksize": "blocksize"}),
     "TopK": (over_axis, "input k", {"axis": "dim"}),
 }  # fmt: skip
-_COERCED = ("Hardmax", "LogSoftmax", "Softmax")
+_FLATTENED_BEFORE_13 = ("Hardmax", "LogSoftmax", "Softmax")
 _QUANTISED = (
     "ConvInteger", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "QLinearConv", "QLinearMatMul",
 )  # fmt: skip
@@ -168,7 +168,7 @@ def rule_of(
     if type == "Concat":
         inputs = [inputs]
     # Older versions flatten all axes behind the given one before they normalise.
-    elif type in _COERCED and opset < 13:
+    elif type in _FLATTENED_BEFORE_13 and opset < 13:
         rule = from_axis_on
     elif type == "Gather" and _is_embedding(attributes, values):
         rule, names = embedding, ["weight", "index"]
@@ -206,7 +206,7 @@ def _has_axes(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None])
     return bool(attributes.get("axes")) or (axes is not None and axes.array.size > 0)
 
 
-def unfollowed(type: str, values: Sequence[OnnxValue | None], channels: Sequence[Families]) -> str:
+def why_unfollowed(type: str, values: Sequence[OnnxValue | None], channels: Sequence[Families]) -> str:
     """Return why the channels of a layer's weight are not followed; "" of any other node."""
     if type in _QUANTISED:
         return f"{type} computes with quantized weights"
@@ -242,7 +242,7 @@ class OnnxTracing(Tracing):
         except Exception:
             # A session that fails shows no op at all: the prefix that runs shows which node comes next, and
             # so which one failed.
-            with self._model.as_far_as_it_runs(*example, **named), amanda.apply(self):
+            with self._model.without_failing_nodes(*example, **named), amanda.apply(self):
                 self._model(*example, **named)
             raise
         labels = self.notes.labels
@@ -314,7 +314,7 @@ class OnnxTracing(Tracing):
             # Shapes and indices computed at run time are needed when sizes are corrected.
             if value is not None and value.array.dtype in (np.int32, np.int64):
                 self.numbers[key, i] = value.array
-        why = unfollowed(type, values, channels)
+        why = why_unfollowed(type, values, channels)
         if why:
             self.unfollowed[node] = why
         op_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
@@ -334,7 +334,7 @@ class OnnxTracing(Tracing):
             for families, value in zip(channels, values, strict=True)
             if value is not None
         ]
-        self.step(call, op_rule, module, node, input_parts, output_families)
+        self.note_op(call, op_rule, module, node, input_parts, output_families)
 
     def _families(self, value: OnnxValue) -> Families:
         """Return the families of a value; a weight has new ones at first."""

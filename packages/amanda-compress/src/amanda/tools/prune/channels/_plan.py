@@ -68,30 +68,37 @@ class ChannelGroup:
         return slices
 
 
-def groups_of(tracing: Tracing) -> list[ChannelGroup]:
+def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     """Return the groups that can be removed, in the order of their first layers."""
     labels = tracing.notes.labels
-    produced, whole_roots, output_labels = labels.output_roots(), labels.whole_roots(), labels.output_labels()
-    places: dict[int, dict[tuple[str, int, bool], list[int]]] = defaultdict(dict)
+    produced_roots, whole_roots = labels.output_roots(), labels.whole_roots()
+    output_labels = labels.output_labels()
+    # Of each channel: its places along axes of weights, by name, axis, and True for outputs of a layer.
+    places_by_root: dict[int, dict[tuple[str, int, bool], list[int]]] = defaultdict(dict)
     for name, families in tracing.channels.items():
         for family in families:
             (axis,) = varying(family)
-            for i, (label, root) in enumerate(
-                zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
-            ):
+            roots_of_places = labels.roots(family).reshape(-1).tolist()
+            for i, (label, root) in enumerate(zip(family.reshape(-1).tolist(), roots_of_places, strict=True)):
                 # A channel that no layer makes, as of an input image, cannot be removed.
-                if root in produced and root not in whole_roots:
-                    places[root].setdefault((name, axis, label in output_labels), []).append(i)
+                if root in produced_roots and root not in whole_roots:
+                    places_by_root[root].setdefault((name, axis, label in output_labels), []).append(i)
+    # Channels with as many places along the same axes are a group.
     roots_by_axes: dict[Any, list[int]] = defaultdict(list)
-    for root, axes in places.items():
-        roots_by_axes[tuple((*key, len(positions)) for key, positions in axes.items())].append(root)
+    for root, places_by_axis in places_by_root.items():
+        axes_with_counts = tuple((*axis, len(places)) for axis, places in places_by_axis.items())
+        roots_by_axes[axes_with_counts].append(root)
     groups = []
-    for key, roots in roots_by_axes.items():
+    for axes_with_counts, roots in roots_by_axes.items():
+        members = []
+        for name, axis, is_made, _ in axes_with_counts:
+            indices = np.array([places_by_root[root][name, axis, is_made] for root in roots])
+            members.append(Member(name, axis, indices, is_made))
+        # `ChannelGroup` names itself after the first member, which has to be a layer's outputs.
         members = [
-            Member(name, axis, np.array([places[root][name, axis, is_made] for root in roots]), is_made)
-            for name, axis, is_made, _ in key
+            *(member for member in members if member.is_made),
+            *(member for member in members if not member.is_made),
         ]
-        members.sort(key=lambda member: not member.is_made)
         groups.append(ChannelGroup(np.array(roots), tuple(members)))
     return sorted(groups, key=lambda group: int(group.roots[0]))
 
@@ -103,9 +110,8 @@ def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for name, families in tracing.channels.items():
         for family in families:
-            for label, root in zip(
-                family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True
-            ):
+            roots_of_places = labels.roots(family).reshape(-1).tolist()
+            for label, root in zip(family.reshape(-1).tolist(), roots_of_places, strict=True):
                 if label in output_labels and root in whole_roots:
                     reasons.setdefault(name, whole_roots[root])
     return reasons
@@ -113,18 +119,20 @@ def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
 
 Importance = Literal["l1", "l2", "taylor", "random"] | Callable[[Mapping[str, Any]], Sequence[float]]
 Scope = Literal["local", "global"]
-Of = Literal["channels", "flops", "latency"]
+BudgetQuantity = Literal["channels", "flops", "latency"]
 
 _HALVINGS = 20  # of the share of channels, which is then found to a millionth
 
 
-def scores(
+def importance_scores(
     group: ChannelGroup, number: int, tensors: Mapping[str, Any], importance: Importance, seed: int
 ) -> Any:
     """Return the importance of each channel of a group; the least important is removed first.
 
     "l1" and "l2" are norms over all weights of the group, over their mean, so that groups compare.  "taylor"
-    is the sum of (weight * gradient)**2 (Molchanov et al. 2019, eq. 8).
+    is the sum of (weight * gradient)**2 (Molchanov et al. 2019, eq. 8).  number: of the group, for "random".
+    Raises PruneError for a function with another result than a number for each channel, and for "taylor"
+    without gradients.
     """
     if importance == "random":
         return np.random.Generator(np.random.Philox([seed, number])).random(len(group))
@@ -167,14 +175,14 @@ class ChannelBudget:
     A share of the latency is met by `of_channels`, which says what to measure.
     """
 
-    def __init__(self, sparsity: float, scope: Scope, of: Of, round_to: int) -> None:
+    def __init__(self, sparsity: float, scope: Scope, of: BudgetQuantity, round_to: int) -> None:
         self.sparsity, self._scope, self.of, self._round_to = sparsity, scope, of, round_to
 
     def of_channels(self, sparsity: float) -> ChannelBudget:
         """Return a budget that removes a share of the channels, alike in all else."""
         return ChannelBudget(sparsity, self._scope, "channels", self._round_to)
 
-    def choose(
+    def choose_keep_masks(
         self,
         groups: Sequence[ChannelGroup],
         importances: Sequence[Any],
@@ -210,7 +218,7 @@ class ChannelBudget:
         return [self._round_up(*group) for group in zip(keep_masks, guarded, groups, strict=True)]
 
     def _round_up(self, keep_mask: Any, importances: Any, group: ChannelGroup) -> Any:
-        """Return a mask that keeps the best channels too until their number is a multiple of `round_to`."""
+        """Return a mask that keeps the best further channels until the axis is a multiple of `round_to`."""
         count = max(int(keep_mask.sum()), 1)
         while count < len(group) and count * group.width % self._round_to:
             count += 1
@@ -238,7 +246,8 @@ def share_of_work(work: Sequence[Work], alive: Any) -> float:
     return remaining / total if total else 1.0
 
 
-_TIMED_HALVINGS, _CALLS = 6, 8
+_TIMED_HALVINGS = 6  # of the share of channels: each tries a removal and takes time
+_TIMED_CALLS = 8  # of a model, of which the fastest counts
 
 
 @dataclass(frozen=True)
@@ -260,8 +269,8 @@ class RemovalPlan:
     """A choice of channels to remove of a model.
 
     groups, keep_masks: the groups, and masks of their kept channels.  whole_layers: weights whose outputs
-    are left whole, and the reasons.  alive: mask of the labels whose channels are kept.  work: share of
-    multiplications that remain.  latency: share of the time of a call, where that was measured.
+    are left whole, and the reasons.  alive: mask of the labels whose channels are kept.  remaining_work:
+    share of multiplications.  latency: share of the time of a call, where that was measured.
     """
 
     subject: PrunableModel
@@ -270,21 +279,22 @@ class RemovalPlan:
     keep_masks: list[Any] = field(default_factory=list)
     whole_layers: dict[str, str] = field(default_factory=dict)
     alive: Any = None
-    work: float = 1.0
+    remaining_work: float = 1.0
     latency: float | None = None
 
-    def choose(self, choice: ChannelOptions) -> None:
-        """Choose the channels that are kept, and note the reasons for whole layers."""
+    def choose_channels(self, choice: ChannelOptions) -> None:
+        """Set the groups, the channels that are kept, and the reasons for whole layers."""
         tensors = self.subject.tensors()
         notes = self.tracing.notes
         notes.labels.settle()
-        self.groups = groups_of(self.tracing)
+        self.groups = removable_groups(self.tracing)
         importances = [
-            scores(group, i, tensors, choice.importance, choice.seed) for i, group in enumerate(self.groups)
+            importance_scores(group, i, tensors, choice.importance, choice.seed)
+            for i, group in enumerate(self.groups)
         ]
-        self.keep_masks = choice.budget.choose(self.groups, importances, notes.labels, notes.work)
+        self.keep_masks = choice.budget.choose_keep_masks(self.groups, importances, notes.labels, notes.work)
         self.alive = alive_labels(notes.labels, self.groups, self.keep_masks)
-        self.work = share_of_work(notes.work, self.alive)
+        self.remaining_work = share_of_work(notes.work, self.alive)
         self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:
@@ -343,11 +353,11 @@ def make_plan(
     low, high, labels = 0.0, 1.0, tracing.notes.labels
 
     def try_sparsity(sparsity: float) -> Any:
-        """Choose channels anew for a share of them; return the smaller model's result."""
-        tracing.notes.labels = deepcopy(labels)  # what one share does not suit may be removed of another
-        return _try_until_it_runs(
-            plan, replace(choice, budget=choice.budget.of_channels(sparsity)), example, named
-        )
+        """Choose channels for a share of them, with no more left whole than at first; return the result."""
+        # Channels that cannot be removed at one share may be removable at another.
+        tracing.notes.labels = deepcopy(labels)
+        budget = choice.budget.of_channels(sparsity)
+        return _try_until_it_runs(plan, replace(choice, budget=budget), example, named)
 
     for _ in range(_TIMED_HALVINGS):
         middle = (low + high) / 2
@@ -370,24 +380,24 @@ def _try_until_it_runs(
     """
     tracing = plan.tracing
     while True:
-        plan.choose(choice)
-        steps: Sequence[TracedOp] = ()
+        plan.choose_channels(choice)
+        trial_ops: Sequence[TracedOp] = ()
         result, error = None, ""
         removal = plan.subject.removal(plan)
         try:
             removal.apply()
             trial = plan.subject.tracing()
-            steps = trial.steps
+            trial_ops = trial.traced_ops  # also of a trial that fails: the ops until then
             result = trial.follow(example, named)
         except Exception as raised:  # of any kind: the model's code does not suit the sizes
             error = f"{type(raised).__name__}: {raised}"
         finally:
             removal.undo()
-        step = first_difference(tracing, plan.alive, steps)
-        if step is None and not error:
+        unfit_op = first_difference(tracing, plan.alive, trial_ops)
+        if unfit_op is None and not error:
             return result
-        if step is None or not _leave_whole(tracing, step, error):
-            where = "" if step is None else f" at {step.place}"
+        if unfit_op is None or not _leave_whole(tracing, unfit_op, error):
+            where = "" if unfit_op is None else f" at {unfit_op.place}"
             raise PruneError(
                 f"ChannelPruneTool cannot remove channels of this model: it fails{where}: {error}"
             )
@@ -407,7 +417,7 @@ def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str
 def _seconds(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
     seconds = []
-    for _ in range(_CALLS):
+    for _ in range(_TIMED_CALLS):
         start = perf_counter()
         with amanda.disabled():
             subject.time(*example, **named)
@@ -415,31 +425,27 @@ def _seconds(subject: PrunableModel, example: Sequence[Any], named: Mapping[str,
     return min(seconds)
 
 
-def _leave_whole(tracing: Tracing, step: TracedOp, error: str) -> bool:
+def _leave_whole(tracing: Tracing, unfit_op: TracedOp, error: str) -> bool:
     """Leave the channels whole that an op reads and makes, and those of the same line elsewhere.
 
     Where that is nothing new, leave those of its module, or of the next one around it that has others.
     Returns False if there are none.
     """
-    labels, left_count = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
+    labels, count_before = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
     why = error.splitlines()[0] if error else "its result would have other channels"
-    reason = f"{step.place} at {step.source} does not suit fewer of them ({why})"
-    similar_steps = [
-        other for other in tracing.steps if (other.type, other.source) == (step.type, step.source)
-    ]
-    path = step.module
+    reason = f"{unfit_op.place} at {unfit_op.source} does not suit fewer of them ({why})"
+    line = unfit_op.type, unfit_op.source
+    ops = [op for op in tracing.traced_ops if (op.type, op.source) == line]
+    path = unfit_op.module
     while True:
-        for other_step in similar_steps:
-            labels.leave(
-                [family for families, _ in (*other_step.inputs, *other_step.outputs) for family in families],
-                reason,
-            )
+        for op in ops:
+            for families, _ in (*op.inputs, *op.outputs):
+                labels.leave(families, reason)
         labels.settle()
-        if len(labels.whole_roots()) > left_count:
+        if len(labels.whole_roots()) > count_before:
             return True
-        if len(similar_steps) == len(tracing.steps):
+        if len(ops) == len(tracing.traced_ops):
             return False
-        similar_steps = [
-            other for other in tracing.steps if f"{other.module}.".startswith(f"{path}." if path else "")
-        ]
+        prefix = f"{path}." if path else ""
+        ops = [op for op in tracing.traced_ops if f"{op.module}.".startswith(prefix)]
         path = path.rpartition(".")[0]

@@ -142,14 +142,14 @@ class TracedOp:
 class Tracing(amanda.Tool):
     """Follows channels from op to op.
 
-    steps: the ops in their order.  channels: families of parameters and buffers, by their names.
+    traced_ops: in their order.  channels: families of parameters and buffers, by their names.
     result: of the call.  unfollowed: why layers are left whose weights have no channels, by layer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.notes = Notes()
-        self.steps: list[TracedOp] = []
+        self.traced_ops: list[TracedOp] = []
         self.channels: dict[str, Families] = {}
         self.unfollowed: dict[str, str] = {}
         self.result: Any = None
@@ -185,7 +185,7 @@ class Tracing(amanda.Tool):
             self.channels[name] = families
         return families
 
-    def step(
+    def note_op(
         self,
         call: FollowedOp,
         rule: Rule,
@@ -194,28 +194,31 @@ class Tracing(amanda.Tool):
         input_parts: Sequence[Part],
         output_families: Sequence[Families],
     ) -> None:
-        """Note an op that a rule has followed."""
+        """Append an op that a rule has followed to `traced_ops`."""
         output_parts = [
             (families, tuple(output.shape))
             for output, families in zip(call.outputs, output_families, strict=True)
         ]
-        # Only these are replayed in the trial: they may select channels by numbers, as code that counts heads
-        # does.
+        # Ops that only move elements are replayed in the trial: code may select channels by fixed numbers,
+        # such as a number of heads, which select others among fewer.
         moved = call.moved if rule in MOVES else None
-        self.steps.append(TracedOp(call.type, module, source, call.key, input_parts, output_parts, moved))
+        self.traced_ops.append(
+            TracedOp(call.type, module, source, call.key, input_parts, output_parts, moved)
+        )
 
-    def extents(self, part: Part, alive: Any) -> tuple[int, ...]:
-        """Return the extents of a tensor if only living labels are kept.  alive: a truth for each label."""
-        extents = list(part[1])
+    def kept_extents(self, part: Part, alive: Any) -> tuple[int, ...]:
+        """Return the extents of a tensor without removed channels.  alive: mask of the kept labels."""
+        families, shape = part
+        extents = list(shape)
         for axis in range(len(extents)):
-            places = self.places(part[0], axis, alive)
+            keep_mask = self.kept_places(families, axis, alive)
             # An axis without channels keeps its extent.
-            if places is not None:
-                extents[axis] = int(places.sum())
+            if keep_mask is not None:
+                extents[axis] = int(keep_mask.sum())
         return tuple(extents)
 
-    def places(self, families: Families, axis: int, alive: Any) -> Any:
-        """Return which places along an axis are kept; None of an axis without channels."""
+    def kept_places(self, families: Families, axis: int, alive: Any) -> Any:
+        """Return the mask of the places along an axis that are kept; None for an axis without channels."""
         for family in families:
             # One family at most varies along an axis; a place is kept for any living channel at it.
             if family.shape[axis] > 1:
@@ -229,49 +232,53 @@ def tensors_in(value: Any) -> list[Any]:
     return [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
 
 
-def first_difference(expected: Tracing, alive: Any, steps: Sequence[TracedOp]) -> TracedOp | None:
-    """Return the first op whose results have other extents than the labels say, or that has not run."""
+def first_difference(expected: Tracing, alive: Any, trial_ops: Sequence[TracedOp]) -> TracedOp | None:
+    """Return the first op whose trial does not have the kept channels in its results, or that has not run.
+
+    expected: of the whole model.  trial_ops: of the smaller model.
+    """
     # Op by op: the first difference is the cause, and those after it follow from it.
-    for i, step in enumerate(expected.steps):
-        if i >= len(steps):
-            return step
-        trial_step = steps[i]
-        if (step.type, step.module) != (trial_step.type, trial_step.module):
-            return step
-        if len(step.outputs) != len(trial_step.outputs):
-            return step
-        for part, (_, shape) in zip(step.outputs, trial_step.outputs, strict=True):
-            # Extents alone miss an op that moves channels elsewhere, which is compared below.
-            if prod(shape) + prod(part[1]) and expected.extents(part, alive) != shape:  # or has no elements
-                return step
-        if step.moved is not None and not _move_alike(step, trial_step, expected, alive):
-            return step
+    for i, op in enumerate(expected.traced_ops):
+        if i >= len(trial_ops):
+            return op
+        trial_op = trial_ops[i]
+        if (op.type, op.module) != (trial_op.type, trial_op.module):
+            return op
+        if len(op.outputs) != len(trial_op.outputs):
+            return op
+        for part, (_, trial_shape) in zip(op.outputs, trial_op.outputs, strict=True):
+            has_elements = prod(trial_shape) + prod(part[1]) > 0
+            if has_elements and expected.kept_extents(part, alive) != trial_shape:
+                return op
+        # Extents alone miss an op that moves channels elsewhere.
+        if op.moved is not None and not _moves_alike(op, trial_op, expected, alive):
+            return op
     return None
 
 
-def _move_alike(step: TracedOp, trial_step: TracedOp, expected: Tracing, alive: Any) -> bool:
+def _moves_alike(op: TracedOp, trial_op: TracedOp, expected: Tracing, alive: Any) -> bool:
     """Return True if an op of the trial moves the kept channels as the same op moved them among all."""
     roots = expected.notes.labels.roots
-    for family in step.inputs[0][0]:
-        if not alive[family].all() and step.moved is not None and trial_step.moved is not None:
-            kept_labels = _shortened(family, ((family,), family.shape), expected, alive)
-            triples = zip(step.moved(family), step.outputs, trial_step.moved(kept_labels), strict=True)
+    families, _ = op.inputs[0]
+    for family in families:
+        if not alive[family].all() and op.moved is not None and trial_op.moved is not None:
+            kept_labels = _without_removed(family, ((family,), family.shape), expected, alive)
+            triples = zip(op.moved(family), op.outputs, trial_op.moved(kept_labels), strict=True)
             for expected_labels, part, trial_labels in triples:
                 # Roots: united channels may come in another order and still be the same.
-                kept_outputs = roots(_shortened(expected_labels, part, expected, alive))
+                kept_outputs = roots(_without_removed(expected_labels, part, expected, alive))
                 if kept_outputs.size and not np.array_equal(kept_outputs, roots(trial_labels)):
                     return False
     return True
 
 
-def _shortened(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
+def _without_removed(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
     """Return an array without the places at which a tensor of its shape has channels that are not kept."""
-    keep_masks = [expected.places(part[0], axis, alive) for axis in range(array.ndim)]
-    axis_positions = (np.arange(extent) for extent in array.shape)
-    positions = [
-        all_positions if keep_mask is None else np.flatnonzero(keep_mask)
-        for all_positions, keep_mask in zip(axis_positions, keep_masks, strict=True)
-    ]
+    families, _ = part
+    positions = []
+    for axis, extent in enumerate(array.shape):
+        keep_mask = expected.kept_places(families, axis, alive)
+        positions.append(np.arange(extent) if keep_mask is None else np.flatnonzero(keep_mask))
     return array[np.ix_(*positions)]
 
 
@@ -305,22 +312,14 @@ def array_over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
     """Return the output of a normalisation of ONNX over the kept channels, with 0 for the others."""
-    kept_inputs = [
-        array.take(indices, axis)
-        if i == 0
-        else array.take(indices, 0)
-        if _is_vector(names[i], array)
-        else array
-        for i, array in enumerate(inputs)
-    ]
-    output = np.zeros_like(inputs[0])
+    value, *parameters = inputs
+    kept_inputs = [value.take(indices, axis)]
+    for name, parameter in zip(names[1:], parameters, strict=False):
+        is_vector = parameter is not None and name.lower() in ("scale", "b", "bias")
+        kept_inputs.append(parameter.take(indices, 0) if is_vector else parameter)
+    output = np.zeros_like(value)
     output[(slice(None),) * axis + (indices,)] = compute(kept_inputs)
     return output
-
-
-def _is_vector(name: str, value: Any) -> bool:
-    """Return True for an input of a normalisation that has a number for each channel."""
-    return value is not None and name.lower() in ("scale", "b", "bias")
 
 
 def over_kept(

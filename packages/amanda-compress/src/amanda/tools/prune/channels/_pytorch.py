@@ -222,7 +222,7 @@ class ModuleTracing(Tracing):
 
     @amanda.observer
     def _store_inputs(self, *inputs: Any, op_type: str) -> None:
-        """Store the inputs of an op, and the families of its tensors."""
+        """Push the inputs of an op, with families and extents of the tensors among them, for `_follow_op`."""
         if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are no parameters.
             for average in inputs[3:5]:
@@ -267,7 +267,7 @@ class ModuleTracing(Tracing):
             if families or self._families_of.get(output):
                 self._families_of[output] = families
         recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]
-        self.step(call, op_rule, module, source, input_parts, recorded_families)
+        self.note_op(call, op_rule, module, source, input_parts, recorded_families)
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
         """Return the families of a tensor, () for an unknown one; a new parameter gets new labels.
@@ -300,7 +300,9 @@ def _move_labels(
     import torch
 
     labels = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)
-    if 0 not in strides:  # a view may want the strides that the tensor has
+    # A view may need the strides that the tensor has; those of an expanded tensor need no copy.
+    is_expanded = 0 in strides
+    if not is_expanded:
         labels = torch.empty_strided(shape, strides, dtype=labels.dtype).copy_(labels)
     outputs = compute([labels, *other_inputs])
     return [tensor.numpy() for tensor in leaves([outputs])]

@@ -15,12 +15,12 @@ _EXTENTS = {
     "num_channels": 0, "embedding_dim": 1, "nx": 0, "nf": 1,
 }  # fmt: skip
 """Attributes of layers that say how long an axis of `weight` is; of running averages where there is none."""
-_SIZES = re.compile(
+_SIZE_NAMES = re.compile(
     r"head|dim|size|shape|(^|_)chs?($|_)|channel|feature|width|hidden|plane|inner|embed|filter|num_groups"
 )
-_OF_HEADS = re.compile(r"head(?!.*(dim|size))")
-_OTHERS = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
-"""Names of attributes that hold another number than a size, such as a ratio of two sizes."""
+_HEAD_COUNT_NAMES = re.compile(r"head(?!.*(dim|size))")
+_RATIO_NAMES = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
+"""Names of attributes with sizes; of these, with a number of heads; and with no size, such as a ratio."""
 
 
 class ModuleRemoval:
@@ -129,10 +129,9 @@ class ModuleRemoval:
         for attribute, axis in _EXTENTS.items():
             if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
                 axis = 1 - axis if has_inputs_first else axis
-                group_count = (
-                    groups if axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
-                )
-                self._set_attribute(module, attribute, weight.shape[axis] * group_count)
+                # A grouped convolution's weight has the inputs of one group.
+                is_of_group = axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+                self._set_attribute(module, attribute, weight.shape[axis] * (groups if is_of_group else 1))
         if isinstance(getattr(module, "normalized_shape", None), tuple):
             self._set_attribute(module, "normalized_shape", tuple(weight.shape))
 
@@ -178,34 +177,16 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
     no part of the model, count as ops of the module that calls it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    changed_extents: dict[str, dict[int, set[int]]] = {}
-    unchanged_sizes: dict[str, set[int]] = {}
-    for step in tracing.steps:
-        path = step.module
-        # An op of a module that `forward` has made belongs to the module around it.
-        while path not in modules:
-            path = path.rpartition(".")[0]
-        for part in (*step.inputs, *step.outputs):
-            new_extents = tracing.extents(part, alive)
-            for family in part[0]:
-                for axis, extent in enumerate(family.shape):
-                    if extent > 1 and new_extents[axis] != extent:
-                        changed_extents.setdefault(path, {}).setdefault(extent, set()).add(new_extents[axis])
-            if step.type in ("reshape", "expand"):
-                # An extent that also stays, such as a number of classes that equals a width, is left.
-                equal_sizes = {
-                    size for size, new_size in zip(part[1], new_extents, strict=True) if size == new_size
-                }
-                unchanged_sizes.setdefault(path, set()).update(equal_sizes)
+    changes, unchanged_sizes = _changes_of_extents(modules, tracing, alive)
     sizes: dict[str, dict[str, Any]] = {}
-    for path, extents in changed_extents.items():
+    for path, new_extents in changes.items():
         for name, value in vars(modules[path]).items():
-            if name in _EXTENTS or not _SIZES.search(name) or _OTHERS.search(name):
+            if name in _EXTENTS or not _SIZE_NAMES.search(name) or _RATIO_NAMES.search(name):
                 continue
-            unchanged = set() if _OF_HEADS.search(name) else unchanged_sizes.get(path, set())
+            unchanged = set() if _HEAD_COUNT_NAMES.search(name) else unchanged_sizes.get(path, set())
             # Where one extent becomes two different ones, no attribute says which it means.
             new_sizes = {
-                old: min(size) for old, size in extents.items() if len(size) == 1 and old not in unchanged
+                old: min(new) for old, new in new_extents.items() if len(new) == 1 and old not in unchanged
             }
             # `type` and not isinstance: True is an int, and an attribute such as `use_head` no size.
             if type(value) is int and value in new_sizes:
@@ -213,3 +194,27 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
             elif type(value) is tuple and any(type(size) is int and size in new_sizes for size in value):
                 sizes.setdefault(path, {})[name] = tuple(new_sizes.get(size, size) for size in value)
     return sizes
+
+
+def _changes_of_extents(
+    modules: Mapping[str, Any], tracing: Tracing, alive: Any
+) -> tuple[dict[str, dict[int, set[int]]], dict[str, set[int]]]:
+    """Return the new extents for each old one, and extents of reshapes that stay, by a module's path."""
+    changes: dict[str, dict[int, set[int]]] = {}
+    unchanged_sizes: dict[str, set[int]] = {}
+    for op in tracing.traced_ops:
+        path = op.module
+        # An op of a module that `forward` has made belongs to the module around it.
+        while path not in modules:
+            path = path.rpartition(".")[0]
+        for families, shape in (*op.inputs, *op.outputs):
+            new_shape = tracing.kept_extents((families, shape), alive)
+            for family in families:
+                for axis, extent in enumerate(family.shape):
+                    if extent > 1 and new_shape[axis] != extent:
+                        changes.setdefault(path, {}).setdefault(extent, set()).add(new_shape[axis])
+            if op.type in ("reshape", "expand"):
+                # An extent that also stays, such as a number of classes that equals a width, is left.
+                stays = {old for old, new in zip(shape, new_shape, strict=True) if old == new}
+                unchanged_sizes.setdefault(path, set()).update(stays)
+    return changes, unchanged_sizes

@@ -1,4 +1,8 @@
-"""Rules by an op's word: which channels of its inputs and weights are those of its outputs."""
+"""Rules by an op's word: which channels of its inputs and weights are those of its outputs.
+
+A rule unites and leaves labels of the op's inputs, and returns the families of each output; for the words see
+`_labels`.  Axes of channels count from the end where an input may lack the axis of a batch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ def convolution(call: FollowedOp) -> Sequence[Families]:
     A grouped convolution loses whole groups, or the same place in each group, of which there are more.
     """
     value, weight, groups = call.inputs[0], call.inputs[1], int(call.value("groups", 1))
-    input_channels = call.along(call.of(value), -(weight.ndim - 1))
+    channel_axis = 1 - weight.ndim
+    input_channels = call.along(call.of(value), channel_axis)
     outputs = call.along(_families_along(call, weight, 0), 0)
     inputs = call.along(_families_along(call, weight, 1), 1)
     # A weight of a grouped convolution has the inputs of one group alone.
@@ -25,7 +30,7 @@ def convolution(call: FollowedOp) -> Sequence[Families]:
         call.match(input_channels, inputs)
     else:
         inputs = _match_groups(call, input_channels, outputs, inputs, weight, groups)
-    return _outputs_of_layer(call, outputs, inputs, -(weight.ndim - 1), ())
+    return _finish_layer(call, outputs, inputs, channel_axis, ())
 
 
 def _match_groups(
@@ -36,7 +41,10 @@ def _match_groups(
     weight: Any,
     groups: int,
 ) -> Family | None:
-    """Match the channels of a grouped convolution; return those of the weight's inputs, None if all stay."""
+    """Match the channels of a grouped convolution; return those of the weight's inputs, None if all stay.
+
+    Input or output channels without the other are left whole.
+    """
     depth = weight.shape[1]
     if input_channels is None or outputs is None:
         call.match(input_channels, None)
@@ -58,15 +66,19 @@ def _match_groups(
 
 
 def transposed_convolution(call: FollowedOp) -> Sequence[Families]:
-    """Match input channels with the weight's first axis; its second one is the outputs."""
+    """Match input channels with the weight's first axis; its second one is the outputs.
+
+    With groups all channels are left whole.
+    """
     value, weight = call.inputs[0], call.inputs[1]
     if int(call.value("groups", 1)) != 1:
         call.leave_all(f"{call.place} is a transposed convolution with groups")
         return [()]
     inputs = call.along(_families_along(call, weight, 0), 0)
     outputs = call.along(_families_along(call, weight, 1), 1)
-    call.match(call.along(call.of(value), -(weight.ndim - 1)), inputs)
-    return _outputs_of_layer(call, outputs, inputs, -(weight.ndim - 1), ())
+    channel_axis = 1 - weight.ndim
+    call.match(call.along(call.of(value), channel_axis), inputs)
+    return _finish_layer(call, outputs, inputs, channel_axis, ())
 
 
 def linear(call: FollowedOp) -> Sequence[Families]:
@@ -76,7 +88,7 @@ def linear(call: FollowedOp) -> Sequence[Families]:
     outputs = call.along(_families_along(call, weight, 0), 0)
     inputs = call.along(_families_along(call, weight, 1), 1)
     call.match(input_features, inputs)
-    return _outputs_of_layer(call, outputs, inputs, -1, other_families)
+    return _finish_layer(call, outputs, inputs, -1, other_families)
 
 
 def _families_along(call: FollowedOp, weight: Any, axis: int) -> Families:
@@ -88,10 +100,13 @@ def _families_along(call: FollowedOp, weight: Any, axis: int) -> Families:
     return tuple(family for family in families if family.shape[axis] > 1)
 
 
-def _outputs_of_layer(
+def _finish_layer(
     call: FollowedOp, outputs: Family | None, inputs: Family | None, axis: int, other_families: Families
 ) -> Sequence[Families]:
-    """Note the work of a layer, match its bias, and return the families of its output."""
+    """Note outputs and work of a layer, match its bias, and return the families of its output.
+
+    axis: of the output's channels.  other_families: of the input, along axes that the output has too.
+    """
     call.labels.produce(outputs)
     call.match_vector(outputs, call.value("bias"))
     output, weight = call.outputs[0], call.inputs[1]
@@ -117,7 +132,11 @@ def matrix_product_plus(call: FollowedOp) -> Sequence[Families]:
 
 
 def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = None) -> Families:
-    """Match the channels that are summed over; return those of rows, columns and all before them."""
+    """Match the channels that are summed over; return those of rows, columns and all before them.
+
+    Channels of vectors are left whole.
+    weight: the second tensor, whose columns are outputs of a layer if it is a parameter.
+    """
     (rows, first_shape), (columns, second_shape) = first, second
     if min(len(first_shape), len(second_shape)) < 2:
         call.leave_all(f"channels are not followed through {call.place} of a vector")
@@ -129,8 +148,8 @@ def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = No
     if weight is not None and call.name_of(weight) is not None:
         outputs, _ = call.split(columns, -1)
         call.labels.produce(outputs)
-        row_count = prod(first_shape[:-1])
-        call.notes.work.append(Work(row_count * second_shape[0] * second_shape[1], outputs, column_channels))
+        multiplications = prod(first_shape[:-1]) * second_shape[0] * second_shape[1]
+        call.notes.work.append(Work(multiplications, outputs, column_channels))
     return call.labels.merged(
         [(rows, (*first_shape[:-1], 1)), (columns, (*second_shape[:-2], 1, second_shape[-1]))], call.lacking
     )
@@ -195,16 +214,17 @@ def attention(call: FollowedOp) -> Sequence[Families]:
 
     Where several queries share a key and value, they go together.
     """
-    query, key, value = (call.part(item) for item in call.inputs[:3])
+    query, key, value = (call.part(tensor) for tensor in call.inputs[:3])
     reason = f"{call.place} is scaled by how many there are"
     # The scale is 1 / sqrt(features), which the op computes from the features that it receives.
-    query, key = ((call.labels.pinned(item, [-1], reason), shape) for item, shape in (query, key))
+    query, key = ((call.labels.pinned(families, [-1], reason), shape) for families, shape in (query, key))
+    query_shape = query[1]
     if call.value("enable_gqa"):
-        key, value = (_repeat_heads(item, query[1][-3] // item[1][-3]) for item in (key, value))
-    shape = (*key[1][:-2], key[1][-1], key[1][-2])
-    turned_keys = tuple(np.swapaxes(item, -1, -2) for item in key[0])
-    scores = matrix_product(call, query, (turned_keys, shape))
-    scores_shape = (*query[1][:-1], shape[-1])
+        key, value = (_repeat_heads(part, query_shape[-3] // part[1][-3]) for part in (key, value))
+    key_families, (*batch, tokens, features) = key
+    transposed_keys = tuple(np.swapaxes(family, -1, -2) for family in key_families)
+    scores = matrix_product(call, query, (transposed_keys, (*batch, features, tokens)))
+    scores_shape = (*query_shape[:-1], tokens)
     mask = call.value("attn_mask")
     if mask is not None:
         scores = call.labels.merged([(scores, scores_shape), call.part(mask)], call.lacking)
@@ -279,26 +299,27 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
 def concatenated(call: FollowedOp) -> Sequence[Families]:
     """Put the channels of tensors one after another, or, along another axis, make them the same."""
     # Tensors without elements add no places, and may have another rank.
-    values = [item for item in call.inputs[0] if prod(item.shape)]
-    if not values:
+    tensors = [tensor for tensor in call.inputs[0] if prod(tensor.shape)]
+    if not tensors:
         return fresh(call)
-    rank = values[0].ndim
+    rank = tensors[0].ndim
     axis = call.value("dim", 0) % rank
-    parts, runs = [], []
-    for value in values:
-        families = call.of(value)
-        other_families = tuple(item for item in families if item.shape[axis] == 1)
-        axis_families = tuple(item for item in families if item.shape[axis] > 1)
-        parts.append((other_families, (*value.shape[:axis], 1, *value.shape[axis + 1 :])))
-        runs.append((call.along(axis_families, axis), value.shape[axis]))
+    parts: list[Part] = []
+    labels_of_tensors: list[Any] = []
+    for tensor in tensors:
+        families = call.of(tensor)
+        other_families = tuple(family for family in families if family.shape[axis] == 1)
+        axis_families = tuple(family for family in families if family.shape[axis] > 1)
+        parts.append((other_families, (*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])))
+        labels_of_tensors.append(call.along(axis_families, axis))
     merged = call.labels.merged(parts, call.lacking)
-    if any(labels is not None for labels, _ in runs):
-        for i, (labels, extent) in enumerate(runs):
+    if any(labels is not None for labels in labels_of_tensors):
+        for i, (labels, tensor) in enumerate(zip(labels_of_tensors, tensors, strict=True)):
             if labels is None:
-                runs[i] = call.labels.fresh(extent), extent
+                labels_of_tensors[i] = call.labels.fresh(tensor.shape[axis])
                 # Places without channels have labels too, or those behind them would move.
-                call.labels.leave(runs[i][0], f"{call.place} has channels beside them that stay")
-        merged += shaped(np.concatenate([labels for labels, _ in runs]), axis, rank)
+                call.labels.leave(labels_of_tensors[i], f"{call.place} has channels beside them that stay")
+        merged += shaped(np.concatenate(labels_of_tensors), axis, rank)
     return [merged]
 
 
@@ -327,35 +348,37 @@ def prelu(call: FollowedOp) -> Sequence[Families]:
 def stacked(call: FollowedOp) -> Sequence[Families]:
     """Make the channels of tensors the same that are stacked along a new axis."""
     axis = call.value("dim", 0) % call.outputs[0].ndim
-    families = call.labels.merged([call.part(item) for item in call.inputs[0]], call.lacking)
-    return [tuple(np.expand_dims(item, axis) for item in families)]
+    families = call.labels.merged([call.part(tensor) for tensor in call.inputs[0]], call.lacking)
+    return [tuple(np.expand_dims(family, axis) for family in families)]
 
 
 def rearranged(call: FollowedOp) -> Sequence[Families]:
-    """Move labels as the op moves elements."""
-    if any(call.of(item) for name, item in zip(call.names, call.inputs, strict=False) if name in _INDICES):
+    """Move labels as the op moves elements; leave all whole if indices have channels themselves."""
+    if any(call.of(call.value(name)) for name in _INDICES):
         return unknown(call)
     families_by_output: list[list[Any]] = [[] for _ in call.outputs]
     for family in call.of(call.inputs[0]):
-        for output_families, item in zip(families_by_output, call.moved(family), strict=True):
-            moved = call.labels.compressed(item, call.lacking)
-            if moved is not None:
-                output_families.append(moved)
+        for output_families, moved_family in zip(families_by_output, call.moved(family), strict=True):
+            compressed = call.labels.compressed(moved_family, call.lacking)
+            if compressed is not None:
+                output_families.append(compressed)
                 # As heads and their features: `settle` decides later which axis carries the channels.
-                if len(varying(moved)) > 1:
-                    call.labels.blocks.append(moved)
-    return [tuple(item) for item in families_by_output]
+                if len(varying(compressed)) > 1:
+                    call.labels.blocks.append(compressed)
+    return [tuple(output_families) for output_families in families_by_output]
 
 
 def shuffled(call: FollowedOp) -> Sequence[Families]:
     """Move channels between groups, or into images; channels that an op takes together go together."""
     value, groups = call.inputs[0], call.value("groups")
-    channels = call.along(call.of(value), 1 if groups else -3)
-    if channels is not None and groups:
+    is_channel_shuffle = bool(groups)
+    # An input of pixel_shuffle may lack the axis of a batch.
+    channels = call.along(call.of(value), 1 if is_channel_shuffle else -3)
+    if channels is not None and is_channel_shuffle:
         call.labels.blocks.append(channels.reshape(int(groups), -1))
     elif channels is not None:
-        taken_together = channels.reshape(-1, int(call.value("upscale_factor")) ** 2)
-        call.labels.unite(taken_together, taken_together[:, :1])
+        channels_of_image = channels.reshape(-1, int(call.value("upscale_factor")) ** 2)
+        call.labels.unite(channels_of_image, channels_of_image[:, :1])
     return rearranged(call)
 
 

@@ -15,10 +15,10 @@ from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.prune._masks import PruneError
 from amanda.tools.prune.channels._plan import (
+    BudgetQuantity,
     ChannelBudget,
     ChannelOptions,
     Importance,
-    Of,
     RemovalPlan,
     Scope,
     make_plan,
@@ -55,7 +55,7 @@ class ChannelPruneResult(Result):
         self.latency: float | None = None
         if plan is None:
             return
-        self.flops, self.left, self.latency = plan.work, plan.whole_layers, plan.latency
+        self.flops, self.left, self.latency = plan.remaining_work, plan.whole_layers, plan.latency
         for group, keep_mask in zip(plan.groups, plan.keep_masks, strict=True):
             count, kept_count = len(group) * group.width, int(keep_mask.sum()) * group.width
             weights = len({member.name for member in group.members if member.is_made})
@@ -137,7 +137,7 @@ class ChannelPruneTool(amanda.Tool):
         sparsity: Share = 0.5,
         importance: Importance = "l2",
         scope: Scope = "local",
-        of: Of = "channels",
+        of: BudgetQuantity = "channels",
         round_to: PositiveInt = 1,
         module: Globs = None,
         exclude: Globs = None,
@@ -187,7 +187,7 @@ class ChannelPruneTool(amanda.Tool):
                 self._set_plan(plan)
                 with amanda.apply(self):
                     result = subject(*example, **kwargs)
-            _check_same(subject.floats(result), subject.floats(smaller))
+            _check_same_results(subject.floats(result), subject.floats(smaller))
         except BaseException:
             self._reset()
             raise
@@ -221,9 +221,9 @@ class ChannelPruneTool(amanda.Tool):
             pruned_model = plan.subject.smaller(plan, optimizer)
         # Zeros count in a mean over channels; the mask in the scope left them out.
         elif self._reductions:
-            places = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
+            types = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
             raise PruneError(
-                f"zeros in the parameters do not compute what is masked: {places} is over the channels that "
+                f"zeros in the parameters do not compute what is masked: {types} is over the channels that "
                 "are kept alone; give remove=True, or exclude the layers whose channels it is over"
             )
         else:
@@ -324,10 +324,10 @@ def _prunable_model(model: Any) -> PrunableModel:
 
 
 def _no_mask(value: Any) -> None:
-    """Return None, for every weight stays as it is."""
+    """Return None: before `prepare` every weight stays as it is."""
 
 
-def _check_same(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
+def _check_same_results(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
     """Raise PruneError where two models do not compute the same, within rounding."""
     for (masked_output, epsilon), (smaller_output, _) in zip(masked, smaller, strict=True):
         if masked_output.size:

@@ -156,12 +156,12 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
                 # Grams are as large as the model, and go also after an error.
                 weight.samples = None
 
-    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+    def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Return True if inputs (n, K) of a weight count in the calibration that goes on."""
         return True
 
     def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
-        """Raise QuantizeError for a weight that no calibration has reached; drop loaded state in one."""
+        """Raise QuantizeError for an uncalibrated weight; in a calibration drop state of an earlier one."""
         # Loaded integers would otherwise be read in the calibration that replaces them.
         if self.is_calibrating and weight.is_ready and weight not in self.finished:
             weight.updated = -1
@@ -204,7 +204,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
             return
-        # One form for ops that read the same weight each time, and for those in loops.
+        # An op that reads the same weight each time finds it as ops in loops find theirs.
         find = find or (lambda value, source: view)
         inputs = [multiplied.position, read.index]
         rows_of, layout = multiplied.rows, read.layout
@@ -231,7 +231,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             return
         # Groups of convolutions were refused at analysis, so that there is one matrix.
         rows = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
-        if not self.takes(weight, rows):
+        if not self.calibrates_with(weight, rows):
             return
         if weight.samples is None:
             weight.samples = Samples(value, rows, self.wants_gram)

@@ -65,8 +65,45 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
     """Return quantised linear layers by path, each with its weight, and reasons for skipped weights.
 
     Layers that share a parameter have the same weight.
-    Raises QuantizeError if the tool has quantised no weight of this model, and where `check_model` does.
+    Raises QuantizeError for another kind of model or tool, if the tool has quantised no weight of this model,
+    and where `check_model` does.
     """
+    import torch
+
+    _check_kinds(model, tool)
+    tool.check_model(model)
+    # Modules by the parameters that they hold; None for a module that holds one under another name.
+    owners_by_parameter: dict[Any, list[tuple[str, Any]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            owners = owners_by_parameter.setdefault(tool.identity_of(parameter, module), [])
+            owners.append((name, module if parameter_name == "weight" else None))
+    layers, skipped, quantised_count = {}, dict(tool.left), 0
+    for weight in tool.weights:
+        owners = owners_by_parameter.get(weight.holder, [])
+        is_computed = weight.holder is None
+        # A weight with a parameter of another model does not count.
+        if not weight.is_ready or not (owners or is_computed):
+            continue
+        quantised_count += 1
+        is_linear = bool(owners) and all(isinstance(module, torch.nn.Linear) for _, module in owners)
+        if not is_linear or weight.part is not None or weight.layout != "OI":
+            place = f"{weight.type} of {weight.module or weight.source}"
+            skipped[place] = COMPUTED if is_computed else ELSEWHERE
+        elif (other_reader := tool.other_readers.get(weight.holder)) is not None:
+            skipped[f"{weight.type} of {owners[0][0]}"] = other_reader
+        else:
+            layers.update({name: (module, weight) for name, module in owners})
+    if not quantised_count:
+        raise QuantizeError(
+            f"{type(tool).__name__} has quantised no weight of this {type(model).__name__}: call the model "
+            "in a scope of the tool first"
+        )
+    return layers, skipped
+
+
+def _check_kinds(model: Any, tool: Any) -> None:
+    """Raise QuantizeError for what is no module of PyTorch, and for a tool without integers."""
     import torch
 
     if not isinstance(model, torch.nn.Module):
@@ -78,37 +115,6 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
             "or AWQTool, or an ONNX file of the model with a QuantizeTool"
         )
-    tool.check_model(model)
-    owners: dict[Any, list[tuple[str, Any]]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            identity = tool.identity_of(parameter, module)
-            owners.setdefault(identity, []).append((name, module if parameter_name == "weight" else None))
-    layers, skipped, quantised_count = {}, dict(tool.left), 0
-    for weight in tool.weights:
-        owners_of_weight = owners.get(weight.holder)
-        if not weight.is_ready or (owners_of_weight is None and weight.holder is not None):
-            continue
-        quantised_count += 1
-        reader = tool.other_readers.get(weight.holder)
-        is_linear = owners_of_weight is not None and all(
-            isinstance(module, torch.nn.Linear) for _, module in owners_of_weight
-        )
-        if owners_of_weight is not None and is_linear and weight.part is None and weight.layout == "OI":
-            place = f"{weight.type} of {owners_of_weight[0][0]}"
-            if reader is not None:
-                skipped[place] = reader
-            else:
-                layers.update({name: (module, weight) for name, module in owners_of_weight})
-        else:
-            place = f"{weight.type} of {weight.module or weight.source}"
-            skipped[place] = COMPUTED if weight.holder is None else ELSEWHERE
-    if not quantised_count:
-        raise QuantizeError(
-            f"{type(tool).__name__} has quantised no weight of this {type(model).__name__}: call the model "
-            "in a scope of the tool first"
-        )
-    return layers, skipped
 
 
 _REQUIRED = RequiredNames(
@@ -116,6 +122,7 @@ _REQUIRED = RequiredNames(
 )
 
 _TINYGEMM_GROUPS = (32, 64, 128)
+"""Sizes of groups that the kernel for 4 bits has."""
 
 
 class ConvertResult(Result):
@@ -365,9 +372,10 @@ def packed(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
     An integer may begin in one int32 and end in the next; zeros fill the last.
     """
     # By single bits, so that 3, 5, 6 and 7 bits need no case of their own.
-    stream = ((codes[..., None] >> np.arange(bits)) & 1).astype(np.uint8).reshape(len(codes), -1)
-    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
-    return np.packbits(stream, axis=1, bitorder="little").view("<i4").astype(np.int32)
+    bit_rows = ((codes[..., None] >> np.arange(bits)) & 1).astype(np.uint8).reshape(len(codes), -1)
+    missing_bits = -bit_rows.shape[1] % 32
+    bit_rows = np.pad(bit_rows, ((0, 0), (0, missing_bits)))
+    return np.packbits(bit_rows, axis=1, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _without_shared_memory(state: dict[str, Any]) -> dict[str, Any]:
@@ -375,14 +383,17 @@ def _without_shared_memory(state: dict[str, Any]) -> dict[str, Any]:
 
     safetensors refuses tensors that share memory.
     """
-    written: set[Any] = set()
+    written_views: set[Any] = set()
+    written_storages: set[int] = set()
     unshared = {}
     for name, tensor in state.items():
-        place, memory = (tensor.data_ptr(), tensor.shape, tensor.dtype), tensor.untyped_storage().data_ptr()
-        if tensor.numel() and place in written:
+        view, storage = (tensor.data_ptr(), tensor.shape, tensor.dtype), tensor.untyped_storage().data_ptr()
+        # Empty tensors all have the address 0, and are no duplicates.
+        if tensor.numel() and view in written_views:
             continue
-        unshared[name] = tensor.clone() if memory in written else tensor
-        written |= {place, memory}
+        unshared[name] = tensor.clone() if storage in written_storages else tensor
+        written_views.add(view)
+        written_storages.add(storage)
     return unshared
 
 

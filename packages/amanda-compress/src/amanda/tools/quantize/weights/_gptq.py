@@ -107,9 +107,9 @@ class GPTQTool(IntegerTool, CalibratedTool):
             self._batch_run = None
         self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
 
-    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+    def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
-        return self._batch_run is None or self._batch_run.takes(weight, rows)
+        return self._batch_run is None or self._batch_run.admit(weight, rows)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
         """Choose the integers of a weight."""
@@ -140,8 +140,8 @@ class _BatchRun:
         self.waiting: set[CalibratedWeight] = set()
         self._rows: Tensor | None = None
 
-    def takes(self, weight: CalibratedWeight, rows: Tensor) -> bool:
-        """Return True if inputs (n, K) of a weight count in this run; else the weight waits."""
+    def admit(self, weight: CalibratedWeight, rows: Tensor) -> bool:
+        """Add a weight to this run or to those that wait, by its inputs (n, K); return True for this run."""
         if weight in self.weights:
             return True
         if self._rows is None:
@@ -155,8 +155,8 @@ class _BatchRun:
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
     """Return True for equal numbers, of one shape and type on one device."""
-    kind = first.shape, first.dtype, first.device
-    return kind == (second.shape, second.dtype, second.device) and bool((first == second).all())
+    signature = first.shape, first.dtype, first.device
+    return signature == (second.shape, second.dtype, second.device) and bool((first == second).all())
 
 
 @checked(error=QuantizeError)
@@ -182,24 +182,27 @@ def gptq(
     """
     import torch
 
-    is_whole, is_dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
+    has_whole_rows, is_dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else range(len(hessian))
     order = torch.as_tensor(order, device=matrix.device)
     # In float64: errors of all earlier columns add up in the last ones.
     remaining = matrix.double().masked_fill(is_dead, 0)
     # As in the authors' code, dead inputs count in the scales of whole rows, and not in those of groups.
-    first_qparams = qparams(matrix if is_whole else remaining.to(matrix.dtype), grid, group_size)
+    first_qparams = qparams(matrix if has_whole_rows else remaining.to(matrix.dtype), grid, group_size)
     scale, zero_point = (qparam.double() for qparam in first_qparams)
     factor = _inverse_factor(hessian.double()[order][:, order], damping)
-    remaining, codes, inputs = remaining[:, order], torch.empty_like(remaining), order.tolist()
+    codes = torch.empty_like(remaining)
+    # From here on columns are in the order of their rounding; inputs[column] is the input of a column.
+    remaining, inputs = remaining[:, order], order.tolist()
     for start in range(0, len(inputs), block):
         end = min(start + block, len(inputs))
         corrected, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
         for i, column in enumerate(range(start, end)):
-            group = slice(inputs[column] // group_size, inputs[column] // group_size + 1)
+            group_index = inputs[column] // group_size
+            group = slice(group_index, group_index + 1)  # a slice keeps the axis
             # The columns as they are now, with the corrections of earlier ones. With act_order groups are not
             # consecutive here, and have static scales.
-            if column % group_size == 0 and not (is_whole or act_order):
+            if column % group_size == 0 and not (has_whole_rows or act_order):
                 columns = remaining[:, column : column + group_size].to(matrix.dtype)
                 scale[:, group], zero_point[:, group] = qparams(columns, grid, group_size)
             qparams_of_group = scale[:, group], zero_point[:, group]

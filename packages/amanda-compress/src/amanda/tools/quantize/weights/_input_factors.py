@@ -93,10 +93,11 @@ class AWQTool(IntegerTool, FoldingTool):
         )
 
     def on_folded(
-        self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
-    ) -> None:
+        self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]],
+        inputs_are_folded: bool,
+    ) -> None:  # fmt: skip
         """Multiply the scales of integers by the multipliers of outputs; store sums of the new value."""
-        super().on_folded(weight, value, scales, is_read)
+        super().on_folded(weight, value, scales, inputs_are_folded)
         for axis, scale in scales:
             if weight.layout is not None and weight.layout[axis] == "O":
                 # Integers stay: a factor of a whole output is one of its scales.
@@ -238,11 +239,10 @@ class SmoothQuantTool(FoldingTool):
         weight_maxima = [
             matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
         ]
-        bounds = (
-            reduce_by_slot(torch.stack(maxima).amax(0), slots, "amax")
-            for maxima in (input_maxima, weight_maxima)
-        )
-        return smoothing(next(bounds), next(bounds)[None], self._alpha)
+        most = reduce_by_slot(torch.stack(input_maxima).amax(0), slots, "amax")
+        weight_most = reduce_by_slot(torch.stack(weight_maxima).amax(0), slots, "amax")
+        # `smoothing` takes a weight: one with a single output has the maxima themselves.
+        return smoothing(most, weight_most[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
         """Return a weight (outputs, channels, ...) times the factors."""
@@ -268,8 +268,9 @@ class SmoothQuantTool(FoldingTool):
         if not weight.is_ready:
             return None
         factors = weight.tensors_like(x, ["smoothing"])["smoothing"]
+        trailing_axes = -axis - 1  # behind the channels, which count from the end
         # Both inputs are returned, as the routine reads both positions.
-        return x / factors.reshape(-1, *(1,) * (-axis - 1)), value
+        return x / factors.reshape(-1, *(1,) * trailing_axes), value
 
     def finalize(self, model: Any) -> FoldResult:
         """Write the factors into the parameters of a model, which then computes the same without the tool.

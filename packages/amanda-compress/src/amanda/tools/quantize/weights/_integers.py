@@ -63,7 +63,7 @@ def dequantized(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 
 WeightBits: TypeAlias = Annotated[int, Range(2, 8)]
 
-_PASSED_ON = frozenset({"detach", "data", "alias", "requires_grad"})
+_RETURN_THEIR_INPUT = frozenset({"detach", "data", "alias", "requires_grad"})
 """Ops that return their input unchanged, as in `state_dict`; only readers of their outputs count."""
 
 
@@ -145,7 +145,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         for position, value in enumerate(context.get_inputs()):
             for identity, part in self._parameters_in(context, position, value):
                 is_weight_of_linear = kind == "linear" and position == 1 and part is None
-                if kind not in _PASSED_ON and not is_weight_of_linear:
+                if kind not in _RETURN_THEIR_INPUT and not is_weight_of_linear:
                     self.other_readers.setdefault(identity, f"{kind} of {place} reads it too")
 
     def _parameters_in(
@@ -153,7 +153,8 @@ class IntegerTool(WeightTool[CalibratedWeight]):
     ) -> Iterator[tuple[Hashable, Any]]:
         """Yield the parameters that an input has, and the part of each that it is; None for the whole.
 
-        Yields nothing for a computed value.
+        Yields nothing for a computed value.  Remembers storages of parameters, by which a detached tensor is
+        known later.
         """
         if not context.namespace.matches("pytorch/*/eager"):
             holder = context.get_variable(position)
@@ -283,16 +284,15 @@ def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Ten
     if hasattr(whole, "__tensor_flatten__") or not weight["sums"].isfinite().all():
         return True
     value = whole if weight.part is None else whole.as_strided(*weight.part)
-    # Elements that were cast to bfloat16 differ by up to 2 ** -9.
+    # Elements that were cast to bfloat16 differ by up to 2 ** -9; sums of float64 by their rounding alone.
     tolerance = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
     present_sums = sums_of(weight.plain(value))
-    return any(
-        bool((present_sums - expected_sums).abs().max() <= tolerance * expected_sums[1])
-        for expected_sums in (
-            weight["sums"].to(present_sums.device),
-            sums_of(weight.plain(tool.finalized(weight, value))),
-        )
-    )
+    sums_before, sums_dequantized = weight["sums"], sums_of(weight.plain(tool.finalized(weight, value)))
+    for expected_sums in (sums_before.to(present_sums.device), sums_dequantized):
+        _, norm = expected_sums
+        if (present_sums - expected_sums).abs().max() <= tolerance * norm:
+            return True
+    return False
 
 
 def sums_of(value: Tensor) -> Tensor:

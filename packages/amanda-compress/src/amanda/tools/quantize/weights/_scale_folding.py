@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +18,7 @@ from amanda.tools.quantize.weights._calibrated import (
     CalibratedWeight,
     Samples,
 )
+from amanda.tools.quantize.weights._folds import Fold, find_folds
 from amanda.tools.results import Column, Result
 from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter, parameter_store
 
@@ -27,37 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from typing_extensions import Unpack
 
-    from amanda.tools.quantize.weights._scale_tracing import FactorTracing
     from amanda.tools.weights import SelectionOptions
-
-Axis = tuple[int, int]
-"""The identity of a parameter, and an axis of it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Fold:
-    """Weights that multiply one input, and the parameters that compute that input.
-
-    slots: index of the factor of each channel of the input, (channels,); channels that share an element of a
-    parameter, such as those of queries that share a value, have the same index.
-    readers: the weights, by the axes of their inputs.  makers: index of the factor of each position
-    along an axis, or -1.  names: of all these parameters, by identity.
-    """
-
-    slots: NDArray[Any]
-    readers: Sequence[Axis]
-    makers: Mapping[Axis, NDArray[Any]]
-    names: Mapping[int, str]
-
-    def scales(self, factors: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield parameter, axis, and multipliers along the axis.  factors: (channels,)."""
-        factors = factors.cpu().double()  # a quotient in float32 would round once more
-        for identity, axis in self.readers:
-            yield identity, axis, factors
-        by_slot = factors.new_ones(int(self.slots.max()) + 2)
-        by_slot[self.slots] = factors  # the last one stays 1, for -1
-        for (identity, axis), slots in self.makers.items():
-            yield identity, axis, 1 / by_slot[slots]
 
 
 class FoldResult(Result):
@@ -75,7 +45,8 @@ class FoldResult(Result):
     def __init__(self, model: nn.Module, folds: Sequence[Fold], left: Mapping[str, str]) -> None:
         self.model, self.left = model, dict(left)
         self._rows = [
-            (fold.names[reader], len(fold.slots), ", ".join(fold.names[maker] for maker, _ in fold.makers))
+            (fold.names[reader], len(fold.slots),
+             ", ".join(fold.names[producer] for producer, _ in fold.producers))
             for fold in folds for reader, _ in fold.readers
         ]  # fmt: skip
 
@@ -105,7 +76,7 @@ class FoldingTool(CalibratedTool):
         super().__init__(**selected)
         self._fold_by_weight: dict[int, Fold] | None = None
         self._unfolded: dict[int, str] = {}
-        self._shared: dict[Fold, Tensor] = {}
+        self._factors_by_fold: dict[Fold, Tensor] = {}
 
     def factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
@@ -137,7 +108,10 @@ class FoldingTool(CalibratedTool):
         self._find_folds(model, example, named)
 
     def _find_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Find the parameters that can absorb factors, and check by a trial; return the model's result."""
+        """Set the folds and the reasons for other weights, after a trial; return the model's result.
+
+        Raises QuantizeError as `prepare` does.
+        """
         import torch
 
         from amanda.tools.prune.channels import TorchModel
@@ -160,18 +134,10 @@ class FoldingTool(CalibratedTool):
             for name, parameter in module.named_parameters(recurse=False)
         }
         # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
-        folds, unfolded = _folds_of(tracing, identities)
+        folds, unfolded = find_folds(tracing, identities)
         with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
             actual = list(subject.floats(model(*example, **named)))
-        for (expected_values, epsilon), (values, _) in zip(expected, actual, strict=True):
-            # `not <=` instead of `>`: NaN compares False and has to raise.
-            if expected_values.size and not np.abs(expected_values - values).max() <= max(
-                np.abs(expected_values).max() * epsilon**0.5, epsilon
-            ):
-                raise QuantizeError(
-                    f"the {type(model).__name__} computes something else with factors in its parameters: it "
-                    "reads a tensor by other means than ops, draws random numbers, or computes NaN"
-                )
+        _check_trial(model, expected, actual)
         self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
         self._unfolded = unfolded
         return result
@@ -216,22 +182,7 @@ class FoldingTool(CalibratedTool):
                 f"{type(self).__name__} has calibrated no weight of this {type(model).__name__}: call it "
                 "within tool.calibrating() first"
             )
-        unprepared = "prepare(model, example) was not called before the calibration"
-        unmet = (
-            unprepared if self._fold_by_weight is None else "prepare met no product with the whole parameter"
-        )
-        skipped, written_folds = dict[str, str](), list[Fold]()
-        for weight in self.weights:
-            fold = None if weight.part is not None else folds.get(weight.holder)
-            if fold is None:
-                if weight.is_ready:
-                    skipped[weight.name] = self._unfolded.get(weight.holder, unmet)
-            elif fold not in written_folds:
-                why = self._why_not_writable(fold, weights, parameters)
-                if why is None:
-                    written_folds.append(fold)
-                elif weight.is_ready:
-                    skipped[weight.name] = why
+        written_folds, skipped = self._select_folds(folds, weights, parameters)
         # All factors of a parameter first: it is written once, and rounded once.
         scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for fold in written_folds:
@@ -250,24 +201,51 @@ class FoldingTool(CalibratedTool):
                 )
         return FoldResult(model, written_folds, skipped)
 
-    def on_folded(
-        self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]], is_read: bool
-    ) -> None:
-        """Fit the state of a weight to its new value.
+    def _select_folds(
+        self, folds: Mapping[int, Fold], weights: Mapping[Any, CalibratedWeight],
+        parameters: Mapping[int, StoredParameter],
+    ) -> tuple[list[Fold], dict[str, str]]:  # fmt: skip
+        """Return the folds that can be written, and reasons for the other calibrated weights, by name."""
+        if self._fold_by_weight is None:
+            no_fold = "prepare(model, example) was not called before the calibration"
+        else:
+            no_fold = "prepare met no product with the whole parameter"
+        selected: list[Fold] = []
+        skipped: dict[str, str] = {}
+        for weight in self.weights:
+            fold = None if weight.part is not None else folds.get(weight.holder)
+            if fold in selected:
+                continue
+            if fold is None:
+                why: str | None = self._unfolded.get(weight.holder, no_fold)
+            else:
+                why = self._why_not_writable(fold, weights, parameters)
+            if fold is not None and why is None:
+                selected.append(fold)
+            elif why is not None and weight.is_ready:
+                skipped[weight.name] = why
+        return selected, skipped
 
-        scales: what the parameter was multiplied by along axes.  is_read: True if these are its factors, too.
+    def on_folded(
+        self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]],
+        inputs_are_folded: bool,
+    ) -> None:  # fmt: skip
+        """Update the state of a weight whose parameter was scaled to `value`.
+
+        scales: vectors by which the parameter was multiplied, each with its axis.
+        inputs_are_folded: True if the factors of the weight's inputs are among these, so that they are now 1.
         """
-        if is_read:
+        if inputs_are_folded:
             weight["smoothing"] = 1
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
-        """Find the factors of a weight, or of all that share them."""
+        """Compute and store the factors of a weight; those of a fold are computed at its first weight."""
         fold = self._fold_of(weight)
         if fold is None:
             weight["smoothing"] = self.factors([(weight, matrix, samples)], None)
             return
-        # The first weight of a fold computes for all; `_shared` lasts for one calibration.
-        if fold not in self._shared:
+        # The first weight of a fold computes for all; `_factors_by_fold` lasts for one calibration.
+        if fold not in self._factors_by_fold:
             calibrated = [
                 (sibling, sibling.matrix(sibling.samples.weight), sibling.samples) for sibling in self.weights
                 if self._fold_of(sibling) is fold and sibling.samples is not None
@@ -275,8 +253,8 @@ class FoldingTool(CalibratedTool):
             ]  # fmt: skip
             for sibling, _, sibling_samples in calibrated:
                 sibling.check(sibling_samples)
-            self._shared[fold] = self.factors(calibrated, fold.slots)
-        weight["smoothing"] = self._shared[fold]
+            self._factors_by_fold[fold] = self.factors(calibrated, fold.slots)
+        weight["smoothing"] = self._factors_by_fold[fold]
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
@@ -285,22 +263,25 @@ class FoldingTool(CalibratedTool):
             try:
                 yield
             finally:
-                self._shared.clear()
+                self._factors_by_fold.clear()
 
     def _fold_of(self, weight: CalibratedWeight) -> Fold | None:
-        """Return the fold that a weight is read in; None without a fold."""
+        """Return the fold whose input a weight multiplies.
+
+        None without a fold, and where the weight has another number of factors than the fold has channels.
+        """
         fold = None if weight.part is not None else (self._fold_by_weight or {}).get(weight.holder)
-        smoothing = weight.get("smoothing")
-        return (
-            fold if fold is not None and smoothing is not None and len(smoothing) == len(fold.slots) else None
-        )
+        factors = weight.get("smoothing")
+        if fold is None or factors is None or len(factors) != len(fold.slots):
+            return None
+        return fold
 
     def _why_not_writable(
         self, fold: Fold, weights: Mapping[Any, CalibratedWeight], parameters: Mapping[int, StoredParameter]
     ) -> str | None:
         """Return why the factors of a fold cannot be written; None if they can."""
         part_holders = {weight.holder for weight in self.weights if weight.part is not None}
-        for identity, _ in (*fold.readers, *fold.makers):
+        for identity, _ in (*fold.readers, *fold.producers):
             if identity not in parameters:
                 return f"{fold.names[identity]} is no parameter of the model"
             if identity in part_holders:
@@ -329,63 +310,28 @@ def reduce_by_slot(values: Tensor, slots: NDArray[Any] | None, reduction: str) -
 
     if slots is None:
         return values
-    index = torch.as_tensor(slots, device=values.device)
+    slot_of_channel = torch.as_tensor(slots, device=values.device)
     # Channels of one slot get the same factor, such as heads that share a value in grouped-query attention.
-    start = values.new_zeros(int(slots.max()) + 1)
-    return start.scatter_reduce(0, index, values, reduction, include_self=False)[index]
+    by_slot = values.new_zeros(int(slots.max()) + 1)
+    by_slot = by_slot.scatter_reduce(0, slot_of_channel, values, reduction, include_self=False)
+    return by_slot[slot_of_channel]
 
 
-def _folds_of(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
-    """Return the folds of a traced call, and reasons for weights without a fold."""
-    from amanda.tools.quantize.weights._scale_tracing import UNMADE
-
-    labels = tracing.notes.labels
-    multiplied = {
-        label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
-    }
-    produced, reasons = labels.output_labels(), labels.whole_roots()
-    # A weight whose channels are both multiplied and made, as a tied embedding, cannot take both factors.
-    for root in labels.roots(np.array(sorted(multiplied & produced), int)).tolist():
-        reasons.setdefault(root, "another op reads its weight otherwise")
-    names = {identity: name for name, identity in reversed(list(identities.items()))}
-    readers: dict[Axis, NDArray[Any]] = {}
-    makers: dict[Axis, NDArray[Any]] = {}
-    for name, families in tracing.channels.items():
-        for family in families if name in identities else ():
-            # A family of a parameter varies along one axis.
-            axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
-            axes = readers if int(channels[0]) in multiplied else makers
-            axes[identities[name], axis] = labels.roots(channels)
-    is_made = {root for roots in makers.values() for root in roots.tolist()}
-    unfolded: dict[int, str] = {}
-    axes_by_roots: dict[tuple[int, ...], list[Axis]] = defaultdict(list)
-    keys_by_root: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-    for parameter_axis, roots in readers.items():
-        key = tuple(roots.tolist())
-        axes_by_roots[key].append(parameter_axis)
-        for root in key:
-            keys_by_root[root].add(key)
-    folds = []
-    for key, reader_axes in axes_by_roots.items():
-        why = next((reasons[root] for root in key if root in reasons), None)
-        if why is None and not is_made.issuperset(key):
-            why = UNMADE
-        if why is None and any(len(keys_by_root[root]) > 1 for root in key):
-            why = "another product reads a part of its input, or more than that"
-        if why is not None:
-            unfolded.update({identity: why for identity, _ in reader_axes})
+def _check_trial(
+    model: Any, expected: Sequence[tuple[Any, float]], actual: Sequence[tuple[Any, float]]
+) -> None:
+    """Raise QuantizeError if a model computes something else with factors; both have arrays and rounding."""
+    for (expected_values, epsilon), (values, _) in zip(expected, actual, strict=True):
+        if not expected_values.size:
             continue
-        # In the order of the channels.
-        slot_of_root = {root: i for i, root in enumerate(dict.fromkeys(key))}
-        maker_slots = {
-            parameter_axis: np.array([slot_of_root.get(root, -1) for root in roots.tolist()])
-            for parameter_axis, roots in makers.items() if not slot_of_root.keys().isdisjoint(roots.tolist())
-        }  # fmt: skip
-        fold_names = {identity: names[identity] for identity, _ in (*reader_axes, *maker_slots)}
-        folds.append(
-            Fold(np.array([slot_of_root[root] for root in key]), reader_axes, maker_slots, fold_names)
-        )
-    return folds, unfolded
+        # Half of the digits may differ, as sums are rounded otherwise.
+        bound = max(np.abs(expected_values).max() * epsilon**0.5, epsilon)
+        # `not <=` instead of `>`: NaN compares False and has to raise.
+        if not np.abs(expected_values - values).max() <= bound:
+            raise QuantizeError(
+                f"the {type(model).__name__} computes something else with factors in its parameters: it "
+                "reads a tensor by other means than ops, draws random numbers, or computes NaN"
+            )
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Rules that trace factors of channels from the parameters that compute a tensor to products that read it.
 
 Channels have labels: if the channels of a parameter are divided by factors, so are all tensors with its
-labels, until a product whose weight has the same labels and is multiplied by the factors.
+labels, until a product whose weight has the same labels and is multiplied by the factors.  To leave labels
+means here that their channels get no factors, for a reason; labels that are produced are those of parameters
+that could be divided.  Further words are those of `amanda.tools.prune.channels._labels`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from amanda.tools.prune.channels import (
 UNMADE = "no parameter that could be divided makes its input"
 
 
-def stopped(call: FollowedOp) -> Sequence[Families]:
+def stop_factors(call: FollowedOp) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     # An op without a rule is taken to compute something nonlinear.
     call.leave_all(f"{call.place} reads its input too")
@@ -59,12 +61,13 @@ def _match_input(call: FollowedOp, value: Any, axis: int, inputs: Family | None)
     channels = call.along(tuple(family for family in families if family.size > 1), axis)
     if inputs is not None and channels is not None:
         call.labels.unite(channels, inputs)
-    elif inputs is not None and families:
-        call.labels.unite(inputs, families[0].reshape(-1)[:1])
-    call.labels.leave(inputs if inputs is not None and channels is None else (), UNMADE)
-    call.labels.leave(
-        channels if channels is not None and inputs is None else (), f"{call.place} reads its input too"
-    )
+    elif inputs is not None:
+        # The single label of an input without factors has a reason, which then is that of the weight.
+        if families:
+            call.labels.unite(inputs, families[0].reshape(-1)[:1])
+        call.labels.leave(inputs, UNMADE)
+    elif channels is not None:
+        call.labels.leave(channels, f"{call.place} reads its input too")
 
 
 def layer(call: FollowedOp) -> Sequence[Families]:
@@ -75,7 +78,8 @@ def layer(call: FollowedOp) -> Sequence[Families]:
     value, weight = call.inputs[:2]
     # A computed weight cannot be multiplied once and for all.
     if int(call.value("groups", 1)) != 1 or call.name_of(weight) is None:
-        return stopped(call)
+        return stop_factors(call)
+    # In front of the window, from the end, as an input may have no axis of a batch.
     axis = 1 - weight.ndim if call.type != "linear" else -1
     inputs = [family.reshape(-1) for family in call.of(weight) if family.shape[1] > 1]
     _match_input(call, value, axis, inputs[0] if inputs else None)
@@ -100,16 +104,17 @@ def product(call: FollowedOp) -> Sequence[Families]:
         call.notes.work.append(Work(0, outputs, inputs))
         return [shaped(outputs, output.ndim - 1, output.ndim)]
     if summands or min(value.ndim, weight.ndim) < 2:
-        return stopped(call)
+        return stop_factors(call)
     return _pass_columns(call, call.of(weight), [value])
 
 
 def attention(call: FollowedOp) -> Sequence[Families]:
     """Pass the factors of values on; whatever else attention reads has none."""
     query, key, value, *masks = call.inputs
-    families, times = call.of(value), query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
+    queries_per_key = query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
     families = tuple(
-        family.repeat(times, -3) if times > 1 and family.shape[-3] > 1 else family for family in families
+        family.repeat(queries_per_key, -3) if queries_per_key > 1 and family.shape[-3] > 1 else family
+        for family in call.of(value)
     )
     return _pass_columns(call, families, [query, key, *masks])
 
@@ -127,12 +132,12 @@ def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) 
         [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
     )
     if not column_families:
-        return stopped(call)
+        return stop_factors(call)
     rank = call.outputs[0].ndim
     return [_with_rank(tuple(column_families), rank)]
 
 
-def normalised(call: FollowedOp) -> Sequence[Families]:
+def normalization(call: FollowedOp) -> Sequence[Families]:
     """Leave the input of a normalisation, and match its outputs with its weight and bias."""
     call.labels.leave(call.of(call.inputs[0]), f"{call.place} reads its input too")
     weight, output = call.value("weight"), call.outputs[0]
@@ -148,26 +153,29 @@ def normalised(call: FollowedOp) -> Sequence[Families]:
     return [shaped(channels, axis, output.ndim)]
 
 
-def scaled(call: FollowedOp) -> Sequence[Families]:
+def scaling(call: FollowedOp) -> Sequence[Families]:
     """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's.
 
     Factors stop at a divisor.
     """
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
-    carriers = [tensor for tensor in tensors[: 1 if call.type == "div" else 2] if varies(call.of(tensor))]
+    candidates = tensors[:1] if call.type == "div" else tensors
+    carriers = [tensor for tensor in candidates if varies(call.of(tensor))]
     # 1 / x has the inverse factors.
     if not carriers or (call.type == "div" and tensors[0] is not call.inputs[0]):
-        return stopped(call)
+        return stop_factors(call)
     # A parameter can be divided itself; of two activations, as in a gated unit, the last is the projection.
-    carrier = max(reversed(carriers), key=lambda tensor: call.name_of(tensor) is not None)
+    parameters = [tensor for tensor in carriers if call.name_of(tensor) is not None]
+    carrier = parameters[-1] if parameters else carriers[-1]
     if len(tensors) > 1:
-        second = next((tensor for tensor in tensors if tensor is not carrier), carrier)
-        call.labels.leave(call.of(second), f"{call.place} reads its input too")
+        # The square of a tensor, x * x, has no other one.
+        other_tensor = next((tensor for tensor in tensors if tensor is not carrier), carrier)
+        call.labels.leave(call.of(other_tensor), f"{call.place} reads its input too")
     return [_with_rank(call.of(carrier), call.outputs[0].ndim)]
 
 
-def added(call: FollowedOp) -> Sequence[Families]:
-    """Make the factors of two tensors the same that are added; stop where either has none along the axis."""
+def addition(call: FollowedOp) -> Sequence[Families]:
+    """Make the factors of two added tensors the same; stop unless both vary along the same single axis."""
     terms = dict(zip(call.names, call.inputs, strict=False))
     terms.pop("alpha", None)
     rank = call.outputs[0].ndim
@@ -176,32 +184,33 @@ def added(call: FollowedOp) -> Sequence[Families]:
     if len(term_families) != 2 or any(len(term_axes) != 1 or term_axes != axes[0] for term_axes in axes):
         for families in term_families:
             call.labels.leave(families, f"{call.place} adds something else to its input")
-        return stopped(call)
+        return stop_factors(call)
     first, second = (next(family for family in families if family.size > 1) for families in term_families)
     call.labels.unite(first, second)
     return [(np.broadcast_arrays(first, second)[0],)]
 
 
-def averaged(call: FollowedOp) -> Sequence[Families]:
+def mean_or_sum(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
     # A mean is linear, and a factor of each channel passes through it if channels are no axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
     axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     passing_families = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
     if len(passing_families) < len(call.of(value)) or not output.is_floating_point():
-        return stopped(call)
+        return stop_factors(call)
     reduced_axes = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
     return [tuple(np.squeeze(family, reduced_axes) for family in passing_families)]
 
 
-def moved(call: FollowedOp) -> Sequence[Families]:
+def rearrangement(call: FollowedOp) -> Sequence[Families]:
     """Move labels as an op moves elements; factors stop where another tensor selects the elements."""
     if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
-        return stopped(call)
+        return stop_factors(call)
     output_families: list[list[Family]] = [[] for _ in call.outputs]
     for family in call.of(call.inputs[0]):
-        labels = call.moved(family) if family.size > 1 else [family] * len(output_families)
-        for families, moved_family, output in zip(output_families, labels, call.outputs, strict=True):
+        # A single label, of a tensor without factors, is not moved: it only gets the rank of each output.
+        moved_families = call.moved(family) if family.size > 1 else [family] * len(output_families)
+        for families, moved_family, output in zip(output_families, moved_families, call.outputs, strict=True):
             if family.size > 1:
                 # Axes along which factors do not change are dropped.
                 moved_family = call.labels.compressed(moved_family, f"{call.place} reads its input too")
@@ -211,11 +220,11 @@ def moved(call: FollowedOp) -> Sequence[Families]:
     return [tuple(families) for families in output_families]
 
 
-def passed(call: FollowedOp) -> Sequence[Families]:
+def pass_factors(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on through f with f(x / s) = f(x) / s; stop at integers and at pads that are not 0."""
     # A padding of another number than 0 would not be divided.
     pads = call.value("value", 0) if "pad" in call.type else 0
-    return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stopped(call)
+    return same_channels(call) if pads == 0 and call.outputs[0].is_floating_point() else stop_factors(call)
 
 
 def varies(families: Families) -> bool:
@@ -250,24 +259,24 @@ class FactorTracing(ModuleTracing):
 
     def rule(self, type: str) -> Rule:
         """Return the rule for an op's word."""
-        return _RULES.get(type, stopped)
+        return _RULES.get(type, stop_factors)
 
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("linear", *CONVOLUTIONS), layer),
     **dict.fromkeys(("matmul", "addmm"), product),
     **_by_word({
-        "layer_norm rms_norm batch_norm instance_norm group_norm": normalised, "mul div": scaled,
-        "add sub": added, "mean sum": averaged, "cat": concatenated,
+        "layer_norm rms_norm batch_norm instance_norm group_norm": normalization, "mul div": scaling,
+        "add sub": addition, "mean sum": mean_or_sum, "cat": concatenated,
         "scaled_dot_product_attention": attention,
         "reshape transpose permute getitem unbind split split_with_sizes chunk tensor_split unsqueeze "
         "squeeze expand expand_as select narrow slice repeat repeat_interleave tile broadcast_to flip":
-            moved,
+            rearrangement,
         "relu leaky_relu neg abs dropout feature_dropout clone contiguous to detach data alias "
         "requires_grad max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
         "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d pad "
         "constant_pad_nd reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d "
-        "upsample_bicubic2d interpolate": passed,
+        "upsample_bicubic2d interpolate": pass_factors,
     }),
     **dict.fromkeys((
         "shape size dim numel zeros_like ones_like empty_like full_like "
