@@ -132,7 +132,9 @@ class Holder(nn.Module):
         self.function, self.count = function, len(tensors)
         for i, tensor in enumerate(tensors):
             if _is_differentiable(tensor):
-                self.register_parameter(f"tensor{i}", nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype)))
+                self.register_parameter(
+                    f"tensor{i}", nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype))
+                )
             else:
                 self.register_buffer(f"tensor{i}", torch.zeros(tensor.shape, dtype=tensor.dtype))
 

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.quantize._fake_quantize import QuantizeError, Scale, fake_quantize_fixed
+from amanda.tools.quantize._kernels import recompute_function
 from amanda.tools.quantize._op_quantizers import OpQuantizers
 from amanda.tools.quantize._quantizer import Noise, Quantizer
 from amanda.tools.quantize._result import Quantized
@@ -46,7 +46,7 @@ class QuantizedOp(OpQuantizers):
         self._executions = 0
         self._output = Noise()
         # Only for measurements: the computation of an op keeps its attributes alive.
-        self._recompute: Any = _computation_of(context) if tool.measures else None
+        self._recompute: Any = recompute_function(context) if tool.measures else None
         # One routine reads all positions: a routine for each would cost a call of Python more at each
         # execution.
         self._positions = sorted({position for position, _ in (*self.quantizers, *self.model_quantizers)})
@@ -325,16 +325,3 @@ def _data_of(value: Any) -> Any:
     """Return the numbers of a value, of all samples where transforms have wrapped it."""
     samples = tensors_of(value).samples(value)
     return value if samples is None else samples.data
-
-
-def _computation_of(context: amanda.OpContext) -> Any:
-    """Return the op as a function of its inputs; None for one that is random, in place, or not repeatable."""
-    if "recompute" in context:
-        return context["recompute"]
-    # A second run would write twice, or draw other numbers.
-    if context["in_place"] or context.get_attrs().get("dropout_p"):
-        return None
-    try:
-        return context.get_computation()
-    except AmandaError:
-        return None

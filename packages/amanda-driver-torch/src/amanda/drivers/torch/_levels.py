@@ -89,7 +89,11 @@ def with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor:
     results: list[Any] = []
 
     def call(batched: torch.Tensor) -> torch.Tensor:
-        torch.func.vjp(lambda tracked: results.append(function(batched, tracked)) or tracked, batched)
+        def call_tracked(tracked: torch.Tensor) -> torch.Tensor:
+            results.append(function(batched, tracked))
+            return tracked
+
+        torch.func.vjp(call_tracked, batched)
         return batched
 
     torch.func.vmap(call)(tensor[None])
@@ -163,7 +167,7 @@ def in_batches_of_now(shapes: Any) -> Any:
     if isinstance(shapes, BatchedShape):
         # A vmap that began since may have the level of one that ended: nothing tells them apart.
         levels = {item.level() for item in interpreters() if item.key() == _functorch.TransformType.Vmap}
-        batches = [batch for batch in shapes.batches if batch[0] in levels]
+        batches = tuple([batch for batch in shapes.batches if batch[0] in levels])
         return BatchedShape(shapes, batches) if batches else tuple(shapes)
     if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
         return tuple([in_batches_of_now(shape) for shape in shapes])
