@@ -336,7 +336,7 @@ class Tool:
         return keys[facts.op_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of `keep` by key, "module path/op/name", and loaded values that no op has used."""
+        """Return the values of `keep` by key, "module path/op/name", and loaded values without use so far."""
         # With the latter, so that saving right after loading loses nothing.
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 

@@ -259,15 +259,16 @@ class BackwardStep:
         for plan, pending in self._pending:
             pending.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
             pending.store()
-            # The model has died during the pass: nothing else will drop the plan that was stored just now.
-            if self._state.cache and self._trace.op_id not in plan.stack.plans:
+            has_died = self._trace.op_id not in plan.stack.plans  # with its model, during the pass
+            if self._state.cache and has_died:
+                # Nothing else will drop the plan that was stored just now.
                 plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
         recorded = [action for actions in self._actions for action in actions.after]
         for action in in_running_order(recorded, True):
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
-        # Only then may the execution's values be dropped: an op with analyses to come still needs them.
+        # An op with analyses to come stays pending, since it still needs the execution's values.
         if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
             self._trace.pending.discard(self.id)
         return grads

@@ -75,13 +75,11 @@ class EagerDriver(EagerOps, Driver):
         if resumption is not None:
             return self._resume(self.bind(site, args, kwargs), state, op_id, resumption)
         must_see_writes = self._must_see_writes(stack, op_id)
-        if (
-            call_cache is not None
-            and len(call_cache.plans) == 1
-            and not (stack.guards or kwargs or must_see_writes)
-        ):
+        may_be_idle = not (stack.guards or kwargs or must_see_writes)
+        if may_be_idle and call_cache is not None and len(call_cache.plans) == 1:
             (plan,) = call_cache.plans.values()
-            # The op has one plan, without actions: store that for native code before the arguments are bound.
+            # The only plan has no actions: store that for native code before the arguments are bound, which
+            # takes time.
             if not plan and not plan.wants_backward(self.gradients(args)):
                 call_cache.learn(key, None)
                 return self.invoke(site, args, kwargs)
