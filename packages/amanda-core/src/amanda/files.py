@@ -88,7 +88,7 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
             for path in new.rglob("*"):
                 if path.is_file():
                     _flush_to_disk(path)
-            # The data that belong to a file come before it, so that it never lacks them.
+            # The target itself last (False sorts first): a file never lacks the data that belong to it.
             names = sorted((path.name for path in new.iterdir()), key=lambda name: name == target.name)
             for name in names:
                 if os.path.lexists(target.parent / name) and not force:

@@ -68,7 +68,7 @@ class Tool:
             self.restrict(InNamespace(namespace))
 
     def __copy__(self) -> Tool:
-        """Return a deep copy: a shallow one would run the routines of the tool that it is a copy of."""
+        """Return a deep copy: the routines of a shallow copy would be methods of the original tool."""
         return copy.deepcopy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -97,9 +97,10 @@ class Tool:
 
         In an open scope the ops that were analysed before are analysed anew at their next execution.
         backward: at backward ops.  require_outputs: after the op, when its outputs are known.
-        guard: what the routine decides by beyond the op and its inputs' dtype, rank and device:
-        "shape", or a callable from the list of inputs to a hashable; another value, another analysis.
-        "read": the shapes, at the ops at which it asks the context for them, by `get_input_shapes`.
+        guard: facts by which the routine decides beyond the op and its inputs' dtype, rank and device; for
+        other facts it runs again.  "shape": the shapes of the inputs.  "read": their shapes, at the ops at
+        which the routine calls `context.get_input_shapes()`.  A callable: its result for the list of inputs,
+        a hashable.
         """
         self._register(callback, backward, require_outputs, guard, closing=False)
 
@@ -107,9 +108,9 @@ class Tool:
     def add_closing_inst_for_op(
         self, callback: AnalysisRoutine, backward: bool = False, require_outputs: bool = False
     ) -> None:
-        """Register a routine that runs after those of every tool that depends on this one in its scope.
+        """Register a routine that runs after those of every tool that depends on this tool in its scope.
 
-        It runs ahead of the routines of dependents in a scope within.
+        The routine runs ahead of the routines of dependents in a scope within.
         """
         self._register(callback, backward, require_outputs, None, closing=True)
 
@@ -134,7 +135,7 @@ class Tool:
         _update_open_scopes(self)
 
     def depends_on(self, *tools: Tool) -> None:
-        """Run the routines of `tools` before this tool's; they join this one where it is applied."""
+        """Run the routines of `tools` before this tool's; `tools` join every scope of this tool."""
         for tool in tools:
             if not isinstance(tool, Tool):
                 # The class instead of an instance is the most frequent mistake here.
@@ -149,22 +150,21 @@ class Tool:
             raise
 
     def stands_for(self) -> Hashable:
-        """Name the tools of which any one may stand for all, where several are applied together.
+        """Return a name that interchangeable tools share: of the tools with one name only the first runs.
 
-        Tools whose names are equal do the same for those that depend on them, so that the first alone runs,
-        also where that is of a scope around; one that was restricted, or whose routines are wrapped, stands
-        for none.
-        None, which is the default, is for a tool that nothing stands for.
+        Such tools do the same for the tools that depend on them.  The first may be of a scope around.  A tool
+        with restrictions or wrapped routines is not interchangeable.
+        None, the default, is for a tool that is interchangeable with no other.
         """
         return None
 
     @checked(error=ToolError)
     def restrict(self, admits: Admission) -> None:
-        """Call this tool's analysis routines only for ops whose context `admits` accepts.
+        """Call this tool's analysis routines only for ops for whose context `admits` returns True.
 
-        It is asked at each point, after the routines of the tools that this one depends on; several
-        restrictions hold together, in an open scope from the next execution of each op on.
-        `amanda.tools.select` has those that most want.
+        `admits` is called at each point, after the routines of the tools that this tool depends on.  An op
+        has to pass all restrictions of a tool.  In an open scope they hold from the next execution of each op
+        on. `amanda.tools.select` has restrictions by type, module and phase.
         """
         self._amanda.admissions.append(admits)
         _update_open_scopes(self)
@@ -180,12 +180,12 @@ class Tool:
         _update_open_scopes(self)
 
     def unmatched(self) -> list[str]:
-        """Return a sentence for each selection that fitted no op, for the report of a closing scope.
+        """Return a sentence for each selection that no op has matched, for the report of a closing scope.
 
-        The predicates given to `restrict` are asked, if they have a method of this name.
+        These are the sentences of the restrictions that have a method of this name.
         """
-        restrictions = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
-        return [text for ask in restrictions if ask is not None for text in ask()]
+        methods = [getattr(admits, "unmatched", None) for admits in self._amanda.admissions]
+        return [text for unmatched in methods if unmatched is not None for text in unmatched()]
 
     def analyse_again(self, op_ids: Iterable[int] | None = None) -> None:
         """Analyse the ops with these ids, or all, anew at their next execution.
@@ -210,7 +210,7 @@ class Tool:
         """
 
     def op_gone(self, op_id: int) -> None:
-        """Drop or sum up what the tool keeps under `op_id`, since the op cannot execute again.
+        """Drop or sum up the tool's records of an op, which cannot execute again.
 
         Called before the next analysis, once the op's module or parameter is gone.  Does nothing unless a
         tool overrides it.
@@ -249,10 +249,10 @@ class Tool:
 
     @staticmethod
     def caller() -> Hashable | None:
-        """Return what stands for the thread that executes the program, for a routine that runs now.
+        """Return an object for the thread that executes the program for which a routine runs now.
 
-        A routine that a graph calls on another thread has the thread that runs the graph.  Gives None on a
-        thread that a framework started for work of its own.  The object lives as long as the thread.
+        For a routine that a graph calls on another thread, it is the thread that runs the graph.  None on a
+        thread that a framework started for its own work.  The object lives as long as the thread.
         """
         return caller()
 
@@ -269,13 +269,13 @@ class Tool:
 
         The state is keyed by `place(context)` and `name`.  A value that `load_state_dict` was given under the
         key is taken instead of `make()`; `load` converts the value, as an array of a file into a variable.
-        variable: what `context.get_variable` gave, where the state is of that, whichever op reads it first:
-        it is keyed by the variable's path in the model then, if that is known, and found by the op's, too.
+        variable: the result of `context.get_variable`, for state of a variable instead of an op.  The key has
+        the variable's path in the model, if that is known; loaded state is also found under the op's key.
         Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
-        renew: of a parameter that was kept here before `load_state_dict`, which an optimizer may hold, and
-        what was loaded: writes it there and returns the parameter, or returns another value to be kept.
-        Call it in an analysis routine.
-        Raises ToolError where `load_state_dict` was given other state without this, unless not strict.
+        renew: called with a parameter that was the state before `load_state_dict`, which an optimizer may
+        hold, and with the loaded value; writes the value into the parameter and returns it, or returns
+        another value. Call this method in an analysis routine.
+        Raises ToolError where `load_state_dict` was given other state without this key, unless not strict.
         """
         path = None if variable is None else context.get_variable_path(variable)
         # A caller that names the part itself, as in "mask@64", knows better.
@@ -283,7 +283,7 @@ class Tool:
             name += context._facts.variable_part(variable)
         op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         key = op_key if path is None else f"{self._number_path(path, variable)}/{name}"
-        # In `state`, which `load_state_dict` replaces as a whole: no value of the model before is left.
+        # In `state`, which `load_state_dict` replaces as a whole, so that no earlier value stays.
         values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
         if key not in values:
             # Also under the op's key, which state has where the variable's path is not known.
@@ -338,8 +338,8 @@ class Tool:
         return keys[facts.op_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `keep` holds, by "module path/op/name", and what was loaded but not used."""
-        # With what no op has asked for yet: saving right after loading must lose nothing.
+        """Return the values of `keep` by key, "module path/op/name", and loaded values without use so far."""
+        # With the latter, so that saving right after loading loses nothing.
         return {**self._amanda.loaded, **self._amanda.state.get("values", {})}
 
     def waiting_state(self) -> list[str]:
@@ -352,20 +352,20 @@ class Tool:
 
     @checked(error=ToolError)
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take state that `state_dict` gave, also in another process; ops are analysed anew.
+        """Replace the state by the result of `state_dict`, maybe of another process; ops are analysed anew.
 
-        strict: whether `keep` raises ToolError for what the state, if it has anything at all, lacks.
+        strict: whether `keep` raises ToolError for a key that the state lacks, unless the state is empty.
         """
         tool_state = self._amanda
         tool_state.names_loaded = sorted(state) if strict else []
-        # An optimizer holds these very parameters: what is loaded has to be written into them.
+        # An optimizer may hold these parameters: loaded values have to be written into them.
         tool_state.former.update(_select_trainable(tool_state.state.get("values", {})))
         # A copy, since `keep` takes values out of it.
         tool_state.state, tool_state.loaded = {}, dict(state)
         forget_all(self)
 
     def parameters(self) -> Iterator[Any]:
-        """Yield the kept values that an optimizer may train: those that require a gradient."""
+        """Yield the values of `keep` that an optimizer may train: those that require a gradient."""
         yield from _select_trainable(self._amanda.state.get("values", {})).values()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:

@@ -129,23 +129,28 @@ class BackwardStep:
         self._open_tools: list[AnyTool] = []
         self._unanalysed: list[tuple[int, Plan, Sequence[AnyTool]]] = []  # with the index in `_actions`
         for plan in trace.plan.plans_with_backward:
-            actions = plan.backward.actions.get(self.id)
-            open_tools = self._open_tools_of(plan.stack)
-            self._open_tools += open_tools
-            unanalysed = plan.tools_to_analyse(self.id, open_tools) if state.cache else open_tools
-            if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
-                # All backward ops had been analysed, so the values that an analysis would read were not
-                # stored.
-                self._expect_further_op(plan)
-            elif trace.facts.dropped:
-                if actions is not None and unanalysed:
-                    self._report_dropped(unanalysed)
-            else:
-                if not plan.is_backward_analysed(self.id):
-                    trace.pending.add(self.id)
-                if unanalysed:
-                    self._unanalysed.append((len(self._actions), plan, unanalysed))
-            self._actions.append(_NO_ACTIONS if actions is None else actions)
+            self._add_plan(plan)
+
+    def _add_plan(self, plan: Plan) -> None:
+        """Add a stack's actions and open tools; note or report the tools that have not analysed the op."""
+        trace, facts = self._trace, self._trace.facts
+        assert facts is not None
+        actions = plan.backward.actions.get(self.id)
+        open_tools = self._open_tools_of(plan.stack)
+        self._open_tools += open_tools
+        unanalysed = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
+        if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
+            # All backward ops had been analysed, so the values that an analysis would read were not stored.
+            self._expect_further_op(plan)
+        elif facts.dropped:
+            if actions is not None and unanalysed:
+                self._report_dropped(unanalysed)
+        else:
+            if not plan.is_backward_analysed(self.id):
+                trace.pending.add(self.id)
+            if unanalysed:
+                self._unanalysed.append((len(self._actions), plan, unanalysed))
+        self._actions.append(_NO_ACTIONS if actions is None else actions)
 
     def _open_tools_of(self, stack: ToolStack) -> Sequence[AnyTool]:
         """Return the open tools with backward routines in a stack."""
@@ -254,15 +259,16 @@ class BackwardStep:
         for plan, pending in self._pending:
             pending.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
             pending.store()
-            # The model has died during the pass: nothing else will drop the plan that was stored just now.
-            if self._state.cache and self._trace.op_id not in plan.stack.plans:
+            has_died = self._trace.op_id not in plan.stack.plans  # with its model, during the pass
+            if self._state.cache and has_died:
+                # Nothing else will drop the plan that was stored just now.
                 plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
         recorded = [action for actions in self._actions for action in actions.after]
         for action in in_running_order(recorded, True):
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
-        # Only then may the execution's values be dropped: an op with analyses to come still needs them.
+        # An op with analyses to come stays pending, since it still needs the execution's values.
         if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
             self._trace.pending.discard(self.id)
         return grads

@@ -109,7 +109,7 @@ class Call(ABC):
         """Return the index of each input among the call's arguments, keywords after positions; -1: a default.
 
         A pair stands for an input that is a tuple of arguments: index of the first and behind the last.
-        None where an input is not an argument as it is, and in the base.
+        None where an input is no argument of the call, such as a converted one, and in the base.
         """
         return None
 
@@ -130,7 +130,7 @@ class Saved:
     """Tensors that the backward ops of an op save, which may share memory with tensors written later."""
 
     def seeing(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op and record the tensors that it saves."""
+        """Run an op and record the tensors that its backward ops save; the base records none."""
         return call.invoke(inputs)
 
     def keep(self) -> None:
@@ -302,8 +302,11 @@ class Trace:
         return self.plan.stack
 
     def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
-        """Return a trace for backward ops of this execution's backward ops.  shapes: those of its mark."""
-        # Shares plan, facts and `run` with this trace; only what a pass completes is its own.
+        """Return a copy of the trace for backward ops of this execution's backward ops.
+
+        shapes: those of the execution's mark; None for those of the trace.
+        """
+        # The copy shares plan, facts and `run`, but each pass has its own ids of incomplete backward ops.
         trace = copy(self)
         trace.shapes = shapes or self.shapes
         trace.pending = set()
@@ -311,8 +314,8 @@ class Trace:
 
     def keep(self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
         """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
-        # A copy: the facts of the forward contexts drop their values when the call ends, these when a pass
-        # does.
+        # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
+        # when the call ends.
         facts = forward_facts.at_backward(None, 0, True)
         if self.plan.is_backward_complete(self.gradients):
             facts.drop_values()

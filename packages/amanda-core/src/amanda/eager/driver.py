@@ -75,13 +75,11 @@ class EagerDriver(EagerOps, Driver):
         if resumption is not None:
             return self._resume(self.bind(site, args, kwargs), state, op_id, resumption)
         must_see_writes = self._must_see_writes(stack, op_id)
-        if (
-            call_cache is not None
-            and len(call_cache.plans) == 1
-            and not (stack.guards or kwargs or must_see_writes)
-        ):
+        may_be_idle = not (stack.guards or kwargs or must_see_writes)
+        if may_be_idle and call_cache is not None and len(call_cache.plans) == 1:
             (plan,) = call_cache.plans.values()
-            # The op has one plan, without actions: store that for native code before the arguments are bound.
+            # The only plan has no actions: store that for native code before the arguments are bound, which
+            # takes time.
             if not plan and not plan.wants_backward(self.gradients(args)):
                 call_cache.learn(key, None)
                 return self.invoke(site, args, kwargs)
@@ -143,7 +141,8 @@ class EagerDriver(EagerOps, Driver):
         called none.
         changed_inputs: inputs after the routines that native code called; None for the call's inputs.
         """
-        # The facts of the first execution, without values: what errors and notes say of the op holds for all.
+        # The facts of the first execution, without values: errors and notes name the same op at each
+        # execution.
         facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         # Created before the routines run: nodes that these create must be told from the op's.
@@ -151,10 +150,7 @@ class EagerDriver(EagerOps, Driver):
         actions = plan.actions(state.recall is not None)
         run = plan.run_dicts(self, state.is_recorded).dict_for_python(actions.before[: last_called + 1])
         shapes: tuple[Any, ...] | None = None
-        # Analyses after the op may yet record a routine that takes shapes, when the op or a routine has
-        # written into the inputs.
-        may_need_shapes = analysis is not None and (plan.before or call.may_write())
-        if plan.has_backward_routines or plan.takes_shapes or may_need_shapes:
+        if _may_need_shapes(plan, call, analysis):
             shapes = (self.shapes(call.inputs),)
         for i, action in enumerate(actions.before):
             if i >= last_called:
@@ -434,6 +430,15 @@ class EagerDriver(EagerOps, Driver):
 def _inputs_isolated(plan: Plan, state: State) -> bool:
     """Return True if no routine before the op takes part in autodiff."""
     return not (state.autodiff or any(action.differentiable for action in plan.before))
+
+
+def _may_need_shapes(plan: Plan, call: Call, analysis: OpAnalysis | None) -> bool:
+    """Return True if the shapes of the inputs have to be read before the op runs."""
+    if plan.has_backward_routines or plan.takes_shapes:
+        return True
+    # Analyses after the op may yet record a routine that takes shapes; by then the op, or a routine before
+    # it, may have written into the inputs.
+    return analysis is not None and (bool(plan.before) or call.may_write())
 
 
 def _may_change_outputs(plan: Plan, analysis: OpAnalysis | None) -> bool:

@@ -231,7 +231,7 @@ def instrument(
     force: replace an existing file.
     about: description of the tools in the file's metadata; by default the names of their classes.
 
-    Only `@amanda.traceable` routines can be written; a tool sees by `amanda.is_static(context)` that its
+    Only `@amanda.traceable` routines can be written; a tool sees by `context.is_static()` that its
     routines have to be traceable.  Backward ops are not in a file, so their analyses do not run.
     A tool that overrides `write_parts` writes a folder of files instead.
     Raises NotTraceableError, which lists the other routines, ArtefactError, and FileError where `out` cannot

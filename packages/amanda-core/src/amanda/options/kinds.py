@@ -277,7 +277,7 @@ def _path_problem(path: Path, target: str) -> str:
 
 
 def _literal(members: tuple[Any, ...]) -> Kind:
-    """Return the kind of some values; a mistyped text is told the nearest."""
+    """Return the kind of some values; the Mismatch of a mistyped text names the nearest."""
     # With the class, since 1 == True == 1.0.
     member_of = {(member.__class__, member): member for member in members}
     texts = [
@@ -379,6 +379,7 @@ def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of tuples: of any length with items of one kind, or of fixed items."""
     if not members or members[-1] is Ellipsis:
         items = _list(Sequence, members[:1], marks)
+        # "a list of integers" becomes "a tuple of integers".
         words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
         return Kind(words, items.text, many, lambda value: tuple(items.accept(value)))
     kinds = [kind_of(member) for member in members]

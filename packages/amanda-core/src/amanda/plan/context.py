@@ -113,9 +113,9 @@ class OpContext(dict[str, Any]):
     def get_input_shapes(self) -> tuple[Any, ...]:
         """Return the shape of each input: a tuple for a tensor, a tuple of these for a list, None for others.
 
-        What the op's tools record then holds for these shapes alone: for others the op is analysed again.
-        Raises AmandaError outside forward analysis routines of tools that one was registered for with
-        `guard="read"`, and in graphs, where tensors may have no shape yet.
+        After this call the op's actions are for these shapes alone: for other shapes the op is analysed
+        again. Raises AmandaError outside of forward analysis routines, for a tool without a routine with
+        `guard="read"` or "shape", and in graphs, where tensors may have no shape yet.
         """
         tool = self._tool
         guards = [] if tool is None else [routine.guard for routine in tool._amanda.analyses]
@@ -179,7 +179,7 @@ class OpContext(dict[str, Any]):
     def get_scopes(self) -> tuple[str, ...]:
         """Return the path that `get_scope` gives, and other paths of that module.
 
-        Of a layer of Keras these are the path of the layers' names, and its ends: "model/block/dense",
+        For a layer of Keras these are the path of the layers' names and its endings: "model/block/dense",
         "block/dense" and "dense".
         """
         return tuple(dict.fromkeys((self._facts.scope, *self._facts.aliases)))
@@ -212,8 +212,9 @@ class OpContext(dict[str, Any]):
     def get_computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on other inputs, as many as `get_inputs` gives, in their order.
 
-        It holds none of the values, and computes values, not symbols, also of a graph's op.  In a routine,
-        where instrumentation is off, its calls are seen by no tool.  Raises AmandaError where there is none.
+        The function holds no values, and computes values, not symbols, also for a graph's op.  In a routine,
+        where instrumentation is off, no tool sees its calls.  Raises AmandaError for an op without a
+        function.
         """
         # Graphs give `original`, which computes values instead of symbols; eager calls give `compute`.
         if self._facts.original is not None:
@@ -237,10 +238,10 @@ class OpContext(dict[str, Any]):
         return self._facts.variable_of(self._input_at(index, "get_variable"))
 
     def get_variable_path(self, variable: Any) -> str | None:
-        """Return where in the model a variable lies that `get_variable` gave: "layer1.0.conv1.weight".
+        """Return the path in the model of a result of `get_variable`: "layer1.0.conv1.weight".
 
-        It is told from the outermost module, by the first of several names; None where no module has it, and
-        where the driver does not tell.
+        The path begins at the outermost module; of several paths it is the first.  None where no module has
+        the variable, and where the driver does not know.
         """
         return self._facts.path_of(variable)
 
@@ -294,16 +295,16 @@ class OpContext(dict[str, Any]):
     ) -> None:
         """Call `func` instead of the op; it takes part in autodiff as the op would have.
 
-        Without `inputs`, `func` is given the op's tensors, and other inputs by name where it has a parameter
+        Without `inputs`, `func` gets the op's tensors, and other inputs by name where it has a parameter
         of that name; all inputs in order where it has as many parameters, or `*inputs`.
 
-        It may return NotImplemented to let the op itself run; in a graph, where there is nothing but
-        the replacement, that is an error.  To a parameter named `original` it is given what computes the op
-        itself, in any mode: `original(*inputs)`, of as many inputs as the op has here.
+        `func` may return NotImplemented to let the op itself run; in a graph, where there is nothing but
+        the replacement, that is an error.  A parameter named `original` gets a function that computes the op
+        itself, in any mode: `original(*inputs)`, with as many inputs as the op has here.
 
         reads: in a graph, inputs of other ops that have been analysed before, by op id and position: `func`
-        is given their values as the list `reads`, and gradients go to them, past the ops in between.
-        Graphs of TensorFlow and ONNX Runtime have them, those of PyTorch refuse them.
+        gets their values as the list `reads`, and gradients go to them, past the ops in between.
+        Graphs of TensorFlow and ONNX Runtime support `reads`, those of PyTorch do not.
         Raises ReplaceConflictError when another tool replaces the op already.
         """
         if reads and self._facts.graph is None:

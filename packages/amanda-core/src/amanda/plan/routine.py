@@ -58,26 +58,42 @@ def run_routine(
             results = matched(action, returned, selection)
         if results is None:
             return values
-        changed = values
-        for position, original, result in zip(positions, selection, results, strict=True):
-            if result is original:
-                continue
-            # The caller compares by identity whether anything changed; a list of its own is made only then.
-            if changed is values:
-                changed = list(values)
-            if position in mutable:
-                # Backward ops have saved the tensor itself; the write would change what they compute.
-                if keep_saved is not None:
-                    keep_saved()
-                write_into(ops, original, result, isolated)
-            else:
-                changed[position] = substitute(ops, original, result) if isolated else result
-        return changed
+        return _put_results(ops, values, positions, results, isolated, mutable, keep_saved)
     except BaseException as error:
-        replacement = failed(error, action, values, selection, facts)
-        if replacement is not None:
-            raise replacement from error
+        error_instead = failed(error, action, values, selection, facts)
+        if error_instead is not None:
+            raise error_instead from error
         raise
+
+
+def _put_results(
+    ops: TensorOps,
+    values: list[Any],
+    positions: Sequence[int],
+    results: Sequence[Any],
+    isolated: bool,
+    mutable: Sequence[int],
+    keep_saved: Callable[[], None] | None,
+) -> list[Any]:
+    """Return the values with a routine's results at some positions; write results into mutable tensors.
+
+    Returns `values` itself if each result is the value that it would replace: callers compare by identity.
+    """
+    changed = values
+    for position, result in zip(positions, results, strict=True):
+        original = values[position]
+        if result is original:
+            continue
+        if changed is values:
+            changed = list(values)
+        if position in mutable:
+            # Backward ops have saved the tensor itself; the write would change what they compute.
+            if keep_saved is not None:
+                keep_saved()
+            write_into(ops, original, result, isolated)
+        else:
+            changed[position] = substitute(ops, original, result) if isolated else result
+    return changed
 
 
 def failed(
@@ -300,22 +316,31 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
     if result is None:
         return None
     if len(picked) == 1:
-        expects_list = isinstance(picked[0], (list, tuple))
-        has_one_item = isinstance(result, (list, tuple)) and len(result) == 1
-        # For a list, such as the one output of a loop that is a sequence, depth tells a result of one list
-        # from the list itself.
-        is_wrapped = has_one_item and (not expects_list or _nesting_depth(result) > _nesting_depth(picked[0]))
-        results: Sequence[Any] = result if is_wrapped else (result,)
-        # Several values for one tensor: the routine was written for more inputs than it selects.
-        has_many_values = isinstance(results[0], (list, tuple)) and not expects_list and len(results[0]) != 1
-        if has_many_values and picked[0] is not None and hasattr(picked[0], "shape"):
-            raise _wrong_count(action, len(results[0]), 1)
-    elif isinstance(result, (list, tuple)) and len(result) == len(picked):
-        results = result
-    else:
-        count = len(result) if isinstance(result, (list, tuple)) else 1
-        raise _wrong_count(action, count, len(picked))
-    return results
+        return _single_result(action, result, picked[0])
+    if isinstance(result, (list, tuple)) and len(result) == len(picked):
+        return result
+    count = len(result) if isinstance(result, (list, tuple)) else 1
+    raise _wrong_count(action, count, len(picked))
+
+
+def _single_result(action: Action, result: Any, argument: Any) -> Sequence[Any]:
+    """Return the result of a routine with one argument in a sequence, if it is not in one already.
+
+    Raises RoutineError for several values instead of one tensor.
+    """
+    expects_list = isinstance(argument, (list, tuple))
+    has_one_item = isinstance(result, (list, tuple)) and len(result) == 1
+    # If the argument is a list, such as the one output of a loop that is a sequence, depth tells whether the
+    # result is such a list or a sequence of one.
+    is_sequence_of_one = has_one_item and (
+        not expects_list or _nesting_depth(result) > _nesting_depth(argument)
+    )
+    value = result[0] if is_sequence_of_one else result
+    # Several values for one tensor: the routine was written for more inputs than it selects.
+    has_many_values = isinstance(value, (list, tuple)) and not expects_list and len(value) != 1
+    if has_many_values and argument is not None and hasattr(argument, "shape"):
+        raise _wrong_count(action, len(value), 1)
+    return result if is_sequence_of_one else (result,)
 
 
 def _nesting_depth(value: Any) -> int:

@@ -55,13 +55,14 @@ class PluginEntry:
         """Return True if loading was tried before, also if it failed."""
         return self._object is not None or self._failure is not None
 
-    def load(self, again: bool = True) -> Any:
+    def load(self, may_retry: bool = True) -> Any:
         """Return the object of the entry point; raise PluginError, with the fix, where its import fails.
 
         The object is loaded once.
-        again: whether an import that failed before is tried once more, as memory or files may be free by now.
+        may_retry: whether an import that failed before is tried once more, as memory or files may be free by
+        now.
         """
-        if self._failure is not None and not again:
+        if self._failure is not None and not may_retry:
             # A new error, as below: the stored one must not hold frames.
             raise PluginError(str(self._failure)) from self._failure.__cause__
         if self._object is None:

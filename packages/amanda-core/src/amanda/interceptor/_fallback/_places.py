@@ -137,8 +137,8 @@ class PlaceState:
     """State of the process: kinds of code, types that distinguish ops, ordinals.
 
     notes: code objects with their hash, kind and first instructions, by address.
-    numbered: objects with an ordinal, by address.  last_ordinal: the ordinal that was given last.
-    strong: those of them that cannot be referenced weakly.
+    numbered: ordinals of objects, by address.  last_ordinal: the ordinal of the newest of them.
+    strong: those of the objects that cannot be referenced weakly.
     """
 
     def __init__(self) -> None:
@@ -159,9 +159,10 @@ class PlaceState:
         entry = self.notes.get(id(code))  # by address: code of another file may be equal
         if entry is None:
             # Kept with the code object itself, so that its address is not used again.
-            hash, kind, first = self.describe(code)
-            entry = self.notes[id(code)] = code, (hash, kind, memoryview(first).cast("I"))
-        return entry[1]
+            hash, kind, first_words = self.describe(code)
+            entry = self.notes[id(code)] = code, (hash, kind, memoryview(first_words).cast("I"))
+        _, description = entry
+        return description
 
     def sweep(self) -> None:
         """Drop the objects in `strong` that nothing else holds, if twice as many as after the last sweep."""
@@ -256,7 +257,7 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
         if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or frames_left == 0:
             break
         if way:
-            frames_left -= 1  # beyond the place skipped and framework frames add no site, but end the walk
+            frames_left -= 1  # beyond the place, frames that add no site count as well
         hash, kind, first_words = place_state.note(frame.f_code)
         # The frame of an enclosing call that no activation saw, as of one that began before the scope.
         if not is_at_root and kind & BOUNDARY:

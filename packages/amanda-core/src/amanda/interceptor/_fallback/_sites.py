@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from amanda.interceptor._copying import reduce_to_original
 from amanda.interceptor._fallback._activations import ACTIVATION, Activation
@@ -39,13 +39,19 @@ def active() -> Activation | None:
     activation = ACTIVATION.get(None)
     if activation is not None and activation.active:
         return activation
-    if thread.watch_seen != _watch[0]:
+    if thread.watch_seen != _watch.number:
         _notify_watcher()
     return None
 
 
-_watch: tuple[int, Callable[[], bool] | None] = (0, None)
-"""Number of the last watch, and its function."""
+class _Watch(NamedTuple):
+    """The last watch of `watch_outside`."""
+
+    number: int
+    function: Callable[[], bool] | None
+
+
+_watch = _Watch(0, None)
 
 
 def _notify_watcher() -> None:
@@ -62,7 +68,7 @@ def watch_outside(function: Callable[[], bool] | None) -> None:
     None ends the calls.
     """
     global _watch
-    _watch = (_watch[0] + 1, function)
+    _watch = _Watch(_watch.number + 1, function)
 
 
 def running() -> str | None:
@@ -97,8 +103,7 @@ def statistics() -> dict[str, Any]:
 class Site:
     """One callable and the handler of its calls.
 
-    op: the op that tools see.  key: canonical name of the op.  hash: hash of the key.  flags: TRANSPARENT,
-    ...
+    op: the op that tools see.  key: canonical name of the op.  hash: 64 bits of the name, for op ids.
     """
 
     def __init__(
