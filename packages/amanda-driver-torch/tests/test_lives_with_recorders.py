@@ -8,7 +8,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amanda
-from amanda.interceptor import NATIVE
 
 X = torch.linspace(-1, 1, 20).reshape(5, 4)
 
@@ -56,11 +55,6 @@ def test_a_recorded_graph_has_no_op_of_a_routine(
     assert caplog.text.count(entry.reason) == 1
 
 
-@pytest.mark.xfail(
-    NATIVE,
-    strict=True,
-    reason="not yet: dynamo cannot look into native calls of modules that a scope watches; export outside it",
-)
 def test_a_strict_export_in_a_scope_has_no_op_of_a_routine() -> None:
     bare = [node.name for node in exported(Program(), strict=True).nodes]
     with amanda.apply(doubling()):

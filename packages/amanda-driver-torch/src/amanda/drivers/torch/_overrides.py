@@ -31,10 +31,11 @@ _count_function_modes = _native._len_torch_function_stack
 
 def has_overrides(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a function mode is active, or a tensor among the arguments overrides functions."""
-    if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+    values = (*args, *kwargs.values()) if kwargs else args
+    if has_torch_function(values):
         return True
     # Lists of tensors, as `torch.cat` takes, are not looked into by `has_torch_function`.
-    return any(map(has_torch_function, [value for value in args if isinstance(value, (list, tuple))]))
+    return any(map(has_torch_function, [value for value in values if isinstance(value, (list, tuple))]))
 
 
 def is_recorded() -> bool:
