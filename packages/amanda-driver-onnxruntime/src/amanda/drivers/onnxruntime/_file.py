@@ -179,11 +179,11 @@ def write_model(source: ModelProto, rewriting: ModelRewriting) -> ModelProto:
     model = inliner.inline_local_functions(source) if source.functions else copy_model(source)
     graph = model.graph
     equal_names = _equal_constants(rewriting, graph)
-    names, extra = _rename_outputs(rewriting, equal_names, graph)
+    new_names, identities = _rename_outputs(rewriting, equal_names, graph)
     nodes = [item.node for item in rewriting.items if isinstance(item, ComputedNode)]
     del graph.node[:]
-    graph.node.extend(rename_values(nodes, names))
-    graph.node.extend(extra)
+    graph.node.extend(rename_values(nodes, new_names))
+    graph.node.extend(identities)
     new_constants = {name: array for name, array in rewriting.constants.items() if name not in equal_names}
     graph.initializer.extend(
         numpy_helper.from_array(np.asarray(array), name) for name, array in new_constants.items()
@@ -284,18 +284,19 @@ def _rename_outputs(
     current_names = {name: rewriting.renamed.get(name, name) for name in outputs}
     changed = {name: current for name, current in current_names.items() if current != name}
     # The node that computes the original value gives up the output's name.
-    names = {name: f"{rewriting.new_name('original')}/{name}" for name in changed}
-    computed = {
-        name for item in rewriting.items if isinstance(item, ComputedNode) for name in item.node.output
-    }
-    names |= {name: names.get(first_name, first_name) for name, first_name in equal_names.items()}
-    extra = []
+    new_names = {name: f"{rewriting.new_name('original')}/{name}" for name in changed}
+    new_names |= {name: new_names.get(equal, equal) for name, equal in equal_names.items()}
+    nodes = [item.node for item in rewriting.items if isinstance(item, ComputedNode)]
+    computed_names = {name for node in nodes for name in node.output}
+    identities = []
     for output, current in changed.items():
-        if current in computed and current not in names and current not in outputs:
-            names[current] = output
+        # A value that is an output itself, or has taken a name already, cannot take this one.
+        if current in computed_names and current not in new_names and current not in outputs:
+            new_names[current] = output
         else:
-            extra.append(onnx.helper.make_node("Identity", [names.get(current, current)], [output]))
-    return names, extra
+            source = new_names.get(current, current)
+            identities.append(onnx.helper.make_node("Identity", [source], [output]))
+    return new_names, identities
 
 
 def _value_info(name: str, array: Any) -> ValueInfoProto:

@@ -112,16 +112,8 @@ class TapePass:
     """
 
     __slots__ = (
-        "_outer",
-        "_outer_call",
-        "calls",
-        "claims",
-        "counts",
-        "may_be_earlier",
-        "nested",
-        "state",
-        "traces",
-    )
+        "_outer", "_outer_call", "calls", "claims", "counts", "may_be_earlier", "nested", "state", "traces",
+    )  # fmt: skip
 
     def __init__(self, state: State, nested: bool, may_be_earlier: bool) -> None:
         self.state = state

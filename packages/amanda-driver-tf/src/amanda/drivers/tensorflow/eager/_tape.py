@@ -210,13 +210,9 @@ class Tape:
         return result
 
     def _run_routines(
-        self,
-        gradient_call: GradientCall,
-        call: EagerCall,
-        step: BackwardStep,
-        tensors: list[Any],
+        self, gradient_call: GradientCall, call: EagerCall, step: BackwardStep, tensors: list[Any],
         positions: list[int],
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, list[Any]]:  # fmt: skip
         """Run a backward op between its routines; return its result, and the result's tensors."""
         incoming = [tensors[i] for i in positions]
         with Suspension():

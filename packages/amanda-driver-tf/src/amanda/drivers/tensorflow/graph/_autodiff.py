@@ -105,13 +105,9 @@ def pull_back(
     # `tf.GradientTape.gradient` calls this function, too, after checks and conversions that are not needed
     # here.
     products = imperative_grad.imperative_grad(
-        tape,
-        [place_outputs[k] for k in outputs],
-        sources,
-        list(output_gradients),
-        sources,
+        tape, [place_outputs[k] for k in outputs], sources, list(output_gradients), sources,
         tf.UnconnectedGradients.ZERO,
-    )
+    )  # fmt: skip
     return [tf.convert_to_tensor(product) for product in products]
 
 
@@ -288,12 +284,9 @@ class Pullbacks:
         return refs
 
     def _insert_pullback(
-        self,
-        op: tf.Operation,
-        place: AutodiffPlace,
-        output_gradients: dict[int, Gradient],
+        self, op: tf.Operation, place: AutodiffPlace, output_gradients: dict[int, Gradient],
         input_gradients: dict[int, Any],
-    ) -> dict[int, str]:
+    ) -> dict[int, str]:  # fmt: skip
         """Insert a pullback for a node with routines; return refs of the gradients of its inputs.
 
         None is inserted if no gradient enters, or none is asked for.
@@ -313,11 +306,10 @@ class Pullbacks:
         identity, node_name = place.node
         is_in_body = identity == self._insertions.body.identity
         dependencies = self._insertions.dependencies
-        control_inputs = (
-            dependencies.control_inputs_after([node_name], self._rewriter.body.number_at(op, ahead=True))
-            if is_in_body
-            else []
-        )
+        control_inputs: list[str] = []
+        if is_in_body:
+            number = self._insertions.body.number_at(op, ahead=True)
+            control_inputs = dependencies.control_inputs_after([node_name], number)
         readers = self._rewriting.readers[place.values_key]
         readers.count += 1
         # A pullback in another body, in a loop or behind a branch may run several times, or never.

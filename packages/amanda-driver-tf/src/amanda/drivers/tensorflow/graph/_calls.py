@@ -136,20 +136,14 @@ def _rewrite_callee(
         rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
         return None
     forward_id = None if forward is None else body.forward_id(forward)
+    # A function that is called at several places has other ids at each.
+    identity = digest(op_id(body, op.name), place)
     callee_body = function_body(
-        function,
-        # A function that is called at several places has other ids at each.
-        digest(op_id(body, op.name), place),
-        rewriting,
-        arguments.value,
-        arguments.variable,
-        caller=(body, op),
-        within=body.place_of(op).within,
-        apart=rewriting.differentiated,
-        forward_call=forward,
+        function, identity, rewriting, arguments.value, arguments.variable, caller=(body, op),
+        within=body.place_of(op).within, apart=rewriting.differentiated, forward_call=forward,
         forward_graph=rewriting.callees.get(forward, {}).get(place),
         forward_identity=None if forward_id is None else digest(forward_id, place),
-    )
+    )  # fmt: skip
     rewriting.callees.setdefault(op, {})[place] = function.graph
     return _RewrittenCallee(place, reference, function, callee_body, rewrite(callee_body, rewriting))
 
@@ -183,12 +177,9 @@ def _call_numbered_functions(
         number, step = add_loop_number(rewriter, op, number)
     for callee in callees:
         copy = numbered_copy(
-            callee.function.definition,
-            callee.rewritten,
-            callee.body,
-            step=step if callee.place == "body" else 0,
-            is_condition=is_loop and callee.place == "cond",
-        )
+            callee.function.definition, callee.rewritten, callee.body,
+            step=step if callee.place == "body" else 0, is_condition=is_loop and callee.place == "cond",
+        )  # fmt: skip
         rewriting.library.append(copy)
         callee.reference.name = copy.signature.name
     _add_number_argument(node, stateful_type, body.depth_of(op) + 1)

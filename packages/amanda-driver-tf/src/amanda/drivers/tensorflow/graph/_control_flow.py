@@ -47,13 +47,9 @@ def loop_entries(merge: tf.Operation) -> dict[int, tf.Operation]:
 
 
 def insert_at_control_flow(
-    rewriter: BodyRewriter,
-    op: tf.Operation,
-    plan: Plan | Actions,
-    inputs: Side,
-    outputs: Side,
+    rewriter: BodyRewriter, op: tf.Operation, plan: Plan | Actions, inputs: Side, outputs: Side,
     facts: OpFacts,
-) -> None:
+) -> None:  # fmt: skip
     """Put routines at an operation of control flow; report a replacement, which is not done."""
     report = rewriter.rewriting.report
     if plan.replace is not None:

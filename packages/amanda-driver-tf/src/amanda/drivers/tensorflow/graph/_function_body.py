@@ -73,26 +73,15 @@ def function_body(
         _report_guesses(function.name, operations, forwards, rewriting)
     variable = _variable_lookup(graph, argument_variable or read_argument)
     return Body(
-        ops=[op for op in operations if names.get(op.name) in nodes],
-        nodes=nodes,
-        syntax=syntax,
-        number=NUMBER,
-        identity=identity,
-        forward_of=forwards,
+        ops=[op for op in operations if names.get(op.name) in nodes], nodes=nodes, syntax=syntax,
+        number=NUMBER, identity=identity, forward_of=forwards,
         outputs=[syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
-        captured=captured,
-        node_name=lambda op: names.get(op.name, op.name),
-        read_value=_ValueReader(graph, read_argument),
-        functions=lambda name: function_named(name, graph),
-        apart=apart,
-        backward=backward,
-        depth=depth,
-        order_of=forwards.order,
-        guessed=bool(forwards.guessed),
-        variable_of=variable,
-        place_of=Locations(rewriting.layers, graph, variable, within),
-        forward_identity=forward_identity,
-    )
+        captured=captured, node_name=lambda op: names.get(op.name, op.name),
+        read_value=_ValueReader(graph, read_argument), functions=lambda name: function_named(name, graph),
+        apart=apart, backward=backward, depth=depth, order_of=forwards.order,
+        guessed=bool(forwards.guessed), variable_of=variable,
+        place_of=Locations(rewriting.layers, graph, variable, within), forward_identity=forward_identity,
+    )  # fmt: skip
 
 
 def _report_guesses(

@@ -69,14 +69,9 @@ class Insertions:
         return self.output_of(f"{name}/{index}", 0)
 
     def call_function(
-        self,
-        op: tf.Operation,
-        routine: TracedRoutine,
-        refs: Sequence[str],
-        result_types: Sequence[int],
-        ahead: bool,
-        control_inputs: Sequence[str],
-    ) -> str:
+        self, op: tf.Operation, routine: TracedRoutine, refs: Sequence[str], result_types: Sequence[int],
+        ahead: bool, control_inputs: Sequence[str],
+    ) -> str:  # fmt: skip
         """Add a node that calls a traced routine; return its name."""
         self.rewriting.library += routine.definitions
         numbers = count(len(self.nodes))  # an instrumented file may have a node of that name already
@@ -165,16 +160,10 @@ class Insertions:
         self._flushed[group] = node.name
 
     def add(
-        self,
-        op: tf.Operation,
-        inserted: Any,
-        refs: Sequence[str],
-        input_types: Sequence[int],
-        result_types: Sequence[int],
-        ahead: bool,
-        instead: bool = False,
+        self, op: tf.Operation, inserted: Any, refs: Sequence[str], input_types: Sequence[int],
+        result_types: Sequence[int], ahead: bool, instead: bool = False,
         control_inputs: Sequence[str] | None = None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Add a node that calls a new slot; return its name.
 
         ahead: True if the operation comes after the node, False if the node comes after the operation.

@@ -100,13 +100,11 @@ class BodyRewriter(RoutineRewriter):
         return RewrittenBody(
             nodes=[*remaining_nodes, *inserted_nodes],
             outputs=[self.returned_refs.get(edge) or self._edge_ref(edge) for edge in self.body.outputs],
-            inserted=self.insertions.inserted,
-            removed=self.removed,
-            changed=changed,
+            inserted=self.insertions.inserted, removed=self.removed, changed=changed,
             called_nodes=[name for name, number in self.call_numbers.items() if number],
             backward=self._has_backward,
             numbers={self.removed.get(name, name): number for name, number in numbers.items()},
-        )
+        )  # fmt: skip
 
     def at_node(self, op: tf.Operation) -> None:
         """Analyse an operation, and edit it.
@@ -123,7 +121,7 @@ class BodyRewriter(RoutineRewriter):
             plan = self.rewriting.analysis.forward(facts, outputs)
             if plan:  # most operations have no actions, and need no sides
                 self.act(op, plan, *self.sides(op), facts)
-        self.leave(op, False)
+        self.leave(op, replaced=False)
 
     def leave(self, op: tf.Operation, replaced: bool) -> None:
         """Rewrite the functions that an operation calls; no effect if it calls none."""

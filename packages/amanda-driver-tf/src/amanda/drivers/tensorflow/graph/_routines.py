@@ -306,13 +306,9 @@ class TracedRoutine:
         return [tf.identity(tf.cast(output, dtype)) for output, dtype in zip(flat, place.dtypes, strict=True)]
 
     def call(
-        self,
-        name: str,
-        inputs: Sequence[str],
-        control_inputs: Sequence[str],
-        result_types: Sequence[int],
+        self, name: str, inputs: Sequence[str], control_inputs: Sequence[str], result_types: Sequence[int],
         output: str,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Return the nodes of the constants, and the node that calls the function.
 
         output: the suffix of a constant's output, as an input spells it.
