@@ -1,4 +1,4 @@
-"""Kernels of PyTorch and TensorFlow for fake quantisation, and ops of TensorFlow as functions."""
+"""Kernels of PyTorch and TensorFlow for fake quantisation, and ops as functions of their inputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 
@@ -249,6 +250,19 @@ def _new_tensor_and_array(shape: Any) -> tuple[Any, NDArray[Any]]:
 def _constant_shape(shape: tuple[int, ...]) -> Any:
     # Cached: each constant is an op of TensorFlow to run.
     return _tf().constant(shape, "int32", (len(shape),))
+
+
+def recompute_function(context: amanda.OpContext) -> Any:
+    """Return the op as a function of its inputs; None for one that is random, in place, or not repeatable."""
+    if "recompute" in context:
+        return context["recompute"]
+    # A second run would write twice, or draw other numbers.
+    if context["in_place"] or context.get_attrs().get("dropout_p"):
+        return None
+    try:
+        return context.get_computation()
+    except AmandaError:
+        return None
 
 
 def write_recompute(context: amanda.OpContext) -> None:
