@@ -75,25 +75,25 @@ class Pipeline:
             depths = [_existing_module_count(module, name) for module in self._stages]
             for stage, tensors in enumerate(self._stage_tensors):
                 is_unread = id(tensor) not in placed_ids and stage == depths.index(max(depths))
-                if name not in tensors and (is_unread or any(value is tensor for value in tensors.values())):
+                is_tied_here = any(value is tensor for value in tensors.values())
+                if name not in tensors and (is_unread or is_tied_here):
                     _register_tensor(self._stages[stage], name, tensor, name in persistent)
                     tensors[name] = tensor
             placed_ids.add(id(tensor))
 
     def _check_parameters(self) -> None:
         """Raise PartitionError for a stage whose parameters differ from the plan's."""
-        paths = dict(_tensors_by_name(self._model))
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        tensors_by_path = dict(_tensors_by_name(self._model))
+        # Compared by parameter, as a tied one has several paths; buffers are not compared.
+        name_of_id = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        names = {path: name_of_id.get(id(tensor)) for path, tensor in tensors_by_path.items()}
         for stage, tensors in enumerate(self._stage_tensors):
-            planned = {
-                names.get(id(paths.get(path)), path)
-                for path, stages in self.plan.parameters.items()
-                if stage in stages and (path not in paths or id(paths[path]) in names)
-            }
-            exported = {
-                names[id(paths[name])] for name in tensors if name in paths and id(paths[name]) in names
-            }
-            # Compared by parameter, as a tied one has several paths.
+            # A path that the model lacks stays, and shows the difference.
+            planned_names = (
+                names.get(path, path) for path, stages in self.plan.parameters.items() if stage in stages
+            )
+            planned = {name for name in planned_names if name is not None}
+            exported = {name for path in tensors if (name := names.get(path)) is not None}
             if planned != exported:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "

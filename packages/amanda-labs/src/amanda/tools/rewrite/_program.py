@@ -191,7 +191,8 @@ class ProgramMatches:
             yield from self._match_inputs(remaining, binding)
         elif pattern.name not in binding.captures:
             # A capture needs an input, be it no tensor; an op's inputs are as many as it was called with.
-            if edge[1] < len(self.nodes[edge[0]].flow.inputs):
+            op_id, position = edge
+            if position < len(self.nodes[op_id].flow.inputs):
                 captures = {**binding.captures, pattern.name: edge}
                 yield from self._match_inputs(remaining, binding._replace(captures=captures))
         elif number is not None and number == self._tensor_at(binding.captures[pattern.name]):
@@ -199,8 +200,9 @@ class ProgramMatches:
 
     def _tensor_at(self, edge: Edge) -> int | None:
         """Return the number of the tensor at an input; None for another value, and without such an input."""
-        inputs = self.nodes[edge[0]].flow.inputs
-        return inputs[edge[1]] if edge[1] < len(inputs) else None
+        op_id, position = edge
+        inputs = self.nodes[op_id].flow.inputs
+        return inputs[position] if position < len(inputs) else None
 
     def site_of(self, op_id: int) -> MatchSite | None:
         """Return the replaced match that an op belongs to."""

@@ -132,12 +132,12 @@ class RewriteTool(amanda.Tool):
             if (index, i) not in edges
         ]
         # Symbols were held weakly: the condition sees None for those that are gone.
-        symbols = {edge: nodes[edge[0]].values[edge[1]]() for edge in edges_read}
+        symbols = {(op_id, position): nodes[op_id].values[position]() for op_id, position in edges_read}
         if site.rule.when is not None and not site.rule.when(_graph_match(site, nodes, symbols)):
             site.fallbacks[CONDITION_FAILED] += 1
             return
-        own_edges = [edge for edge in edges_read if edge[0] == last.id]
-        other_edges = [edge for edge in edges_read if edge[0] != last.id]
+        own_edges = [(op_id, position) for op_id, position in edges_read if op_id == last.id]
+        other_edges = [(op_id, position) for op_id, position in edges_read if op_id != last.id]
         # PyTorch's compiled graphs hand a replacement the inputs of its own op alone.
         if other_edges and not context["reads_other_ops"]:
             site.fallbacks[COMPILED_GRAPH] += 1

@@ -315,6 +315,7 @@ def _move_labels(
     compute, label_position = getattr(tf.raw_ops, type), channel_input_of(type)
     labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[label_position].shape)))
     inputs = [labels if i == label_position else value.tensor for i, value in enumerate(values)]
+    # The raw op of Squeeze has a parameter `axis` for its attribute `squeeze_dims`.
     renamed = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}
     names = list(signature(compute).parameters)  # inputs, and then attributes
     keywords = {name: renamed[name] for name in names[len(inputs) :] if renamed.get(name) is not None}

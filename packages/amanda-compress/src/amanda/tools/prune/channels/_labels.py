@@ -123,11 +123,10 @@ class ChannelSets:
     def pinned(self, families: Families, axes: Iterable[int], reason: str) -> Families:
         """Pin axes of families; return the families that vary along other axes."""
         for axis in axes:
-            families = tuple(
-                pinned for family in families
-                if (pinned := self.pin(family, axis, reason) if family.shape[axis] > 1 else family)
-                is not None
-            )  # fmt: skip
+            pinned = [
+                self.pin(family, axis, reason) if family.shape[axis] > 1 else family for family in families
+            ]
+            families = tuple(family for family in pinned if family is not None)
         return families
 
     def compressed(self, family: Family, reason: str) -> Family | None:
@@ -190,7 +189,8 @@ class ChannelSets:
             elif _is_inner(merged_axes, axes):
                 inner = merged.pop(i)
                 self.pinned((inner,), merged_axes, reason)
-                (family,) = self.pinned((family,), merged_axes, reason) or (None,)
+                pinned = self.pinned((family,), merged_axes, reason)
+                family = pinned[0] if pinned else None
             else:
                 merged_family = merged.pop(i)
                 self.unite(family, merged_family)

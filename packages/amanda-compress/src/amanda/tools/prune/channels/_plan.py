@@ -326,10 +326,10 @@ def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
         if path in excluded_paths:
             labels.leave(outputs, f"{path} is excluded")
     if choice.module is not None:
-        chosen_roots = {
-            root for path, outputs in modules.items() for family in outputs if path in chosen_paths
-            for root in labels.roots(family).reshape(-1).tolist()
-        }  # fmt: skip
+        chosen_roots: set[int] = set()
+        for path in chosen_paths:
+            for family in modules[path]:
+                chosen_roots.update(labels.roots(family).reshape(-1).tolist())
         for outputs in modules.values():
             for family in outputs:
                 unselected = family[~np.isin(labels.roots(family), list(chosen_roots))]
