@@ -275,6 +275,26 @@ def test_samples_share_the_scale_of_their_batch(method: Any) -> None:
     assert len(tool.result.rows()) == 4
 
 
+@pytest.mark.parametrize("method", ["static", "dynamic"])
+def test_weights_that_each_task_adapts_have_the_scale_of_the_model(method: Any) -> None:
+    net, support, queries = network(), torch.rand(3, 5, 8), torch.rand(3, 5, 8)
+    loss, parameters = square_loss(net), detached(net)
+
+    def adapted_loss(parameters: Any, support: Any, queries: Any) -> Any:
+        slopes = grad(loss)(parameters, support)
+        return loss({name: parameters[name] - 0.01 * slopes[name] for name in parameters}, queries)
+
+    def run() -> Any:
+        return grad(lambda p: vmap(adapted_loss, (None, 0, 0))(p, support, queries).sum())(parameters)
+
+    result, tool = quantized(method, run, activation_bits=None)
+    expected = run()
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, rtol=0.02, atol=0.02)  # eight bits
+        assert not torch.equal(result[name], value)
+    assert [row[4] for row in tool.result.rows()] == ["weight", "weight"]
+
+
 def test_learned_scales_leave_what_a_transform_wraps() -> None:
     (base, stacked, _), rows = ensemble_of(2), torch.rand(5, 8)
 
