@@ -275,6 +275,26 @@ def test_samples_share_the_scale_of_their_batch(method: Any) -> None:
     assert len(tool.result.rows()) == 4
 
 
+@pytest.mark.parametrize("method", ["static", "dynamic"])
+def test_weights_that_each_task_adapts_have_the_scale_of_the_model(method: Any) -> None:
+    net, support, queries = network(), torch.rand(3, 5, 8), torch.rand(3, 5, 8)
+    loss, parameters = square_loss(net), detached(net)
+
+    def adapted_loss(parameters: Any, support: Any, queries: Any) -> Any:
+        slopes = grad(loss)(parameters, support)
+        return loss({name: parameters[name] - 0.01 * slopes[name] for name in parameters}, queries)
+
+    def run() -> Any:
+        return grad(lambda p: vmap(adapted_loss, (None, 0, 0))(p, support, queries).sum())(parameters)
+
+    result, tool = quantized(method, run, activation_bits=None)
+    expected = run()
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, rtol=0.02, atol=0.02)  # eight bits
+        assert not torch.equal(result[name], value)
+    assert [row[4] for row in tool.result.rows()] == ["weight", "weight"]
+
+
 def test_learned_scales_leave_what_a_transform_wraps() -> None:
     (base, stacked, _), rows = ensemble_of(2), torch.rand(5, 8)
 
@@ -345,3 +365,41 @@ def test_dynamic_pruning_leaves_ops_within_transforms(make: Any, fused: bool) ->
     assert note.endswith(
         "is left as it is within transforms: a transform such as vmap has wrapped its input."
     )
+
+
+class Tied(torch.nn.Module):
+    """A language model whose output layer has the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8)
+        self.output = torch.nn.Linear(8, 10, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Any) -> Any:
+        return self.output(self.hidden(self.embedding(tokens)))
+
+
+def test_a_tied_weight_that_is_handed_in_is_left_as_outside_of_transforms() -> None:
+    torch.manual_seed(0)
+    net, tokens, tool = Tied(), torch.arange(6), PruneTool(sparsity=0.5)
+    with amanda.apply(tool):
+        grad(square_loss(net))(detached(net), tokens)
+    assert tool.result.left == {"linear of output": "an embedding reads it too"}
+    assert [row[7] for row in tool.result.rows()] == ["hidden.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch computes it sample by sample
+@pytest.mark.parametrize("pattern", ["2:4", "structured", "unstructured"])
+def test_weights_of_an_attention_are_pruned_in_each_model(pattern: str) -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+    stacked, _ = stack_module_state(layers)
+    x, tool = torch.rand(2, 5, 8), PruneTool(sparsity=0.5, pattern=pattern)
+    with amanda.apply(tool):
+        results = vmap(lambda parameters: functional_call(layers[0], parameters, (x,)))(stacked)
+    for layer, result in zip(layers, results, strict=True):
+        with amanda.apply(PruneTool(sparsity=0.5, pattern=pattern)):
+            torch.testing.assert_close(layer(x), result)
+    paths = ["self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"]
+    assert [row[7] for row in tool.result.rows()] == [f"{path}[{i}]" for path in paths for i in range(2)]

@@ -87,9 +87,13 @@ class ParameterSlot:
     identity: ordinal of the first value in the slot, and so of a parameter that lies there in other calls.
     """
 
-    def __init__(self, owner: Any, slot: Hashable) -> None:
-        """owner: the module.  slot: as the driver's function `slot_of` returns it for a parameter there."""
-        self.identity = parameter_slots.adopt_at(interceptor.ordinal(owner), slot, interceptor.ordinal(self))
+    def __init__(self, owner: Any, slot: Hashable, value: Any) -> None:
+        """owner: the module.  slot: as the driver's function `slot_of` returns it for a parameter there.
+
+        value: what lies in the slot now; slots that share it, as of tied parameters, have one identity.
+        """
+        owner_ordinal, ordinal = interceptor.ordinal(owner), interceptor.ordinal(value)
+        self.identity = parameter_slots.adopt_at(owner_ordinal, slot, ordinal)
 
 
 class PlanLifetimes:

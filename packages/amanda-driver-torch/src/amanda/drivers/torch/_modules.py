@@ -77,9 +77,9 @@ class HandedInParameter(ParameterSlot):
 
     framework = "torch"
 
-    def __init__(self, module: torch.nn.Module, name: str, shape: tuple[int, ...]) -> None:
-        super().__init__(module, (name, shape))
-        self.name, self.shape = name, shape
+    def __init__(self, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.shape = name, tuple(tensor.shape)
+        super().__init__(module, (name, self.shape), tensor)
         self._module = weakref.ref(module)
 
     @property
@@ -139,7 +139,7 @@ class HeldParameters:
                     key = name, tuple(tensor.shape)
                     slot = slots.get(key)
                     if slot is None:
-                        slot = slots[key] = HandedInParameter(owner, *key)
+                        slot = slots[key] = HandedInParameter(owner, name, tensor)
                     return slot
         return None
 
