@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import amanda
 
-
 pytestmark = [  # of torch's own code
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
