@@ -84,6 +84,8 @@ class Body:
             self._ran = run_graph(
                 rewriting.module, rewriting.symbols.inputs, rewriting.symbols.attribute_symbol
             )
+        calls = (call for node_run in self._ran.values() for call in node_run.calls)
+        self.backward_counts = Counter(type(node).__name__ for call in calls for node, _ in call.nodes)
         self._calls: dict[Node, InstrumentedCall] = {}
         self._held: dict[Node, Sequence[torch.Tensor]] = {}
         rewriting.analyse_forward(self._ran)
@@ -107,6 +109,8 @@ class Body:
             copy.replace(node, call, list(self._ran[node].module_tensors))
         for node, bodies in self.rewriting.bodies.items():
             bodies.write(copy, self._held[node])
+        for node_run in self._ran.values():
+            node_run.forget_symbols()
         return copy.finish()
 
     def report(self) -> None:
@@ -140,11 +144,9 @@ class ControlFlowBodies:
         """Count the ops, by name, at which routines do not run."""
         return sum((body.rewriting.left_out for body in self._bodies.values()), Counter[str]())
 
-    def ops(self) -> Counter[str]:
-        """Count the ops of the bodies by name."""
-        return Counter(
-            step.facts.op_type for body in self._bodies.values() for step in body.rewriting.steps()
-        )
+    def backward_counts(self) -> Counter[str]:
+        """Count the backward ops of the bodies by name."""
+        return sum((body.backward_counts for body in self._bodies.values()), Counter[str]())
 
     def report(self) -> None:
         """Report what is left out within the bodies."""

@@ -183,7 +183,10 @@ class FxRewriting:
             return plan
         inlined = Actions()
         inlined.add(action for action in plan.all if self._routines.is_inlined(action))
-        self.left_out[facts.op_type] += len(list(inlined.all)) < len(list(plan.all))
+        refused = [action for action in plan.all if not self._routines.is_inlined(action)]
+        for action in refused:
+            action.tool.refused(action, NO_PYTHON)
+        self.left_out[facts.op_type] += bool(refused)
         return inlined
 
     def report_left_out(self, ran: Mapping[Node, NodeRun]) -> None:
@@ -198,7 +201,7 @@ class FxRewriting:
             name, where = str(node.target), source_of(node)
             self._report_counts(name, where, NO_PYTHON, bodies.left_out())
             if wants_backward:
-                self._report_counts(name, where, f"{NO_BACKWARD}, those of", bodies.ops())
+                self._report_counts(name, where, NO_BACKWARD, bodies.backward_counts())
             bodies.report()
 
     def _report_counts(self, subject: str, where: str, reason: str, counts: Counter[str]) -> None:
@@ -352,9 +355,7 @@ class FxRewriting:
             self.program.at_once.update(seen_and_written(ran, changed))
         # The tensors without data, and autograd's graph of them, end here: the copy keeps templates alone.
         for node_run in ran.values():
-            node_run.calls.clear()
-            if node_run.replay is not None:
-                node_run.replay.forget_symbols()
+            node_run.forget_symbols()
         return copy.finish()
 
     def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
