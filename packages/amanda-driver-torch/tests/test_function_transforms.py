@@ -512,6 +512,35 @@ def test_functions_of_autograd_are_seen_once_by_their_name() -> None:
     assert [op for op, *_ in tool.forward].count("Cube") == 4
 
 
+def test_samples_and_tangents_are_told_by_the_shapes() -> None:
+    samples: list[int] = []
+    shapes_seen: list[Any] = []
+    tool = amanda.Tool()
+
+    @amanda.observer
+    def record(*, shapes: Any) -> None:
+        shapes_seen.append(shapes[0][0])
+
+    def analyse(context: amanda.OpContext) -> None:
+        if context.get_op_type() == "sin":
+            samples.append(context.get_samples())
+            context.insert_after_op(record, outputs=[])
+
+    tool.add_inst_for_op(analyse, guard="read")
+    with amanda.apply(tool):
+        torch.sin(X)
+        vmap(torch.sin)(ROWS)
+        jvp(torch.sin, (X,), (X,))
+        jacfwd(torch.sin)(X)
+    assert samples == [1, 2, 1, 1]
+    assert [tuple(shape) for shape in shapes_seen] == [(3,), (3,), (3,), (3,)]
+    # The directions of `jacfwd` are a batch of the tangent alone.
+    assert [getattr(shape, "tangents", ()) for shape in shapes_seen] == [
+        (), (), (((1,), ()),), (((2,), ((1, 3),)),),
+    ]  # fmt: skip
+    assert len(set(shapes_seen)) == 4
+
+
 FUNCTIONALIZED: dict[str, Callable[[Function], Function]] = {
     "alone": functionalize,
     "without views": lambda f: functionalize(f, remove="mutations_and_views"),

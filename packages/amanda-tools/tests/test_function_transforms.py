@@ -213,6 +213,19 @@ def test_samples_of_a_vmap_are_counted_in_compiled_graphs() -> None:
     assert tool.result.total("flops") == 5 * (2 * FIRST + 4)
 
 
+def test_ops_in_bodies_of_compiled_control_flow_are_named_as_not_counted() -> None:
+    def program(x: Any) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: x @ B, lambda x: x[:, :2].sin(), (x,))
+
+    tool = FlopsTool()
+    with torch.no_grad(), amanda.apply(tool, compiled="instrument"):
+        torch.compile(program, backend="aot_eager")(A)
+    assert tool.result.unseen == {"matmul": 1, "sin": 1}
+    with amanda.apply(eager := FlopsTool()):
+        program(A)
+    assert (eager.result.total("macs"), eager.result.unseen) == (MM, {})
+
+
 def test_a_nan_of_one_sample_is_found_at_its_op() -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 

@@ -12,6 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import amanda
 
+pytestmark = [  # of torch's own code
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
 
 class Doubled(torch.autograd.Function):
     """A function of the user's own."""
@@ -25,79 +30,161 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def in_cond(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
-    return result
-
-
-def in_map(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = mapped(lambda row: row.sin(), x)
-    return result
-
-
-def in_scan(x: torch.Tensor) -> torch.Tensor:
-    _, rows = scan(lambda carry, row: (carry + row, row.sin()), torch.zeros(3), x)
-    result: torch.Tensor = rows
-    return result
-
-
-def in_while(x: torch.Tensor) -> torch.Tensor:
-    start = torch.zeros((), dtype=torch.int64)
-    _, last = while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x.sin()), (start, x))
-    result: torch.Tensor = last
-    return result
-
-
-def in_checkpoint(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(lambda x: x.sin(), x, use_reentrant=False)
-    return result
-
-
 def in_function(x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
-@pytest.mark.parametrize(
-    ("inner", "subject", "inside"),
-    [
-        (in_cond, "cond", "1 sin, 1 cos"),
-        (in_map, "map_impl", "1 sin"),
-        (in_scan, "scan", "sin"),
-        (in_while, "while_loop", "sin"),
-        (in_function, "autograd_function_apply", "mul"),
-    ],
-)
-def test_the_report_names_the_ops_inside_and_numbers_stay(
-    inner: Callable[[torch.Tensor], torch.Tensor], subject: str, inside: str
-) -> None:
+def test_the_report_names_the_ops_of_a_function_and_numbers_stay() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
-        return inner(x.exp()).tanh()
+        return in_function(x.exp()).tanh()
 
-    op_types: list[str] = []
-    tool = amanda.Tool()
-
-    def analyse(context: amanda.OpContext) -> None:
-        if str(context.namespace).endswith("graph"):
-            op_types.append(context.get_op_type())
-        context.insert_after_op(amanda.observer(lambda *outputs: None))
-
-    tool.add_inst_for_op(analyse)
-    x = torch.linspace(0, 1, 6).reshape(2, 3)
-    x.requires_grad_(subject == "autograd_function_apply")
+    x = torch.linspace(0, 1, 6).reshape(2, 3).requires_grad_()
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
-    bare = compiled(x)
+    bare, tool = compiled(x), Acting()
     with amanda.apply(tool, compiled="instrument") as scope:
-        result = compiled(x)
-    assert torch.equal(result, bare)
-    assert op_types[0] == "exp"
-    assert op_types[-1] == "tanh"
-    assert not {"sin", "cos"} & set(op_types)
-    (entry,) = (reported for reported in scope.report if reported.what == subject)
+        assert torch.equal(compiled(x), bare)
+    assert [op for op, *_ in tool.ops] == ["exp", "tanh"]
+    (entry,) = (reported for reported in scope.report if reported.what == "autograd_function_apply")
     assert entry.reason.startswith("ops inside of a higher-order op are not instrumented: ")
-    assert inside in entry.reason
+    assert "mul" in entry.reason
     assert entry.where.startswith(__file__)
+
+
+LAYER = torch.nn.Linear(3, 3)
+with torch.no_grad():
+    LAYER.weight.copy_(torch.linspace(-1, 1, 9).reshape(3, 3))
+    LAYER.bias.fill_(0.5)
+
+
+def layer(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(LAYER(x))
+
+
+def start() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+BODIES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "cond": lambda x: torch.cond(x.sum() > 0, layer, torch.cos, (x,)),
+    "map_impl": lambda x: mapped(layer, x),
+    "scan": lambda x: scan(lambda carry, row: (carry + row, layer(row)), torch.zeros(3), x)[1],
+    "while_loop": lambda x: while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, layer(x)), (start(), x))[1],
+    "nested": lambda x: torch.cond(x.sum() > 0, lambda x: mapped(layer, x), torch.cos, (x,)),
+}
+bodies = pytest.mark.parametrize("name", BODIES)
+
+
+def step_of(function: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Return the result and the gradients of a step."""
+    x = torch.linspace(0, 1, 6).reshape(2, 3).requires_grad_()
+    result = function(x)
+    return [result, *torch.autograd.grad(result.sum(), [x, *LAYER.parameters()])]
+
+
+def compiled_body(name: str, backend: str = "aot_eager") -> Callable[[torch.Tensor], torch.Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(lambda x: BODIES[name](x), backend=backend, fullgraph=True)
+
+
+class AtLinear(amanda.Tool):
+    """Records ops, and the weight that each linear op reads; inserts a routine after it."""
+
+    def __init__(self, routine: Callable[..., Any] | None = None) -> None:
+        self.ops: list[tuple[str, str]] = []
+        self.weights: list[Any] = []
+        self.routine = routine
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        self.ops.append((context.get_op_type(), context.get_source()))
+        if context.get_op_type() == "linear":
+            self.weights.append(context.get_value(1))
+            if self.routine is not None:
+                context.insert_after_op(self.routine)
+
+
+@bodies
+def test_ops_of_bodies_are_seen_with_their_weights_and_leave_all_bits(name: str) -> None:
+    function, tool = compiled_body(name), AtLinear()
+    bare = step_of(function)
+    with amanda.apply(tool, compiled="instrument") as scope:
+        assert_equal(step_of(function), bare)
+    assert tool.weights == [LAYER.weight]
+    assert any(op == "sin" and source.startswith(__file__) for op, source in tool.ops)
+    assert not list(scope.report)
+
+
+def unchanged(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+@bodies
+def test_an_equal_value_leaves_all_bits(name: str) -> None:
+    function = compiled_body(name)
+    bare = step_of(function)
+    with amanda.apply(AtLinear(amanda.traceable(unchanged)), compiled="instrument"):
+        assert_equal(step_of(function), bare)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])]
+)
+@bodies
+def test_a_traceable_routine_acts_in_bodies_with_the_tensor_that_it_holds(name: str, backend: str) -> None:
+    mask, function = torch.tensor([1.0, 0.0, 2.0]), compiled_body(name, backend)
+    bare = step_of(function)
+    tool = AtLinear(amanda.traceable(lambda y: y * mask))
+    with amanda.apply(tool):
+        expected = step_of(BODIES[name])
+    with amanda.apply(tool, compiled="instrument") as scope:
+        changed = step_of(function)
+        mask.fill_(1.0)
+        assert_close(step_of(function), bare)
+    assert_close(changed, expected)
+    assert not torch.equal(changed[0], bare[0])
+    assert not [entry for entry in scope.report if "do not run" in entry.reason]
+    assert_equal(step_of(function), bare)
+
+
+@bodies
+def test_routines_called_as_python_are_left_out_of_bodies_and_counted(name: str) -> None:
+    calls: list[Any] = []
+    function, tool = compiled_body(name), AtLinear(lambda y: calls.append(y))
+    tool.add_inst_for_op(lambda context: None, backward=True)
+    bare = step_of(function)
+    with amanda.apply(tool, compiled="instrument") as scope:
+        assert_equal(step_of(function), bare)
+    assert not calls
+    subject = "map_impl" if name == "nested" else name
+    reasons = [entry.reason for entry in scope.report if entry.what == subject]
+    assert "routines that are called as Python do not run there: 1 linear" in reasons
+    assert any("not instrumented there: " in reason and "1 SinBackward0" in reason for reason in reasons)
+
+
+def test_a_routine_that_cannot_be_traced_is_left_out_of_a_body() -> None:
+    function = compiled_body("cond")
+    bare = step_of(function)
+    tool = AtLinear(amanda.traceable(lambda y: y * float(y.sum().item())))
+    with amanda.apply(tool, compiled="instrument") as scope:
+        assert_equal(step_of(function), bare)
+    assert {entry.what for entry in scope.report} >= {"cond"}
+
+
+def test_an_integer_that_a_loop_carries_leaves_the_loop_as_it_is() -> None:
+    def program(x: torch.Tensor) -> Any:
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (0, x))
+
+    torch._dynamo.reset()
+    function, x = torch.compile(program, backend="aot_eager", fullgraph=True), torch.rand(3)
+    bare = function(x)
+    with amanda.apply(AtLinear(), compiled="instrument"):
+        assert torch.equal(function(x)[1], bare[1])
+
+
+def assert_close(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 class Layers(torch.nn.Module):
@@ -263,7 +350,6 @@ def test_ops_that_recompute_by_a_policy_of_the_user_are_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["checkpoint", "region"])
 def test_ops_of_checkpoints_and_regions_are_instrumented_with_inductor(kind: str) -> None:
     model, compiled = compiled_model(kind, "inductor")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,25 @@ class GraphCopy:
         call_node.meta = copy(twin.meta)
         for reader in readers:
             reader.replace_input_with(twin, call_node)
+
+    def give_bodies(
+        self,
+        node: Node,
+        bodies: Mapping[str, GraphModule],
+        position: int,
+        held_tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Replace bodies of a higher-order op by name, and append tensors to the operands at a position."""
+        twin = self._twins[node]
+        args: list[Any] = list(twin.args)
+        for name, body in bodies.items():
+            new_name = f"amanda_{name}_{node.name}"
+            setattr(self._module, new_name, body)
+            with self._module.graph.inserting_before(twin):
+                body_node = self._module.graph.get_attr(new_name)
+            args = [body_node if getattr(arg, "target", None) == name else arg for arg in args]
+        args[position] = (*args[position], *(self._node_of_held(tensor) for tensor in held_tensors))
+        twin.args = tuple(args)
 
     def end_with(self, instrumented: InstrumentedCall) -> bool:
         """Insert a call on the first output of the graph; return False if the graph has no output."""

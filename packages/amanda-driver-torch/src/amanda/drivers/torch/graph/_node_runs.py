@@ -261,6 +261,12 @@ class NodeRun:
         self.obstacle = ""
         self.backward_counts: Counter[str] = Counter()
 
+    def forget_symbols(self) -> None:
+        """Drop the tensors without data, and autograd's graph of them."""
+        self.calls.clear()
+        if self.replay is not None:
+            self.replay.forget_symbols()
+
 
 def _is_of_transform(target: Any) -> bool:
     """Return True for a function by which torch.func enters, leaves and differentiates at a level."""

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import ParameterPaths, part_of
+from ._bodies import ControlFlowBodies, find_bodies
 from ._graph_copy import GraphCopy
 from ._instrumented import (
     BackwardSite,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 
 IN_TRANSFORM = "torch.func transforms in a graph"
+NO_PYTHON = "routines that are called as Python do not run there"
+NO_BACKWARD = "backward ops are not instrumented there"
 
 
 class FxRewriting:
@@ -52,6 +55,8 @@ class FxRewriting:
     analysis: asks tools for actions; the default asks the tools of the program's state.
     history: of values that routines have read.
     late: takes the observers that are called when the graph has run; None if the graph calls all.
+    inlines_only: whether routines that are called as Python are left out, as in the body of an op.
+    bodies: of control flow ops.  left_out: ops at which such routines do not run, by name.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class FxRewriting:
         history: History | None = None,
         path_of: ParameterPaths | None = None,
         late: LateObservers | None = None,
+        inlines_only: bool = False,
     ) -> None:
         self.module = module
         self.symbols = symbols
@@ -75,6 +81,10 @@ class FxRewriting:
         self._instance = instance
         self._path_of = path_of or ParameterPaths([module])
         self._late = late
+        self._inlines_only = inlines_only
+        self._history = history
+        self.bodies: dict[Node, ControlFlowBodies] = {}
+        self.left_out: Counter[str] = Counter()
         self._reached: set[int] | None = None
         self._analysis = GraphAnalysis(program.state, TENSORS) if analysis is None else analysis
         self._routines = NodeRoutines(program, None)
@@ -84,7 +94,6 @@ class FxRewriting:
         self._leaf_actions: dict[int, Sequence[Action]] = {}
         self._sites: dict[int, tuple[OpFacts, bool]] = {}
         self._seen_leaves: set[int] = set()
-        self._left_in_transform: Counter[str] = Counter()
         self._leaf_count = 0
         self._trials = RoutineTrials(self._routines, symbols, history)
 
@@ -95,9 +104,7 @@ class FxRewriting:
                 # Once, without data: which native ops each node calls, and which nodes of autograd they make.
                 with self.symbols.without_data():
                     ran = run_graph(self.module, self.symbols.inputs, self.symbols.attribute_symbol)
-                self.symbols.record_runs(ran)
-                for node_run in ran.values():
-                    self._analyse_node(node_run)
+                self.analyse_forward(ran)
                 if any(stack.wants_backward for stack in self._analysis.stack.chain):
                     self._reached = _reached_nodes(ran)
                     # From the outputs to the inputs, as a backward pass goes.
@@ -108,18 +115,42 @@ class FxRewriting:
                         ran, self._sites, self._late is not None
                     ):
                         self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
-                self._report_transforms(ran)
                 check_views(ran, self._steps)
-                changed = {node: steps for node, steps in self._steps.items() if any(steps)}
-                if not changed and not self._leaves:
-                    return None
+                bodies_change = any(bodies.are_changed() for bodies in self.bodies.values())
+                is_changed = any(self.steps()) or self._leaves or bodies_change
                 with self.symbols.without_data():
-                    return self._write_copy(ran, changed)
+                    copy = self._write_copy(ran) if is_changed else None
+                self.report_left_out(ran)
+                return copy
         except BaseException:
             self._analysis.forget()  # plans of a graph that will not run must not be cached
             raise
         finally:
             self._analysis.finish()
+
+    def analyse_forward(self, ran: Mapping[Node, NodeRun]) -> None:
+        """Bring the forward ops of the graph to the tools, in order."""
+        self.symbols.record_runs(ran)
+        for node, node_run in ran.items():
+            bodies = find_bodies(node, self.module, ran, self.symbols, self._rewriting_of_body)
+            if bodies is None:
+                self._analyse_node(node_run)
+            else:
+                self.bodies[node] = bodies
+
+    def _rewriting_of_body(self, body: GraphModule, symbols: GraphSymbols) -> FxRewriting:
+        """Return the rewriting of a body of one of the graph's ops."""
+        rewriting = FxRewriting(
+            body, symbols, self.program, self.namespace, self._prefix, self._instance, self._analysis,
+            self._history, self._path_of, inlines_only=True,
+        )  # fmt: skip
+        rewriting._occurrences = self._occurrences  # ops of equal places may be in two bodies
+        return rewriting
+
+    def steps(self) -> Iterator[OpStep]:
+        """Yield the native ops of the graph."""
+        for steps in self._steps.values():
+            yield from steps
 
     def _analyse_node(self, node_run: NodeRun) -> None:
         """Bring the native ops of a node to the tools, or report why they cannot be instrumented."""
@@ -141,33 +172,42 @@ class FxRewriting:
                 )
                 raise facts.explain(error, plan.replace)
             actions = plan if self._late is None else self._late.take_over(plan, facts)
-            if call.in_transform:
-                actions = self._only_inlined(actions, facts)
-            self._steps[node].append(OpStep(facts, actions))
+            self._steps[node].append(OpStep(facts, self._only_inlined(actions, facts, call)))
 
-    def _only_inlined(self, plan: Actions, facts: OpFacts) -> Actions:
-        """Return the actions that become a part of the graph; count those that would be calls of Python.
+    def _only_inlined(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
+        """Return the actions that can run at an op; count it if some are left out.
 
-        Within a transform a call of Python would get the wrappers of no level.
+        Within a transform a call of Python would get wrappers of a level that has ended; a body takes none.
         """
+        if not (call.in_transform or self._inlines_only):
+            return plan
         inlined = Actions()
         inlined.add(action for action in plan.all if self._routines.is_inlined(action))
-        if len(list(inlined.all)) < len(list(plan.all)):
-            self._left_in_transform[facts.op_type] += 1
+        refused = [action for action in plan.all if not self._routines.is_inlined(action)]
+        for action in refused:
+            action.tool.refused(action, NO_PYTHON)
+        self.left_out[facts.op_type] += bool(refused)
         return inlined
 
-    def _report_transforms(self, ran: Mapping[Node, NodeRun]) -> None:
-        """Report the ops within transforms at which routines do not run, and the backward ops there."""
-        reasons = {"routines that are called as Python do not run there": self._left_in_transform}
-        if any(stack.wants_backward for stack in self._analysis.stack.chain):
-            backward_counts: Counter[str] = Counter()
-            for node_run in ran.values():
-                backward_counts += node_run.backward_counts
-            reasons["backward ops are not instrumented there"] = backward_counts
-        for reason, counts in reasons.items():
-            if counts:
-                names = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-                self.program.report(IN_TRANSFORM, f"{reason}: {names}")
+    def report_left_out(self, ran: Mapping[Node, NodeRun]) -> None:
+        """Report the ops in transforms and in bodies at which routines do not run, and backward ops there."""
+        wants_backward = any(stack.wants_backward for stack in self._analysis.stack.chain)
+        if not self._inlines_only:
+            self._report_counts(IN_TRANSFORM, "", NO_PYTHON, self.left_out)
+        if wants_backward:
+            backward_counts: Counter[str] = sum((run.backward_counts for run in ran.values()), Counter())
+            self._report_counts(IN_TRANSFORM, "", NO_BACKWARD, backward_counts)
+        for node, bodies in self.bodies.items():
+            name, where = str(node.target), source_of(node)
+            self._report_counts(name, where, NO_PYTHON, bodies.left_out())
+            if wants_backward:
+                self._report_counts(name, where, NO_BACKWARD, bodies.backward_counts())
+            bodies.report()
+
+    def _report_counts(self, subject: str, where: str, reason: str, counts: Counter[str]) -> None:
+        names = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count)
+        if names:
+            self.program.report(subject, f"{reason}: {names}", where)
 
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
         """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
@@ -271,18 +311,29 @@ class FxRewriting:
             self._sites[id(node)] = facts, bool(plan)
         return plan, facts
 
-    def _write_copy(self, ran: dict[Node, NodeRun], changed: dict[Node, list[OpStep]]) -> GraphModule:
+    def tried_calls(self, ran: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+        """Return the calls in the place of nodes with routines, after a trial of the traceable ones."""
+        calls: dict[Node, InstrumentedCall] = {}
+        for node, steps in self._steps.items():
+            replay = ran[node].replay
+            if not any(steps) or replay is None:
+                continue
+            instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
+            self._trials.try_node(instrumented, ran[node], steps)
+            for call, step in zip(ran[node].calls, steps, strict=True):
+                step.plan = self._only_inlined(step.plan, step.facts, call)  # what could not be traced is out
+        return calls
+
+    def _write_copy(self, ran: dict[Node, NodeRun]) -> GraphModule:
         """Return the copy of the graph in which nodes with routines are replaced.
 
         Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
         Python need a token in the copy.
         """
-        calls: dict[Node, InstrumentedCall] = {}
-        for node, steps in changed.items():
-            replay = ran[node].replay
-            assert replay is not None
-            instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
-            self._trials.try_node(instrumented, ran[node], steps)
+        changed = {node: steps for node, steps in self._steps.items() if any(steps)}
+        calls = self.tried_calls(ran)
+        changed_bodies = [bodies for bodies in self.bodies.values() if bodies.are_changed()]
+        held_by_bodies = [bodies.try_routines() for bodies in changed_bodies]
         leaves: dict[Node, InstrumentedCall] = {}
         for node, node_run in ran.items():
             site = self._leaves.get(id(node_run.value))
@@ -294,6 +345,8 @@ class FxRewriting:
         copy = GraphCopy(self.module, self.program, calls_python)
         for node, call in calls.items():
             copy.replace(node, call, list(ran[node].module_tensors))
+        for bodies, held_tensors in zip(changed_bodies, held_by_bodies, strict=True):
+            bodies.write(copy, held_tensors)
         for node, call in leaves.items():
             copy.read_through(node, call)
         if calls_python and self._late is not None:
@@ -302,9 +355,7 @@ class FxRewriting:
             self.program.at_once.update(seen_and_written(ran, changed))
         # The tensors without data, and autograd's graph of them, end here: the copy keeps templates alone.
         for node_run in ran.values():
-            node_run.calls.clear()
-            if node_run.replay is not None:
-                node_run.replay.forget_symbols()
+            node_run.forget_symbols()
         return copy.finish()
 
     def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:

@@ -1,0 +1,173 @@
+"""Bodies of control flow in a graph (`cond`, `while_loop`, `scan`, `map`), with traceable routines in them.
+
+Compilers trace a body by itself, any number of times. So a body takes traceable routines alone: a call of
+Python needs an effect, which torch allows in no body. Tensors that routines hold become operands of the op.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule
+
+from ._graph_copy import GraphCopy
+from ._node_runs import run_graph
+from ._symbols import GraphSymbols
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from ._instrumented import InstrumentedCall
+    from ._node_runs import NodeRun
+    from ._ops import GraphProgram
+    from ._rewrite import FxRewriting
+
+
+class ControlFlow(NamedTuple):
+    """Positions among an op's arguments: of its bodies, and of the operands that each body takes last."""
+
+    bodies: tuple[int, ...]
+    operands: int
+
+
+_CONTROL_FLOW = {
+    "cond": ControlFlow((1, 2), 3),
+    "map_impl": ControlFlow((0,), 2),
+    "scan": ControlFlow((0,), 3),
+    "while_loop": ControlFlow((0, 1), 3),
+}
+
+
+def find_bodies(
+    node: Node,
+    module: GraphModule,
+    ran: Mapping[Node, NodeRun],
+    symbols: GraphSymbols,
+    make: Callable[[GraphModule, GraphSymbols], FxRewriting],
+) -> ControlFlowBodies | None:
+    """Return the bodies of a control flow op; None for other nodes.
+
+    None too if a body does not say what it is given.  make: returns the rewriting of a body.
+    """
+    flow = _CONTROL_FLOW.get(str(node.target))
+    if flow is None or node.kwargs or len(node.args) != flow.operands + 1:
+        return None
+    operands: Any = node.args[flow.operands]
+    weights = [symbols.parameter_of(ran[value].value) if value in ran else None for value in operands]
+    bodies: dict[str, Body] = {}
+    for i in flow.bodies:
+        name = str(getattr(node.args[i], "target", ""))
+        body = getattr(module, name, None)
+        if not isinstance(body, GraphModule):
+            return None
+        examples = [
+            inner.meta.get("example_value") for inner in body.graph.nodes if inner.op == "placeholder"
+        ]
+        if any(example is None for example in examples):
+            return None
+        inputs = [None] * (len(examples) - len(weights)) + weights
+        body_symbols = GraphSymbols(body, inputs, examples, [value is not None for value in inputs])
+        bodies[name] = Body(make(body, body_symbols))
+    return ControlFlowBodies(node, flow, bodies)
+
+
+class Body:
+    """One body of a control flow op, in which ops are rewritten as in the graph around it."""
+
+    def __init__(self, rewriting: FxRewriting) -> None:
+        """Run the body without data, and bring its forward ops to the tools."""
+        self.rewriting = rewriting
+        with rewriting.symbols.without_data():
+            self._ran = run_graph(
+                rewriting.module, rewriting.symbols.inputs, rewriting.symbols.attribute_symbol
+            )
+        calls = (call for node_run in self._ran.values() for call in node_run.calls)
+        self.backward_counts = Counter(type(node).__name__ for call in calls for node, _ in call.nodes)
+        self._calls: dict[Node, InstrumentedCall] = {}
+        self._held: dict[Node, Sequence[torch.Tensor]] = {}
+        rewriting.analyse_forward(self._ran)
+
+    def is_changed(self) -> bool:
+        """Return True if routines are inserted into the body, or into a body in it."""
+        inner_bodies = self.rewriting.bodies.values()
+        return any(map(bool, self.rewriting.steps())) or any(bodies.are_changed() for bodies in inner_bodies)
+
+    def try_routines(self) -> list[torch.Tensor]:
+        """Try the routines of the body without data; return the tensors that they hold."""
+        self._calls = self.rewriting.tried_calls(self._ran)
+        self._held = {node: bodies.try_routines() for node, bodies in self.rewriting.bodies.items()}
+        tensors = [tensor for call in self._calls.values() for tensor in call.held_tensors.tensors]
+        return tensors + [tensor for held_tensors in self._held.values() for tensor in held_tensors]
+
+    def write(self, held_tensors: Sequence[torch.Tensor]) -> GraphModule:
+        """Return a copy of the body with routines in it, whose last inputs are the held tensors."""
+        copy = _BodyCopy(self.rewriting.module, self.rewriting.program, held_tensors)
+        for node, call in self._calls.items():
+            copy.replace(node, call, list(self._ran[node].module_tensors))
+        for node, bodies in self.rewriting.bodies.items():
+            bodies.write(copy, self._held[node])
+        for node_run in self._ran.values():
+            node_run.forget_symbols()
+        return copy.finish()
+
+    def report(self) -> None:
+        """Report what is left out in transforms and bodies within the body."""
+        self.rewriting.report_left_out(self._ran)
+
+
+class ControlFlowBodies:
+    """The bodies of one control flow op, by the name under which the graph has them."""
+
+    def __init__(self, node: Node, flow: ControlFlow, bodies: Mapping[str, Body]) -> None:
+        self.node = node
+        self._flow = flow
+        self._bodies = bodies
+
+    def are_changed(self) -> bool:
+        """Return True if routines are inserted into any body."""
+        return any(body.is_changed() for body in self._bodies.values())
+
+    def try_routines(self) -> list[torch.Tensor]:
+        """Try the routines of all bodies without data; return the tensors that they hold, each once."""
+        tensors = [tensor for body in self._bodies.values() for tensor in body.try_routines()]
+        return list({id(tensor): tensor for tensor in tensors}.values())
+
+    def write(self, copy: GraphCopy, held_tensors: Sequence[torch.Tensor]) -> None:
+        """Put bodies with routines into a copy of the graph, and give them the held tensors."""
+        copies = {name: body.write(held_tensors) for name, body in self._bodies.items()}
+        copy.give_bodies(self.node, copies, self._flow.operands, held_tensors)
+
+    def left_out(self) -> Counter[str]:
+        """Count the ops, by name, at which routines do not run."""
+        return sum((body.rewriting.left_out for body in self._bodies.values()), Counter[str]())
+
+    def backward_counts(self) -> Counter[str]:
+        """Count the backward ops of the bodies by name."""
+        return sum((body.backward_counts for body in self._bodies.values()), Counter[str]())
+
+    def report(self) -> None:
+        """Report what is left out within the bodies."""
+        for body in self._bodies.values():
+            body.report()
+
+
+class _BodyCopy(GraphCopy):
+    """Copy of a body, in which the tensors that routines hold are inputs behind all others."""
+
+    def __init__(
+        self, body: GraphModule, program: GraphProgram, held_tensors: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(body, program, calls_python=False)
+        places = [node for node in self._module.graph.nodes if node.op == "placeholder"]
+        values = [place.meta.get("example_value") for place in places]
+        mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+        for i, tensor in enumerate(held_tensors):
+            with self._module.graph.inserting_after(places[-1]):
+                place = self._module.graph.placeholder(f"amanda_held_{i}")
+            without_data = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+            place.meta = {"example_value": without_data}
+            places.append(place)
+            self._held_nodes[id(tensor)] = place
