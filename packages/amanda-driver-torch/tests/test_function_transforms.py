@@ -559,7 +559,9 @@ def test_statistics_of_batched_normalisation_can_be_written_by_routines() -> Non
         samples, mean = x.expand(2, 4, 3, 3).clone().requires_grad_(), torch.zeros(2, 3)
 
         def normalised(x: Tensor, mean: Tensor) -> Tensor:
-            result: Tensor = torch._native_batch_norm_legit(x, None, None, mean, mean + 1, False, 0.1, 1e-5)[0]
+            result: Tensor = torch._native_batch_norm_legit(x, None, None, mean, mean + 1, False, 0.1, 1e-5)[
+                0
+            ]
             return result
 
         vmap(normalised)(samples, mean).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Calls of torch's operator database under functions of torch.func: seen once, and what they are without tools.
+"""Calls of torch's operator database under functions of torch.func are seen once, and stay what they are.
 
 A sample runs with the slow tests, all of it by `nox -s opdb`.
 """
@@ -99,7 +99,9 @@ def _of_suitable_size(samples: list[Sample], most: int) -> int | None:
     """The call with most elements that are not too many, or the smallest; None where none has elements."""
     sizes = {i: _elements(sample) for i, sample in enumerate(samples) if _elements(sample)}
     suitable = {i: size for i, size in sizes.items() if size <= most}
-    return max(suitable, key=sizes.__getitem__) if suitable else min(sizes, key=sizes.__getitem__, default=None)
+    return (
+        max(suitable, key=sizes.__getitem__) if suitable else min(sizes, key=sizes.__getitem__, default=None)
+    )
 
 
 def _elements(sample: Sample) -> int:

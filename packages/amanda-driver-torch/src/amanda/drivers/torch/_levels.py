@@ -87,7 +87,11 @@ def with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor:
     results: list[Any] = []
 
     def call(batched: torch.Tensor) -> torch.Tensor:
-        torch.func.vjp(lambda tracked: results.append(function(batched, tracked)) or tracked, batched)
+        def track(tracked: torch.Tensor) -> torch.Tensor:
+            results.append(function(batched, tracked))
+            return tracked
+
+        torch.func.vjp(track, batched)
         return batched
 
     torch.func.vmap(call)(tensor[None])
