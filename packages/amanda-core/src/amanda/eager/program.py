@@ -32,7 +32,7 @@ def cache_program(
     gradients = ops.gradients(call.inputs)
     traced = plan.has_backward_routines and plan.wants_backward(gradients)
     actions = plan.actions(state.recall is not None)
-    if not (actions or traced):
+    if not actions and not (traced and call.has_derivative()):
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
         return
