@@ -16,9 +16,8 @@ from page import PAGE
 
 HERE = Path(__file__).parent
 NAMES = (
-    "ops", "steps", "backward", "transforms", "analysis", "cache", "shapes", "graphs", "compiled", "sessions", "startup",
-    "memory", "instructions", "profiling", "tools", "peers", "remat", "sentinel",
-    "distributed",
+    "ops", "steps", "backward", "transforms", "analysis", "cache", "shapes", "graphs", "compiled", "sessions",
+    "startup", "memory", "instructions", "profiling", "tools", "peers", "remat", "sentinel", "distributed",
 )  # fmt: skip
 
 

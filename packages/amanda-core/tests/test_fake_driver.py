@@ -102,6 +102,14 @@ class FakeSample(Sample):
     def checkpoint(self, function: Any, tensor: Any) -> Any:
         return fake.checkpoint(function, tensor)
 
+    def grad(self, function: Any) -> Any:
+        def gradient(tensor: Any) -> Any:
+            leaf = fake.Tensor(tensor.numbers, tensor.shape, tensor.dtype, requires_grad=True)
+            function(leaf).backward()
+            return leaf.grad
+
+        return gradient
+
     def beyond(self) -> None:
         fake.opaque(self.input())
 
@@ -109,6 +117,11 @@ class FakeSample(Sample):
 class TestFakeDriver(DriverTests):
     """The suite on the fake framework."""
 
+    lacks: ClassVar = {
+        "batched_values": "nothing maps a function over samples",
+        "jvp": "gradients are of backward mode alone",
+        "vmap": "nothing maps a function over samples",
+    }
     gaps: ClassVar = {
         "test_an_op_looked_up_before_the_scope_is_seen": never("operators in Python are attributes"),
     }
@@ -247,6 +260,10 @@ class TestFakeGraphDriver(DriverTests):
         "schema": "an input is a value by its position; nothing has a name",
         "numbers": "`item()` is no node",
         "traceable_calls": "a traceable routine is called when it is traced",
+        "batched_values": "a graph is run, not transformed",
+        "grad": "a graph is run, not transformed",
+        "jvp": "a graph is run, not transformed",
+        "vmap": "a graph is run, not transformed",
     }
     gaps: ClassVar = {
         "test_a_plan_with_actions_is_guarded_by_dtype_and_rank": SYMBOLS,

@@ -154,6 +154,15 @@ class JaxSample(Sample):
     def checkpoint(self, function: Any, tensor: Any) -> Any:
         return jax.checkpoint(function)(tape.symbol_of(tensor))
 
+    def vmap(self, function: Any) -> Any:
+        return jax.vmap(function)
+
+    def grad(self, function: Any) -> Any:
+        return jax.grad(function)
+
+    def jvp(self, function: Any) -> Any:
+        return lambda x, tangent: jax.jvp(function, (x,), (tangent,))[1]
+
     def beyond(self) -> None:
         ahead(jnp.ones(1))
 
@@ -172,6 +181,7 @@ class TestJaxDriver(DriverTests):
         "leaves": "JAX returns gradients, no op stores them",
         "schema": "a primitive is bound with arrays by position; what else it takes are parameters",
         "fork": "JAX is multithreaded, and warns of os.fork",
+        "batched_values": "JAX calls a routine for each sample, with its values",
     }
 
     gaps: ClassVar = {

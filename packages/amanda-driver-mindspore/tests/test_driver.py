@@ -157,6 +157,10 @@ class TestMindSporeDriver(DriverTests):
     lacks: ClassVar = {
         "out": "no op of MindSpore takes a tensor to write its result into",
         "fork": "a forked child of MindSpore waits for threads that it does not have",
+        "batched_values": "MindSpore transforms functions by graphs, which are compiled",
+        "grad": "MindSpore transforms functions by graphs, which are compiled",
+        "jvp": "MindSpore transforms functions by graphs, which are compiled",
+        "vmap": "MindSpore transforms functions by graphs, which are compiled",
     }
 
     @pytest.fixture

@@ -100,6 +100,15 @@ class TorchSample(Sample):
     def checkpoint(self, function: Any, tensor: Any) -> Any:
         return torch.utils.checkpoint.checkpoint(function, tensor, use_reentrant=False)
 
+    def vmap(self, function: Any) -> Any:
+        return torch.func.vmap(function)
+
+    def grad(self, function: Any) -> Any:
+        return torch.func.grad(function)
+
+    def jvp(self, function: Any) -> Any:
+        return lambda x, tangent: torch.func.jvp(function, (x,), (tangent,))[1]
+
     def beyond(self) -> None:
         torch.fx.symbolic_trace(lambda x: torch.relu(x))
 
@@ -128,6 +137,8 @@ class ReentrantSample(TorchSample):
         return torch.utils.checkpoint.checkpoint(function, tensor, use_reentrant=True)
 
 
+# torch's own tangents, at their first use
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 class TestTorchDriver(DriverTests):
     """The suite on PyTorch, eager."""
 

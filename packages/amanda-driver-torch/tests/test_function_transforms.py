@@ -335,6 +335,18 @@ def test_native_code_runs_ops_without_work_until_another_layer_needs_a_gradient(
     assert executed.count("SinBackward0") == 3
 
 
+@pytest.mark.skipif(not interceptor.NATIVE, reason="native code alone runs ops without Python")
+def test_a_tool_without_actions_runs_no_op_of_a_gradient_in_python() -> None:
+    tool, gradient = amanda.Tool(), vmap(grad(lambda x: composed(x).sum()))
+    tool.add_inst_for_op(nothing, backward=True)
+    counts = []
+    with amanda.apply(tool):
+        for _ in range(5):
+            gradient(ROWS)
+            counts.append(sum(interceptor.statistics()["python"].values()))
+    assert counts[2] == counts[3] == counts[4]
+
+
 def test_ordinary_gradients_pass_through_what_ran_under_vmap() -> None:
     x, tool = ROWS.clone().requires_grad_(), Everywhere()
     with amanda.apply(tool):

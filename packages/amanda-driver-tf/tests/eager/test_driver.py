@@ -182,6 +182,10 @@ class TestTensorFlowEagerDriver(DriverTests):
         "schema": "an op is given what was read of a variable, and the schema's names are x and y",
         "numbers": "`numpy()` is no op",
         "fork": "a forked child of TensorFlow waits for threads that it does not have",
+        "batched_values": "tf.vectorized_map builds a graph",
+        "grad": "TensorFlow has tapes and accumulators, no transforms of functions",
+        "jvp": "TensorFlow has tapes and accumulators, no transforms of functions",
+        "vmap": "tf.vectorized_map builds a graph",
     }
 
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:

@@ -72,6 +72,10 @@ class TestFunctionDriver(DriverTests):
         "numbers": "`numpy()` is no op",
         "fork": "a forked child of TensorFlow waits for threads that it does not have",
         "traceable_calls": "a traceable routine is called when it is traced",
+        "batched_values": "tf.vectorized_map builds a graph",
+        "grad": "TensorFlow has tapes and accumulators, no transforms of functions",
+        "jvp": "TensorFlow has tapes and accumulators, no transforms of functions",
+        "vmap": "tf.vectorized_map builds a graph",
     }
     gaps: ClassVar = {
         "test_an_exception_of_an_analysis_reaches_the_user_as_itself": SCOPES,

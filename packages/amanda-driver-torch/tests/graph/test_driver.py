@@ -78,6 +78,10 @@ class TestGraphDriver(DriverTests):
         "call_sites": "an op is a node of a graph, wherever that is called from",
         "values": "a graph is analysed before it runs, on tensors without data",
         "traceable_calls": "a traceable routine is called when it is traced",
+        "batched_values": "functions are transformed within a graph, not around one",
+        "grad": "functions are transformed within a graph, not around one",
+        "jvp": "functions are transformed within a graph, not around one",
+        "vmap": "functions are transformed within a graph, not around one",
     }
     gaps: ClassVar = {
         "test_an_exception_of_an_analysis_reaches_the_user_as_itself": LINES,

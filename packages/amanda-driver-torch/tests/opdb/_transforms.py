@@ -214,8 +214,9 @@ TRANSFORMS: dict[str, Transform] = {
 RECORDED_OR_REPLACED = frozenset({"linearize", "functionalize"})
 """Transforms that record or replace the ops of a function, which the report names: no tool sees them."""
 
-NESTED = tuple(
-    name for name in TRANSFORMS
-    if name not in {"debug_unwrap", "rearrange", "replace_all_batch_norm_modules_", "linearize", "functionalize"}
-)  # fmt: skip
+_NOT_NESTED = {
+    *RECORDED_OR_REPLACED,
+    *("debug_unwrap", "rearrange", "replace_all_batch_norm_modules_"),
+}
+NESTED = tuple(name for name in TRANSFORMS if name not in _NOT_NESTED)
 """Transforms that are tried within each other."""

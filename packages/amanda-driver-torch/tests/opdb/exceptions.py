@@ -18,3 +18,9 @@ REFUSED = tuple(
 
 A routine that takes part in the backward pass cannot give such a result another value.
 """
+
+UNREACHABLE_STATISTICS = ("_batch_norm_with_update", "jvp")
+"""An op and a transform by whose tangent torch saves running statistics where no result leads to.
+
+A routine that gives the statistics another value has torch raise in the backward pass.
+"""

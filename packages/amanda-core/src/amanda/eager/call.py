@@ -91,6 +91,10 @@ class Call(ABC):
         """Return True if the op may write other tensors, or inputs that no schema declares, as scripts do."""
         return False
 
+    def has_derivative(self) -> bool:
+        """Return False for an op of which autodiff never records anything, such as `ones_like`."""
+        return True
+
     def takes_equals(self) -> bool:
         """Return True if native code may replace an input by a tensor of equal dtype and shape.
 

@@ -36,7 +36,7 @@ def cache_program(
     needs_grad = ops.gradients(call.inputs)
     wants_backward = plan.has_backward_routines and plan.wants_backward(needs_grad)
     actions = plan.actions(state.recall is not None)
-    if not (actions or wants_backward):
+    if not actions and not (wants_backward and call.has_derivative()):
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
         return

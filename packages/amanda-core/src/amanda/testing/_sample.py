@@ -48,7 +48,7 @@ class Sample(ABC):
 
     @abstractmethod
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
-        """A tensor of nested lists of numbers; a leaf."""
+        """A tensor of nested lists of numbers, or of one number, without axes; a leaf."""
 
     @abstractmethod
     def parameter(self, values: Sequence[Any]) -> Any:
@@ -149,6 +149,18 @@ class Sample(ABC):
     def checkpoint(self, function: Op, tensor: Any) -> Any:
         """function(tensor), computed again in the backward pass."""
 
+    def vmap(self, function: Op) -> Op:
+        """Return `function` of a tensor, mapped over the first axis of a tensor."""
+        raise NotImplementedError(_TRANSFORM.format("vmap"))
+
+    def grad(self, function: Op) -> Op:
+        """Return the gradient of a function of a tensor without axes that gives such a tensor."""
+        raise NotImplementedError(_TRANSFORM.format("grad"))
+
+    def jvp(self, function: Op) -> Op:
+        """Return the function of a tensor and its tangent that gives the tangent of `function` there."""
+        raise NotImplementedError(_TRANSFORM.format("jvp"))
+
     @abstractmethod
     def beyond(self) -> None:
         """Run an op that the driver cannot instrument, and reports."""
@@ -170,11 +182,16 @@ def attached(driver: type[Driver]) -> Iterator[None]:
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+_TRANSFORM = 'a Sample has the method {0}, or the suite says why not: lacks = {{"{0}": "reason"}}'
+
 CAPABILITIES: Mapping[str, str] = {
     "backward": "the framework computes gradients",
+    "batched_values": "under `vmap` a routine is called once, for a value that gives no numbers",
     "call_sites": "an op is a call in the program, which loops and lines tell apart, not a node of a graph",
     "fork": "a forked child can use the framework",
+    "grad": "functions are transformed to their gradients",
     "in_place": "ops write into tensors that they are given",
+    "jvp": "functions are transformed to their forward-mode derivatives",
     "leaves": "a backward pass stores gradients on the tensors that need them",
     "mutable_tensors": "a routine can write into a tensor",
     "numbers": "an op gives a number of Python",
@@ -182,6 +199,7 @@ CAPABILITIES: Mapping[str, str] = {
     "schema": "an op is given its arguments in the order and under the names of its schema",
     "traceable_calls": "a traceable routine is called at each execution, not once to be traced",
     "values": "analysis routines see the values of an execution, not symbols",
+    "vmap": "functions of a sample are transformed to functions of a batch",
 }
 """Abilities of a framework, or of a mode of it, by the names that `needs` and `lacks` give them."""
 

@@ -19,6 +19,7 @@ from amanda.testing._suite._isolation import IsolationTests
 from amanda.testing._suite._order import OrderTests, PartialTests
 from amanda.testing._suite._routines import RoutineTests
 from amanda.testing._suite._scopes import ScopeTests, ThreadTests
+from amanda.testing._suite._transforms import TransformTests
 from amanda.testing._suite._transparency import FailureTests, TransparencyTests
 
 
@@ -35,6 +36,7 @@ class DriverTests(
     ThreadTests,
     TransparencyTests,
     FailureTests,
+    TransformTests,
     Gaps,
 ):
     """Meanings that hold for every eager driver; a subclass has a fixture `sample` of type `Sample`."""

@@ -112,6 +112,10 @@ class TorchCall(Call):
         """Return True for an autograd.Function and for TorchScript, whose code may write any tensor."""
         return bool(self._head) and self._site.key in _OPAQUE
 
+    def has_derivative(self) -> bool:
+        """Return False for an op that reads only the form of a tensor."""
+        return self._site.key not in _OF_FORM
+
     def takes_equals(self) -> bool:
         """Return True unless the op may write, or its result depends on how a tensor lies in memory."""
         return not self.may_write() and not _depends_on_layout(self._site.key)
@@ -151,6 +155,13 @@ class TorchCall(Call):
 
 _OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
 """Keys of sites that run code of the program within one op."""
+
+
+_OF_FORM = frozenset(
+    {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
+    | {f"new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")}
+)
+"""Ops that make a tensor of the form of another, and of none of its numbers."""
 
 
 @cache

@@ -89,11 +89,11 @@ def with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor:
     results: list[Any] = []
 
     def call(batched: torch.Tensor) -> torch.Tensor:
-        def call_tracked(tracked: torch.Tensor) -> torch.Tensor:
+        def track(tracked: torch.Tensor) -> torch.Tensor:
             results.append(function(batched, tracked))
             return tracked
 
-        torch.func.vjp(call_tracked, batched)
+        torch.func.vjp(track, batched)
         return batched
 
     torch.func.vmap(call)(tensor[None])
