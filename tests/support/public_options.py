@@ -37,12 +37,12 @@ NOT_OPTIONS = {
     "amanda.tools.diff": "command", "amanda.tools.sweep": "command", "amanda.tools.view": "main",
     "amanda.tools.notebook": "*",
     # Called by routines and by authors of tools, at each execution of an op.
-    "amanda.tools.kit": "*", "amanda.tools.onnx_graph": "*", "amanda.tools.weights": "*",
-    "amanda.tools.trials": "dominates",
+    "amanda.tools.axes": "*", "amanda.tools.dataflow": "*", "amanda.tools.kit": "*",
+    "amanda.tools.onnx_graph": "*", "amanda.tools.rerun": "*", "amanda.tools.weights": "*",
+    "amanda.tools.trials": "Progress check_number dominates",
     "amanda.tools.inject": "MemorySnapshot bits_of from_bytes to_bytes",
-    "amanda.tools.mapping": """InstalledEntries Rerun are_transposed backend_of distributed is_partial
-        itemsize local product_of rerun share spatial_axes torch_dtype torch_shape torch_word undisturbed
-        weight_gradient whole""",
+    "amanda.tools.mapping": """InstalledEntries are_transposed backend_of distributed is_partial itemsize
+        local product_of share spatial_axes torch_dtype torch_shape torch_word weight_gradient whole""",
     "amanda.tools.steps": "execution_number",
     "amanda.tools.stats": "Accumulator numbers",
     "amanda.tools.quantize": """choose_qparams extremes fake_quantize fake_quantize_gradient gradient_scale
