@@ -241,17 +241,13 @@ class LiveTensors:
         return None
 
 
-# NumPy 1.25 moved it.
-_TooHardError: type[Exception] = getattr(np, "exceptions", np).TooHardError
-
-
 def may_overlap(span: MemorySpan, other_span: MemorySpan) -> bool:
     """Return False if two tensors of one memory surely share no element."""
     try:
         # Strided views may interleave without sharing an element; to decide this exactly may take exponential
         # time, so the work is bounded and a doubtful case counts as shared.
         return bool(np.shares_memory(_array_of_span(span), _array_of_span(other_span), max_work=_WORK))
-    except (_TooHardError, ValueError):
+    except (getattr(np, "exceptions", np).TooHardError, ValueError):  # NumPy 1.25 moved it
         return True
 
 
