@@ -87,6 +87,10 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+RUN_BY_ONEDNN = {"channels_first", "grouped_gradient"}
+"""Programs for which oneDNN has kernels, on processors on which TensorFlow uses it."""
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_computes_what_it_computes_alone(name: str, changing: amanda.Tool) -> None:
     COUNT.assign(0.0)
@@ -96,7 +100,10 @@ def test_program_computes_what_it_computes_alone(name: str, changing: amanda.Too
         results = tf.nest.flatten(PROGRAMS[name](X))
     assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(results, expected, strict=True))
     assert COUNT.numpy() == count  # trials leave variables alone
-    assert any("fails without XLA, so that it runs uninstrumented" in entry.reason for entry in scope.report)
+    reasons = "; ".join(entry.reason for entry in scope.report)
+    if "fails without XLA, so that it runs uninstrumented" not in reasons:
+        assert name in RUN_BY_ONEDNN
+        assert "in a scope it runs without XLA" in reasons
 
 
 @pytest.fixture
