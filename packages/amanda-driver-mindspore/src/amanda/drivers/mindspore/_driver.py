@@ -75,7 +75,7 @@ class MindSporeDriver(MindSporeAutograd):
 
     def exercise(self) -> Exercise:
         """Return a program of one op and its backward op."""
-        return Exercise(_run_tanh, "Tanh", "Tanh")
+        return Exercise(_run_tanh, "tanh", "tanh")
 
     def detach(self) -> None:
         """Leave MindSpore as it was."""
