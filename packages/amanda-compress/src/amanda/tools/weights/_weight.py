@@ -27,7 +27,7 @@ Present = Callable[[], Any]
 """Returns the present value of a weight."""
 
 NEVER = -1
-"""The update of a weight whose state is not made yet."""
+"""`Weight.updated` as long as its state is not made."""
 
 
 class WeightError(AmandaError, ValueError):
@@ -275,7 +275,7 @@ class Weight(WeightView):
 
     @property
     def updated(self) -> int:
-        """The step for which its state was made; -1 as long as it is not."""
+        """The step for which its state was made; NEVER as long as it is not."""
         return self._updated
 
     @updated.setter

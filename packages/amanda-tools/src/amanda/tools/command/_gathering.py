@@ -253,11 +253,15 @@ def as_text(result: Any, full: bool) -> str:
     return result.whole() if full and isinstance(result, Result) else str(result)
 
 
-def tell_of_others(handed: Handed) -> None:
-    """Merge, save and print the results of other processes, in a root that has none itself."""
+def report_other_processes(handed: Handed) -> None:
+    """Merge, save and print the results of other processes, in a root that has none itself.
+
+    An error is written to standard error, and not raised.
+    """
     try:
         # The tools are made for their classes alone, which know how to merge.
-        Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
+        gathering = Gathering(handed, tools=handed.toolings(), messages=[], label="main")
+        gathering.tell(saw_op=False)
     except Exception as error:  # the program's own end is not ours to change
         Teller().say(f"the results are lost: {type(error).__name__}: {error}")
 

@@ -209,7 +209,7 @@ def _folder_for(output: Path) -> Path:
 
 def _supervise(command: Sequence[str], environment: dict[str, str], handed: Handed) -> int:
     """Run a program as a child process; return its exit status, or end by the signal that ended the child."""
-    from amanda.tools.command._gathering import tell_of_others
+    from amanda.tools.command._gathering import report_other_processes
 
     arrived: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
@@ -231,7 +231,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
     status = children[0].wait()
     for number, handler in previous_handlers.items():
         signal.signal(number, handler)
-    tell_of_others(handed)
+    report_other_processes(handed)
     if status < 0:
         # Shells tell a death by signal from an exit status, so we die of the same one.
         signal.signal(-status, signal.SIG_DFL)

@@ -142,9 +142,11 @@ class TraceTool(amanda.Tool):
         """Return a new place for a context's op."""
         values, backward = self.tracker(context).values, context.is_backward()
         facts = values.facts(context)
+        # The recorder sets index, framework, inputs and outputs of each execution.
         op = Op(
-            -1, context.get_op_id(), context["phase"], context["backward_type" if backward else "type"],
-            facts.name, -1, context.get_scope(), context.get_source(), (), (),
+            index=-1, id=context.get_op_id(), phase=context["phase"],
+            type=context["backward_type" if backward else "type"], name=facts.name, framework=-1,
+            module=context.get_scope(), source=context.get_source(), inputs=(), outputs=(),
             in_place=context["in_place"] and not backward,
             attributes=plain_value(context.get_attrs()) if self._attributes and not backward else None,
         )  # fmt: skip

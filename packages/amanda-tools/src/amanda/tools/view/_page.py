@@ -205,19 +205,22 @@ def _text_of(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-_WORDS = ("phase", "type", "name", "module", "source")
-_OTHERS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
+_TEXT_FIELDS = ("phase", "type", "name", "module", "source")
+_OTHER_FIELDS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
 _TENSOR = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "alias_of")
 
 
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return a list for each field that any op has."""
-    texts = {
+    """Return columns of ops by name: all of _TEXT_FIELDS as texts, "" for None, and others as they are.
+
+    Of _OTHER_FIELDS those that any op has; further fields of the file are left out.
+    """
+    text_columns = {
         name: ["" if value is None else str(value) for value in values]
-        for name, values in by_column(_WORDS, ops).items()
+        for name, values in by_column(_TEXT_FIELDS, ops).items()
     }
-    other_columns = by_column((name for name in _OTHERS if any(op.get(name) is not None for op in ops)), ops)
-    return {**texts, **other_columns}
+    other_fields = [name for name in _OTHER_FIELDS if any(op.get(name) is not None for op in ops)]
+    return {**text_columns, **by_column(other_fields, ops)}
 
 
 def graph(source: Source) -> dict[str, Any]:

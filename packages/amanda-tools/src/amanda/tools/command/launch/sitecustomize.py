@@ -174,10 +174,10 @@ class Process:
         try:
             os.rmdir(self._handed["folder"])  # noqa: PTH106
         except OSError:  # other processes have written results
-            from amanda.tools.command._gathering import tell_of_others
+            from amanda.tools.command._gathering import report_other_processes
             from amanda.tools.command._processes import Handed
 
-            tell_of_others(Handed.get())
+            report_other_processes(Handed.get())
         else:
             if not self._handed["quiet"]:
                 _say(*self._handed["nothing"])
