@@ -328,7 +328,10 @@ def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> di
 
 
 def _results_of_folder(folder: Path) -> dict[str, dict[str, Result]]:
-    """Return the results of processes in a folder, by tool, then by the label of the process."""
+    """Return the results of processes in a folder, by tool, then by the label of the process.
+
+    Raises AmandaError for a folder without any.
+    """
     results_by_tool: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
         if (named := _OF_PROCESS.fullmatch(path.name)) is not None:

@@ -162,6 +162,7 @@ def launch(
 
     A program that Python does not run is a child process instead, whose exit status is returned.
     names: of the tools, in the output.  options: further fields of `Handed`.
+    Raises SpecError for a folder that cannot be made, and for a program that cannot be run.
     """
     command, python = command_of(program)
     output = None if output is None else _folder_for(output)

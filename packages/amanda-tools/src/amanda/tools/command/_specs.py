@@ -277,7 +277,10 @@ class ToolSpec:
 
     @classmethod
     def parse(cls, text: str) -> ToolSpec:
-        """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes."""
+        """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes.
+
+        Raises SpecError for a text without a name, and for a quotation mark without its twin.
+        """
         name, _, options_text = text.partition(":")
         if not name.strip():
             raise SpecError(f"{text!r} names no tool; give TOOL or TOOL:option=value,...")
@@ -398,7 +401,10 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
 
 @functools.cache  # a forked process need not look them up again
 def _class(name: str) -> Any:
-    """Return what a distribution registers as a tool, or the class at an import path."""
+    """Return what a distribution registers as a tool, or the class at an import path.
+
+    Raises SpecError for a class that cannot be imported.
+    """
     where, dot, kind = name.rpartition(".")
     if not dot:
         return tool_class(name)

@@ -58,7 +58,10 @@ class RunComparison:
         """Modules that one run called more often than the other: their last outputs were compared."""
 
     def in_order(self, compared: Iterable[Compared]) -> list[Comparison]:
-        """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
+        """Return comparisons as run a executed; where a graph leaves that open, as its ops were met.
+
+        Raises AmandaError without any.
+        """
         # Ops of a graph run on several threads: the order of execution would change from run to run.
         ordered = self._runs[0].ordered
 

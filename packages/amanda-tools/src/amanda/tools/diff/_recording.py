@@ -52,6 +52,7 @@ class FunctionProgram:
         """Run under a `DumpTool` that keeps all tensors but inputs.
 
         Of compiled code, what the function returns is kept too: the compiler has the last word on it.
+        Raises AmandaError for a function without ops to compare, and for tensors that cannot be kept.
         """
         tool = DumpTool(folder, **_dump_options(self.max_bytes))
         extra_tools = [kind(**options) for kind, options in extra]
@@ -294,7 +295,10 @@ class RecordedRuns:
         }
 
     def _control(self, control: Control) -> Run:
-        """Record the control: a in float64, or a once more."""
+        """Record the control: a in float64, or a once more.
+
+        Raises AmandaError for a dump as run a, and for a float64 that was asked for and cannot be.
+        """
         program = self._programs[0]
         if program is None:
             raise AmandaError(

@@ -181,7 +181,10 @@ class _DeferredRule:
 
     @cached_property
     def _function(self) -> Callable[[OpContext], None]:
-        """Return the function of the entry, which is imported now."""
+        """Return the function of the entry, which is imported now.
+
+        Raises RuleError if it cannot be called.
+        """
         rule: Callable[[OpContext], None] = RULES.load(self.name)
         if not callable(rule):
             raise RuleError(

@@ -18,7 +18,10 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def torch_model(request: Request) -> Subject:
-    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns."""
+    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns.
+
+    Raises ModelError if the function returns another object, or if no shapes of inputs are known.
+    """
     torch = library("torch", request.word)
     factory = function_of(request.name)
     with torch.device(request.device):
@@ -116,7 +119,10 @@ TOKENS = 128
 
 
 def transformers_model(request: Request) -> Subject:
-    """Return a model with random weights, of the class that its configuration names, or of AutoModel's."""
+    """Return a model with random weights, of the class that its configuration names, or of AutoModel's.
+
+    Raises ModelError if it cannot be made.
+    """
     library("torch", request.word)
     transformers = library("transformers", request.word)
     try:
@@ -132,7 +138,10 @@ def transformers_model(request: Request) -> Subject:
 
 
 def _transformers_config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Return the configuration of a file, of a folder with one, or the default one of a type of model."""
+    """Return the configuration of a file, of a folder with one, or the default one of a type of model.
+
+    Raises ModelError for an unknown type, and for an option that the configuration lacks.
+    """
     if Path(name).exists():
         create = transformers.AutoConfig.from_pretrained
     elif name in transformers.CONFIG_MAPPING:
@@ -200,7 +209,10 @@ def _sound(config: Any) -> Input:
 
 
 def timm_model(request: Request) -> Subject:
-    """Return a model of timm with random weights."""
+    """Return a model of timm with random weights.
+
+    Raises ModelError for an unknown name, and if the model cannot be made.
+    """
     timm = library("timm", request.word)
     name = request.name
     if not timm.is_model(name):
@@ -234,7 +246,10 @@ def keras_model(request: Request) -> Subject:
 
 
 def _load_keras(keras: Any, request: Request) -> Any:
-    """Return a model of a file, or of keras.applications with random weights."""
+    """Return a model of a file, or of keras.applications with random weights.
+
+    Raises ModelError for an unknown name, a missing file, and a model that cannot be made.
+    """
     name = request.name
     try:
         if Path(name).suffix == ".keras":
@@ -260,7 +275,10 @@ def _keras_input(tensor: Any) -> Input:
 
 
 def _keras_training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
-    """Return a function that runs the model and the gradients of the sum of its outputs."""
+    """Return a function that runs the model and the gradients of the sum of its outputs.
+
+    Raises ModelError for another backend of Keras than TensorFlow.
+    """
     if keras.backend.backend() != "tensorflow":
         raise ModelError(
             f"{word}: --backward of Keras is for its backend tensorflow: set KERAS_BACKEND=tensorflow"
@@ -279,7 +297,10 @@ _ONNX_TYPES = {"float": "float32", "double": "float64"}
 
 
 def onnx_model(request: Request) -> Subject:
-    """Return the model of a file in ONNX Runtime, on the CPU."""
+    """Return the model of a file in ONNX Runtime, on the CPU.
+
+    Raises ModelError for a backward pass, for options, and for a file that cannot be loaded.
+    """
     word, name = request.word, request.name
     if request.backward:
         raise ModelError(f"{word} has no backward pass: leave --backward")

@@ -145,7 +145,10 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a model's name, and the options that may follow behind a colon: "llama:hidden_size=64"."""
+    """Return a model's name, and the options that may follow behind a colon: "llama:hidden_size=64".
+
+    Raises ModelError for options that are no YAML.
+    """
     import yaml
 
     from amanda.tools.command import ToolSpec

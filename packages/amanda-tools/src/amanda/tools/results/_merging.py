@@ -405,7 +405,10 @@ def gather(
 
 
 def _merge_texts(result: Result, texts: dict[str, str], per_rank: bool) -> Result:
-    """Return the results of ranks, given as JSON, as one."""
+    """Return the results of ranks, given as JSON, as one.
+
+    Raises AmandaError if a rank gave no result.
+    """
     missing = [f"{name} gave {text}" for name, text in texts.items() if not text.startswith("{")]
     if missing:
         raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(missing)}")

@@ -60,7 +60,10 @@ def read(result: str | Path | Result) -> Source:
 
 
 def _source(name: str, content: Any) -> Source:
-    """Return the content of a file with its schema, checked."""
+    """Return the content of a file with its schema, checked.
+
+    Raises AmandaError for a Chrome trace, another schema, and a newer version.
+    """
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
         raise AmandaError(
@@ -174,7 +177,10 @@ def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[
 
 
 def _columns(source: Source) -> list[dict[str, Any]]:
-    """Return the columns of a table: those that the file describes, then those of its first row."""
+    """Return the columns of a table: those that the file describes, then those of its first row.
+
+    Raises AmandaError for rows without any column.
+    """
     rows, columns = source.list_of("rows"), source.content.get("columns")
     objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
     columns_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}

@@ -219,7 +219,10 @@ class GradientReplacementCall(PythonCall):
 def read_gradients(
     result: Any, count: int, read_positions: Sequence[int], action: Action, facts: OpFacts
 ) -> list[Any]:
-    """Return the gradients that something reads; a replacement returns all gradients, or only these."""
+    """Return the gradients that something reads; a replacement returns all gradients, or only these.
+
+    Raises RoutineError for another number of gradients.
+    """
     results = list(_as_list(result))
     if len(results) == count:
         return [results[i] for i in read_positions]

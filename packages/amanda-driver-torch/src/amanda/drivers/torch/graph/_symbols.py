@@ -138,7 +138,10 @@ class GraphSymbols:
         return computed
 
     def _compute_value(self, value: Any) -> Any:
-        """Compute a tensor from weights, by the nodes that lead to it."""
+        """Compute a tensor from weights, by the nodes that lead to it.
+
+        Raises AmandaError for a tensor that depends on an input of the graph.
+        """
         real = self._real.get(id(value))
         if real is not None:
             return real
