@@ -173,8 +173,8 @@ def launch(
         raise SpecError(f"results of processes cannot be gathered: {error.strerror or error}") from None
     frameworks = driven_frameworks()
     handed = Handed(
-        [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
-        None if output is None else str(output), frameworks, together=shared is not None,
+        tools=[(tool.name, dict(tool.given)) for tool in tools], folder=folder, root=os.getpid(),
+        output=None if output is None else str(output), frameworks=frameworks, together=shared is not None,
         is_rank=is_in_rank(), nothing=[nothing(name, frameworks) for name in names], **options,
     )  # fmt: skip
     environment = dict(os.environ)

@@ -75,7 +75,9 @@ def torch_subject(request: Request, module: Any, inputs: Sequence[Input], call: 
                 torch.autograd.backward(differentiable, gradients)
 
     count = sum(parameter.numel() for parameter in module.parameters())
-    return Subject(request.word, type(module).__name__, module, inputs, run, count)
+    return Subject(
+        request.word, kind=type(module).__name__, model=module, inputs=inputs, call=run, parameters=count
+    )
 
 
 def on_device(request: Request, build: Callable[[], Any]) -> Any:
@@ -318,7 +320,7 @@ def onnx_model(request: Request) -> Subject:
     inputs = reshaped([_onnx_input(entry) for entry in session.get_inputs()], request.shapes)
     values = {entry.name: entry.value(random) for entry in inputs}
     kind = session.get_modelmeta().graph_name or "graph"
-    return Subject(word, kind, session, inputs, lambda: session.run(None, values))
+    return Subject(word, kind, model=session, inputs=inputs, call=lambda: session.run(None, values))
 
 
 def _onnx_input(node: Any) -> Input:

@@ -361,7 +361,7 @@ class Recorder:
 
 def floor(samples: int = 200) -> float:
     """Return the nanoseconds that the routines measure for an empty op: the least that a row can show."""
-    place = OpProfile("forward", "", "", "")
+    place = OpProfile(phase="forward", type="", module="", source="")
     # A recorder of its own: the measurement must not appear in a profile.
     recorder = Recorder(Schedule(), samples)
     begin, end = recorder.nested_routines(place)

@@ -126,7 +126,7 @@ class Peak:
 
 def _profile_of_older_tensors() -> OpProfile:
     """Return the profile that owns the bytes which no recorded op allocated."""
-    return OpProfile("given", "parameters, inputs, older tensors", "", "")
+    return OpProfile(phase="given", type="parameters, inputs, older tensors", module="", source="")
 
 
 @dataclass(eq=False, slots=True)

@@ -75,8 +75,9 @@ def _block_statistics(block: Array, finite: Array) -> Statistics:
     if not math.isfinite(mean):  # the sum overflows
         mean = float((finite / len(finite)).sum())
     return Statistics(
-        len(finite), mean, float(np.square(finite - mean).sum()), float(np.abs(finite).sum()),
-        float(finite.min()), float(finite.max()), nan, inf, negative_inf, zeros,
+        count=len(finite), mean=mean, m2=float(np.square(finite - mean).sum()),
+        absolute=float(np.abs(finite).sum()), least=float(finite.min()), most=float(finite.max()), nan=nan,
+        inf=inf, negative_inf=negative_inf, zeros=zeros,
     )  # fmt: skip
 
 

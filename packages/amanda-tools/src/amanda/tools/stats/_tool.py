@@ -202,8 +202,9 @@ class _OpStreams(OpRecord):
         # A copy of the items: another thread may execute the op meanwhile.
         for tensor, stream in list(self.measured.items()):
             yield Measured(
-                self.phase, self.type, self.module, self.source, stream.label(tensor), stream.dtype,
-                stream.executions, stream.accumulator.statistics(), stream.accumulator.sketch(),
+                self.phase, self.type, self.module, self.source, tensor=stream.label(tensor),
+                dtype=stream.dtype, executions=stream.executions, statistics=stream.accumulator.statistics(),
+                sketch=stream.accumulator.sketch(),
             )  # fmt: skip
 
 

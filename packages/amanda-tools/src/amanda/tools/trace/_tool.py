@@ -152,7 +152,9 @@ class TraceTool(amanda.Tool):
         )  # fmt: skip
         # None if the forward op was first analysed in another scope.
         forward = self._places.get((context.get_op_id(), None)) if backward else None
-        return ProgramOp(op, facts, str(context.namespace), values.is_symbolic(context), forward)
+        return ProgramOp(
+            op, facts, framework=str(context.namespace), symbolic=values.is_symbolic(context), forward=forward
+        )
 
 
 class GraphSoFar:

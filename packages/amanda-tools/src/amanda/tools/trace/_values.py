@@ -67,7 +67,9 @@ class FrameworkValues:
         width = itemsize(dtype)
         size = None if shape is None or None in shape or width is None else prod(shape) * width
         device = getattr(tensor, "device", None)
-        return Tensor(-1, shape, dtype, str(device) if device else None, size, **fields)
+        return Tensor(
+            index=-1, shape=shape, dtype=dtype, device=str(device) if device else None, bytes=size, **fields
+        )
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and name of a tensor that no recorded op made."""
