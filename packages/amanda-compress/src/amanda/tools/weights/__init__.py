@@ -17,12 +17,12 @@ from amanda.tools.weights._parameters import (
     parameter_store,
 )
 from amanda.tools.weights._tool import WeightTool
-from amanda.tools.weights._weight import NEVER, Weight, WeightError, WeightResult, WeightView
+from amanda.tools.weights._weight import Weight, WeightError, WeightResult, WeightView
 from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads, weight_input
 from amanda.tools.weights._weights import SelectionOptions
 
 __all__ = [
-    "NEVER", "ParameterError", "ParameterSlice", "ParameterStore", "SelectionOptions", "SharedState",
+    "ParameterError", "ParameterSlice", "ParameterStore", "SelectionOptions", "SharedState",
     "StoredParameter", "Weight", "WeightError", "WeightInput", "WeightReads", "WeightResult",
     "WeightTool", "WeightView", "parameter_store", "weight_input",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs
 from amanda.tools.weights._parameters import ParameterError
 from amanda.tools.weights._views import Find, IndexedRows
-from amanda.tools.weights._weight import NEVER, Present, Weight, WeightError, WeightResult, WeightView
+from amanda.tools.weights._weight import Present, Weight, WeightError, WeightResult, WeightView
 from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads, weight_input
 from amanda.tools.weights._weights import W, Weights, WeightSelection
 
@@ -180,7 +180,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     def _expire(self) -> None:
         """Mark the state of all weights as outdated: the next read of each calls `update`."""
         for weight in self.weights:
-            weight.updated = NEVER
+            weight.expire()
 
     def unmatched(self) -> list[str]:
         """Return sentences on options that matched no op."""

@@ -275,12 +275,16 @@ class Weight(WeightView):
 
     @property
     def updated(self) -> int:
-        """The step for which its state was made; NEVER as long as it is not."""
+        """The step for which its state was made; -1 as long as it is not."""
         return self._updated
 
     @updated.setter
     def updated(self, step: int) -> None:
         self._updated_state[...] = self._updated = step
+
+    def expire(self) -> None:
+        """Mark the state as outdated, so that it is made anew at the next read."""
+        self.updated = NEVER
 
     @property
     def is_ready(self) -> bool:

@@ -11,7 +11,7 @@ from amanda.options import deprecated
 from amanda.tools.axes import canonical_extents
 from amanda.tools.mapping import MATRIX_PRODUCTS
 from amanda.tools.quantize._fake_quantize import QuantizeError
-from amanda.tools.weights import NEVER, ParameterSlice, Weight, WeightInput, WeightTool, weight_input
+from amanda.tools.weights import ParameterSlice, Weight, WeightInput, WeightTool, weight_input
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,7 +167,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """
         # Loaded integers would otherwise be read in the calibration that replaces them.
         if self.is_calibrating and weight.is_ready and weight not in self.finished:
-            weight.updated = NEVER
+            weight.expire()
         if not (weight.is_ready or weight.is_skipped or self.is_calibrating or self._is_finding_weights):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "
