@@ -87,10 +87,10 @@ def _command(
 
 def run(arguments: Sequence[str] = ()) -> int:
     """Run an unmodified program under tools."""
-    return exit_status(_command, "amanda run", _separated(arguments))
+    return exit_status(_command, "amanda run", _in_long_form(arguments))
 
 
-def _separated(arguments: Sequence[str]) -> list[str]:
+def _in_long_form(arguments: Sequence[str]) -> list[str]:
     """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program."""
     options = [parameter for parameter in _command.params if isinstance(parameter, click.Option)]
     # click would take a program's own options for ours, so the program begins where ours end.

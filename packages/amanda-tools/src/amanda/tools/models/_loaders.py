@@ -38,8 +38,8 @@ def torch_model(request: Request) -> Subject:
         return torch_subject(request, module, inputs, lambda: module(*arguments))
     if not request.shapes:
         raise ModelError(
-            f"{request.word} does not say what its inputs are: give --input-shape {_guess(torch, module)}, "
-            f"or have {request.name} return (module, inputs)"
+            f"{request.word} does not say what its inputs are: give --input-shape "
+            f"{_guess_input_shape(torch, module)}, or have {request.name} return (module, inputs)"
         )
     return with_random_values(request, module, [Input("input", ())], by_name=False)
 
@@ -87,7 +87,7 @@ def on_device(request: Request, build: Callable[[], Any]) -> Any:
     # Built once without memory: a model that does not fit would end the process, not raise.
     with torch.device("meta"), amanda.disabled():
         count = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
-    if request.device == "cpu" and count > (free := _free()):
+    if request.device == "cpu" and count > (free := _free_memory()):
         raise ModelError(
             f"the parameters of {request.word} take {count / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
             "give --device meta, for shapes alone, or options that make it smaller"
@@ -96,7 +96,7 @@ def on_device(request: Request, build: Callable[[], Any]) -> Any:
         return build()
 
 
-def _free() -> float:
+def _free_memory() -> float:
     """Return the bytes of free memory, infinite where they are not known."""
     # Only Linux has the file; elsewhere the operating system decides.
     if not _MEMORY.is_file():
@@ -105,7 +105,7 @@ def _free() -> float:
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
-def _guess(torch: Any, module: Any) -> str:
+def _guess_input_shape(torch: Any, module: Any) -> str:
     """Return a shape that the first linear layer or convolution may take, as text; a pattern without one."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear):

@@ -97,8 +97,8 @@ def summed(places: Sequence[OpProfile]) -> OpProfile:
     sums.least = min((place.least for place in places if place.timed), default=0)
     sums.most = max(place.most for place in places)
     for kernel, (calls, nanoseconds) in (item for place in places for item in place.kernels.items()):
-        counts = sums.kernels.get(kernel, (0, 0))
-        sums.kernels[kernel] = [counts[0] + calls, counts[1] + nanoseconds]
+        earlier_calls, earlier_nanoseconds = sums.kernels.get(kernel, (0, 0))
+        sums.kernels[kernel] = [earlier_calls + calls, earlier_nanoseconds + nanoseconds]
     return sums
 
 
@@ -183,9 +183,7 @@ class DeviceMemory:
     def at_peak(self) -> Peak:
         """Return the peak, with the bytes of each owner at that time."""
         sizes = [(owner, size - self.changed.get(owner, 0)) for owner, size in self.owned.items()]
-        owners = sorted(
-            (owner_size for owner_size in sizes if owner_size[1]), key=lambda owner_size: -owner_size[1]
-        )
+        owners = sorted(((owner, size) for owner, size in sizes if size), key=lambda item: -item[1])
         return Peak(self.name, self.peak or 0, owners)
 
 

@@ -43,10 +43,10 @@ class NumpyMoments:
         flat = array.reshape(-1)
         for start in range(0, len(flat), Tensors.cached_block):
             with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN, sums of large numbers
-                self._add(flat[start : start + Tensors.cached_block].astype(np.float64))
+                self._add_block(flat[start : start + Tensors.cached_block].astype(np.float64))
         return True
 
-    def _add(self, block: Array) -> None:
+    def _add_block(self, block: Array) -> None:
         """Add the statistics of a block, and its counts of bins."""
         # One sum decides for nearly all blocks; only a block with NaN, Inf or an overflowing sum is filtered.
         finite = block if np.isfinite(block.sum()) else block[np.isfinite(block)]

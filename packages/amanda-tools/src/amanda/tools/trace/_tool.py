@@ -8,7 +8,7 @@ from typing import Any
 import amanda
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.trace._graph import Graph, GraphRecorder, Op, ProgramOp, Tensor
+from amanda.tools.trace._graph import UNRECORDED, Graph, GraphRecorder, Op, ProgramOp, Tensor
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._tracker import ExecutionTracker
 from amanda.tools.trace._values import values_of
@@ -144,8 +144,8 @@ class TraceTool(amanda.Tool):
         facts = values.facts(context)
         # The recorder sets index, framework, inputs and outputs of each execution.
         op = Op(
-            index=-1, id=context.get_op_id(), phase=context["phase"],
-            type=context["backward_type" if backward else "type"], name=facts.name, framework=-1,
+            index=UNRECORDED, id=context.get_op_id(), phase=context["phase"],
+            type=context["backward_type" if backward else "type"], name=facts.name, framework=UNRECORDED,
             module=context.get_scope(), source=context.get_source(), inputs=(), outputs=(),
             in_place=context["in_place"] and not backward,
             attributes=plain_value(context.get_attrs()) if self._attributes and not backward else None,

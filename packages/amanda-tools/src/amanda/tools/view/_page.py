@@ -54,12 +54,12 @@ def read(result: str | Path | Result) -> Source:
     Raises AmandaError where the file cannot be read, is no JSON, or is of a schema or version not known.
     """
     if isinstance(result, Result):
-        return _source(result.name, result.to_dict())
+        return _checked_source(result.name, result.to_dict())
     path = Path(result)
-    return read_json(path, "file of a result", lambda content: _source(path.name, content))
+    return read_json(path, "file of a result", lambda content: _checked_source(path.name, content))
 
 
-def _source(name: str, content: Any) -> Source:
+def _checked_source(name: str, content: Any) -> Source:
     """Return the content of a file with its schema, checked.
 
     Raises AmandaError for a Chrome trace, another schema, and a newer version.
@@ -305,7 +305,7 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
             {key: getattr(source, key) for key in ("name", "schema", "version")} for source in sources
         ],
         "notes": [note for source in sources for note in _notes(source)],
-        "facts": [fact for source in sources for fact in _facts(source)],
+        "facts": [fact for source in sources for fact in _run_facts(source)],
         "ops": op_columns(ops),
         "graph": None if trace is None else graph(trace),
         "stages": {} if partition is None else stages(partition, page_ops),
@@ -319,7 +319,7 @@ def _notes(source: Source) -> list[str]:
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
-def _facts(source: Source) -> list[tuple[str, str]]:
+def _run_facts(source: Source) -> list[tuple[str, str]]:
     """Return facts of the run as a whole."""
     frameworks, dropped = source.content.get("frameworks"), source.content.get("dropped")
     facts = [("framework", ", ".join(map(str, frameworks)))] if isinstance(frameworks, list) else []
