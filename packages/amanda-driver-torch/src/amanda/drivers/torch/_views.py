@@ -329,7 +329,7 @@ class PartTie(TensorTie):
     ) -> None:
         """Link a part to the view, unknown to autograd; the holders are held weakly."""
         self._holders = [weakref.ref(holder) for holder in holders]
-        super().__init__(views, view, value, False, on_death)
+        super().__init__(views, view, value, recorded=False, on_death=on_death)
         self._value = self._base = _no_tensor  # no tensor of the program stands on either side
 
     @property
