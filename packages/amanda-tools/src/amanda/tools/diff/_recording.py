@@ -203,6 +203,7 @@ class RecordedRuns:
 
     remarks: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
     failure: the op of b that fails where it is compiled, and the failure in words.
+    Raises AmandaError for inputs without a function to call.
     """
 
     def __init__(

@@ -255,7 +255,9 @@ def drop_absent_weight_gradient(context: OpContext) -> None:
     gradient = grads[index] if index < len(grads) else None
     gradient_extents, (extents, _) = context["shape"](gradient), _weight_extents(context)
     if gradient is None or not (
-        gradient_extents is None or extents is None or _extents_agree(gradient_extents, extents, True)
+        gradient_extents is None
+        or extents is None
+        or _extents_agree(gradient_extents, extents, compares_extents=True)
     ):
         context["weight_grad_index"] = None
 

@@ -262,7 +262,10 @@ class NanTool(amanda.Tool):
         self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp,
         batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Add a finding if an execution gave NaN or Inf that it did not read; batches: of the values."""
+        """Add a finding if an execution gave NaN or Inf that it did not read; batches: of the values.
+
+        Raises NotFiniteError for the first finding if the tool stops at one.
+        """
         execution, self._executions = self._executions, self._executions + 1
         if recorded is not None:
             op.recorder.note_writes(recorded)

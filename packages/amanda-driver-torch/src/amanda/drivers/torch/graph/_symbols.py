@@ -97,7 +97,7 @@ class GraphSymbols:
             value: Any = self.module
             for part in target.split("."):
                 value = getattr(value, part)
-            self._attributes[target] = self._make_symbol(value, value, True)
+            self._attributes[target] = self._make_symbol(value, like=value, weight=True)
         return self._attributes[target]
 
     def record_runs(self, ran: Mapping[Node, NodeRun]) -> None:
