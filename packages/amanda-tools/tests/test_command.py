@@ -13,7 +13,7 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._line import read_config
-from amanda.tools.command._run import _separated, command_of
+from amanda.tools.command._run import _in_long_form, command_of
 from amanda.tools.command._specs import Unreadable, combined, made, read, split_tools
 from amanda.tools.coverage import CoverageResult, OpCoverage
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
@@ -241,7 +241,7 @@ def test_a_word_may_name_several_tools(word: str, tools: list[str]) -> None:
     ],
 )
 def test_tools_may_be_the_first_word(line: str, long: str) -> None:
-    assert _separated(line.split()) == long.split()
+    assert _in_long_form(line.split()) == long.split()
 
 
 def test_a_model_is_a_program(tmp_path: Path) -> None:

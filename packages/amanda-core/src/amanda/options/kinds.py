@@ -138,17 +138,15 @@ def _protocol(plain: type) -> Kind:
 
 
 def _with_condition(kind: Kind, where: Where) -> Kind:
-    """Return a kind with the words of a mark and, if it has one, its further condition."""
-    if where == Where(where.words):  # words alone
-        return Kind(where.words, where.words, where.words, kind.accept)
+    """Return a kind with the words of a mark, which accepts the values for which its condition holds."""
 
     def accept(value: Any) -> Any:
         value = kind.accept(value)
-        if not where.holds(value):
+        if not where.holds(value):  # holds for all values if the mark has words alone
             raise Mismatch
         return value
 
-    return Kind(where.words, where.words, where.words, accept)
+    return Kind(words=where.words, text=where.words, many=where.words, accept=accept)
 
 
 def _bool(marks: tuple[Any, ...]) -> Kind:

@@ -160,8 +160,10 @@ class CachedStates:
     def quantise(self, states: Tensor, cached_tokens: int) -> Tensor:
         """Quantise in place the tokens that left the residual window in this step; return the states.
 
-        cached_tokens: number of tokens that were cached before the step.
-        Raises QuantizeError for channels or tokens that are no multiple of the group size.
+        A group of tokens is quantised once it is complete.  Adds to the sums of the error, and stores the
+        extents.  cached_tokens: number of tokens cached before the step.
+        Raises QuantizeError with groups of channels for channels that are no multiple of the group size, and
+        with groups of tokens for a cache that was cut since the last step.
         """
         import torch
 

@@ -242,8 +242,9 @@ class QatQuantizer(Quantizer):
     """
 
     def _quantise(self, x: Any, frozen: bool) -> Any:
-        """Set the scale from the value, unless it is frozen; return the quantised value.
+        """Set the scale, unless it is frozen and there is one; return the value quantised by it.
 
+        A weight's scale is that of this value, an activation's that of moving averages of the extremes.
         The gradient passes where the value was not clipped.
         """
         if frozen and self.has_scale:

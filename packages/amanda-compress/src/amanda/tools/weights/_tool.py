@@ -180,7 +180,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     def _expire(self) -> None:
         """Mark the state of all weights as outdated: the next read of each calls `update`."""
         for weight in self.weights:
-            weight.updated = -1
+            weight.expire()
 
     def unmatched(self) -> list[str]:
         """Return sentences on options that matched no op."""

@@ -27,7 +27,7 @@ Present = Callable[[], Any]
 """Returns the present value of a weight."""
 
 NEVER = -1
-"""The update of a weight whose state is not made yet."""
+"""`Weight.updated` as long as its state is not made."""
 
 
 class WeightError(AmandaError, ValueError):
@@ -281,6 +281,10 @@ class Weight(WeightView):
     @updated.setter
     def updated(self, step: int) -> None:
         self._updated_state[...] = self._updated = step
+
+    def expire(self) -> None:
+        """Mark the state as outdated, so that it is made anew at the next read."""
+        self.updated = NEVER
 
     @property
     def is_ready(self) -> bool:

@@ -199,12 +199,12 @@ class JaxDriver(Arrays, EagerDriver):
     ) -> Any:
         """Bind a function with rules for its derivatives, whose rule runs for the tools."""
         if primitive.name == "custom_vjp_call":
-            run = self._call_forward_rule
-            add_note(TAP)
+            note, run = TAP, self._call_forward_rule
         else:
-            ops = f"ops of the rule of {custom_name(params)}"
-            run = partial(_call_tangent_rule, ops)
-            add_note(ops)
+            note = f"ops of the rule of {custom_name(params)}"
+            run = partial(_call_tangent_rule, note)
+        add_note(note)
+        # `_run_carrying` has set the key without tools, for other ops; functions within are traced for tools.
         with with_cache_key(cache_key_of(State.current())):
             return original(primitive, *args, **with_rule(primitive.name, params, run))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto, NodeProto, ValueInfoProto
 
 from amanda.backend import Insertion, NotTraceable, OpFacts, Rewriter, Rewriting, Side, Value, digest
 from amanda.errors import RoutineError
@@ -175,7 +175,12 @@ class OnnxRewriter(Rewriter[NamedNode]):
             for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
                 path = (*self.path, node.name, attribute.name)
                 bodies.setdefault(attribute.name, []).append(
-                    self._rewrite_body(graph, path, calls_python and is_all_typed(graph), copied_node.op_type)
+                    self._rewrite_body(
+                        graph,
+                        path=path,
+                        calls_python=calls_python and is_all_typed(graph),
+                        op_type=copied_node.op_type,
+                    )
                 )
         if any(body.calls_python for body_list in bodies.values() for body in body_list):
             runnable = ControlFlowNode(copied_node, {name: body for name, (body,) in bodies.items()})
@@ -282,21 +287,29 @@ class OnnxRewriter(Rewriter[NamedNode]):
     def _rewrite_body(
         self, graph: GraphProto, path: tuple[str, ...], calls_python: bool, op_type: str
     ) -> ControlFlowBody:
-        """Rewrite a graph in place, unless routines in it call Python; return it as a body."""
-        depth = self.depth + (op_type in LOOPS)
-        inputs = [
-            OnnxSymbol(value.name, value.type if value.HasField("type") else None) for value in graph.input
-        ]
-        declared = [
-            OnnxSymbol(value.name, value.type if value.HasField("type") else None) for value in graph.output
-        ]
+        """Rewrite a graph in place, unless routines in it call Python; return it as a body.
+
+        path: of the body, names of nodes and attributes around it.  calls_python: whether routines in it may
+        run as Python.  op_type: of the node that has the body.
+        """
+        # Of the graph as it is before the rewrite.
+        inputs, declared = _symbols_of(graph.input), _symbols_of(graph.output)
         constants = {tensor.name: array_of(tensor) for tensor in graph.initializer}
-        rewriter = OnnxRewriter(graph, self.rewriting, self.symbol, path, self.current, calls_python, depth)
+        rewriter = OnnxRewriter(
+            graph, self.rewriting, self.symbol, path=path, current=self.current, calls_python=calls_python,
+            depth=self.depth + (op_type in LOOPS),
+        )  # fmt: skip
         rewriter.run()
-        outputs = [rewriter.current.get(value.name, value.name) for value in graph.output]
-        body = ControlFlowBody(inputs, outputs, declared, rewriter.items, rewriter.symbol, constants)
+        body = ControlFlowBody(
+            inputs=inputs,
+            outputs=[rewriter.current.get(value.name, value.name) for value in graph.output],
+            declared=declared,
+            items=rewriter.items,
+            symbol=rewriter.symbol,
+            constants=constants,
+        )
         if not body.calls_python:
-            self._write_body(graph, rewriter.items, outputs)
+            self._write_body(graph, body.items, body.outputs)
         return body
 
     def _write_body(self, graph: GraphProto, items: Sequence[GraphItem], outputs: Sequence[str]) -> None:
@@ -315,6 +328,11 @@ class OnnxRewriter(Rewriter[NamedNode]):
     def _side(self, names: Sequence[str], sizes: Sequence[int | None]) -> Side:
         left_out = [i for i, name in enumerate(names) if not name]
         return Side(names, [self.symbol(name) if name else None for name in names], sizes, left_out)
+
+
+def _symbols_of(entries: Iterable[ValueInfoProto]) -> list[OnnxSymbol]:
+    """Return the symbols of a graph's inputs or outputs, without a type where the model declares none."""
+    return [OnnxSymbol(entry.name, entry.type if entry.HasField("type") else None) for entry in entries]
 
 
 def _compute_constant(

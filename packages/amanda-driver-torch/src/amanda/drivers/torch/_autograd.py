@@ -274,8 +274,9 @@ class _BackwardPass:
             order = mark.order + 1
             shapes = in_batches_of_now(mark.shapes or trace.shapes)
             step = BackwardStep(
-                self._driver, trace, node_type, place, self._state, not is_leaf, order, shapes
-            )
+                self._driver, trace, node_type, place, self._state, replaceable=not is_leaf, order=order,
+                shapes=shapes,
+            )  # fmt: skip
             if step.has_work or self._create_graph:
                 self._expected[id(trace)] += 1
                 hooks = _StepHooks(step, mark, self._driver, self._drop_values_after_last)

@@ -189,7 +189,7 @@ def _with_gradients(outputs: Any, operands: Any, read_elsewhere: Iterable[torch.
     needing = [value for value in tree_leaves(operands) if _needs_gradient(value)]
     reached = {id(value) for value in _inputs_of(results)}
     candidates = needing if read_elsewhere is None else read_elsewhere
-    unread = [value for value in candidates if id(_source(value)) not in reached]
+    unread = [value for value in candidates if id(_node_or_leaf(value)) not in reached]
     if not unread and (not needing or all(result.requires_grad for result in results)):
         return outputs
     with interceptor.Suspension():
@@ -207,7 +207,7 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _source(tensor: torch.Tensor) -> Any:
+def _node_or_leaf(tensor: torch.Tensor) -> Any:
     """Return what autograd's graph has for a tensor: its node, or the tensor itself if it is a leaf."""
     return tensor if tensor.grad_fn is None else tensor.grad_fn
 

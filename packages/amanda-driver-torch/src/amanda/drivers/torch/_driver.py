@@ -271,8 +271,9 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         # The overloads of an operator are one op to tools.
         op = ScriptedOp(callee) if site.key in _SCRIPTED else getattr(callee, "overloadpacket", callee)
         return TorchCall(
-            site, op, head, own_args, kwargs, binding(callee, own_args, kwargs), False, self.invoke
-        )
+            site, op, head, own_args, kwargs, binding(callee, own_args, kwargs), in_place=False,
+            invoke_site=self.invoke,
+        )  # fmt: skip
 
     def results(
         self, call: Call, outputs: Any, inputs: Sequence[Any]

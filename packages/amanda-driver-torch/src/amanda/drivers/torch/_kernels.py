@@ -18,7 +18,9 @@ _KERNELS = (
 )  # fmt: skip
 """Modules with kernels: for the device meta, for tensors without data, and for jagged tensors."""
 
-_graph_task = torch_attribute("_C._current_graph_task_id") or (lambda: -1)
+_NO_TASK = -1
+"""Number of autograd's task on a thread without a backward pass."""
+_graph_task = torch_attribute("_C._current_graph_task_id") or (lambda: _NO_TASK)
 
 
 def is_part_of_op(frame: FrameType | None) -> bool:
@@ -27,7 +29,7 @@ def is_part_of_op(frame: FrameType | None) -> bool:
     frame: of the call.  If a program calls a function of these modules directly, its calls are ops.
     """
     # Outside of an op and of a backward pass every call is the program's: no frame need be looked at.
-    if running() is None and _graph_task() == -1:
+    if running() is None and _graph_task() == _NO_TASK:
         return False
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
@@ -45,7 +47,7 @@ def is_dispatched_again(frame: FrameType | None) -> bool:
     In the forward pass the interceptor knows the op that the operator belongs to; a node of autograd is no
     call that it could know.
     """
-    if _graph_task() == -1:
+    if _graph_task() == _NO_TASK:
         return False
     while frame is not None and frame.f_code is not _BACKWARD:
         if frame.f_code.co_name == "__torch_dispatch__":

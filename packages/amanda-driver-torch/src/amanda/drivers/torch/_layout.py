@@ -173,6 +173,8 @@ def _grad_mode_bit(switches: int) -> tuple[int, int]:
         on = ctypes.string_at(address, 4 * _WORD)
     pairs = zip(on, off, strict=True)
     changed = [(i, byte_on ^ byte_off) for i, (byte_on, byte_off) in enumerate(pairs) if byte_on != byte_off]
-    if len(changed) != 1 or changed[0][1].bit_count() != 1 or not on[changed[0][0]] & changed[0][1]:
-        raise LookupError("autograd's switches")
-    return changed[0]
+    if len(changed) == 1:
+        offset, flipped_bits = changed[0]
+        if flipped_bits.bit_count() == 1 and on[offset] & flipped_bits:
+            return offset, flipped_bits
+    raise LookupError("autograd's switches")

@@ -168,7 +168,7 @@ def _operators() -> tuple[Target, ...]:
         canonical = CANONICAL.get(name, name)
         targets_by_id[id(called)] = Target(called, kind, name, canonical, _is_inplace(canonical))
     groups = (
-        Target(called, "function", f"ProcessGroup.{method}", canonical, False)
+        Target(called, "function", f"ProcessGroup.{method}", canonical, inplace=False)
         for method, canonical, called in collectives()
     )
     return *targets_by_id.values(), *groups

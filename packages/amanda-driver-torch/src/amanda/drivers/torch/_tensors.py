@@ -100,7 +100,10 @@ class TorchTensors:
         return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor."""
+        """Copy a value into the user's tensor.
+
+        Raises RoutineError for a value that is no tensor, or that does not fit.
+        """
         if not isinstance(value, torch.Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
         if target.numel() == 0 and not target.requires_grad:
@@ -324,7 +327,10 @@ def _write_recorded(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write into a tensor several elements of which are one in memory, as `expand` makes it."""
+    """Write into a tensor several elements of which are one in memory, as `expand` makes it.
+
+    Raises RoutineError for different values at one place in memory.
+    """
     # The flat index of each element's cell: elements that share a cell share an index.
     size = target.untyped_storage().nbytes() // target.element_size()
     index = torch.arange(size, device=target.device).as_strided(

@@ -289,10 +289,10 @@ class TensorTie(Tie):
         value = self._value()
         if value is not None and self.value is None:
             return None
-        now, before = self._current_versions(), self._versions
-        if any(new is not None and new != old for new, old in zip(now[0], before[0], strict=True)):
+        (versions, view_version), (old_versions, old_view_version) = self._current_versions(), self._versions
+        if any(new is not None and new != old for new, old in zip(versions, old_versions, strict=True)):
             return self._detached_value if value is None else value
-        return self._whole if now[1] != before[1] else None
+        return self._whole if view_version != old_view_version else None
 
     def rejoin(self) -> bool:
         """Give the value the memory of the view, if that holds the same; return False if it does not."""
@@ -329,7 +329,7 @@ class PartTie(TensorTie):
     ) -> None:
         """Link a part to the view, unknown to autograd; the holders are held weakly."""
         self._holders = [weakref.ref(holder) for holder in holders]
-        super().__init__(views, view, value, False, on_death)
+        super().__init__(views, view, value, recorded=False, on_death=on_death)
         self._value = self._base = _no_tensor  # no tensor of the program stands on either side
 
     @property

@@ -127,7 +127,11 @@ class ParameterStandIns:
             )
 
     def move_to_process(self, path: str, value: Any, hold: HoldTensor) -> None:
-        """Send a tensor to the process, and fill it with NaN."""
+        """Send a tensor to the process; make the one here a stand-in, filled with NaN, of integers with 0.
+
+        If `hold` raises, the tensor here keeps its values.
+        Raises ProtectError for a tensor that shares its memory with others.
+        """
         import torch
 
         header, content = pack_tensor(value)

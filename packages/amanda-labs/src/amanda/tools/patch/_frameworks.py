@@ -187,15 +187,20 @@ def _pass_through(value: Any, kind: Any, point: Callable[[Any, int], Any], count
 
 
 def _watch_pytorch(stack: ExitStack, points: Points) -> None:
-    """Register hooks on all modules; in code that the compiler traces every module has points."""
+    """Register hooks on all modules that pass a call's inputs, or its result, through points.
+
+    In code that the compiler traces every module has points, elsewhere those that tools may select.  Closing
+    `stack` removes the hooks.
+    """
     import torch
     from torch.nn.modules import module as modules
 
-    (point_op, copied_op), number = _pytorch_ops(), SIDES.index(points.side)
+    view_op, copy_op = _pytorch_ops()
+    number = SIDES.index(points.side)
     compiling, wrappers = torch.compiler.is_compiling, tuple(_wrapper_classes(torch.nn.Module))
 
     def point(tensor: Any, index: int) -> Any:
-        return copied_op(tensor, index, number) if points.copies else point_op(tensor, index, number)
+        return copy_op(tensor, index, number) if points.copies else view_op(tensor, index, number)
 
     def pass_tensors(module: Any, value: Any) -> Any:
         # None leaves the value as it is.
@@ -209,13 +214,14 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
             points.by_keyword.update(_paths(module))
         return pass_tensors(module, value)
 
+    python_hook = pass_in_python
+
     def pre_hook(module: Any, args: Any) -> Any:
         return pass_tensors(module, args) if compiling() else python_hook(module, args)
 
     def forward_hook(module: Any, args: Any, result: Any) -> Any:
         return pass_tensors(module, result) if compiling() else python_hook(module, result)
 
-    python_hook = pass_in_python
     if "torch._dynamo" in sys.modules:  # it takes seconds to import
         _REQUIRED.check()
         dynamo = sys.modules["torch._dynamo"]

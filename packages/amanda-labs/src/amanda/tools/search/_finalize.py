@@ -133,22 +133,28 @@ def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
         )
     weight = candidate.weight(module.weight, site)
     if isinstance(candidate, ConvolutionCandidate):
-        kernel_growth = [candidate.kernel - size for size in module.kernel_size]
-        original, padding = module, module.padding
-        if not isinstance(padding, str):
-            padding = tuple(padding_for_window(padding, module.dilation, kernel_growth))
-        # On the same device and in the same element type, with a weight that is overwritten below.
-        module = type(original)(
-            original.in_channels, original.out_channels, candidate.kernel, original.stride, padding,
-            original.dilation, candidate.groups, original.bias is not None, original.padding_mode,
-            original.weight.device, original.weight.dtype,
-        ).train(original.training)  # fmt: skip
-        module.bias = original.bias
+        module = _convolution_like(module, candidate)  # its weight is overwritten below
     # A clone: the candidate's own weight goes on being trained by the tool.
     module.weight = nn.Parameter(weight.clone(), module.weight.requires_grad)
     if module.bias is not None:
         module.bias = nn.Parameter(candidate.bias(module.bias, site).clone(), module.bias.requires_grad)
     return module
+
+
+def _convolution_like(original: Any, candidate: ConvolutionCandidate) -> Any:
+    """Return a convolution with a candidate's kernel and groups, a new weight, and the original's bias."""
+    padding = original.padding
+    if not isinstance(padding, str):
+        kernel_growth = [candidate.kernel - size for size in original.kernel_size]
+        padding = tuple(padding_for_window(padding, original.dilation, kernel_growth))
+    convolution = type(original)(
+        in_channels=original.in_channels, out_channels=original.out_channels, kernel_size=candidate.kernel,
+        stride=original.stride, padding=padding, dilation=original.dilation, groups=candidate.groups,
+        bias=original.bias is not None, padding_mode=original.padding_mode,
+        device=original.weight.device, dtype=original.weight.dtype,
+    ).train(original.training)  # fmt: skip
+    convolution.bias = original.bias
+    return convolution
 
 
 def finalize_keras(model: Any, sites: Iterable[Site]) -> Any:

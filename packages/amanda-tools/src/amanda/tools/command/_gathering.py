@@ -253,11 +253,15 @@ def as_text(result: Any, full: bool) -> str:
     return result.whole() if full and isinstance(result, Result) else str(result)
 
 
-def tell_of_others(handed: Handed) -> None:
-    """Merge, save and print the results of other processes, in a root that has none itself."""
+def report_other_processes(handed: Handed) -> None:
+    """Merge, save and print the results of other processes, in a root that has none itself.
+
+    An error is written to standard error, and not raised.
+    """
     try:
         # The tools are made for their classes alone, which know how to merge.
-        Gathering(handed, handed.toolings(), [], "main").tell(saw_op=False)
+        gathering = Gathering(handed, tools=handed.toolings(), messages=[], label="main")
+        gathering.tell(saw_op=False)
     except Exception as error:  # the program's own end is not ours to change
         Teller().say(f"the results are lost: {type(error).__name__}: {error}")
 
@@ -324,7 +328,10 @@ def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> di
 
 
 def _results_of_folder(folder: Path) -> dict[str, dict[str, Result]]:
-    """Return the results of processes in a folder, by tool, then by the label of the process."""
+    """Return the results of processes in a folder, by tool, then by the label of the process.
+
+    Raises AmandaError for a folder without any.
+    """
     results_by_tool: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
         if (named := _OF_PROCESS.fullmatch(path.name)) is not None:

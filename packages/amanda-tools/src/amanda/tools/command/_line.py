@@ -231,7 +231,10 @@ def read_config(path: Path) -> Config:
 
 
 def _read_table(path: Path) -> Any:
-    """Return the content of a TOML or YAML file."""
+    """Return the content of a TOML or YAML file.
+
+    Raises SpecError for a file that cannot be read or parsed, and for another suffix.
+    """
     try:
         with parsing(path, "configuration"):
             text = read_text(path).decode()
@@ -256,7 +259,10 @@ def _read_table(path: Path) -> Any:
 
 
 def _tool_specs(path: Path, tools: Any) -> list[ToolSpec]:
-    """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`."""
+    """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`.
+
+    Raises SpecError for another form.
+    """
     if isinstance(tools, Mapping):
         # `[tools.flops]` without options is None in YAML, an empty table in TOML.
         tables = {name: table or {} for name, table in tools.items()}

@@ -198,7 +198,7 @@ class Rank:
 
     def end(self, leave: Callable[[], object], tell: Callable[[], None]) -> None:
         """Call `leave` to write the results of this rank, then `tell` if no other rank is alive."""
-        with _alone(self._folder / "telling"):
+        with _holding_lock(self._folder / "telling"):
             # Under the lock, so that exactly one rank finds that it is the last.
             leave()
             if self._alive is not None:
@@ -220,7 +220,7 @@ def _is_alive(path: Path) -> bool:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _holding_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which one process holds at a time, while the context is open."""
     with path.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)

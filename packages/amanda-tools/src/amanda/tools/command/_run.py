@@ -87,10 +87,10 @@ def _command(
 
 def run(arguments: Sequence[str] = ()) -> int:
     """Run an unmodified program under tools."""
-    return exit_status(_command, "amanda run", _separated(arguments))
+    return exit_status(_command, "amanda run", _in_long_form(arguments))
 
 
-def _separated(arguments: Sequence[str]) -> list[str]:
+def _in_long_form(arguments: Sequence[str]) -> list[str]:
     """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program."""
     options = [parameter for parameter in _command.params if isinstance(parameter, click.Option)]
     # click would take a program's own options for ours, so the program begins where ours end.
@@ -162,6 +162,7 @@ def launch(
 
     A program that Python does not run is a child process instead, whose exit status is returned.
     names: of the tools, in the output.  options: further fields of `Handed`.
+    Raises SpecError for a folder that cannot be made, and for a program that cannot be run.
     """
     command, python = command_of(program)
     output = None if output is None else _folder_for(output)
@@ -172,8 +173,8 @@ def launch(
         raise SpecError(f"results of processes cannot be gathered: {error.strerror or error}") from None
     frameworks = driven_frameworks()
     handed = Handed(
-        [(tool.name, dict(tool.given)) for tool in tools], folder, os.getpid(),
-        None if output is None else str(output), frameworks, together=shared is not None,
+        tools=[(tool.name, dict(tool.given)) for tool in tools], folder=folder, root=os.getpid(),
+        output=None if output is None else str(output), frameworks=frameworks, together=shared is not None,
         is_rank=is_in_rank(), nothing=[nothing(name, frameworks) for name in names], **options,
     )  # fmt: skip
     environment = dict(os.environ)
@@ -209,7 +210,7 @@ def _folder_for(output: Path) -> Path:
 
 def _supervise(command: Sequence[str], environment: dict[str, str], handed: Handed) -> int:
     """Run a program as a child process; return its exit status, or end by the signal that ended the child."""
-    from amanda.tools.command._gathering import tell_of_others
+    from amanda.tools.command._gathering import report_other_processes
 
     arrived: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
@@ -231,7 +232,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
     status = children[0].wait()
     for number, handler in previous_handlers.items():
         signal.signal(number, handler)
-    tell_of_others(handed)
+    report_other_processes(handed)
     if status < 0:
         # Shells tell a death by signal from an exit status, so we die of the same one.
         signal.signal(-status, signal.SIG_DFL)

@@ -208,16 +208,18 @@ def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
         that `leave` wrote, which is called if `exec` fails.
     """
     for name in ("execv", "execve"):  # which the others of the family call
-        setattr(os, name, _leaving(getattr(os, name), leave))
+        setattr(os, name, _leave_before(getattr(os, name), leave))
 
 
-def _leaving(original: Callable[..., Any], leave: Callable[[bool], Callable[[], None]]) -> Callable[..., Any]:
+def _leave_before(
+    original: Callable[..., Any], leave: Callable[[bool], Callable[[], None]]
+) -> Callable[..., Any]:
     """Return a function in place of one of the exec family, which calls `leave` first."""
 
     @functools.wraps(original)
     def execute(path: Any, argv: Any, *env: Any) -> Any:
         """Leave the results, then replace the program; withdraw them if that fails."""
-        withdraw = leave(_stays(path, *env)) if _can_be_run(path) else None
+        withdraw = leave(_keeps_tools(path, *env)) if _can_be_run(path) else None
         try:
             return original(path, argv, *env)
         except BaseException:
@@ -236,7 +238,7 @@ def _can_be_run(path: Any) -> bool:
         return True
 
 
-def _stays(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
+def _keeps_tools(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
     """Return True if Python runs a program, in an environment that names tools."""
     try:
         return any(os.fsdecode(name) == VARIABLE for name in env) and is_python(Path(os.fsdecode(path)))
@@ -247,6 +249,8 @@ def _stays(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
 GRACE = 1.0
 """Seconds without an answer to a signal, after which the main thread is taken to wait in native code."""
 _SOON = 0.1
+_NO_FD = -1
+"""Wakeup descriptor of a program without one, as in `signal.set_wakeup_fd`."""
 
 
 class Saving(threading.Thread):
@@ -272,13 +276,13 @@ class Saving(threading.Thread):
         self._handler = handler
         # A program may have a descriptor of its own, as asyncio has; it gets it back.
         previous_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        if previous_fd != -1:
+        if previous_fd != _NO_FD:
             signal.set_wakeup_fd(previous_fd)
 
     def ignore_signals(self) -> None:
         """Stop watching signals in a forked child, which would notify the thread of its parent."""
-        previous_fd = signal.set_wakeup_fd(-1)
-        if previous_fd not in (-1, self._writing):
+        previous_fd = signal.set_wakeup_fd(_NO_FD)
+        if previous_fd not in (_NO_FD, self._writing):
             signal.set_wakeup_fd(previous_fd)
 
     def run(self) -> None:

@@ -70,7 +70,7 @@ class CommandOption:
 def options_of(kind: Callable[..., Any]) -> dict[str, CommandOption]:
     """Return the options of a tool's constructor by name."""
     return {
-        name: CommandOption(name, _guess(option), option.default)
+        name: CommandOption(name, _annotation_of(option), option.default)
         for name, option in options.options_of(kind).items()
     }
 
@@ -81,7 +81,7 @@ def read(value: Given, annotation: Any) -> Any:
     try:
         return kind.accept(converted)
     except Mismatch as mismatch:
-        raise _unreadable(annotation, str(mismatch)) from None
+        raise _unreadable_error(annotation, str(mismatch)) from None
 
 
 def _convert(value: Given, annotation: Any) -> Any:
@@ -103,10 +103,10 @@ def _convert(value: Given, annotation: Any) -> Any:
     try:
         return _READERS[plain](value)
     except (ValueError, TypeError, KeyError):
-        raise _unreadable(annotation) from None
+        raise _unreadable_error(annotation) from None
 
 
-def _unreadable(annotation: Any, why: str = "") -> Unreadable:
+def _unreadable_error(annotation: Any, why: str = "") -> Unreadable:
     """Return an error that names the expected type, and why a value of it is refused."""
     kind = kind_of(annotation)
     expected = kind.words if kind.words.endswith(kind.text) else kind.text
@@ -119,7 +119,7 @@ def _read_first(value: Given, members: Sequence[Any], annotation: Any) -> Any:
     for member in sorted(members, key=lambda kind: _plain(kind) is str):
         with suppress(Unreadable):
             return read(value, member)
-    raise _unreadable(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
+    raise _unreadable_error(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
 
 
 def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
@@ -216,7 +216,7 @@ def _is_list(plain: Any) -> bool:
     return plain in _LISTS or get_origin(plain) in _LISTS
 
 
-def _guess(option: options.Option) -> Any:
+def _annotation_of(option: options.Option) -> Any:
     """Return the annotation of an option, or the type of its default where no annotation can be read."""
     if option.annotation is not inspect.Parameter.empty:
         return option.annotation
@@ -277,7 +277,10 @@ class ToolSpec:
 
     @classmethod
     def parse(cls, text: str) -> ToolSpec:
-        """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes."""
+        """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes.
+
+        Raises SpecError for a text without a name, and for a quotation mark without its twin.
+        """
         name, _, options_text = text.partition(":")
         if not name.strip():
             raise SpecError(f"{text!r} names no tool; give TOOL or TOOL:option=value,...")
@@ -398,7 +401,10 @@ def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
 
 @functools.cache  # a forked process need not look them up again
 def _class(name: str) -> Any:
-    """Return what a distribution registers as a tool, or the class at an import path."""
+    """Return what a distribution registers as a tool, or the class at an import path.
+
+    Raises SpecError for a class that cannot be imported.
+    """
     where, dot, kind = name.rpartition(".")
     if not dot:
         return tool_class(name)

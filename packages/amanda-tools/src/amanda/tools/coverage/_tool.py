@@ -87,7 +87,8 @@ class CoverageResult(PlacesResult[OpCoverage]):
         rows = []
         for key, places in self.grouped(self.places).items():
             sums = [sum(getattr(place, count) for place in places) for count in _COUNTS]
-            rows.append((*key, *sums, sums[1] / sums[0]))
+            calls, whole, *_ = sums
+            rows.append((*key, *sums, whole / calls))
         return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
 
     def facts(self) -> Mapping[str, Any]:
@@ -192,11 +193,12 @@ class CoverageTool(amanda.Tool):
         if frame is None:
             self._open_calls.pop(get_ident(), None)  # a frame keeps the arguments of its call alive
             return
-        open_call = self._open_calls.get(get_ident())
-        if open_call is None or open_call[0] is not frame:
-            open_call = self._open_calls[get_ident()] = (frame, modules.open_call(frame, self._clears))
+        last_frame, call = self._open_calls.get(get_ident(), (None, None))
+        if call is None or last_frame is not frame:
+            call = modules.open_call(frame, self._clears)
+            self._open_calls[get_ident()] = frame, call
         # The backward ops of this execution find the call of their forward op in `run`.
-        call = run["call"] = open_call[1]
+        run["call"] = call
         if call.leaf:
             call.forward.add(place)
 

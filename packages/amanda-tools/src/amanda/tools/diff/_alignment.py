@@ -217,7 +217,8 @@ class OpSimilarity:
         self._first_outputs = [
             [_first_results(run, index) for index in indices] for run, indices, _ in (side_a, side_b)
         ]
-        self._keys = side_a[2], side_b[2]
+        (_, _, keys_a), (_, _, keys_b) = side_a, side_b
+        self._keys = keys_a, keys_b
         self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in (side_a, side_b)]
         self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in (side_a, side_b)]
         self._sizes_and_norms = [_size_and_norm(entries) for entries in self._first_outputs]
@@ -234,7 +235,7 @@ class OpSimilarity:
         """Pair ops in order so that the pairs fit best altogether; none where there are too many to try."""
         if not len(range_a) * len(range_b) or len(range_a) * len(range_b) > _CELLS:
             return []
-        fits = self._fits(range_a, range_b)
+        fits = self._fit_scores(range_a, range_b)
         # Needleman and Wunsch 1970, without a penalty for gaps: `total[i, j]` is the best sum from ops i and
         # j on, filled from the end so that the walk below goes forward.  A row at a time, as Python loops are
         # slow.
@@ -255,7 +256,7 @@ class OpSimilarity:
                 j += 1
         return pairs
 
-    def _fits(self, range_a: range, range_b: range) -> NDArray[np.float64]:
+    def _fit_scores(self, range_a: range, range_b: range) -> NDArray[np.float64]:
         """Return a number for each pair of ops, 0 for two that do not fit."""
         rows, columns = slice(range_a.start, range_a.stop), slice(range_b.start, range_b.stop)
         keys = self._keys[0][rows], self._keys[1][columns]

@@ -58,7 +58,10 @@ class RunComparison:
         """Modules that one run called more often than the other: their last outputs were compared."""
 
     def in_order(self, compared: Iterable[Compared]) -> list[Comparison]:
-        """Return comparisons as run a executed; where a graph leaves that open, as its ops were met."""
+        """Return comparisons as run a executed; where a graph leaves that open, as its ops were met.
+
+        Raises AmandaError if the two runs have no op in common.
+        """
         # Ops of a graph run on several threads: the order of execution would change from run to run.
         ordered = self._runs[0].ordered
 
@@ -251,9 +254,11 @@ class RunComparison:
         assert entry is not None
         op = self._runs[side].ops[entry.op]
         cause = Comparison(
-            op.phase, op.type, op.module, op.source, "", "", "", entry.execution, suspect.error, None,
-            entry.summary.statistics.largest, effect.exact, effect.tolerance, effect.by_type,
-            (entry.dtype, entry.dtype), None, None, effect.expected, only="ab"[side], reason=suspect.reason,
+            op.phase, op.type, op.module, op.source, other_type="", other_module="", other_source="",
+            execution=entry.execution, relative=suspect.error, cosine=None,
+            largest=entry.summary.statistics.largest, exact=effect.exact, tolerance=effect.tolerance,
+            by_type=effect.by_type, dtypes=(entry.dtype, entry.dtype), inputs=None, weight=None,
+            expected=effect.expected, only="ab"[side], reason=suspect.reason,
         )  # fmt: skip
         return cause, tensors
 
@@ -328,11 +333,12 @@ class RunComparison:
         inputs = [agree for role, _, agree in read if role == "input"]
         weights = [relative for role, relative, _ in read if role == "weight"]
         return Comparison(
-            op.phase, op.type, op.module, op.source, other_op.type, other_op.module, other_op.source,
-            pair[0].execution, difference.relative, difference.cosine, difference.largest, difference.exact,
-            limit, limit, (pair[0].dtype, pair[1].dtype),
-            all(inputs) if inputs else None, max(weights) if weights else None,
-            self._expected.get((pair[0].op, pair[0].execution)),
+            op.phase, op.type, op.module, op.source, other_type=other_op.type, other_module=other_op.module,
+            other_source=other_op.source, execution=pair[0].execution, relative=difference.relative,
+            cosine=difference.cosine, largest=difference.largest, exact=difference.exact, tolerance=limit,
+            by_type=limit, dtypes=(pair[0].dtype, pair[1].dtype), inputs=all(inputs) if inputs else None,
+            weight=max(weights) if weights else None,
+            expected=self._expected.get((pair[0].op, pair[0].execution)),
             is_retyped=bool(difference.relative) and self._is_retyped(pair),
         )  # fmt: skip
 

@@ -315,7 +315,10 @@ def _side(
     compiled: Compiled | None,
     bundled: Mapping[str, Run],
 ) -> Source:
-    """Return a path, a function where there is no such path, a program, or a run of a bundle."""
+    """Return a path, a function where there is no such path, a program, or a run of a bundle.
+
+    Raises SpecError for a side that is given twice, or not at all.
+    """
     if line is not None:
         if source is not None:
             raise SpecError(f"{side} is given twice: as {source}, and as --{side} {line!r}")
@@ -339,7 +342,10 @@ def _control(option: str | None, is_program: bool, bundled: Mapping[str, Run]) -
 
 
 def _mapping(options: Sequence[str]) -> dict[str, str] | None:
-    """Return names of modules of B by those of A, also from JSON files; None where nothing is given."""
+    """Return names of modules of B by those of A, also from JSON files; None where nothing is given.
+
+    Raises SpecError for an option that is neither M=N nor a file.
+    """
     names: dict[str, str] = {}
     for option in options:
         name, equals, other_name = option.partition("=")

@@ -69,7 +69,11 @@ def distance(
         for candidate in arrangements(other_numbers, layouts[1], numbers.shape, layouts[0])
     ]
     # Several arrangements fit where extents are equal; the closest is taken for the one that is meant.
-    return min(distances, key=lambda d: d.relative, default=Distance(math.inf, None, math.inf, True))
+    return min(
+        distances,
+        key=lambda d: d.relative,
+        default=Distance(relative=math.inf, cosine=None, largest=math.inf, exact=True),
+    )
 
 
 def _widen(array: NDArray[Any]) -> NDArray[Any]:
@@ -89,11 +93,11 @@ def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
     if not finite.all():
         nonfinite = ~finite
         if not np.array_equal(a[nonfinite], b[nonfinite], equal_nan=True):
-            return Distance(math.inf, None, math.inf, True)
+            return Distance(relative=math.inf, cosine=None, largest=math.inf, exact=True)
         a, b = a[finite], b[finite]
     a, b = a.reshape(-1), b.reshape(-1)
     if not a.size:
-        return Distance(0.0, 1.0, 0.0, True)
+        return Distance(relative=0.0, cosine=1.0, largest=0.0, exact=True)
     difference = np.abs(a - b)
     scale = max(float(np.abs(a).max()), float(np.abs(b).max())) or 1.0  # squares stay in range
     a, b, difference_norm = a / scale, b / scale, _norm(difference / scale)
@@ -103,7 +107,12 @@ def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
     product = abs((a.conj() * b).sum()) if a.dtype.kind == "c" else (a * b).sum()
     # Rounding may put the cosine of equal tensors a bit over 1.
     cosine = min(1.0, float(product) / (norms[0] * norms[1])) if min(norms) > 0 else None
-    return Distance(difference_norm / reference if reference else 0.0, cosine, float(difference.max()), True)
+    return Distance(
+        relative=difference_norm / reference if reference else 0.0,
+        cosine=cosine,
+        largest=float(difference.max()),
+        exact=True,
+    )
 
 
 def _norm(array: NDArray[Any]) -> float:
@@ -117,9 +126,9 @@ def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Di
     a, b = entry.summary.statistics, other_entry.summary.statistics
     counts = (a.elements, a.nan, a.inf, a.negative_inf)
     if counts != (b.elements, b.nan, b.inf, b.negative_inf):
-        return Distance(math.inf, None, math.inf, False)
+        return Distance(relative=math.inf, cosine=None, largest=math.inf, exact=False)
     if not a.count:
-        return Distance(0.0, None, 0.0, False)
+        return Distance(relative=0.0, cosine=None, largest=0.0, exact=False)
     root = math.sqrt(a.count)
     norm = max(a.l2, b.l2, floor * root)
     # For n numbers each of these gaps is at most the norm of the difference: by the triangle inequality for
@@ -132,9 +141,16 @@ def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Di
     sample, other_sample = entry.summary.sample, other_entry.summary.sample
     if entry.shape == other_entry.shape and sample and len(sample) == len(other_sample):
         sampled = _wide_distance(np.array(sample), np.array(other_sample), floor)
-        return Distance(max(relative, sampled.relative), sampled.cosine, max(largest, sampled.largest), False)
+        return Distance(
+            relative=max(relative, sampled.relative),
+            cosine=sampled.cosine,
+            largest=max(largest, sampled.largest),
+            exact=False,
+        )
     # The extremes are a bound too: a norm is at most the root of n times the largest magnitude.
-    return Distance(max(relative, largest / (a.largest or 1.0) / root), None, largest, False)
+    return Distance(
+        relative=max(relative, largest / (a.largest or 1.0) / root), cosine=None, largest=largest, exact=False
+    )
 
 
 def noise_floor(entries: Iterable[Entry]) -> float:

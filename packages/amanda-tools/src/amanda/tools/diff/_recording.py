@@ -52,6 +52,7 @@ class FunctionProgram:
         """Run under a `DumpTool` that keeps all tensors but inputs.
 
         Of compiled code, what the function returns is kept too: the compiler has the last word on it.
+        Raises AmandaError for a function without ops to compare, and for tensors that cannot be kept.
         """
         tool = DumpTool(folder, **_dump_options(self.max_bytes))
         extra_tools = [kind(**options) for kind, options in extra]
@@ -202,6 +203,7 @@ class RecordedRuns:
 
     remarks: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
     failure: the op of b that fails where it is compiled, and the failure in words.
+    Raises AmandaError for inputs without a function to call.
     """
 
     def __init__(
@@ -294,7 +296,10 @@ class RecordedRuns:
         }
 
     def _control(self, control: Control) -> Run:
-        """Record the control: a in float64, or a once more."""
+        """Record the control: a in float64, or a once more.
+
+        Raises AmandaError for a dump as run a, and for a float64 that was asked for and cannot be.
+        """
         program = self._programs[0]
         if program is None:
             raise AmandaError(

@@ -101,15 +101,15 @@ def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
     """
     parameters = dict(op.parameters)
     tensors = list(read)
-    listed = [tensor for tensor in tensors if not tensor[2]] or tensors
+    differing = [(entry, relative, agrees) for entry, relative, agrees in tensors if not agrees]
     texts = []
-    for entry, relative, agrees in listed[:_READ]:
+    for entry, relative, agrees in (differing or tensors)[:_READ]:
         statistics = entry.summary.statistics
         span = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
         nonfinite = statistics.nan + statistics.inf + statistics.negative_inf
         error_text = "" if agrees else f" by {relative:.2g}"
         texts.append(
-            f"{_name(entry, parameters)}{error_text}: {entry.dtype} {_extents(entry)}{span}"
+            f"{_input_name(entry, parameters)}{error_text}: {entry.dtype} {_extents(entry)}{span}"
             f"{f' with {nonfinite:,} NaN or Inf' if nonfinite else ''}"
         )
     return ", ".join(texts)
@@ -121,7 +121,7 @@ def _extents(entry: Entry) -> str:
     return f"[{', '.join(axes)}]"
 
 
-def _name(entry: Entry, parameters: Mapping[int, str]) -> str:
+def _input_name(entry: Entry, parameters: Mapping[int, str]) -> str:
     """Return the name of what an op read: "parameter PATH", or role and position."""
     if entry.role == "input" and entry.position in parameters:
         return f"parameter {parameters[entry.position]}"

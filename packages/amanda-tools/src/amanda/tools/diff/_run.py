@@ -167,7 +167,7 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
     ops: list[Op] = []
     entries: list[Entry] = []
     for tensor in result.measured:
-        op = Op(tensor.phase, tensor.type, tensor.module, tensor.source, "", 0)
+        op = Op(tensor.phase, tensor.type, tensor.module, tensor.source, namespace="", id=0)
         role, position = _role(tensor)
         repeated = any(e.op == len(ops) - 1 and (e.role, e.position) == (role, position) for e in entries)
         # Statistics have no ids of ops: a tensor that comes again belongs to the next op of the same names.
@@ -175,7 +175,11 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
             ops.append(op)
         summary = Summary(tensor.statistics, ())
         shape = (tensor.statistics.elements,)
-        entries.append(Entry(len(ops) - 1, len(entries), 0, role, position, shape, tensor.dtype, summary))
+        entry = Entry(
+            op=len(ops) - 1, order=len(entries), execution=0, role=role, position=position, shape=shape,
+            dtype=tensor.dtype, summary=summary,
+        )  # fmt: skip
+        entries.append(entry)
     return Run(name, ops, entries)
 
 

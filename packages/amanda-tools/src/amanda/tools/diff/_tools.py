@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Extra = tuple[type[amanda.Tool], Mapping[str, Any]]
 """A tool besides the one that records, and its options."""
+_NO_TASK = -1
+"""Number of autograd's task on a thread without a backward pass."""
 
 _REQUIRED = RequiredNames(
     "amanda.tools.diff",
@@ -132,7 +134,7 @@ def _enter_modes(narrow: set[str]) -> Any:
     def _copies_or_views(func: Any) -> bool:
         """Return True for views, for copies, and where autograd converts a gradient to the type of a leaf."""
         if func is torch.ops.aten._to_copy.default:
-            return torch._C._current_graph_task_id() != -1
+            return torch._C._current_graph_task_id() != _NO_TASK
         # A view has to stay one: a copy in float64 would not see writes into its base.
         aliases = (value.alias_info for value in func._schema.returns)
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -154,8 +156,9 @@ def _enter_modes(narrow: set[str]) -> Any:
                 ):
                     raise
                 with amanda.disabled():
-                    wide = cast_floats(torch.float64, args), cast_floats(torch.float64, kwargs or {})
-                return func(*wide[0], **wide[1])
+                    wide_args = cast_floats(torch.float64, args)
+                    wide_kwargs = cast_floats(torch.float64, kwargs or {})
+                return func(*wide_args, **wide_kwargs)
 
     stack = ExitStack()
     stack.enter_context(Float64Mode())  # type: ignore[no-untyped-call]

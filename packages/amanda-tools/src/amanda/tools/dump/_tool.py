@@ -177,7 +177,9 @@ class DumpTool(TensorTool[_IndexedOp]):
         value: a tensor, or lists, tuples, dicts and dataclasses of tensors; anything else is left out.
         """
         if self._dtype is not None:
-            record = self._indexed_op(Op("forward", "returned", "", "", "", 0))
+            record = self._indexed_op(
+                Op(phase="forward", type="returned", module="", source="", namespace="", id=0)
+            )
             tensors = leaves([value], structures=True)
             self._observe_execution(*tensors, record=record, role="output", dtype=self._dtype)
 
@@ -186,9 +188,10 @@ class DumpTool(TensorTool[_IndexedOp]):
         forward, backward = context.get_op_id(), context.get_backward_op_id()
         op, forward_id = (forward, None) if context.is_forward() else (backward or 0, forward)
         return self._indexed_op(Op(
-            phase, kind, context.get_scope(), context.get_source(), str(context.namespace), op, forward_id,
-            context["layout"], context["weight_layout"], context["in_place"] and context.is_forward(),
-            _parameters(context) if context.is_forward() else (),
+            phase, type=kind, module=context.get_scope(), source=context.get_source(),
+            namespace=str(context.namespace), id=op, of=forward_id, layout=context["layout"],
+            weight_layout=context["weight_layout"], in_place=context["in_place"] and context.is_forward(),
+            parameters=_parameters(context) if context.is_forward() else (),
         ))  # fmt: skip
 
     def _indexed_op(self, op: Op) -> _IndexedOp:

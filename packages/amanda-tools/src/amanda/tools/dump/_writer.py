@@ -190,7 +190,7 @@ class Writer:
         if self._changed and os.getpid() == self._process:
             with _LOCK:
                 try:
-                    self._write()
+                    self._write_waiting()
                 except (OSError, AmandaError) as error:
                     self._note_failure(error)
 
@@ -210,7 +210,7 @@ class Writer:
             self._waiting, self._bytes = {}, 0
         self._next_write = monotonic() + _SECONDS
 
-    def _write(self) -> None:
+    def _write_waiting(self) -> None:
         """Write the tensors that wait, then the index, and set the time of the next writing."""
         start = monotonic()
         self._claim_folder()
@@ -249,17 +249,17 @@ class Writer:
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._owns_folder:
-                self._remove()
+                self._remove_older_dump()
             elif self._replaced is not None and _file_stamp(index) == self._replaced:
                 with locked(index):
                     if _file_stamp(index) == self._replaced:
-                        self._remove()
+                        self._remove_older_dump()
             if not self._owns_folder and not _claim_index(index):  # another process has come first
                 self.folder = self.folder / f"process{self._process}-{token_hex(4)}"
                 self.folder.mkdir()
         self._owns_folder = self._begun = True
 
-    def _remove(self) -> None:
+    def _remove_older_dump(self) -> None:
         """Remove an older dump: its index, and what else has a name that a dump gives to files."""
         names = [path.name for path in self.folder.iterdir()]
         for name in (

@@ -271,6 +271,7 @@ class FlopsResult(PlacesResult[OpCost]):
 
         Calls whose cost is unknown count as 0 macs and flops: `unsupported` and `unseen` list them, and a
         warning is logged once.
+        Raises AmandaError for another quantity.
         """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")

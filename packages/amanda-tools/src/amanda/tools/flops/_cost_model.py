@@ -325,7 +325,8 @@ class OpCostModel:
             logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
             return None
         # The usual case is a single component, whose cost needs no sum.
-        total = costs[0][0] if len(costs) == 1 and costs[0][1] == 1 else _total(costs)
+        (first_cost, first_count), *more_costs = costs or [(Cost(), 0)]
+        total = first_cost if first_count == 1 and not more_costs else _total(costs)
         # A formula of the program counts complex products as the program likes.
         return total if custom or products == 1 else total.with_complex(products)
 

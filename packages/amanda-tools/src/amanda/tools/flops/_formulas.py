@@ -116,16 +116,17 @@ def attention_backward(op: Shapes) -> Cost:
 
 
 def recurrent(op: Shapes) -> Cost:
-    """Count every step: the input and the state by the matrices among the parameters, which are a list.
+    """Count the products of input and state with the matrices among the parameters, at every step.
 
-    Where the parameters are one row of numbers, attributes tell the matrices in it.
+    The parameters are a list; where they are one row of numbers, attributes tell the matrices in it.
     """
     steps = prod(op.inputs[0][:-1])
     lists = [shapes for shapes in op.inputs if isinstance(shapes, list) and len(shapes) > 1]
     if not lists and "hidden_size" in op.attributes:
         return Cost.of_macs(steps * _packed_matrices(op))
+    parameters = lists[-1]  # the two states of an LSTM are a list too, before the parameters
     # Biases are vectors, and their additions are left out as in other counters.
-    return Cost.of_macs(steps * sum(prod(shape) for shape in lists[-1] if len(shape) == 2))
+    return Cost.of_macs(steps * sum(prod(shape) for shape in parameters if len(shape) == 2))
 
 
 _GATES = {"lstm": 4, "gru": 3}

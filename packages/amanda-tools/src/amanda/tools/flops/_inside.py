@@ -215,10 +215,10 @@ def _counting_mode(
             self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             """Call an operator without data, and add its cost."""
-            arguments: Any = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
-            result = op(*arguments[0], **arguments[1])
-            cost = _cost_of_call(op, arguments[0], arguments[1], result, formulas, shape)
-            values = (value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor))
+            args, kwargs = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
+            result = op(*args, **kwargs)
+            cost = _cost_of_call(op, args, kwargs, result, formulas, shape)
+            values = (value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
             if cost is not None and any(value.is_complex() for value in values):
                 cost = cost.with_complex(complex_macs)
             costs.add(op.overloadpacket.__name__, cost)

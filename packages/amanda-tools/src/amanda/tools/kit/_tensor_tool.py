@@ -326,7 +326,10 @@ def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
 
 
 class _GraphObserver:
-    """One observer in a graph, where element types of its values never change."""
+    """One observer in a graph, where element types of its values never change.
+
+    first: position of the first value among the op's inputs or outputs.
+    """
 
     def __init__(
         self, record: Any, role: str, dtype: Dtype, first: int = 0,
@@ -337,7 +340,10 @@ class _GraphObserver:
         self._layout: list[tuple[int, int, str]] | None = None  # positions, flat indices, element types
 
     def tensors(self, values: Sequence[Any]) -> Iterator[OpTensor]:
-        """Return the tensors among the values of an execution."""
+        """Return the tensors among the values of an execution, weights under the weight's role.
+
+        The first call fixes positions and element types for later ones, unless a value was a list.
+        """
         layout, role, first, is_weights = self._layout, self.role, self._first, self._is_weights
         if layout is None:
             tensors = list(op_tensors(values, self._dtype, role, first=first))

@@ -181,7 +181,10 @@ class _DeferredRule:
 
     @cached_property
     def _function(self) -> Callable[[OpContext], None]:
-        """Return the function of the entry, which is imported now."""
+        """Return the function of the entry, which is imported now.
+
+        Raises RuleError if it cannot be called.
+        """
         rule: Callable[[OpContext], None] = RULES.load(self.name)
         if not callable(rule):
             raise RuleError(
@@ -252,7 +255,9 @@ def drop_absent_weight_gradient(context: OpContext) -> None:
     gradient = grads[index] if index < len(grads) else None
     gradient_extents, (extents, _) = context["shape"](gradient), _weight_extents(context)
     if gradient is None or not (
-        gradient_extents is None or extents is None or _extents_agree(gradient_extents, extents, True)
+        gradient_extents is None
+        or extents is None
+        or _extents_agree(gradient_extents, extents, compares_extents=True)
     ):
         context["weight_grad_index"] = None
 

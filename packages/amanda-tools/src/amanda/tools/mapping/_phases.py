@@ -22,6 +22,8 @@ _LAYERS = frozenset(
      ("tf_keras.src.engine.base_layer", "Layer")}
 )  # fmt: skip
 _INITIALIZERS = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initializers")
+_NO_TASK = -1
+"""Number of autograd's task on a thread without a backward pass."""
 
 
 def part_of(frame: FrameType) -> Literal["construction", "call"] | None:
@@ -84,7 +86,7 @@ def _in_backward_pass(frame: Any) -> bool:
     import torch
 
     # The engine runs no task on this thread: the quick answer for nearly all ops.
-    if torch._C._current_graph_task_id() == -1:
+    if torch._C._current_graph_task_id() == _NO_TASK:
         return False
     function = torch.autograd.function.BackwardCFunction.apply.__code__
     while frame is not None and frame.f_code is not function:

@@ -130,7 +130,7 @@ def dtype(value: Any) -> str | None:
     if is_opaque is None:
         return None
     if tensor_class.__module__ in ("torch", "torch.nn.parameter") and not is_opaque:  # a hot path
-        return _dtype_name(tensor_class, value.dtype, False)
+        return _dtype_name(tensor_class, value.dtype, is_opaque=False)
     import torch
 
     try:

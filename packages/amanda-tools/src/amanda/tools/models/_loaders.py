@@ -18,7 +18,10 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def torch_model(request: Request) -> Subject:
-    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns."""
+    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns.
+
+    Raises ModelError if the function returns another object, or if no shapes of inputs are known.
+    """
     torch = library("torch", request.word)
     factory = function_of(request.name)
     with torch.device(request.device):
@@ -35,8 +38,8 @@ def torch_model(request: Request) -> Subject:
         return torch_subject(request, module, inputs, lambda: module(*arguments))
     if not request.shapes:
         raise ModelError(
-            f"{request.word} does not say what its inputs are: give --input-shape {_guess(torch, module)}, "
-            f"or have {request.name} return (module, inputs)"
+            f"{request.word} does not say what its inputs are: give --input-shape "
+            f"{_guess_input_shape(torch, module)}, or have {request.name} return (module, inputs)"
         )
     return with_random_values(request, module, [Input("input", ())], by_name=False)
 
@@ -72,7 +75,9 @@ def torch_subject(request: Request, module: Any, inputs: Sequence[Input], call: 
                 torch.autograd.backward(differentiable, gradients)
 
     count = sum(parameter.numel() for parameter in module.parameters())
-    return Subject(request.word, type(module).__name__, module, inputs, run, count)
+    return Subject(
+        request.word, kind=type(module).__name__, model=module, inputs=inputs, call=run, parameters=count
+    )
 
 
 def on_device(request: Request, build: Callable[[], Any]) -> Any:
@@ -82,7 +87,7 @@ def on_device(request: Request, build: Callable[[], Any]) -> Any:
     # Built once without memory: a model that does not fit would end the process, not raise.
     with torch.device("meta"), amanda.disabled():
         count = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
-    if request.device == "cpu" and count > (free := _free()):
+    if request.device == "cpu" and count > (free := _free_memory()):
         raise ModelError(
             f"the parameters of {request.word} take {count / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
             "give --device meta, for shapes alone, or options that make it smaller"
@@ -91,7 +96,7 @@ def on_device(request: Request, build: Callable[[], Any]) -> Any:
         return build()
 
 
-def _free() -> float:
+def _free_memory() -> float:
     """Return the bytes of free memory, infinite where they are not known."""
     # Only Linux has the file; elsewhere the operating system decides.
     if not _MEMORY.is_file():
@@ -100,7 +105,7 @@ def _free() -> float:
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
-def _guess(torch: Any, module: Any) -> str:
+def _guess_input_shape(torch: Any, module: Any) -> str:
     """Return a shape that the first linear layer or convolution may take, as text; a pattern without one."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -116,7 +121,10 @@ TOKENS = 128
 
 
 def transformers_model(request: Request) -> Subject:
-    """Return a model with random weights, of the class that its configuration names, or of AutoModel's."""
+    """Return a model with random weights, of the class that its configuration names, or of AutoModel's.
+
+    Raises ModelError if it cannot be made.
+    """
     library("torch", request.word)
     transformers = library("transformers", request.word)
     try:
@@ -132,7 +140,10 @@ def transformers_model(request: Request) -> Subject:
 
 
 def _transformers_config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Return the configuration of a file, of a folder with one, or the default one of a type of model."""
+    """Return the configuration of a file, of a folder with one, or the default one of a type of model.
+
+    Raises ModelError for an unknown type, and for an option that the configuration lacks.
+    """
     if Path(name).exists():
         create = transformers.AutoConfig.from_pretrained
     elif name in transformers.CONFIG_MAPPING:
@@ -200,7 +211,10 @@ def _sound(config: Any) -> Input:
 
 
 def timm_model(request: Request) -> Subject:
-    """Return a model of timm with random weights."""
+    """Return a model of timm with random weights.
+
+    Raises ModelError for an unknown name, and if the model cannot be made.
+    """
     timm = library("timm", request.word)
     name = request.name
     if not timm.is_model(name):
@@ -234,7 +248,10 @@ def keras_model(request: Request) -> Subject:
 
 
 def _load_keras(keras: Any, request: Request) -> Any:
-    """Return a model of a file, or of keras.applications with random weights."""
+    """Return a model of a file, or of keras.applications with random weights.
+
+    Raises ModelError for an unknown name, a missing file, and a model that cannot be made.
+    """
     name = request.name
     try:
         if Path(name).suffix == ".keras":
@@ -260,7 +277,10 @@ def _keras_input(tensor: Any) -> Input:
 
 
 def _keras_training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
-    """Return a function that runs the model and the gradients of the sum of its outputs."""
+    """Return a function that runs the model and the gradients of the sum of its outputs.
+
+    Raises ModelError for another backend of Keras than TensorFlow.
+    """
     if keras.backend.backend() != "tensorflow":
         raise ModelError(
             f"{word}: --backward of Keras is for its backend tensorflow: set KERAS_BACKEND=tensorflow"
@@ -279,7 +299,10 @@ _ONNX_TYPES = {"float": "float32", "double": "float64"}
 
 
 def onnx_model(request: Request) -> Subject:
-    """Return the model of a file in ONNX Runtime, on the CPU."""
+    """Return the model of a file in ONNX Runtime, on the CPU.
+
+    Raises ModelError for a backward pass, for options, and for a file that cannot be loaded.
+    """
     word, name = request.word, request.name
     if request.backward:
         raise ModelError(f"{word} has no backward pass: leave --backward")
@@ -297,7 +320,7 @@ def onnx_model(request: Request) -> Subject:
     inputs = reshaped([_onnx_input(entry) for entry in session.get_inputs()], request.shapes)
     values = {entry.name: entry.value(random) for entry in inputs}
     kind = session.get_modelmeta().graph_name or "graph"
-    return Subject(word, kind, session, inputs, lambda: session.run(None, values))
+    return Subject(word, kind, model=session, inputs=inputs, call=lambda: session.run(None, values))
 
 
 def _onnx_input(node: Any) -> Input:

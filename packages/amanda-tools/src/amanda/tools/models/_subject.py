@@ -141,11 +141,14 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
     # The loaders, and what they import, are only for processes that make a model.
     from amanda.tools.models._loaders import LOADERS
 
-    return LOADERS[kind](Request(word, *_split(model_name), shapes, backward, device))
+    return LOADERS[kind](Request(word, *_split_options(model_name), shapes, backward, device))
 
 
-def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a model's name, and the options that may follow behind a colon: "llama:hidden_size=64"."""
+def _split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Return a model's name, and the options that may follow behind a colon: "llama:hidden_size=64".
+
+    Raises ModelError for options that are no YAML.
+    """
     import yaml
 
     from amanda.tools.command import ToolSpec

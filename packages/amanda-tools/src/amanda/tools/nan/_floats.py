@@ -250,7 +250,7 @@ def _references(values: Sequence[Any]) -> list[Any]:
         elif isinstance(value, (list, tuple)):
             references.append(_references(value))
         else:
-            version = _version(value)
+            version = _write_count(value)
             # The version tells later whether the tensor still holds what the op read.
             references.append(value if version is None else (ref(value), version))
     return references
@@ -259,7 +259,7 @@ def _references(values: Sequence[Any]) -> list[Any]:
 _NUMBERS = frozenset({int, float, bool, type(None), slice})
 
 
-def _version(value: Any) -> int | None:
+def _write_count(value: Any) -> int | None:
     """Return PyTorch's count of writes into a tensor; None of other values.
 
     `_UNKNOWN_VERSION` of a tensor that does not count.
@@ -286,7 +286,7 @@ def _written_indices(values: Sequence[Any]) -> list[int]:
 
 def _is_written(tensor: ref[Any], version: int) -> bool:
     """Return True for a tensor whose version has changed or is not known; False for one that is gone."""
-    return version == _UNKNOWN_VERSION or _version(tensor()) not in (None, version)
+    return version == _UNKNOWN_VERSION or _write_count(tensor()) not in (None, version)
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:

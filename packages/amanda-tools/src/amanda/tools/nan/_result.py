@@ -141,13 +141,13 @@ class NanResult(Result):
         """Return this and other runs or ranks as one result; `execution` is a number within each run."""
         all_results = (self, *results)
         return NanResult(
-            [finding for result in all_results for finding in result.findings],
-            sum(result.executions for result in all_results),
-            sum(result.passed_on for result in all_results),
-            sum(result._dropped for result in all_results),
-            [entered for result in all_results for entered in result.entered],
-            sum(result._skipped for result in all_results),
-            any(result._inf for result in all_results),
+            findings=[finding for result in all_results for finding in result.findings],
+            executions=sum(result.executions for result in all_results),
+            passed_on=sum(result.passed_on for result in all_results),
+            dropped=sum(result._dropped for result in all_results),
+            entered=[entered for result in all_results for entered in result.entered],
+            skipped=sum(result._skipped for result in all_results),
+            inf=any(result._inf for result in all_results),
         )
 
     @classmethod

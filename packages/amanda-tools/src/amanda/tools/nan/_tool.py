@@ -164,9 +164,9 @@ class NanTool(amanda.Tool):
         kind, dtype, is_eager = context["type"], context["dtype"], context.is_eager()
         self._packed.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         op = _CheckedOp(
-            context["phase"], kind, context.get_scope(), context.get_source(), dtype,
-            InputRecorder(dtype, self._inf, context["in_place"], is_eager),
-            context.get("are_finite", _unknown), _parameter_paths(context),
+            context["phase"], type=kind, module=context.get_scope(), source=context.get_source(), dtype=dtype,
+            recorder=InputRecorder(dtype, self._inf, context["in_place"], is_eager),
+            are_finite=context.get("are_finite", _unknown), parameters=_parameter_paths(context),
             moves=kind in _MOVING_OPS, reads=_reads_handle(context, context.get_inputs()),
             calls=context.get_op_type() in _CALLING_OPS, op_id=context.get_op_id(),
             unread=context.get("unread", _read_all),
@@ -186,7 +186,8 @@ class NanTool(amanda.Tool):
         recorder = InputRecorder(dtype, self._inf, in_place=False, is_eager=is_eager)
         are_finite = context.get("are_finite", _unknown)
         op = _CheckedOp(
-            "backward", kind, context.get_scope(), context.get_source(), dtype, recorder, are_finite,
+            phase="backward", type=kind, module=context.get_scope(), source=context.get_source(), dtype=dtype,
+            recorder=recorder, are_finite=are_finite,
             reads=not is_eager and _reads_handle(context, context.get_grad_outputs() or ()),
             calls=not is_eager and context.get_backward_op().__name__ in _CALLING_OPS,
             op_id=context.get_op_id(), saved=context.get("saved", _unsaved) if is_eager else _unsaved,
@@ -261,7 +262,10 @@ class NanTool(amanda.Tool):
         self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp,
         batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Add a finding if an execution gave NaN or Inf that it did not read; batches: of the values."""
+        """Add a finding if an execution gave NaN or Inf that it did not read; batches: of the values.
+
+        Raises NotFiniteError for the first finding if the tool stops at one.
+        """
         execution, self._executions = self._executions, self._executions + 1
         if recorded is not None:
             op.recorder.note_writes(recorded)

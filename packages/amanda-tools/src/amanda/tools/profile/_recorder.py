@@ -16,6 +16,14 @@ from amanda.errors import OptionError
 from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, StorageTracker
 
 
+class _TimedOp(NamedTuple):
+    """An execution between two events in the queue of a device."""
+
+    profile: OpProfile
+    begin_event: Any
+    end_event: Any
+
+
 class DeviceClock:
     """Clock of a device: the time of an op lies between two events in the queue of the device.
 
@@ -29,7 +37,7 @@ class DeviceClock:
         self._record = record
         # Events are used again: to create one takes microseconds of the driver.
         self._free: list[Any] = []
-        self._pending: deque[tuple[OpProfile, Any, Any]] = deque()
+        self._pending: deque[_TimedOp] = deque()
 
     def begin(self, profile: OpProfile) -> Any:
         """Return the event at which an op begins; None if the device cannot record one now."""
@@ -39,15 +47,15 @@ class DeviceClock:
         """Record the end of an op; above PENDING_LIMIT ops, read completed events."""
         end_event = None if begin_event is None else self.begin(profile)
         if end_event is not None:
-            self._pending.append((profile, begin_event, end_event))
+            self._pending.append(_TimedOp(profile, begin_event, end_event))
         # Without a wait: only events that the device has passed already are read.
-        while len(self._pending) > self.PENDING_LIMIT and self._pending[0][2].query():
+        while len(self._pending) > self.PENDING_LIMIT and self._pending[0].end_event.query():
             self._read_oldest()
 
     def wait(self) -> None:
         """Wait for all events and read them."""
         while self._pending:
-            self._pending[0][2].synchronize()
+            self._pending[0].end_event.synchronize()
             self._read_oldest()
 
     def clear(self) -> None:
@@ -361,7 +369,7 @@ class Recorder:
 
 def floor(samples: int = 200) -> float:
     """Return the nanoseconds that the routines measure for an empty op: the least that a row can show."""
-    place = OpProfile("forward", "", "", "")
+    place = OpProfile(phase="forward", type="", module="", source="")
     # A recorder of its own: the measurement must not appear in a profile.
     recorder = Recorder(Schedule(), samples)
     begin, end = recorder.nested_routines(place)

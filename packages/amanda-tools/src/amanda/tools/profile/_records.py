@@ -97,8 +97,8 @@ def summed(places: Sequence[OpProfile]) -> OpProfile:
     sums.least = min((place.least for place in places if place.timed), default=0)
     sums.most = max(place.most for place in places)
     for kernel, (calls, nanoseconds) in (item for place in places for item in place.kernels.items()):
-        counts = sums.kernels.get(kernel, (0, 0))
-        sums.kernels[kernel] = [counts[0] + calls, counts[1] + nanoseconds]
+        earlier_calls, earlier_nanoseconds = sums.kernels.get(kernel, (0, 0))
+        sums.kernels[kernel] = [earlier_calls + calls, earlier_nanoseconds + nanoseconds]
     return sums
 
 
@@ -126,7 +126,7 @@ class Peak:
 
 def _profile_of_older_tensors() -> OpProfile:
     """Return the profile that owns the bytes which no recorded op allocated."""
-    return OpProfile("given", "parameters, inputs, older tensors", "", "")
+    return OpProfile(phase="given", type="parameters, inputs, older tensors", module="", source="")
 
 
 @dataclass(eq=False, slots=True)
@@ -183,9 +183,7 @@ class DeviceMemory:
     def at_peak(self) -> Peak:
         """Return the peak, with the bytes of each owner at that time."""
         sizes = [(owner, size - self.changed.get(owner, 0)) for owner, size in self.owned.items()]
-        owners = sorted(
-            (owner_size for owner_size in sizes if owner_size[1]), key=lambda owner_size: -owner_size[1]
-        )
+        owners = sorted(((owner, size) for owner, size in sizes if size), key=lambda item: -item[1])
         return Peak(self.name, self.peak or 0, owners)
 
 

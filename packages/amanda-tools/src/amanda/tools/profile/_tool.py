@@ -362,8 +362,8 @@ class ProfileTool(amanda.Tool):
                 phase, kind = "backward", context["backward_type"]
                 name = str(context.get_backward_op().__name__)
             places[op, backward] = OpProfile(
-                phase, kind, context.get_scope(), context.get_source(), name, backward or op, op,
-                runs_others=facts.runs_others, index=len(places),
+                phase, type=kind, module=context.get_scope(), source=context.get_source(), name=name,
+                id=backward or op, op_id=op, runs_others=facts.runs_others, index=len(places),
             )  # fmt: skip
         return places[op, backward]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import amanda
 from amanda.errors import AmandaError
@@ -219,7 +219,7 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     first = next(iter(results.values()))
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
     cells = [row for result in results.values() for row in _weighted_rows(result)]
-    facts = _facts(first.columns, cells, _source_tool(first) or first.name)
+    facts = _merged_facts(first.columns, cells, _source_tool(first) or first.name)
     if _source_tool(first):
         ranked = [
             (_nested_rank(name, row[0]), *row[1:])
@@ -250,8 +250,12 @@ _VALUES = "values_of_means"
 
 _MERGE_FUNCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
 
-# A value, and how many values of single results it stands for.
-_Cell = tuple[Any, int]
+
+class _Cell(NamedTuple):
+    """A value of a row, and of how many values of single results it is."""
+
+    value: Any
+    value_count: int
 
 
 def _merge_by_columns(results: Mapping[str, Result]) -> Table:
@@ -267,18 +271,26 @@ def _merge_by_columns(results: Mapping[str, Result]) -> Table:
         [_merge_cells(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
         for rows in groups.values()
     ]
-    rows = [[value for value, _ in row] for row in merged_rows]
+    rows = [[cell.value for cell in row] for row in merged_rows]
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    facts = _facts(columns, merged_rows, _source_tool(first))
+    facts = _merged_facts(columns, merged_rows, _source_tool(first))
     return Table(first.name, first.version, columns, rows, first.title, notes, facts)
 
 
-def _facts(columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], source_tool: str) -> dict[str, Any]:
-    """Return the facts of a merged table: its tool, if any, and of how many values each mean is."""
-    means = {
-        column.name: [row[i][1] for row in rows] for i, column in enumerate(columns) if column.merge == "mean"
+def _merged_facts(
+    columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], source_tool: str
+) -> dict[str, Any]:
+    """Return the facts of a merged table, which a further merge reads.
+
+    "of": the tool, if any.  _VALUES: by column with means, of how many values the mean in each row is.
+    """
+    facts: dict[str, Any] = {"of": source_tool} if source_tool else {}
+    value_counts = {
+        column.name: [row[i].value_count for row in rows]
+        for i, column in enumerate(columns)
+        if column.merge == "mean"
     }
-    return {**({"of": source_tool} if source_tool else {}), **({_VALUES: means} if means else {})}
+    return {**facts, _VALUES: value_counts} if value_counts else facts
 
 
 def _weighted_rows(result: Result) -> list[list[_Cell]]:
@@ -286,7 +298,7 @@ def _weighted_rows(result: Result) -> list[list[_Cell]]:
     counts = result.facts().get(_VALUES, {}) if isinstance(result, Table) else {}
     return [
         [
-            (value, counts[column.name][i] if column.name in counts else int(value is not None))
+            _Cell(value, counts[column.name][i] if column.name in counts else int(value is not None))
             for column, value in zip(result.columns, row, strict=True)
         ]
         for i, row in enumerate(result.rows())
@@ -295,13 +307,15 @@ def _weighted_rows(result: Result) -> list[list[_Cell]]:
 
 def _merge_cells(column: Column, cells: Sequence[_Cell]) -> _Cell:
     """Return the cells of one column as one: the first where the column does not merge, or all are empty."""
-    values, count = [value for value, _ in cells if value is not None], sum(count for _, count in cells)
+    values = [cell.value for cell in cells if cell.value is not None]
+    count = sum(cell.value_count for cell in cells)
     if not column.merge or not values:
         return cells[0]
     if column.merge == "mean":
         # A mean of means would weigh a rank with few values like one with many.
-        return sum(value * weight for value, weight in cells if weight) / count, count
-    return _MERGE_FUNCTIONS[column.merge](values), count
+        total = sum(cell.value * cell.value_count for cell in cells if cell.value_count)
+        return _Cell(total / count, count)
+    return _Cell(_MERGE_FUNCTIONS[column.merge](values), count)
 
 
 def _check_same_tool(results: Mapping[str, Result]) -> None:
@@ -391,7 +405,10 @@ def gather(
 
 
 def _merge_texts(result: Result, texts: dict[str, str], per_rank: bool) -> Result:
-    """Return the results of ranks, given as JSON, as one."""
+    """Return the results of ranks, given as JSON, as one.
+
+    Raises AmandaError if a rank gave no result.
+    """
     missing = [f"{name} gave {text}" for name, text in texts.items() if not text.startswith("{")]
     if missing:
         raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(missing)}")

@@ -135,7 +135,10 @@ class Result(ABC):
         return sums
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The rows as a data frame, a column for each of `columns`."""
+        """The rows as a data frame, a column for each of `columns`.
+
+        Raises AmandaError without pandas.
+        """
         try:
             import pandas
         except ModuleNotFoundError as error:

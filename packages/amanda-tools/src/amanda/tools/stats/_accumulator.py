@@ -43,10 +43,10 @@ class NumpyMoments:
         flat = array.reshape(-1)
         for start in range(0, len(flat), Tensors.cached_block):
             with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN, sums of large numbers
-                self._add(flat[start : start + Tensors.cached_block].astype(np.float64))
+                self._add_block(flat[start : start + Tensors.cached_block].astype(np.float64))
         return True
 
-    def _add(self, block: Array) -> None:
+    def _add_block(self, block: Array) -> None:
         """Add the statistics of a block, and its counts of bins."""
         # One sum decides for nearly all blocks; only a block with NaN, Inf or an overflowing sum is filtered.
         finite = block if np.isfinite(block.sum()) else block[np.isfinite(block)]
@@ -75,8 +75,9 @@ def _block_statistics(block: Array, finite: Array) -> Statistics:
     if not math.isfinite(mean):  # the sum overflows
         mean = float((finite / len(finite)).sum())
     return Statistics(
-        len(finite), mean, float(np.square(finite - mean).sum()), float(np.abs(finite).sum()),
-        float(finite.min()), float(finite.max()), nan, inf, negative_inf, zeros,
+        count=len(finite), mean=mean, m2=float(np.square(finite - mean).sum()),
+        absolute=float(np.abs(finite).sum()), least=float(finite.min()), most=float(finite.max()), nan=nan,
+        inf=inf, negative_inf=negative_inf, zeros=zeros,
     )  # fmt: skip
 
 

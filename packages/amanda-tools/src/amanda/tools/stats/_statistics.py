@@ -51,13 +51,10 @@ class Statistics:
         if math.isinf(distance):
             mean = self.mean * (1 - share) + other.mean * share
         return Statistics(
-            count,
-            mean,
-            self.m2 + other.m2 + between_m2,
-            self.absolute + other.absolute,
-            min(self.least, other.least), max(self.most, other.most),
-            self.nan + other.nan, self.inf + other.inf, self.negative_inf + other.negative_inf,
-            self.zeros + other.zeros,
+            count, mean, m2=self.m2 + other.m2 + between_m2, absolute=self.absolute + other.absolute,
+            least=min(self.least, other.least), most=max(self.most, other.most), nan=self.nan + other.nan,
+            inf=self.inf + other.inf, negative_inf=self.negative_inf + other.negative_inf,
+            zeros=self.zeros + other.zeros,
         )  # fmt: skip
 
     @property

@@ -104,11 +104,9 @@ class StatsResult(Result):
         if not self.measured:
             return NOTHING
         statistics = [entry.statistics for entry in self.measured]
-        totals = (
-            sum(each.nan for each in statistics),
-            sum(each.inf + each.negative_inf for each in statistics),
-        )
-        counts_text = f"{len(statistics):,} tensors: {totals[0]:,} NaN, {totals[1]:,} Inf"
+        nan_count = sum(each.nan for each in statistics)
+        inf_count = sum(each.inf + each.negative_inf for each in statistics)
+        counts_text = f"{len(statistics):,} tensors: {nan_count:,} NaN, {inf_count:,} Inf"
         magnitudes = [
             (max(abs(entry.statistics.least), abs(entry.statistics.most)), entry)
             for entry in self.measured
@@ -202,8 +200,9 @@ class _OpStreams(OpRecord):
         # A copy of the items: another thread may execute the op meanwhile.
         for tensor, stream in list(self.measured.items()):
             yield Measured(
-                self.phase, self.type, self.module, self.source, stream.label(tensor), stream.dtype,
-                stream.executions, stream.accumulator.statistics(), stream.accumulator.sketch(),
+                self.phase, self.type, self.module, self.source, tensor=stream.label(tensor),
+                dtype=stream.dtype, executions=stream.executions, statistics=stream.accumulator.statistics(),
+                sketch=stream.accumulator.sketch(),
             )  # fmt: skip
 
 

@@ -185,6 +185,7 @@ class Window:
     `let` makes a tool's routines run at these steps only. Its analysis routines still run once per op.
     All routines of one execution, which share `run`, follow the decision of the first: otherwise a
     backward routine could miss what its forward routine did not save.
+    Raises WindowError for steps that are not valid.
     """
 
     @checked(error=WindowError)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Version of the schema `amanda.trace`."""
+UNRECORDED = -1
+"""Index of an op, a tensor or a framework before the recorder sets it."""
 
 Position = int | None | tuple["int | None", ...]
 """One input or output: a tensor's index, None for a value that is no tensor, or a list of these."""
@@ -187,10 +189,10 @@ class Graph:
         ops = tuple(_from_json(Op, {**op, "id": int(op["id"], 16)}) for op in content["ops"])
         tensors = tuple(_from_json(Tensor, tensor) for tensor in content["tensors"])
         graph = cls(ops, tensors, tuple(content["frameworks"]), content["executions"], content["dropped"])
-        graph._check()
+        graph._check_indices()
         return graph
 
-    def _check(self) -> None:
+    def _check_indices(self) -> None:
         """Raise ValueError for an index without an op or tensor."""
         for op in self.ops:
             _check_indices(f"op {op.index}", (*op.reads, *op.makes, *op.writes), len(self.tensors))
@@ -297,8 +299,10 @@ class ProgramOp:
         """End the innermost execution in this thread; return it, or None without one."""
         thread = get_ident()
         for i in range(len(self.frames) - 1, -1, -1):
-            if self.frames[i][0] == thread:
-                return self.frames.pop(i)[1]
+            frame_thread, execution = self.frames[i]
+            if frame_thread == thread:
+                del self.frames[i]
+                return execution
         return None
 
     @property

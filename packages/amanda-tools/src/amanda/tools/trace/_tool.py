@@ -8,7 +8,7 @@ from typing import Any
 import amanda
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
-from amanda.tools.trace._graph import Graph, GraphRecorder, Op, ProgramOp, Tensor
+from amanda.tools.trace._graph import UNRECORDED, Graph, GraphRecorder, Op, ProgramOp, Tensor
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._tracker import ExecutionTracker
 from amanda.tools.trace._values import values_of
@@ -142,15 +142,19 @@ class TraceTool(amanda.Tool):
         """Return a new place for a context's op."""
         values, backward = self.tracker(context).values, context.is_backward()
         facts = values.facts(context)
+        # The recorder sets index, framework, inputs and outputs of each execution.
         op = Op(
-            -1, context.get_op_id(), context["phase"], context["backward_type" if backward else "type"],
-            facts.name, -1, context.get_scope(), context.get_source(), (), (),
+            index=UNRECORDED, id=context.get_op_id(), phase=context["phase"],
+            type=context["backward_type" if backward else "type"], name=facts.name, framework=UNRECORDED,
+            module=context.get_scope(), source=context.get_source(), inputs=(), outputs=(),
             in_place=context["in_place"] and not backward,
             attributes=plain_value(context.get_attrs()) if self._attributes and not backward else None,
         )  # fmt: skip
         # None if the forward op was first analysed in another scope.
         forward = self._places.get((context.get_op_id(), None)) if backward else None
-        return ProgramOp(op, facts, str(context.namespace), values.is_symbolic(context), forward)
+        return ProgramOp(
+            op, facts, framework=str(context.namespace), symbolic=values.is_symbolic(context), forward=forward
+        )
 
 
 class GraphSoFar:

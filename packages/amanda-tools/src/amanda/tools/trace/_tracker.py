@@ -100,9 +100,10 @@ class LiveTensors:
         """Note that an op has written a tensor, for as long as its memory is in use."""
         memory_span = self.values.memory(tensor)
         if memory_span is not None:
+            owner, span = memory_span
             self.serial += 1
-            writes = self._writes.setdefault(memory_span[0], [])
-            writes.append(MemoryWrite(self.serial, op, memory_span[1]))
+            writes = self._writes.setdefault(owner, [])
+            writes.append(MemoryWrite(self.serial, op, span))
             # A loop may write a buffer without end.
             del writes[:-_WRITES_LIMIT]
 

@@ -15,7 +15,7 @@ from amanda import interceptor
 from amanda.backend import TensorMap
 from amanda.tools.kit import RequiredNames, leaves, tensors_of
 from amanda.tools.mapping import itemsize
-from amanda.tools.trace._graph import Tensor, TraceFacts
+from amanda.tools.trace._graph import UNRECORDED, Tensor, TraceFacts
 
 TensorQuery = Callable[[Any], Any]
 """Function of a tensor, such as `shape` and `dtype` of StandardMapping."""
@@ -67,7 +67,14 @@ class FrameworkValues:
         width = itemsize(dtype)
         size = None if shape is None or None in shape or width is None else prod(shape) * width
         device = getattr(tensor, "device", None)
-        return Tensor(-1, shape, dtype, str(device) if device else None, size, **fields)
+        return Tensor(
+            index=UNRECORDED,
+            shape=shape,
+            dtype=dtype,
+            device=str(device) if device else None,
+            bytes=size,
+            **fields,
+        )
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and name of a tensor that no recorded op made."""

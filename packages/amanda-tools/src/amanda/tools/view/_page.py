@@ -54,13 +54,16 @@ def read(result: str | Path | Result) -> Source:
     Raises AmandaError where the file cannot be read, is no JSON, or is of a schema or version not known.
     """
     if isinstance(result, Result):
-        return _source(result.name, result.to_dict())
+        return _checked_source(result.name, result.to_dict())
     path = Path(result)
-    return read_json(path, "file of a result", lambda content: _source(path.name, content))
+    return read_json(path, "file of a result", lambda content: _checked_source(path.name, content))
 
 
-def _source(name: str, content: Any) -> Source:
-    """Return the content of a file with its schema, checked."""
+def _checked_source(name: str, content: Any) -> Source:
+    """Return the content of a file with its schema, checked.
+
+    Raises AmandaError for a Chrome trace, another schema, and a newer version.
+    """
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
         raise AmandaError(
@@ -174,7 +177,10 @@ def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[
 
 
 def _columns(source: Source) -> list[dict[str, Any]]:
-    """Return the columns of a table: those that the file describes, then those of its first row."""
+    """Return the columns of a table: those that the file describes, then those of its first row.
+
+    Raises AmandaError for rows without any column.
+    """
     rows, columns = source.list_of("rows"), source.content.get("columns")
     objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
     columns_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
@@ -205,19 +211,22 @@ def _text_of(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-_WORDS = ("phase", "type", "name", "module", "source")
-_OTHERS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
+_TEXT_FIELDS = ("phase", "type", "name", "module", "source")
+_OTHER_FIELDS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
 _TENSOR = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "alias_of")
 
 
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return a list for each field that any op has."""
-    texts = {
+    """Return columns of ops by name: all of _TEXT_FIELDS as texts, "" for None, and others as they are.
+
+    Of _OTHER_FIELDS those that any op has; further fields of the file are left out.
+    """
+    text_columns = {
         name: ["" if value is None else str(value) for value in values]
-        for name, values in by_column(_WORDS, ops).items()
+        for name, values in by_column(_TEXT_FIELDS, ops).items()
     }
-    other_columns = by_column((name for name in _OTHERS if any(op.get(name) is not None for op in ops)), ops)
-    return {**texts, **other_columns}
+    other_fields = [name for name in _OTHER_FIELDS if any(op.get(name) is not None for op in ops)]
+    return {**text_columns, **by_column(other_fields, ops)}
 
 
 def graph(source: Source) -> dict[str, Any]:
@@ -296,7 +305,7 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
             {key: getattr(source, key) for key in ("name", "schema", "version")} for source in sources
         ],
         "notes": [note for source in sources for note in _notes(source)],
-        "facts": [fact for source in sources for fact in _facts(source)],
+        "facts": [fact for source in sources for fact in _run_facts(source)],
         "ops": op_columns(ops),
         "graph": None if trace is None else graph(trace),
         "stages": {} if partition is None else stages(partition, page_ops),
@@ -310,7 +319,7 @@ def _notes(source: Source) -> list[str]:
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
-def _facts(source: Source) -> list[tuple[str, str]]:
+def _run_facts(source: Source) -> list[tuple[str, str]]:
     """Return facts of the run as a whole."""
     frameworks, dropped = source.content.get("frameworks"), source.content.get("dropped")
     facts = [("framework", ", ".join(map(str, frameworks)))] if isinstance(frameworks, list) else []

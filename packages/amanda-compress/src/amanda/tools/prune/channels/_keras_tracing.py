@@ -224,7 +224,8 @@ class KerasTracing(Tracing):
             return
         context.insert_before_op(self._store_inputs)
         context.insert_after_op(
-            self._follow_op, type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
+            self._follow_channels,
+            type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
             attributes=dict(context.get_attrs()), module=context.get_scope(),
         )  # fmt: skip
 
@@ -234,7 +235,7 @@ class KerasTracing(Tracing):
         self._open_inputs.append([self._with_channels(value) for value in inputs])
 
     @amanda.observer
-    def _follow_op(
+    def _follow_channels(
         self,
         *outputs: Any,
         type: str,

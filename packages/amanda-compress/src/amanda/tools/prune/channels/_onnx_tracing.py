@@ -273,7 +273,8 @@ class OnnxTracing(Tracing):
         context.insert_before_op(self._store_inputs, key=key, names=names)
         op = context.get_op()
         context.insert_after_op(
-            self._follow_op, key=key, output_names=tuple(output_names), word=context["type"], type=op.type,
+            self._follow_channels,
+            key=key, output_names=tuple(output_names), word=context["type"], type=op.type,
             attributes=dict(context.get_attrs()), module=context.get_scope() or op.name, node=op.name,
             compute=context.get_computation() if only_moves(op.type) else None,
         )  # fmt: skip
@@ -289,7 +290,7 @@ class OnnxTracing(Tracing):
         ]
 
     @amanda.observer
-    def _follow_op(
+    def _follow_channels(
         self,
         *outputs: Any,
         key: str,

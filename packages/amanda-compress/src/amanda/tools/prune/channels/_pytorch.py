@@ -218,11 +218,11 @@ class ModuleTracing(Tracing):
             }  # fmt: skip
             # Families are read before the op: an op in place changes its input's.
             context.insert_before_op(self._store_inputs, op_type=facts["type"])
-            context.insert_after_op(self._follow_op, **facts)
+            context.insert_after_op(self._follow_channels, **facts)
 
     @amanda.observer
     def _store_inputs(self, *inputs: Any, op_type: str) -> None:
-        """Push the inputs of an op, with families and extents of the tensors among them, for `_follow_op`."""
+        """Push an op's inputs, with families and extents of its tensors, for `_follow_channels`."""
         if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are no parameters.
             for average in inputs[3:5]:
@@ -233,7 +233,7 @@ class ModuleTracing(Tracing):
         )
 
     @amanda.observer
-    def _follow_op(
+    def _follow_channels(
         self,
         *outputs: Any,
         type: str,
@@ -243,21 +243,24 @@ class ModuleTracing(Tracing):
         source: str,
         compute: Callable[[Sequence[Any]], Any],
     ) -> None:
-        """Follow an op by its rule, and store the families of its outputs."""
+        """Follow an op by its rule; store the families of its outputs, and append it to `traced_ops`.
+
+        Pops the inputs that `_store_inputs` pushed, and notes in `unfollowed` a module that reads a parameter
+        without a name in the model.
+        """
         import torch
 
         # A stack: ops of a composite run between the two routines of the outer one.
         inputs, input_parts = self._open_inputs.pop()
-        for tensor in leaves(inputs):
-            if isinstance(tensor, torch.nn.Parameter) and self._name(tensor) is None:
-                self.unfollowed[module or "the model"] = UNREGISTERED
+        self._note_unregistered(inputs, module)
         output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
         moved = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
         call = FollowedOp(
-            type, place, op_id, inputs, names, output_tensors, self._families, moved, self.notes, self._name
-        )
+            type=type, place=place, key=op_id, inputs=inputs, names=names, outputs=output_tensors,
+            channels=self._families, moved=moved, notes=self.notes, name_of=self._name,
+        )  # fmt: skip
         op_rule = self.rule(type)
         # Most ops of a model compute sizes and masks without channels.
         rule = op_rule if any(families for families, _ in input_parts) else fresh
@@ -268,6 +271,14 @@ class ModuleTracing(Tracing):
                 self._families_of[output] = families
         recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]
         self.note_op(call, op_rule, module, source, input_parts, recorded_families)
+
+    def _note_unregistered(self, inputs: Sequence[Any], module: str) -> None:
+        """Note in `unfollowed` a module whose op reads a parameter without a name in the model."""
+        import torch
+
+        for tensor in leaves(inputs):
+            if isinstance(tensor, torch.nn.Parameter) and self._name(tensor) is None:
+                self.unfollowed[module or "the model"] = UNREGISTERED
 
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
         """Return the families of a tensor, () for an unknown one; a new parameter gets new labels.

@@ -161,10 +161,13 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         return True
 
     def on_read(self, weight: CalibratedWeight, present: Callable[[], Any]) -> None:
-        """Raise QuantizeError for an uncalibrated weight; in a calibration drop state of an earlier one."""
+        """Mark the state of an earlier calibration as outdated, in a calibration.
+
+        Raises QuantizeError for a weight that was not calibrated, outside of a calibration.
+        """
         # Loaded integers would otherwise be read in the calibration that replaces them.
         if self.is_calibrating and weight.is_ready and weight not in self.finished:
-            weight.updated = -1
+            weight.expire()
         if not (weight.is_ready or weight.is_skipped or self.is_calibrating or self._is_finding_weights):
             raise QuantizeError(
                 f"{weight.name} was not calibrated: run batches that execute its {weight.type} within `with "

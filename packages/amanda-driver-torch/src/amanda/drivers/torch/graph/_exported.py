@@ -86,7 +86,10 @@ class ExportedFile(Artefact):
             inlining.stored(action)
 
     def _copy_example(self) -> tuple[Any, Any]:
-        """Return copies of the arguments that the program was exported with."""
+        """Return copies of the arguments that the program was exported with.
+
+        Raises ArtefactError for a program without them.
+        """
         if self._program.example_inputs is None:
             raise ArtefactError(
                 f"{self._path} has no example of what it is called with: set program.example_inputs = (args, "

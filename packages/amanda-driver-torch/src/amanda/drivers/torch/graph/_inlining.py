@@ -32,7 +32,7 @@ def inlined(module: GraphModule) -> GraphModule | None:
     for name, value in vars(module).items():
         target.__dict__.setdefault(name, value)  # what dynamo leaves on the module
     twins: dict[Node, Any] = {}
-    output = _copy_nodes(module, target, twins, "", None)
+    output = _copy_nodes(module, target, twins, prefix="", checkpoint=None)
     target.graph.output(output).meta = copy(_output_of(module).meta)
     for node in list(target.graph.nodes):
         if node.op == "get_attr" and not node.users:  # a body
@@ -86,7 +86,7 @@ def _copy_body(
     inner_twins: dict[Node, Any] = dict(zip(places, operands, strict=True))
     if str(node.target) == _CHECKPOINT:
         checkpoint = next(_checkpoint_numbers)
-    return _copy_nodes(body, target, inner_twins, f"{prefix}{node.name}_", checkpoint)
+    return _copy_nodes(body, target, inner_twins, prefix=f"{prefix}{node.name}_", checkpoint=checkpoint)
 
 
 def _body_of(node: Node, module: GraphModule) -> GraphModule | None:

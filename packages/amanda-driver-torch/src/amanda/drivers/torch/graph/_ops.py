@@ -145,7 +145,10 @@ class GraphExecution(Execution):
 
     @staticmethod
     def of_token(token: torch.Tensor) -> GraphExecution:
-        """Return the execution that a tensor stands for."""
+        """Return the execution that a tensor stands for.
+
+        Raises AmandaError for an execution that is over.
+        """
         # A compiler may copy the token, which loses the attribute: its number then finds the execution.
         execution = getattr(token, _TOKEN, None) or GraphExecution.living.get(int(token))
         if execution is None:
@@ -233,7 +236,10 @@ def _as_leaf(value: torch.Tensor) -> torch.Tensor:
 
 
 def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], slot: int) -> Tensors:
-    """Copy results into new tensors: a custom op must not return memory of its inputs."""
+    """Copy results into new tensors: a custom op must not return memory of its inputs.
+
+    Raises AmandaError for a result of another shape than that in the graph.
+    """
     if not likes:
         return [result.clone(memory_format=torch.contiguous_format) for result in results]
     for result, like in zip(results, likes, strict=True):

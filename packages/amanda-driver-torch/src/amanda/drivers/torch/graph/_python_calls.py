@@ -99,7 +99,7 @@ class PythonCall(Insertion):
     ) -> None:
         """Bind a routine to the values of its place, of which it returns those at `output_positions`."""
         # The action gets all values of the place, so it selects none of them again.
-        unselective = Action(action.type, action.func, action.tool, None, action.kwargs)
+        unselective = Action(action.type, action.func, action.tool, select=None, kwargs=action.kwargs)
         super().__init__([unselective], facts, len(values.all), values.given, values.sizes, output_positions)
         self.constants: Mapping[int, Any] = values.constants
         self.floats = len(values.floats)
@@ -219,7 +219,10 @@ class GradientReplacementCall(PythonCall):
 def read_gradients(
     result: Any, count: int, read_positions: Sequence[int], action: Action, facts: OpFacts
 ) -> list[Any]:
-    """Return the gradients that something reads; a replacement returns all gradients, or only these."""
+    """Return the gradients that something reads; a replacement returns all gradients, or only these.
+
+    Raises RoutineError for another number of gradients.
+    """
     results = list(_as_list(result))
     if len(results) == count:
         return [results[i] for i in read_positions]

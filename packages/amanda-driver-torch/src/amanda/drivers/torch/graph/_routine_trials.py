@@ -65,7 +65,12 @@ class RoutineTrials:
     def _try_routine(
         self, action: Action, values: list[Any], facts: OpFacts, held_tensors: HeldTensors
     ) -> list[Any]:
-        """Run a routine without data, and note the tensors that it holds; if it fails, call it as Python."""
+        """Run an inlined routine without data, and return the values after it.
+
+        Notes the routine and the tensors that it holds.  A routine that cannot be traced, or that reads what
+        changes often, is noted as called by Python; the values are then returned unchanged.
+        Raises RoutineError for a routine that breaks a rule.
+        """
         if not self._routines.is_inlined(action):
             return values
         changing_name = self._history.volatile_name(action) if self._history is not None else ""
@@ -82,7 +87,8 @@ class RoutineTrials:
         except RoutineError:  # the routine breaks a rule, as it would in Python
             raise
         except Exception as error:  # of any kind: routines may do what only values allow
-            self._call_as_python(action, facts, f"it cannot be traced: {str(error).partition(chr(10))[0]}")
+            first_line = str(error).partition("\n")[0]
+            self._call_as_python(action, facts, f"it cannot be traced: {first_line}")
             return values
         program.traced.append((action, used_tensors.tensors))
         for tensor in used_tensors.tensors:

@@ -180,7 +180,8 @@ class NodeRoutines:
 
         # Without the keyword arguments, which `PythonCall` passes.
         call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
-        return Action(action.type, differentiable(call) if is_taped else call, action.tool, action.select, {})
+        func = differentiable(call) if is_taped else call
+        return Action(action.type, func, action.tool, action.select, kwargs={})
 
     def _slot_of_call(
         self,

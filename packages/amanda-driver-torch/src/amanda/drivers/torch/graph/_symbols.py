@@ -97,7 +97,7 @@ class GraphSymbols:
             value: Any = self.module
             for part in target.split("."):
                 value = getattr(value, part)
-            self._attributes[target] = self._make_symbol(value, value, True)
+            self._attributes[target] = self._make_symbol(value, like=value, weight=True)
         return self._attributes[target]
 
     def record_runs(self, ran: Mapping[Node, NodeRun]) -> None:
@@ -138,7 +138,10 @@ class GraphSymbols:
         return computed
 
     def _compute_value(self, value: Any) -> Any:
-        """Compute a tensor from weights, by the nodes that lead to it."""
+        """Compute a tensor from weights, by the nodes that lead to it.
+
+        Raises AmandaError for a tensor that depends on an input of the graph.
+        """
         real = self._real.get(id(value))
         if real is not None:
             return real

@@ -164,20 +164,20 @@ class Process:
             self.session.finish()
         elif self._is_root and self._waits:
             self._wait_no_longer()
-            self._tell()
+            self._report_other_processes()
         self._ending = False
         if self._waiting is not None:
             _die(self._waiting)
 
-    def _tell(self) -> None:
+    def _report_other_processes(self) -> None:
         """Print the results of other processes, or that none has executed an op."""
         try:
             os.rmdir(self._handed["folder"])  # noqa: PTH106
         except OSError:  # other processes have written results
-            from amanda.tools.command._gathering import tell_of_others
+            from amanda.tools.command._gathering import report_other_processes
             from amanda.tools.command._processes import Handed
 
-            tell_of_others(Handed.get())
+            report_other_processes(Handed.get())
         else:
             if not self._handed["quiet"]:
                 _say(*self._handed["nothing"])
@@ -214,14 +214,14 @@ def _say(*texts: str) -> None:
         sys.stderr.flush()
 
 
-def _begin() -> None:
+def _begin_process() -> None:
     """Begin the process under its tools; the program does not see the folder of this module on sys.path."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib is not loaded yet
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
     Process(json.loads(os.environ["AMANDA_TOOLS"])).begin()
 
 
-def _chain() -> None:
+def _import_hidden_sitecustomize() -> None:
     """Import the program's own sitecustomize, which this module hides."""
     from importlib.machinery import PathFinder
 
@@ -236,6 +236,6 @@ def _chain() -> None:
 
 # A process that cleared the variable runs without tools.
 if os.environ.get("AMANDA_TOOLS"):
-    _begin()
+    _begin_process()
 # Last: the program's own module may start threads, which belong to the scope.
-_chain()
+_import_hidden_sitecustomize()
