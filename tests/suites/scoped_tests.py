@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Record outcomes in the process that the user started, which hears of the tests of its workers."""
     when_imported("torch", declare_operators)
+    seed_generators()  # some modules of tests draw their parameters as they are imported
     if (file := config.getoption("--outcomes")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(OutcomeRecorder(file))
 
