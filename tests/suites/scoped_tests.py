@@ -132,7 +132,8 @@ def copy_tensor(value: Any) -> Any:
 
         return copied(value)
     if (tensorflow := sys.modules.get("tensorflow")) and isinstance(value, tensorflow.Tensor):
-        return tensorflow.identity(value)
+        # A handle stands for a variable or an iterator; another handle would be another one.
+        return value if value.dtype in (tensorflow.resource, tensorflow.variant) else tensorflow.identity(value)
     if (jax := sys.modules.get("jax")) and isinstance(value, jax.Array):
         return value.copy()
     return value
