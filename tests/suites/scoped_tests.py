@@ -133,7 +133,8 @@ def copy_tensor(value: Any) -> Any:
         return copied(value)
     if (tensorflow := sys.modules.get("tensorflow")) and isinstance(value, tensorflow.Tensor):
         # A handle stands for a variable or an iterator; another handle would be another one.
-        return value if value.dtype in (tensorflow.resource, tensorflow.variant) else tensorflow.identity(value)
+        is_handle = value.dtype in (tensorflow.resource, tensorflow.variant)
+        return value if is_handle else tensorflow.identity(value)
     if (jax := sys.modules.get("jax")) and isinstance(value, jax.Array):
         return value.copy()
     return value
