@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -126,24 +128,53 @@ def tools(arguments: Sequence[str] = ()) -> int:
     _require_no_arguments(arguments)
     # Loaded, since the first line of a tool's docstring is in its code.
     listed = list_tools(load=True)
-    say(
-        *(
-            table([(tool.name, tool.message or _first_line(tool.name)) for tool in listed])
-            or _none_installed("tools")
-        )
-    )
+    say(*(_tools_by_purpose(listed) or _none_installed("tools")))
     if listed:
         say("", "`amanda info TOOL` lists a tool's options.")
     installed = {tool.name for tool in listed}
     # One tool of a distribution is enough to show that it is installed.
     absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
     if absent:
-        say(
-            "",
-            "Not installed:",
-            *table([(", ".join(names), str(installation(names[0], "tools"))) for names in absent]),
-        )
+        say("", "Not installed:")
+        for names in absent:
+            say(f"  {installation(names[0], 'tools')}", *_wrapped(", ".join(names), " " * 6))
     return 0
+
+
+_PURPOSES = {
+    "look": "Look into a model",
+    "debug": "Find what is wrong",
+    "change": "Change what a model computes, or how",
+    "compress": "Make a model smaller and faster",
+}
+
+
+def _tools_by_purpose(listed: Sequence[Plugin]) -> Iterator[str]:
+    """Yield lines with the tools under the headings of their purposes, no wider than the terminal."""
+    by_heading: dict[str, list[Plugin]] = {heading: [] for heading in (*_PURPOSES.values(), "Others")}
+    for tool in listed:
+        # One that cannot be loaded has a message instead of a purpose.
+        purpose = "" if tool.message else getattr(tool_class(tool.name), "purpose", "")
+        if purpose is not None:
+            by_heading[_PURPOSES.get(purpose, "Others")].append(tool)
+    width = max((len(tool.name) for tool in listed), default=0)
+    for heading, tools in by_heading.items():
+        if tools:
+            yield f"{heading}:"
+        for tool in tools:
+            text = printable(tool.message or _first_line(tool.name), line=True)
+            yield from _wrapped(text, " " * (width + 4), f"  {tool.name:<{width}}  ")
+
+
+def _wrapped(text: str, indent: str, first_indent: str | None = None) -> list[str]:
+    """Return a text as lines that fit the terminal."""
+    columns = shutil.get_terminal_size().columns
+    first = indent if first_indent is None else first_indent
+    # Names such as amanda-core[tools] are left whole.
+    return textwrap.wrap(
+        text, columns, initial_indent=first, subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def doctor(arguments: Sequence[str] = ()) -> int:

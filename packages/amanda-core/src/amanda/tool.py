@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from amanda import interceptor
 from amanda.errors import DependencyCycleError, ToolError
@@ -46,6 +46,11 @@ class Tool:
     """False for a tool that opens scopes of its own: for such tools alone no driver is attached."""
     calibrates_when_prepared = False
     """True if `prepare`, and `amanda.instrument` at first, run or read a model within `calibrating`."""
+    purpose: ClassVar[str | None] = ""
+    """What people use it for: "look", "debug", "change" or "compress", by which `amanda tools` lists tools.
+
+    "" lists it with others; None leaves it out: a tool for authors of tools.
+    """
     is_copied_when_used = True
     """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 

@@ -182,6 +182,7 @@ class DynamicPruneTool(amanda.Tool):
     shares that were pruned since `clear()`.
     """
 
+    purpose = "compress"
     is_copied_when_used = False
 
     training = False

@@ -248,6 +248,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     Raises PruneError for options that contradict each other.
     """
 
+    purpose = "compress"
     elementwise = True
     calibrates_when_prepared = True
     error = PruneError

@@ -202,6 +202,8 @@ class QuantizeTool(amanda.Tool):
     >>> quantize = QuantizeTool(activation_bits=None)
     """
 
+    purpose = "compress"
+
     @checked(error=QuantizeError)
     def __init__(
         self,

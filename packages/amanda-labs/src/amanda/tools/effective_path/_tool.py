@@ -60,6 +60,7 @@ class EffectivePathTool(amanda.Tool):
     Source: Qiu et al. 2019, Adversarial Defense Through Network Profiling Based Path Extraction.
     """
 
+    purpose = "look"
     is_copied_when_used = False
 
     @checked

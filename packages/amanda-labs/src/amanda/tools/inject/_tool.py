@@ -81,6 +81,8 @@ class InjectTool(amanda.Tool):
     Raises InjectError for contradictory options.
     """
 
+    purpose = "change"
+
     @checked(error=InjectError)
     def __init__(
         self,

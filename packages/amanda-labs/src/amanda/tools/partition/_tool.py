@@ -130,6 +130,7 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     if no cut meets the options.
     """
 
+    purpose = "change"
     is_copied_when_used = False
 
     @overload

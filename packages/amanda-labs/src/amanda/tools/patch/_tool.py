@@ -58,6 +58,8 @@ class PatchTool(amanda.Tool):
     Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
     """
 
+    purpose = "change"
+
     @checked(error=PatchError)
     def __init__(
         self,

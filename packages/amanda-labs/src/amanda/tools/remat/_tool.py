@@ -43,6 +43,7 @@ class RematTool(amanda.Tool):
     Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
     """
 
+    purpose = "change"
     is_copied_when_used = False
 
     @checked

@@ -51,6 +51,8 @@ class RewriteTool(amanda.Tool):
     `result` lists the matches, with the number of replacements or the reason for none; `clear` empties it.
     """
 
+    purpose = "change"
+
     # All ops of a file, and so all matches, are known before the first op changes.
     calibrates_when_prepared = True
     is_copied_when_used = False

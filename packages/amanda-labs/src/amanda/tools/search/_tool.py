@@ -40,6 +40,7 @@ class SearchTool(amanda.Tool):
     >>> search = SearchTool(["conv2d=keep|conv5", "sigmoid=keep|relu"])
     """
 
+    purpose = "change"
     calibrates_when_prepared = True
     is_copied_when_used = False
 

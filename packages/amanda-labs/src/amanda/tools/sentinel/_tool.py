@@ -64,6 +64,7 @@ class SentinelTool(amanda.Tool):
     Raises OptionError for options that are not valid.
     """
 
+    purpose = "debug"
     is_copied_when_used = False
 
     # In steps that are not watched nothing is attached, so they cost next to nothing.

@@ -125,6 +125,8 @@ class CoverageTool(amanda.Tool):
     gradients in parameters.  In a graph no module is called, so innermost name scopes count as leaf modules.
     """
 
+    purpose = "look"
+
     def __init__(self) -> None:
         super().__init__()
         self._eager_ops: dict[int, OpCoverage] = {}

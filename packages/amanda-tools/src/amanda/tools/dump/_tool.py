@@ -122,6 +122,7 @@ class DumpTool(TensorTool[_IndexedOp]):
     it, or that is not writable.
     """
 
+    purpose = "look"
     is_copied_when_used = False
 
     @checked

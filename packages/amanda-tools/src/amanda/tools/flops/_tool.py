@@ -58,6 +58,7 @@ class FlopsTool(amanda.Tool):
     analysed: a tool that reads `cost` inserts its routine with `guard="shape"`.
     """
 
+    purpose = "look"
     is_copied_when_used = False
 
     @checked

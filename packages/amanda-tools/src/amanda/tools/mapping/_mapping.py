@@ -48,6 +48,7 @@ class MappingTool(Tool):
     >>> mapping = MappingTool(rules=[["pytorch", name]])
     """
 
+    purpose = None
     follows_dependents = True
 
     @checked(error=RuleError)

@@ -107,6 +107,8 @@ class NanTool(amanda.Tool):
     `result` is a table of the ops; `clear` starts again.
     """
 
+    purpose = "debug"
+
     @checked
     def __init__(
         self, stop: bool = False, inf: bool = False, backward: bool = True, limit: PositiveInt = 20

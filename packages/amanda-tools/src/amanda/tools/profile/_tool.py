@@ -254,6 +254,7 @@ class ProfileTool(amanda.Tool):
     Raises OptionError for numbers below 0, and for `repeat` without `active`.
     """
 
+    purpose = "look"
     is_copied_when_used = False
 
     @checked

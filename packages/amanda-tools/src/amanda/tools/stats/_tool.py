@@ -245,6 +245,7 @@ class StatsTool(TensorTool[_OpStreams]):
     models are merged.  `clear` starts again.  Use `amanda.tools.select` to measure some ops only.
     """
 
+    purpose = "look"
     is_copied_when_used = False
     by_slice = True
 

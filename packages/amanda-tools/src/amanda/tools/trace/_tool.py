@@ -26,6 +26,7 @@ class TraceTool(amanda.Tool):
     Tools that depend on TraceTool read `context["graph"]`, a `GraphSoFar`.
     """
 
+    purpose = "look"
     is_copied_when_used = False
 
     @checked
