@@ -36,6 +36,13 @@ def test_a_program_without_a_framework_imports_nothing_of_amanda(tmp_path: Path)
     assert tools_without_ops == ["amanda: flops", "amanda: flops-2"]
 
 
+def test_the_options_of_a_program_are_not_followed_by_a_word_about_ops(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    done = children.run([*RUN, "-t", "flops", "script.py", "--help"], cwd=tmp_path, check=True)
+    assert done.stdout.startswith("usage: script.py")
+    assert done.stderr == ""
+
+
 def test_no_tool_imports_a_library_before_it_is_used() -> None:
     """A library, such as numpy, takes longer to import than all of Amanda."""
     ours = ("amanda-tools", "amanda-compress", "amanda-labs")

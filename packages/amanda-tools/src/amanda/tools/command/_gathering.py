@@ -161,10 +161,11 @@ class Gathering:
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
-            teller.say(nothing(name, self._handed.frameworks))
+            if self._handed.nothing:
+                teller.say(nothing(name, self._handed.frameworks))
             return
-        if saw_op:
-            teller.say(*(f"{name}: {text}" for text in tooling.tool.unmatched()))
+        unmatched = list(tooling.tool.unmatched()) if saw_op else []
+        teller.say(*(f"{name}: {text}" for text in unmatched))
         if result is None:
             return
         if theirs and can_merge(result):
@@ -182,7 +183,9 @@ class Gathering:
             return
         if saw_op:
             saved = self._save(tooling, result, self._label if theirs else self._suffix)
-            teller.show(result)
+            # A table without rows would say that no op was executed.
+            if not unmatched or any(True for _ in getattr(result, "rows", tuple)()):
+                teller.show(result)
             teller.say_saved(name, saved)
         for label, other in theirs.items():  # they cannot be merged
             teller.say(f"{name} of {label}")

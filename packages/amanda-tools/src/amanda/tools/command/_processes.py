@@ -45,7 +45,8 @@ class Handed:
     every: seconds between two saves of the present results; None to save at the end alone.
     together: whether the program is one of several ranks, of which the last to end merges and prints.
     compiled: as in `amanda.apply`.  construction: whether tools see the ops that construct models.
-    is_rank: whether the root is a rank.  nothing: what is told where no process has executed an op.
+    is_rank: whether the root is a rank.  nothing: what is told where no process has executed an op; empty if
+    that is expected.
     """
 
     tools: list[tuple[str, dict[str, Any]]]

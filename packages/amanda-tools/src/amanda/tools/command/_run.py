@@ -172,10 +172,13 @@ def launch(
     except OSError as error:
         raise SpecError(f"results of processes cannot be gathered: {error.strerror or error}") from None
     frameworks = driven_frameworks()
+    # A program that is asked for its options executes no op, and need not be told so.
+    is_expected = not {"-h", "--help"}.isdisjoint(program)
     handed = Handed(
         tools=[(tool.name, dict(tool.given)) for tool in tools], folder=folder, root=os.getpid(),
         output=None if output is None else str(output), frameworks=frameworks, together=shared is not None,
-        is_rank=is_in_rank(), nothing=[nothing(name, frameworks) for name in names], **options,
+        is_rank=is_in_rank(),
+        nothing=[] if is_expected else [nothing(name, frameworks) for name in names], **options,
     )  # fmt: skip
     environment = dict(os.environ)
     handed.write_into(environment)
