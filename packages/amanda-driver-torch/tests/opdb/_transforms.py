@@ -172,7 +172,8 @@ def _without_batch_norm(function: Function) -> Function:
     def normalised(*tensors: Tensor) -> tuple[Tensor, ...]:
         norm = func.replace_all_batch_norm_modules_(nn.BatchNorm1d(2, affine=False))
         results = [each.reshape(1, 1, -1) for each in function(*tensors) if each.dtype == torch.float64]
-        return tuple(norm(each.expand(2, 2, -1)) for each in results)
+        # With memory for each element, as an equal new value has: sums over others are rounded otherwise.
+        return tuple(norm(each.expand(2, 2, -1).contiguous()) for each in results)
 
     return normalised
 
