@@ -64,7 +64,7 @@ NO_TESTS = 5
 """Pytest's exit status where nothing was selected."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # All tests run on one version of each, the shared environment's.
-TORCH_VERSIONS = ("2.4.1", "2.9.1", "2.14.1")
+TORCH_VERSIONS = ("2.4.1", "2.9.1", "2.14.1", "2.15.0")
 TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")
 BOUND_BY_TENSORFLOW = ("tensorflow-cpu", "tf-keras", "numpy", "pandas", "protobuf", "ml-dtypes")
 MINDSPORE_VERSION = "2.10.0"

@@ -132,7 +132,8 @@ def test_a_forward_op_has_the_backward_ops_of_its_nodes(
     tool = backward_ops()
     applied(tool, lambda: GRAPHS[name]().sum().backward())
     backward_names = {backward for op, backward in tool.pairs if op == forward}
-    assert backward_names - {"UnsqueezeBackward0", "TransposeBackward0"} == expected
+    # Nodes that only some versions of torch have.
+    assert backward_names - {"UnsqueezeBackward0", "TransposeBackward0", "UnsafeViewBackward0"} == expected
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -25,7 +25,7 @@ def test_without_an_essential_name_torch_runs_as_it_is_and_the_report_says_why(
     assert names == []
     (entry,) = scope.report
     assert entry.what == "TorchDriver"
-    for part in ("autograd.graph._engine_run_backward", torch.__version__, "tested with torch up to 2.14"):
+    for part in ("autograd.graph._engine_run_backward", torch.__version__, "tested with torch up to 2.15"):
         assert part in entry.reason
 
 

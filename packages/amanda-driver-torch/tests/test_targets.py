@@ -105,8 +105,9 @@ def test_every_excluded_name_and_every_renamed_one_exists() -> None:
 
 
 def test_inplace_is_what_the_schema_says_of_the_first_argument() -> None:
-    # Lists are sorted in place by TorchScript; the other writes although its name says not.
-    unlike = {"sort", "_flash_attention_forward_no_dropout_inplace"}
+    # Lists are sorted in place by TorchScript; the others write although their names say not.
+    attention = ("_flash_attention", "_cudnn_attention")
+    unlike = {"sort", *(f"{name}_forward_no_dropout_inplace" for name in attention)}
     for target in targets():
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{target.canonical}")
         written = [each.arguments[0].alias_info for each in schemas if each.arguments]

@@ -16,7 +16,7 @@ logger = logging.getLogger("amanda")
 
 # Every private name that the driver reads is listed here, which a test checks: so a torch that lacks a name
 # is refused, or served with less, when the first scope opens, and not by an AttributeError at some op.
-NEWEST_TESTED = "2.14"
+NEWEST_TESTED = "2.15"
 
 ESSENTIAL = (
     "_C.DisableTorchFunction.__exit__",
