@@ -10,7 +10,7 @@ import onnxruntime
 from amanda.errors import DriverError
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 
-NEWEST_TESTED = "1.31"
+NEWEST_TESTED = "1.32"
 # Methods of the Python class around the native session, which the driver replaces while it is attached.
 _METHODS = ("run", "run_with_ort_values", "run_async", "run_with_iobinding")
 
