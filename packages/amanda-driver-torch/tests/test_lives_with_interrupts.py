@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Interrupts, opened
-from programs import PROGRAMS, bits, checkpointed, functional
+from programs import PROGRAMS, bits, checkpointed, convolution, functional
 from restoration import Restoration
 
 import amanda
@@ -64,6 +64,10 @@ def test_an_interrupt_of_a_step_leaves_torch_as_it_was(interrupts: Interrupts, h
             step = program()
             with amanda.apply(harmless):
                 interrupts.around(lambda step=step: (step(), step()), 0.003)  # type: ignore[misc]
+            if program is convolution:
+                # Its optimizer calls a function of dynamo's before it restores the grad mode, and an interrupt
+                # there leaves the mode off, in a scope or not.
+                torch.set_grad_enabled(True)
             assert restoration() == before
             assert bits(program()()) == expected[program]
     assert interrupts.raised > 20
