@@ -65,8 +65,8 @@ def test_an_interrupt_of_a_step_leaves_torch_as_it_was(interrupts: Interrupts, h
             with amanda.apply(harmless):
                 interrupts.around(lambda step=step: (step(), step()), 0.003)  # type: ignore[misc]
             if program is convolution:
-                # Its optimizer calls a function of dynamo's before it restores the grad mode, and an interrupt
-                # there leaves the mode off, in a scope or not.
+                # Its optimizer calls dynamo before it restores the grad mode: an interrupt there leaves the
+                # mode off, in a scope or not.
                 torch.set_grad_enabled(True)
             assert restoration() == before
             assert bits(program()()) == expected[program]
