@@ -47,7 +47,7 @@ class Tool:
     calibrates_when_prepared = False
     """True if `prepare`, and `amanda.instrument` at first, run or read a model within `calibrating`."""
     purpose: ClassVar[str | None] = ""
-    """What people use it for: "look", "debug", "change" or "compress", by which `amanda tools` lists tools.
+    """Heading under which `amanda tools` lists the tool: "look", "debug", "change" or "compress".
 
     "" lists it with others; None leaves it out: a tool for authors of tools.
     """

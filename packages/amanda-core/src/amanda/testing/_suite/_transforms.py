@@ -139,7 +139,7 @@ VALUES = {
     "insert_after_op": [2.0, 1.0, 4.0],
     "replace_op": [3.0, -6.0, 9.0],
 }
-"""What `relu` of `NUMBERS` is with each routine."""
+"""Results of `relu` of `NUMBERS` with each routine."""
 # The op and its derivative are computed on a routine's value; the way to the original is the identity.
 GRADIENTS = {
     "insert_before_op": [0.0, 1.0, 0.0],

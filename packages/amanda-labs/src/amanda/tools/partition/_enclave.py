@@ -259,7 +259,7 @@ def _serve_messages(connection: Connection[Any, Any], enclave: Enclave) -> None:
 
 
 class _Execution(NamedTuple):
-    """What a backward pass needs of an op: tensors in the process, and paths of the parameters it read."""
+    """Tensors in the process, and paths of the parameters that an op read, for its backward pass."""
 
     arguments: Sequence[Any]
     outputs: Sequence[Any]
