@@ -36,6 +36,9 @@ SAME_SHAPE: dict[str, Callable[[Any], Any]] = {
     "shapes": lambda x: x.T.reshape(4, 6) + np.swapaxes(x[None], 0, 1).squeeze(1) + np.moveaxis(x.T, 0, 1),
     "indices": lambda x: x[:, ::-1] + x[1] + x[..., -1:] + x[:, None, 2] + x[[0, 0, 2, 3]] + x[-3:, 1:][1, 0],
     "joining": lambda x: np.concatenate([x[:2], x[2:]]) + np.stack([x, x]).sum(0) + np.take(x, [3, 1], 0)[:1],
+    "positions": lambda x: np.sort(x, 0) - np.argsort(x, 0) + np.sort(x, None)[:6] + np.partition(x, 2, 0)[2],
+    "small integers": lambda x: x + np.cumsum((x * 100).astype(np.int8), 1) + (x * 100).astype(np.int8).sum(),
+    "layouts": lambda x: np.ones_like(x, order="F") + x.flatten("C").reshape(4, 6) + np.ravel(x, "K")[:6],
     "filling": lambda x: np.zeros_like(x) + np.full_like(x, 3) * np.broadcast_to(x[0], (4, 6)),
     "products": lambda x: x @ (x.T @ x) + np.dot(x, np.eye(6, dtype=np.float32)),
     "constants": lambda x: np.arange(24, dtype=np.float32).reshape(4, 6) - x * np.float32(2),
@@ -65,6 +68,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "numpy.max with out",
     ),
     "a type of a variance": (lambda x: x - np.var(x, dtype=np.float64), "numpy.var with dtype"),
+    "another shape": (lambda x: x + np.zeros_like(x, shape=(6,)), "numpy.full_like with shape"),
+    "order of columns": (lambda x: np.reshape(x, (4, 6), order="F"), "numpy.reshape with order='F'"),
+    "a flat array by columns": (lambda x: x.ravel("F").reshape(4, 6), "numpy.ravel with order='F'"),
+    "a norm of matrices": (lambda x: x / np.linalg.norm(x, 2), "numpy.linalg.norm of order 2 of matrices"),
+    "a norm of pairs of axes": (lambda x: x / np.linalg.norm(x, 1, (0, 1)), "of order 1 of matrices"),
     "an array": (lambda x: np.asarray(x) * 2, "Python number, or an array"),
 }
 

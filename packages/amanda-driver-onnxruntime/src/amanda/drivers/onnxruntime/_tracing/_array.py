@@ -123,9 +123,10 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return the array itself, which nothing writes into."""
         return self
 
-    def flatten(self, *_: Any) -> TracedArray:
+    def flatten(self, order: str = "C") -> TracedArray:
         """Record the array with a single axis."""
-        return self.reshape(-1)
+        flat: Any = np.ravel(self, order)  # type: ignore[call-overload]
+        return cast(TracedArray, flat)
 
     ravel = flatten
 

@@ -49,6 +49,9 @@ def refuse(name: str, options: dict[str, Any]) -> None:
         raise NotTraceable(f"numpy.{name} with {', '.join(names)}")
 
 
+LAYOUT_OPTIONS = ("order", "subok", "device")
+"""Options of NumPy for how a result lies in memory: an array in a graph has no layout."""
+
 __all__ = ["FUNCTIONS"]
 
 
@@ -90,18 +93,19 @@ def round_(a: Any, decimals: int = 0, out: None = None) -> Any:
 @records(np.zeros_like)
 def zeros_like(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Record zeros in the shape of an array."""
-    return np.full_like(a, 0, dtype)
+    return np.full_like(a, 0, dtype, **kwargs)
 
 
 @records(np.ones_like)
 def ones_like(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Record ones in the shape of an array."""
-    return np.full_like(a, 1, dtype)
+    return np.full_like(a, 1, dtype, **kwargs)
 
 
 @records(np.full_like)
 def full_like(a: Any, fill_value: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Record a number in the shape of an array."""
+    """Record a number in the shape of an array; NotTraceable for a shape of its own."""
+    refuse("full_like", {name: value for name, value in kwargs.items() if name not in LAYOUT_OPTIONS})
     recorder = recorder_of(a, fill_value)
     value = recorder.constant(np.asarray(fill_value, dtype or a.dtype))
     # The shape is read at execution, so that an array of unknown extents works, too.
@@ -145,7 +149,8 @@ def size(a: Any, axis: int | None = None) -> Any:
 def reshape(a: Any, *shape: Any, **kwargs: Any) -> Any:
     """Record an array in another shape; one extent may be -1."""
     target = kwargs.pop("shape", kwargs.pop("newshape", shape[0] if shape else None))
-    kwargs.pop("order", None)
+    _require_row_major("reshape", kwargs.pop("order", "C"))
+    kwargs.pop("copy", None)
     refuse("reshape", kwargs)
     extents = [target] if isinstance(target, (int, np.integer)) else list(target)
     if None in extents:
@@ -157,7 +162,14 @@ def reshape(a: Any, *shape: Any, **kwargs: Any) -> Any:
 @records(np.ravel)
 def ravel(a: Any, order: str = "C") -> Any:
     """Record an array with a single axis."""
+    _require_row_major("ravel", order)
     return a.reshape(-1)
+
+
+def _require_row_major(name: str, order: str | None) -> None:
+    """Raise NotTraceable for elements in the order of columns, which no operator of ONNX has."""
+    if order not in (None, "C", "A", "K"):
+        raise NotTraceable(f"numpy.{name} with order={order!r}")
 
 
 @records(np.transpose)
@@ -337,7 +349,13 @@ def std(a: Any, axis: Axis = None, **kwargs: Any) -> Any:
 
 @records(np.linalg.norm)
 def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> Any:
-    """Record the root of the sum of squares, or for 1 the sum of magnitudes, for infinity the largest."""
+    """Record the norm of vectors: the root of the sum of squares, for 1 of magnitudes, for inf the largest.
+
+    Without an order it is also that of matrices; NotTraceable for their other norms.
+    """
+    of_matrices = len(axis) == 2 if isinstance(axis, Sequence) else axis is None and x.ndim == 2
+    if ord is not None and of_matrices:
+        raise NotTraceable(f"numpy.linalg.norm of order {ord} of matrices")
     if ord in (None, 2):
         return np.sqrt(np.sum(x * x, axis, keepdims=keepdims))
     if ord == 1:
@@ -353,7 +371,8 @@ def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None)
     refuse("cumsum", {"out": out})
     if axis is None:
         a, axis = a.reshape(-1), 0
-    summands = a if dtype is None else a.astype(dtype)
+    # NumPy sums small integers in a larger type; a sample tells which.
+    summands = a.astype(np.cumsum(np.ones(1, a.dtype)).dtype if dtype is None else dtype)
     return summands.recorder.add("CumSum", summands, summands.recorder.constant(np.int64(axis)))
 
 
@@ -380,20 +399,36 @@ def _record_arg(op_type: str, a: Any, axis: int | None, keepdims: Any) -> Traced
     return result
 
 
-@records(np.sort, np.partition)
-def sort(a: Any, *args: Any, axis: int = -1, **kwargs: Any) -> Any:
-    """Record the sorted elements, from the lowest; a partition is sorted, too."""
-    return _record_sort(a, axis)[0]
+@records(np.sort)
+def sort(a: Any, axis: int | None = -1, **options: Any) -> Any:
+    """Record the sorted elements, from the lowest."""
+    return _record_sort("sort", a, axis, options)[0]
 
 
-@records(np.argsort, np.argpartition)
-def argsort(a: Any, *args: Any, axis: int = -1, **kwargs: Any) -> Any:
+@records(np.argsort)
+def argsort(a: Any, axis: int | None = -1, **options: Any) -> Any:
     """Record the positions of the elements in sorted order."""
-    return _record_sort(a, axis)[1]
+    return _record_sort("argsort", a, axis, options)[1]
 
 
-def _record_sort(a: TracedArray, axis: int) -> list[TracedArray]:
-    """Record a sort; return elements and positions."""
+@records(np.partition)
+def partition(a: Any, kth: Any, axis: int | None = -1, **options: Any) -> Any:
+    """Record the sorted elements, which are a partition at every position."""
+    return _record_sort("partition", a, axis, options)[0]
+
+
+@records(np.argpartition)
+def argpartition(a: Any, kth: Any, axis: int | None = -1, **options: Any) -> Any:
+    """Record the positions of the elements in sorted order, which is a partition at every position."""
+    return _record_sort("argpartition", a, axis, options)[1]
+
+
+def _record_sort(name: str, a: TracedArray, axis: int | None, options: dict[str, Any]) -> list[TracedArray]:
+    """Record a sort, of the flat array where the axis is None; return elements and positions."""
+    # TopK is stable: every kind of sort that NumPy knows may give its result.
+    refuse(name, {option: value for option, value in options.items() if option not in ("kind", "stable")})
+    if axis is None:
+        a, axis = a.reshape(-1), 0
     length = a.shape[axis]
     if length is None:
         raise NotTraceable(f"it sorts along an axis of {a.shape} whose extent is known as it runs")
