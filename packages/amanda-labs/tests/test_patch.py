@@ -1,6 +1,9 @@
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 
 import amanda
@@ -340,6 +343,21 @@ def test_inputs_by_keyword_are_named_in_the_error() -> None:
 
     with pytest.raises(PatchError, match="gives them by keyword: select the output of what makes them"):
         under(PatchTool("b", side="input"), lambda: Keyword()(torch.rand(2, 4)))
+
+
+PROGRAM = """
+import torch
+
+print(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())(torch.ones(1, 2)).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_framework_that_the_program_imports_in_the_scope_has_points(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "amanda", "run", "-t", "patch:module=0,set=0", "--", "program.py"]
+    done = children.run(command, cwd=tmp_path, check=True)
+    assert "[[0.0, 0.0]]" in done.stdout
 
 
 @pytest.mark.slow

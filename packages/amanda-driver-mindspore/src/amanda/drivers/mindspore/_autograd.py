@@ -10,7 +10,7 @@ import mindspore._c_expression as native
 from amanda import interceptor
 from amanda.backend import Attributes, BackwardStep, EagerDriver, Operation, State, Trace
 from amanda.interceptor import Suspension
-from mindspore import Parameter
+from mindspore import Parameter, Tensor
 from mindspore.graph import api
 
 from ._tensors import MindSporeTensorOps, StraightThroughFunction, tensors_of
@@ -335,7 +335,8 @@ def _changed_or_none(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | 
     """Return the new gradients; None where they are the very same objects as the old ones."""
     if len(old) == len(new) and all(before is after for before, after in zip(old, new, strict=True)):
         return None
-    return tuple(new)
+    # Some ops give 0 as the gradient of an argument that is not a tensor, which MindSpore takes from no hook.
+    return tuple([gradient if isinstance(gradient, Tensor) else None for gradient in new])
 
 
 ACCUMULATE_GRAD = Operation("AccumulateGrad")

@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import amanda
 from amanda import interceptor
+from amanda.backend import when_imported
 from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import MappingTool
 
@@ -116,13 +117,14 @@ class Points:
             # Hooks are global: there is one set for all tools, while at least one watches.
             if not self._watched:
                 self.by_keyword.clear()
-                with ExitStack() as stack:
+                self._stack = stack = ExitStack()
+                with ExitStack() as on_failure:
+                    on_failure.push(stack)
                     for framework, watch in _WATCHERS.items():
-                        # What is not imported has no module to watch.
-                        if framework in sys.modules:
-                            watch(stack, self)
+                        # A program may import its framework in the scope, as under `amanda run`.
+                        stack.callback(when_imported(framework, partial(watch, stack, self)))
                     # Only now: if one framework's hooks fail, those registered before are removed again.
-                    self._stack = stack.pop_all()
+                    on_failure.pop_all()
             self._watched.append((ends, changes))
             self._has_points.clear()
 
@@ -267,7 +269,14 @@ def _wrapper_classes(kind: type) -> list[type]:
 
 
 def _watch_keras(stack: ExitStack, points: Points) -> None:
-    """Wrap the call of layers inside of name scopes; a function that was traced before has no points."""
+    """Wrap the call of layers inside of name scopes; a function that was traced before has no points.
+
+    Does nothing for layers of another framework than TensorFlow: on PyTorch they are modules.
+    """
+    from keras.src.backend.config import backend
+
+    if backend() != "tensorflow":
+        return
     import tensorflow as tf
     from keras.src.layers.layer import Layer
     from keras.src.ops.operation import Operation
