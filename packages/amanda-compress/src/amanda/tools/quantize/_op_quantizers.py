@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ import amanda
 from amanda.errors import ToolError
 from amanda.tools.kit import tensors_of
 from amanda.tools.quantize._fake_quantize import Groups, QuantizeError
-from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Quantizer
+from amanda.tools.quantize._lsq import LsqQuantizer
+from amanda.tools.quantize._quantizer import DynamicQuantizer, QatQuantizer, Quantizer
 from amanda.tools.quantize._samples import LEARNED, ModelQuantizers
 from amanda.tools.weights import ParameterSlice, WeightInput, parameter_store, weight_input
 
@@ -253,3 +254,20 @@ def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups 
         return None
     is_depthwise = getattr(layout, "groups", 0) in (0, extents[layout.index("I") - len(layout)])
     return None if is_depthwise else Groups.of_outputs(extents, layout)
+
+
+_FIXED, _LEARNED = {"scale": False, "zero_point": False}, {"scale": True}
+
+QUANTIZERS: Mapping[tuple[str, bool], tuple[type[Quantizer], Mapping[str, bool]]] = {
+    ("static", True): (Quantizer, _FIXED),
+    ("static", False): (Quantizer, _FIXED),
+    ("dynamic", True): (Quantizer, _FIXED),
+    ("dynamic", False): (DynamicQuantizer, {}),
+    ("qat", True): (QatQuantizer, _FIXED),
+    ("qat", False): (QatQuantizer, {**_FIXED, "least": False, "most": False}),
+    ("lsq", True): (LsqQuantizer, _LEARNED),
+    ("lsq", False): (LsqQuantizer, {**_LEARNED, "low": False}),
+    ("lsq+", True): (LsqQuantizer, _LEARNED),
+    ("lsq+", False): (LsqQuantizer, {**_LEARNED, "offset": True}),
+}
+"""Quantizer class and parts of its state, by method and by whether the tensor is a weight."""

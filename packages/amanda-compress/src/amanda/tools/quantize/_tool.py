@@ -13,11 +13,11 @@ import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS, MappingTool, StandardMapping, product_of
 from amanda.tools.quantize._fake_quantize import Bits, FloatGrid, Grid, QuantizeError, Rounding
-from amanda.tools.quantize._kernels import write_recompute
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
 from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult, read_scales, write_scales
+from amanda.tools.quantize._tensorflow import write_recompute
 from amanda.tools.select import Globs, Paths, Patterns, Selection, as_remarks, listed, unmatched
 from amanda.tools.weights import SharedState, WeightReads
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
 from amanda import interceptor
+from amanda.backend import ParameterSlot
 from amanda.errors import AmandaError
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do, to_numpy
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import InstalledEntries, backend_of
@@ -202,8 +204,23 @@ class StridedStore(ParameterStore):
         return self.identity(parameter), None if layout == self.whole(parameter) else layout
 
     def whole(self, parameter: Any) -> StridedLayout:
-        """Return the parameter's own layout."""
-        return StridedLayout.of(parameter)
+        """Return the parameter's own layout; of a slot that of the tensor in it, in one sample of a batch."""
+        return StridedLayout.of(tensor_of(parameter))
+
+
+def tensor_of(parameter: Any) -> Any:
+    """Return a parameter, or the tensor that lies in a slot now: of a batch the first sample.
+
+    Raises ParameterError for a slot whose module is gone.
+    """
+    if not isinstance(parameter, ParameterSlot):
+        return parameter
+    slot: Any = parameter
+    tensor = slot.tensor()
+    if tensor is None:
+        raise ParameterError(f"the module that had {slot.name} is gone")
+    samples = tensors_of(tensor).samples(tensor)
+    return tensor if samples is None else samples.first
 
 
 Part = StridedLayout | None
