@@ -38,27 +38,28 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
     """
     if not asks_for_graphs(state):
         return
-    leaves: dict[int, WatchedLeaf] = {}
-    edges: Counter[Any] = Counter()
-    roots = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
-    waiting: list[Any] = roots
-    visited = set(roots)
+    watched_leaves: dict[int, WatchedLeaf] = {}
+    gradient_counts: Counter[Any] = Counter()  # by the AccumulateGrad node that the gradients reach
+    waiting: list[Any] = [
+        output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
+    ]
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
         for noted_leaves in node.metadata.get(_NOTES_KEY, ()):
             open_leaves = [leaf for leaf in noted_leaves if any(map(state.is_open, leaf.tools))]
-            leaves.update({id(leaf.tensor): leaf for leaf in open_leaves})
+            watched_leaves.update({id(leaf.tensor): leaf for leaf in open_leaves})
         for child, _ in node.next_functions:
             if type(child) is _AccumulateGrad:
-                edges[child] += 1
+                gradient_counts[child] += 1
             elif child not in visited:
                 visited.add(child)
                 waiting.append(child)
-    for node, count in edges.items():
+    for node, count in gradient_counts.items():
         # By `id`, since the notes hold the tensors and so keep their addresses in use.
-        leaf = leaves.get(id(node.variable))
+        leaf = watched_leaves.get(id(node.variable))
         if leaf is None:
             continue
         subject = f"AccumulateGrad of {leaf.name}"

@@ -64,10 +64,11 @@ class LevelTie(Tie):
         None is returned, and nothing copied, if the write was elsewhere in the storage.
         """
         # From the side that the write began at to the other.
-        source, target = (self._value, self._view)[:: 1 if start == self.ends[0] else -1]
+        value_was_written = start == self.ends[0]
+        source, target = (self._value, self._view) if value_was_written else (self._view, self._value)
         with without_transforms(), torch.no_grad():
             levels, data = with_batches_first(source)
-            marks = written.at(data)
+            marks = written.marks_in(data)
             if marks is not None and not bool(marks.any()):
                 return None  # the write was elsewhere in the storage
         changed = source if marks is None else torch.where(wrapped_at(levels, marks), source, target)

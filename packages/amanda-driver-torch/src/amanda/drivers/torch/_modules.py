@@ -43,11 +43,10 @@ _patch_lock = threading.RLock()
 def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
     """Return name and shape of a parameter that a module holds; None for any other object."""
     if isinstance(module, torch.nn.Module) and isinstance(parameter, torch.nn.Parameter):
-        for name, held_parameter in module._parameters.items():
-            if held_parameter is parameter and not torch.nn.parameter.is_lazy(parameter):
-                with (
-                    WithoutTorchFunction()
-                ):  # modes of the program must not see that the driver reads a shape
+        for name, module_parameter in module._parameters.items():
+            if module_parameter is parameter and not torch.nn.parameter.is_lazy(parameter):
+                # Modes of the program must not see that the driver reads a shape.
+                with WithoutTorchFunction():
                     return name, tuple(parameter.shape)
     return None
 
@@ -63,7 +62,7 @@ def module_path(subjects: Sequence[Any]) -> str:
         if not isinstance(inner, torch.nn.Module):  # a module of another framework encloses these
             continue
         if outer is not None and inner is not outer:
-            parts.append(without_wrappers(outer, _name_within(outer, inner)))
+            parts.append(without_wrappers(outer, _path_within(outer, inner)))
         outer = inner
     return ".".join(filter(None, parts))
 
@@ -97,10 +96,10 @@ class HandedInParameter(ParameterSlot):
         return prod(self.shape)
 
 
-class HeldParameters:
-    """Find the variables of an op: parameters, leaves, and slots of the module for what is handed in.
+class VariableFinder:
+    """Function that finds the variables of an op: parameters, leaves, and slots for what is handed in.
 
-    The module is held weakly.
+    The op's module is held weakly.
     """
 
     _slots: ClassVar[
@@ -135,27 +134,31 @@ class HeldParameters:
                 if type(tensor) is not torch.Tensor:
                     continue
                 if value is tensor or _is_within(innermost(value), innermost(tensor)):
-                    slots = self._slots.setdefault(owner, {})
-                    key = name, tuple(tensor.shape)
-                    slot = slots.get(key)
-                    if slot is None:
-                        slot = slots[key] = HandedInParameter(owner, name, tensor)
-                    return slot
+                    return self._slot_at(owner, name, tensor)
         return None
+
+    def _slot_at(self, owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> HandedInParameter:
+        """Return the slot of a module by its name and the shape of its tensor; make it the first time."""
+        slots = self._slots.setdefault(owner, {})
+        key = name, tuple(tensor.shape)
+        if key not in slots:
+            slots[key] = HandedInParameter(owner, name, tensor)
+        return slots[key]
 
 
 def _is_within(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if a strided view lies within the elements of a tensor."""
+    """Return True if a strided view begins within the elements of a tensor, in the same base tensor."""
     if view.layout is not torch.strided or tensor.layout is not torch.strided or view.is_nested:
         return False
-    bases = [other if other._base is None else other._base for other in (view, tensor)]
-    if bases[0] is not bases[1] or not tensor.numel():
+    view_base = view if view._base is None else view._base
+    tensor_base = tensor if tensor._base is None else tensor._base
+    if view_base is not tensor_base or not tensor.numel():
         return False
-    # Parameters may be views of one vector that has all of them.
-    end = tensor.storage_offset() + sum(
+    # Parameters may be views of one vector that has all of them: the view must begin within this one.
+    last_element = tensor.storage_offset() + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return tensor.storage_offset() <= view.storage_offset() <= end
+    return tensor.storage_offset() <= view.storage_offset() <= last_element
 
 
 def part_of(value: Any, variable: Any) -> str:
@@ -225,7 +228,7 @@ def _parameter_at(module: torch.nn.Module, path: str) -> Any:
         return None
 
 
-def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
+def _path_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     """Return the first path of a module in another; "(Type)" if the other module does not hold it."""
     paths = _submodule_paths.get(outer)
     name = None if paths is None else paths.get(id(inner))
@@ -252,5 +255,5 @@ def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool
 
 def _hash_in_caller(outer: Any, inner: Any) -> tuple[int, bool]:
     """Return the hash of a module's path in its caller, and False for a module made for this call alone."""
-    name = _name_within(outer, inner)
+    name = _path_within(outer, inner)
     return digest(name), not name.startswith("(")

@@ -30,7 +30,7 @@ def remove_all(handles: list[tuple[Any, Any]]) -> None:
     handles.clear()
 
 
-def place_hooks_quickly(attributes: Attributes) -> None:
+def register_hooks_without_handles(attributes: Attributes) -> None:
     """Make torch register the driver's hooks at nodes without a `RemovableHandle`.
 
     A handle takes longer to make than the hook takes to run. Hooks of the program get handles as ever, and so

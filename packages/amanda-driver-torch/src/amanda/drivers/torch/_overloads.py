@@ -18,7 +18,7 @@ class ArgumentLayout:
     positional: the input of each positional argument, without arguments that are spread sizes.
     spread: the input that takes all remaining positional arguments.
     keywords: the input of each keyword argument, in the order of the call.
-    mutable: inputs that the op writes.  apart: written inputs that the op does not return.
+    mutable: inputs that the op writes.  unreturned: written inputs that the op does not return.
     filled: defaults of arguments that stand before a given one.
     optional_tensors: inputs whose schema type is a tensor or None.
     """
@@ -28,7 +28,7 @@ class ArgumentLayout:
     spread: int | None
     keywords: tuple[tuple[str, int], ...]
     mutable: tuple[int, ...]
-    apart: tuple[int, ...]
+    unreturned: tuple[int, ...]
     optional_tensors: frozenset[int]
     filled: Mapping[int, Any] = field(hash=False)
     defaults: Mapping[str, Any] = field(hash=False)
@@ -139,7 +139,7 @@ def _layout_of_form(form: CallForm) -> ArgumentLayout:
         spread=positional[-1] if form.spread else None,
         keywords=tuple(zip(form.keywords, keyword_indices, strict=True)),
         mutable=tuple(written),
-        apart=tuple(i for i in written if i < length and arguments[i].is_apart),
+        unreturned=tuple(i for i in written if i < length and arguments[i].is_unreturned),
         optional_tensors=frozenset(
             i for i in range(length) if arguments[i].type == "Tensor" and arguments[i].is_optional
         ),

@@ -98,12 +98,12 @@ class TorchPatches:
                 return (yield from generator(fn, *args, **kwargs))
             # The generator surrounds the first run, and calls the function to recompute alone.
             recomputation = Recomputation()
-            recompute = _in_state_of_pass(functools.partial(recomputation.again, fn))
+            recompute = _in_scope_of_pass(functools.partial(recomputation.again, fn))
             with recomputation.first():
                 return (yield from generator(recompute, *args, **kwargs))
 
         def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _in_state_of_pass(recomputed(run_function)), *args)
+            return forward(ctx, _in_scope_of_pass(recomputed(run_function)), *args)
 
         original_init = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
 
@@ -149,7 +149,7 @@ class TorchPatches:
         TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
-def _in_state_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_scope_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to run in the scope of its backward pass, also on threads of autograd's engine."""
 
     @functools.wraps(function, updated=())

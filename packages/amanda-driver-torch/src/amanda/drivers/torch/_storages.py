@@ -106,17 +106,22 @@ def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _strides_without_overlap(view: torch.Tensor) -> list[int]:
     """Return strides that give each element of an expanded view a memory cell of its own.
 
-    The new steps differ from those of other dimensions, so that no two dimensions could be joined.
+    A dimension that was not expanded keeps its stride, and cannot be joined with one that was: `reshape`
+    would make a view of such two, where it copies the expanded view.
     """
     sizes, strides = list(view.size()), list(view.stride())
-    used_steps = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
-    step = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    # Strides of the view, and those at which a dimension follows on another, with which it would be joined.
+    joining_strides = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
+    next_stride = 1 + sum(
+        (n - 1) * step for n, step in zip(sizes, strides, strict=True)
+    )  # behind the last cell
     for i in reversed(range(len(sizes))):
         if sizes[i] > 1 and strides[i] == 0:
-            while step in used_steps:
-                step += 1
-            strides[i], step = step, sizes[i] * step
-            used_steps -= {step}
+            while next_stride in joining_strides:
+                next_stride += 1
+            strides[i], next_stride = next_stride, sizes[i] * next_stride
+            # The next expanded dimension may be joined with this one, as the two can be in the view.
+            joining_strides.discard(next_stride)
     return strides
 
 
@@ -137,12 +142,10 @@ def same_bits(first: Any, second: Any) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:
-        if (first.shape, first.dtype, first.device, first.layout) != (
-            second.shape,
-            second.dtype,
-            second.device,
-            second.layout,
-        ):
+        first_form, second_form = (
+            (tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (first, second)
+        )
+        if first_form != second_form:
             return False
         first_parts, second_parts = strided_parts(first), strided_parts(second)
         if not first_parts or len(first_parts) != len(second_parts):

@@ -100,12 +100,12 @@ class TransformedTensors(TorchTensors):
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
-        value = self._batched_like(original, self._cast(original, value))
+        value = self._batched_like(original, self._cast_to_fit(original, value))
         # Integers have no gradient, and an inference tensor enters no graph.
         if not (original.is_floating_point() or original.is_complex()) or original.is_inference():
             return value
         if is_functionalized():  # for which torch has no rule of autograd.Function
-            return _without_functions(original, value)
+            return _value_where_functionalized(original, value)
         result: torch.Tensor = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
         return result
 
@@ -118,7 +118,7 @@ class TransformedTensors(TorchTensors):
         # can write into its argument.
         target.copy_(self.straight_through(target.clone(), value))
 
-    def _cast(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _cast_to_fit(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cast_value: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
         return cast_value
 
@@ -174,7 +174,7 @@ class RunBeside(Saved):
         return target.copy_(copy)
 
 
-def _without_functions(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _value_where_functionalized(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` if nothing is differentiated and no other transform is in force, else `original`.
 
     Under other transforms a write into a view of `original` would not reach `value`.

@@ -90,15 +90,15 @@ class TorchViews(Views):
         self._level_ties = [tie for tie in self._level_ties if tie.is_used]
 
     def shares(self, value: torch.Tensor) -> bool:
-        """Return whether a tensor is a view of another, or a parameter."""
+        """Return True if a tensor is a view of another, or a parameter."""
         return value._is_view() or (value.requires_grad and value.is_leaf)
 
     def alike(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Return whether two tensors have the same strides."""
+        """Return True if two tensors have the same strides."""
         return first.stride() == second.stride()
 
     def parts(self, values: Sequence[Any]) -> dict[Hashable, "WrittenPart"]:
-        """Return which elements of which storages the tensors are."""
+        """Return the elements that the tensors are of each storage, by storage."""
         parts: dict[Hashable, WrittenPart] = {}
         with without_transforms():
             for value in values:
@@ -144,17 +144,17 @@ class WrittenPart:
         self._flags: torch.Tensor | None = None
         if marks is not None:
             # Of elements that are one in memory, one that is marked is enough: `copy_` would take the last.
-            _strided_as(self._storage_flags(False), tensor).masked_fill_(marks, True)
+            _strided_as(self._storage_flags(tensor_is_marked=False), tensor).masked_fill_(marks, True)
 
     def add(self, tensor: torch.Tensor) -> "WrittenPart":
         """Add the elements of another tensor in the storage."""
         self._whole = self._whole or tensor.element_size() != self.tensor.element_size()
         if not self._whole:
-            _strided_as(self._storage_flags(True), tensor).fill_(True)
+            _strided_as(self._storage_flags(tensor_is_marked=True), tensor).fill_(True)
         return self
 
-    def at(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return which elements of a tensor in the storage were written, some at least; None if all were.
+    def marks_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a mask of the elements of a tensor in the storage that were written; None if all were.
 
         An element of another size, as after `view(dtype)`, was written if any of its bytes was.
         """
@@ -163,21 +163,25 @@ class WrittenPart:
         size, written_size = tensor.element_size(), self.tensor.element_size()
         if self._flags is None and size == written_size and _same_elements(self.tensor, tensor):
             return None
-        flags = self._storage_flags(True)
+        flags = self._storage_flags(tensor_is_marked=True)
         if size < written_size:
             flags = flags.repeat_interleave(written_size // size)
         elif size > written_size:
             count = size // written_size
-            flags = flags[: len(flags) // count * count].view(-1, count).any(1)
+            whole_elements = flags[: len(flags) // count * count]  # the storage may end within an element
+            flags = whole_elements.view(-1, count).any(1)
         return _strided_as(flags, tensor)
 
-    def _storage_flags(self, marked: bool) -> torch.Tensor:
-        """Return a flag for each element of the storage; marked: whether new flags have the tensor's set."""
+    def _storage_flags(self, tensor_is_marked: bool) -> torch.Tensor:
+        """Return a flag for each element of the storage, which are made at the first call.
+
+        tensor_is_marked: whether flags that are made now have those of the tensor's elements set.
+        """
         if self._flags is None:
             tensor = self.tensor
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             self._flags = torch.zeros(size, dtype=torch.bool, device=tensor.device)
-            if marked:
+            if tensor_is_marked:
                 _strided_as(self._flags, tensor).fill_(True)
         return self._flags
 
@@ -254,27 +258,28 @@ class TensorTie(Tie):
         if value is not None and self.value is None:
             return None  # it was given other memory
         value_data, view_data = self._detached_value, self._view
-        at_value, is_opposite = start == self.ends[0], False
         if value_data is None:
             return None
+        value_was_written, is_conjugate = start == self.ends[0], False
         if value_data.is_complex() and view_data.is_complex() and not written.tensor.is_complex():
             # The real or the imaginary parts alone may be written; a gradient goes on to the others.
-            is_opposite = value_data.is_conj() != view_data.is_conj()
+            is_conjugate = value_data.is_conj() != view_data.is_conj()
             value_data, view_data = _real_pairs(value_data), _real_pairs(view_data)
-        marks = written.at(value_data if at_value else view_data)
+        marks = written.marks_in(value_data if value_was_written else view_data)
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
                 return None  # the write was elsewhere in the storage
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             # Recorded only if the write was: gradients then follow the copy to the other side.
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = _in_autograd(value_data, value, at_value, written), view_data
+                value_side, view_side = _in_autograd(value_data, value, value_was_written, written), view_data
                 if torch.is_grad_enabled():
-                    view = _in_autograd(view, base, not at_value, written)
-                source, target = (data, view) if at_value else (view, data)
-                if is_opposite:
-                    source = torch.stack([source[..., 0], -source[..., 1]], -1)
-                if at_value and marks is not None and has_overlap(view_data):
+                    view_side = _in_autograd(view_data, base, not value_was_written, written)
+                source, target = (value_side, view_side) if value_was_written else (view_side, value_side)
+                if is_conjugate:
+                    real, imaginary = source[..., 0], source[..., 1]
+                    source = torch.stack([real, -imaginary], -1)
+                if value_was_written and marks is not None and has_overlap(view_data):
                     return _write_overlapping(base, view_data, source, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
                 return WrittenPart(target, marks)
@@ -445,5 +450,5 @@ def _same_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all of its storage."""
+    """Return True if a tensor is all of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

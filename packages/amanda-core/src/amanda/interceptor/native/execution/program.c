@@ -76,12 +76,12 @@ static int read_sources(Program *program, PyObject *sources) {
             continue;
         }
         in_order = 0;
-        if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &first, &last)) {
+        if (program->packed_input >= 0 || !PyArg_ParseTuple(source, "ii", &first, &last)) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one input at most is made of several arguments");
             return -1;
         }
         if (first < 0 || first + 1 > VALUE_LIMIT || last + 1 > VALUE_LIMIT) goto too_many;
-        program->spread = (int8_t)i;
+        program->packed_input = (int8_t)i;
         program->first = (int8_t)first;
         program->last = (int8_t)(last < 0 ? 0 : last);
     }
@@ -122,14 +122,14 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!program) return NULL;
     program->replaces = (char)replaces;
     program->substitutes = (char)substitutes;
-    program->shaped = (char)shaped;
+    program->needs_shapes = (char)shaped;
     program->reporter = Py_NewRef(reporter);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
     program->trace = Py_NewRef(trace);
     program->refuse = Py_NewRef(refuse);
     program->written = written && PyTuple_GET_SIZE(written) ? Py_NewRef(written) : NULL;
-    program->spread = -1;
+    program->packed_input = -1;
     program->before = (int)PyTuple_GET_SIZE(before);
     program->after = (int)PyTuple_GET_SIZE(after);
     int failed = sources != Py_None && read_sources(program, sources);
@@ -138,7 +138,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                                                  : PyTuple_GET_ITEM(after, i - program->before));
     if (replaces && !failed) failed = read_replacement(&program->steps[count], replace);
     for (Py_ssize_t i = 0; i < count; i++)
-        *(program->steps[i].tally ? &program->tallied : &program->shaped) |= program->steps[i].takes_shapes;
+        *(program->steps[i].tally ? &program->needs_shape_codes : &program->needs_shapes) |= program->steps[i].takes_shapes;
     if (failed) Py_CLEAR(program);
     return (PyObject *)program;
 }

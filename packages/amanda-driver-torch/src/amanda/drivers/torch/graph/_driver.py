@@ -55,7 +55,9 @@ class GraphDriver(Driver):
                 return original(callback)
             activation = interceptor.active()
             if activation is None:
-                return _PlainCallback(callback) if _runs_as_outside(module._stance) else original(callback)
+                return (
+                    _PlainCallback(callback) if _runs_uninstrumented(module._stance) else original(callback)
+                )
             caller = sys._getframe(1)  # dynamo's frame, which names the compiled callable
             if is_control_flow(caller.f_locals.get("fn")):
                 return original(callback)  # bodies run op by op: torch compiles them for eager mode
@@ -99,7 +101,7 @@ def _compiler_module(state: Any) -> ModuleType | None:
     return None
 
 
-def _runs_as_outside(stance: Any) -> bool:
+def _runs_uninstrumented(stance: Any) -> bool:
     """Return True if no scope is in force here, or its tools are disabled: compiled code runs as it is.
 
     False without the native interceptor, as dynamo would see stand-ins for torch's functions.

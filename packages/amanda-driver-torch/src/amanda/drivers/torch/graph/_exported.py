@@ -131,7 +131,10 @@ def _dynamic_sizes(value: Any, program: ExportedProgram, dims: dict[str, Any]) -
 
 
 def _dimension(size: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
-    """Return the dimension of a size: named, with its range, if the size is one symbol, else `Dim.AUTO`."""
+    """Return the dimension of a size: named, with its range, if the size is one symbol, else `Dim.AUTO`.
+
+    dims: dimensions by the text of the size; a new one is added, as equal sizes share a dimension.
+    """
     name = str(size)
     if not name.isidentifier():
         dims[name] = torch.export.Dim.AUTO

@@ -71,9 +71,9 @@ class GraphProgram:
     state: in force when the program was made.  every: whether routines are called outside of scopes too.
     traced: traceable routines, with the tensors that they hold.  reads: other values that they read.
     called_as_python: traceable routines that cannot be traced: at which op, and why.
-    gathering: whether a compiler traces the graph to its end, so that observers may wait until then.
-    in_turn: ids of tools with routines other than observers, whose observers must see ops in order.
-    at_once: op ids with observers of memory into which the graph writes; these observers cannot wait.
+    gathers_observers: whether a compiler traces the graph to its end, so that observers may wait until then.
+    ordered_tools: ids of tools with routines other than observers, whose observers must see ops in order.
+    prompt_observers: op ids with observers of memory into which the graph writes, and which cannot wait.
     leaves: with routines at their AccumulateGrad, each a position among the graph's inputs, or a parameter
     that the graph holds; with a name, and the tools.
     """
@@ -91,9 +91,9 @@ class GraphProgram:
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []
-        self.gathering = False
-        self.in_turn: set[int] = set()
-        self.at_once: set[tuple[int, Action]] = set()
+        self.gathers_observers = False
+        self.ordered_tools: set[int] = set()
+        self.prompt_observers: set[tuple[int, Action]] = set()
         self.leaves: list[tuple[int | torch.Tensor, str, Sequence[Any]]] = []
         self.living[self.number] = self
 
@@ -106,9 +106,9 @@ class GraphProgram:
 
     def can_gather(self, action: Action, facts: OpFacts) -> bool:
         """Return True for an observer that may be called with others, later than its op."""
-        if not self.gathering or id(action.tool) in self.in_turn:
+        if not self.gathers_observers or id(action.tool) in self.ordered_tools:
             return False
-        return (facts.op_id, action) not in self.at_once
+        return (facts.op_id, action) not in self.prompt_observers
 
     def report(self, subject: str, reason: str, where: str = "") -> None:
         """Note something that cannot be instrumented, for the reports of scopes in which the graph runs."""
