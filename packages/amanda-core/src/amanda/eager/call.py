@@ -113,7 +113,7 @@ class Call(ABC):
         """Return the index of each input among the call's arguments, keywords after positions; -1: a default.
 
         A pair stands for an input that is a tuple of arguments: index of the first and behind the last.
-        None where an input is no argument of the call, such as a converted one, and in the base.
+        None where an input is not an argument of the call, such as a converted one, and in the base.
         """
         return None
 

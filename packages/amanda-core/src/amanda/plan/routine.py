@@ -344,14 +344,14 @@ def _single_result(action: Action, result: Any, argument: Any) -> Sequence[Any]:
 
 
 def _nesting_depth(value: Any) -> int:
-    """Return the depth of nested lists; 0 for a value that is no list."""
+    """Return the depth of nested lists; 0 for a value that is not a list."""
     return 1 + max(map(_nesting_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
     """Copy a routine's result into the user's tensor, or each tensor of a list into that of the user's list.
 
-    Raises RoutineError where the result is no tensor, or no list of as many.
+    Raises RoutineError where the result is not a tensor, or not a list of as many.
     """
     if isinstance(target, (list, tuple)):
         for tensor, new in zip(target, _require_list(target, result), strict=True):
@@ -397,7 +397,7 @@ def _number_like(original: float, result: float) -> float:
 
 
 def _require_tensor(ops: TensorOps, original: Any, result: Any) -> Any:
-    """Return the result; raise RoutineError where it is no tensor and the original is."""
+    """Return the result; raise RoutineError where it is not a tensor and the original is."""
     if ops.is_tensor(original) and not ops.is_tensor(result):
         raise RoutineError(
             f"a routine returned {type(result).__name__} where a tensor was given; return a tensor of "

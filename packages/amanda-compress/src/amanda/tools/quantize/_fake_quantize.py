@@ -445,7 +445,7 @@ def _straight_through_rounding() -> Any:
         @staticmethod
         def backward(ctx: Any, gradient: Any, _: Any) -> Any:
             (passes,) = ctx.saved_tensors
-            # The op of a gradient is no op of the program.
+            # The op of a gradient is not an op of the program.
             with amanda.disabled():
                 return gradient * passes, None, None, None, None
 

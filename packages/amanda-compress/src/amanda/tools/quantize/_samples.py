@@ -25,7 +25,7 @@ class ModelQuantizers:
         self._quantizers: dict[tuple[int, ...], Quantizer | None] = {}
 
     def of(self, numbers: tuple[int, ...]) -> Quantizer | None:
-        """Return the quantizer of a model by its number in each batch; () for a value that is no batch."""
+        """Return the quantizer of a model by its number in each batch; () for a value that is not a batch."""
         if numbers not in self._quantizers:
             self._quantizers[numbers] = self._make("".join(f"[{number}]" for number in numbers))
         return self._quantizers[numbers]

@@ -280,7 +280,7 @@ class QuantizeTool(amanda.Tool):
         """Scale, zero point and noise of each quantised tensor."""
         ops = self._ops.values()
         rows = [row for op in ops for row in op.rows()]
-        # Before the first execution all loaded state is waiting, which is no fault.
+        # Before the first execution all loaded state is waiting, which is not a fault.
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
         skipped = {op.name: op.skip_reason for op in ops if op.skip_reason}
         result = QuantizeResult(rows, self.options.method, waiting, skipped | self._skipped_ops)

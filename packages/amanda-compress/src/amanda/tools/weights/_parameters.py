@@ -117,7 +117,7 @@ class ParameterStore:
         return None
 
     def slices(self, parameter: Any) -> Sequence[Any]:
-        """Return the parameters of a stack, which an op reads one at a time; () for what is no stack."""
+        """Return the parameters of a stack, which an op reads one at a time; () for what is not a stack."""
         return ()
 
     def current_slice(self, parameter: Any) -> Any:
@@ -357,7 +357,7 @@ class SharedState:
 
         reader, suffix: see `key_for`.  line: of the op, where each line that reads the part has state of its
         own; the suffix of all lines but the first has the line's number.
-        Returns None for what is no part: what was computed, or selected.
+        Returns None for what is not a part: what was computed, or selected.
         """
         if part is None or part.form is None:
             return None
@@ -386,7 +386,7 @@ class SharedState:
         identity: of the parameter; is_named: whether names of state have its path.
         part: the form that is read, None for all of it.  whole: its own form.
         """
-        # A transposed view of all elements is no part: its state lies under the path of the parameter itself.
+        # A transposed view of all elements is not a part: its state has the path of the parameter itself.
         is_part = part is not None and prod(part.extents) < prod(whole.extents)
         # Ops of a loop may read the parts in any order, so that the first reader of any part stands for all
         # of them.

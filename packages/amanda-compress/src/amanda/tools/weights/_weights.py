@@ -53,7 +53,7 @@ class WeightSelection(Selection):
     """Ops that read weights: convolutions and products unless types are given, and no op that makes a weight.
 
     Without paths, LoRA adapters are left.  type, module, exclude: see `amanda.tools.select.Selection`.
-    Raises `error` for what is no list of names.
+    Raises `error` for what is not a list of names.
     """
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs, error: type[AmandaError]) -> None:

@@ -232,7 +232,7 @@ class _BackwardPass:
         may_use_settled = self._state.settles and not (self._create_graph or self._is_transform)
         stack, hooked_elsewhere = self._state.stack, self._hooked_elsewhere
         add_handle = self._handles.append
-        leaf_counts: dict[int, int] = {}  # of leaves that are no parameters, by the op that used them first
+        leaf_counts: dict[int, int] = {}  # of leaves that are not parameters, by the op that used them first
         for node, mark, number in self._marked_nodes:
             node_type, trace = type(node), mark.trace
             is_leaf = node_type is AccumulateGrad
@@ -241,7 +241,7 @@ class _BackwardPass:
             elif isinstance(node.variable, torch.nn.Parameter):
                 place = LEAF_PLACE + interceptor.ordinal(node.variable)
             else:
-                # A leaf that is no parameter has no ordinal: it is counted, above all parameters.
+                # A leaf that is not a parameter has no ordinal: it is counted, above all parameters.
                 leaf_counts[id(mark)] = leaf_counts.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + leaf_counts[id(mark)]
             # Another pass has hooks there; a transform stores no gradient in a leaf.

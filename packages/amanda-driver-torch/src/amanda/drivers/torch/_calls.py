@@ -221,5 +221,5 @@ def _target_positions(binding: Binding, inputs: Sequence[Any], in_place: bool) -
     """Return the positions of the inputs that the call writes its results into: 0 for an op in place."""
     if in_place:
         return (0,)
-    # rrelu's `noise` is written, but is no result: the op fills it for its backward op.
+    # rrelu's `noise` is written, but is not a result: the op fills it for its backward op.
     return tuple(i for i in binding.mutable if binding.names[i] != "noise" and inputs[i] is not None)

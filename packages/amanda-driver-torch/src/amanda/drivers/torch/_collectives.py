@@ -73,9 +73,9 @@ def is_functional(op: Any) -> bool:
 
 
 def wait_for_results(values: Sequence[Any]) -> None:
-    """Wait for the results of a functional collective; values that are no tensors are skipped."""
+    """Wait for the results of a functional collective; values that are not tensors are skipped."""
     wait_tensor = torch.ops._c10d_functional.wait_tensor
-    with Suspension():  # a wait is no op of the program
+    with Suspension():  # a wait is not an op of the program
         for value in values:
             if isinstance(value, torch.Tensor):
                 wait_tensor(value)

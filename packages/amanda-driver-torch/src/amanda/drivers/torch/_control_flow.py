@@ -133,7 +133,7 @@ def _rows_of_shared(value: Any, count: int) -> Sequence[Any]:
 
 
 def _stack_steps(steps: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return each result as one tensor of all steps; a result that is no tensor is that of the last step."""
+    """Return each result as one tensor of all steps; one that is not a tensor is that of the last step."""
     return [
         torch.stack(values) if isinstance(values[-1], torch.Tensor) else values[-1]
         for values in zip(*steps, strict=True)

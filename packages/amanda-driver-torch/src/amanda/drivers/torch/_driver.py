@@ -194,7 +194,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Bring a call to the core, outside of the overrides and modes of the program.
 
         So what the driver reads of tensors calls no `__torch_function__` of the user's.
-        A call that is no op of the program is only made: one that torch makes within an op, and one that
+        A call that is not an op of the program is only made: one that torch makes within an op, and one that
         `symbolic_trace` records.  state: a recorder of graph mode records the call instead.
         """
         if type(state) is not State:
@@ -334,7 +334,7 @@ def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
 
 
 def _is_made_by_torch(site: Site, args: tuple[Any, ...], caller: FrameType, is_resumed: bool) -> bool:
-    """Return True for a call that torch makes for itself or within an op, so that it is no op of the program.
+    """Return True for a call that torch makes for itself or within an op, and that is not an op itself.
 
     caller: frame of the call.  is_resumed: whether native code has begun the call, which then is an op.
     """

@@ -54,7 +54,7 @@ def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
 def module_path(subjects: Sequence[Any]) -> str:
     """Return the path of the last module in the first, as `named_modules` spells it: "layer1.0.conv1".
 
-    Wrappers that libraries put around a model, such as DDP, are no part of the path.
+    Wrappers that libraries put around a model, such as DDP, are not part of the path.
     """
     parts: list[str] = []
     outer = None

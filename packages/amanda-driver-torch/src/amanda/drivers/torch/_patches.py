@@ -109,7 +109,7 @@ class TorchPatches:
 
         def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
             original_init(self, *args, **kwargs)
-            self.pack_hook = _without_tools(self.pack_hook)  # what it computes is no op of the program
+            self.pack_hook = _without_tools(self.pack_hook)  # what it computes is not an op of the program
 
         if original_init is not None:
             init = functools.wraps(original_init)(make_hook)

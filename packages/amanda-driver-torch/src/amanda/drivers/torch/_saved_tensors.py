@@ -88,7 +88,7 @@ class SavedAtNodes(Saved):
 
     def keep(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
-        with Suspension(), torch.no_grad():  # copies are no ops of the program
+        with Suspension(), torch.no_grad():  # copies are not ops of the program
             for node in self._nodes:
                 for saved_variable, value in _saved_at(node):
                     if any(_share_memory(value, tensor) for tensor in self._written):

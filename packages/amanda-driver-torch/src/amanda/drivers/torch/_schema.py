@@ -249,7 +249,7 @@ OutputSpec = Callable[[Sequence[Any]], Any]
 def flatten_outputs(output: Any) -> tuple[list[Any], OutputSpec]:
     """Return an operator's outputs as a list, and a function that puts a list back into their form.
 
-    A tuple, a namedtuple and a list of tensors are their elements; None is no output.
+    A tuple, a namedtuple and a list of tensors are their elements; None is not an output.
     """
     if output is None:
         return [], _no_output

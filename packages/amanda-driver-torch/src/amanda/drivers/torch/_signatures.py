@@ -67,7 +67,7 @@ _SPELLINGS = {
 _LOCAL_NAMESPACE = "amanda::"
 """Namespace of the schemas that this module writes, which do not say what a call returns."""
 
-# Callables whose Python signature is no ATen schema, by their Python name.
+# Callables whose Python signature is not an ATen schema, by their Python name.
 _MOVE = "(Tensor self, Device? device=None, bool non_blocking=False, *, {})"
 _LAYOUT = "MemoryFormat? memory_format=None"
 _CAST = f"(Tensor self, *, {_LAYOUT})"

@@ -137,7 +137,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def exclusion(called: Any) -> str | None:
-    """Return why a native callable of torch is no operator, or None for an operator."""
+    """Return why a native callable of torch is not an operator, or None for an operator."""
     name: str = getattr(called, "__name__", str(called))
     if type(called).__name__ == "getset_descriptor":
         return None if name in TENSOR_PROPERTIES else "metadata of a tensor"

@@ -102,7 +102,7 @@ class TorchTensors:
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor.
 
-        Raises RoutineError for a value that is no tensor, or that does not fit.
+        Raises RoutineError for a value that is not a tensor, or that does not fit.
         """
         if not isinstance(value, torch.Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")

@@ -202,7 +202,7 @@ def _shape_of(value: Any) -> Hashable:
 def running_routine(values: Sequence[Any]) -> Iterator[None]:
     """Run a routine within the context, and explain what it cannot do with values of a transform.
 
-    A routine whose values no transform has wrapped, such as a weight that is no argument of the transform,
+    A routine whose values no transform has wrapped, such as a weight that the transform is not applied to,
     runs outside of all: what it makes and keeps is then no wrapper either.
     """
     if not any(map(is_wrapped, _tensors_among(values))):

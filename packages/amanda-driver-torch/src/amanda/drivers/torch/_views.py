@@ -319,7 +319,7 @@ class TensorTie(Tie):
 
 
 class PartTie(TensorTie):
-    """Link of a value that is no tensor of the program, such as the values tensor of a sparse tensor.
+    """Link of a value that is not a tensor of the program, such as the values tensor of a sparse tensor.
 
     Autograd knows no such part.  holders: tensors of the program in the memory of the value.
     """

@@ -453,7 +453,8 @@ def _callable_for_dynamo(
 
     def run(*args: Any) -> Any:
         call = reference() or fallback
-        assert call is not None  # dynamo asks the backend, which is no other's once its tools have ended
+        # Once the tools have ended, the backend equals no other: dynamo does not take this code for it.
+        assert call is not None
         return call(*args)
 
     return run

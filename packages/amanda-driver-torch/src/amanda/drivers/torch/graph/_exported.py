@@ -123,7 +123,7 @@ def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
 
 
 def _dynamic_sizes(value: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
-    """Return the dynamic dimensions of an input by axis; None if it has none, or is no tensor."""
+    """Return the dynamic dimensions of an input by axis; None if it has none, or is not a tensor."""
     if not isinstance(value, torch.Tensor):
         return None
     symbolic_sizes = {i: size for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}

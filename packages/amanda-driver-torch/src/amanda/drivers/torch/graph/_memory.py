@@ -113,7 +113,7 @@ def backward_views_unlike_eager(
         readers = [
             user for node, node_run in node_runs.items() if node_run.value is written for user in node.users
         ]
-        # The output node is no key of `order`: it comes after all nodes.
+        # The output node is not a key of `order`: it comes after all nodes.
         if any(order.get(user, len(order)) > order[writer] for user in readers):
             reason = "a view is written and read: eager mode may have another backward op in its place"
             yield site.facts, reason
@@ -184,7 +184,7 @@ def _is_read_later(
     for node, node_run in node_runs.items():
         if node_run.value is written or memory not in _storage_ids(node_run.value):
             continue
-        # The output node is no key of `order`: it comes after all nodes.
+        # The output node is not a key of `order`: it comes after all nodes.
         users = [order.get(user, len(order)) for user in node.users]
         if node.op in ("placeholder", "get_attr") or any(user > write_position for user in users):
             return True

@@ -95,7 +95,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 class PythonCall(Insertion):
     """Call of one routine at a place.
 
-    constants: the values that are no tensors.  numbers: those of a run, of which the last are floats.
+    constants: the values that are not tensors.  numbers: those of a run, of which the last are floats.
     """
 
     __slots__ = ("constants", "floats", "numbers")
@@ -132,7 +132,7 @@ class PythonCall(Insertion):
         return values
 
     def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
-        """Raise RoutineError if the routine changed a value that is no tensor: graphs take tensors alone."""
+        """Raise RoutineError if a routine changed a value other than a tensor: graphs take tensors alone."""
         for position in self.constants:
             if _is_changed(values[position], before[position]):
                 changed = f"value {position}, {before[position]!r}, to {values[position]!r}"

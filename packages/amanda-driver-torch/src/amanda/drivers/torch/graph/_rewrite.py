@@ -297,7 +297,7 @@ class FxRewriting:
         variable = self.symbols.parameter_of(leaf)
         if variable is not None:
             return LEAF_PLACE + self.symbols.ordinal(variable)
-        # Leaves that are no parameters come above all parameters, in the order of the pass.
+        # Leaves that are not parameters come above all parameters, in the order of the pass.
         self._leaf_count += 1
         return 2 * LEAF_PLACE + self._leaf_count - 1
 
