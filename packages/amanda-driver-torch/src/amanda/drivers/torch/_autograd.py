@@ -25,8 +25,8 @@ from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._leaves import report_leaves
-from ._levels import all_layers, in_batches_of_now
-from ._nodes import QuickHooks, free_without_recursion, register_hooks_without_handles, remove_all
+from ._levels import all_layers, without_ended_batches
+from ._nodes import QuickHooks, free_without_recursion, register_hooks_without_handles, remove_hook_handles
 from ._overrides import WithoutTorchFunction, reading_context
 from ._requirements import torch_attribute
 from ._saved_tensors import end_traceback_in_torch
@@ -107,20 +107,20 @@ class Autograd(EagerDriver):
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none."""
             # A pass within a pass may run on a thread of the engine, to which no context variable comes.
-            if (caller_activation := activation_of_pass()) is not None:
-                # Within it, `activation_of_pass` returns None: the call comes here once.
+            if (caller_activation := activation_of_pass_caller()) is not None:
+                # Within it, `activation_of_pass_caller` returns None: the call comes here once.
                 with in_force(caller_activation):
                     return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
             # By place come after `outputs`: gradients, whether to keep the graph, whether to create one.
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
-            is_transform = _is_of_transform(sys._getframe(1))
+            is_transform = _is_run_by_transform(sys._getframe(1))
             create_graph = create_graph and not (is_transform and _records_nothing_below(outputs, *args))
             if activation is not None:
                 report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
             if activation is not None and create_graph:
-                _expect_second_order(activation.state)
+                _enable_double_backward(activation.state)
             # The fast way for programs that no tool has a backward routine for: no node carries a mark.
             if activation is None or not Mark.alive():
                 interceptor.reset_root()
@@ -143,7 +143,7 @@ class Autograd(EagerDriver):
         return run_backward
 
 
-def _is_of_transform(caller: FrameType) -> bool:
+def _is_run_by_transform(caller: FrameType) -> bool:
     """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
     caller_of_grad = caller.f_back  # `caller` is `torch.autograd.grad`, which the transforms call
     return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
@@ -167,7 +167,7 @@ _has_caller_object, _caller_object = (
 )
 
 
-def activation_of_pass() -> interceptor.Activation | None:
+def activation_of_pass_caller() -> interceptor.Activation | None:
     """Return the activation of the caller of a backward pass, on a thread that autograd's engine started.
 
     None on other threads, and where torch does not bring the caller's context to the engine's threads.
@@ -182,7 +182,7 @@ def activation_of_pass() -> interceptor.Activation | None:
     return activation
 
 
-def _expect_second_order(state: State) -> None:
+def _enable_double_backward(state: State) -> None:
     """Enable double backward in the plans, and report that passes before this one had none."""
     stack = state.stack
     if stack is None or not any(tools.wants_backward for tools in stack.chain):
@@ -258,7 +258,9 @@ class _BackwardPass:
                     # Analysed before: its hooks are native or bound functions that need no step object.
                     before, after, hooks_for_shapes = settled
                     if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(in_batches_of_now(mark.shapes or trace.shapes))
+                        before, after, _ = hooks_for_shapes(
+                            without_ended_batches(mark.shapes or trace.shapes)
+                        )
                     if before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:
@@ -291,7 +293,7 @@ class _BackwardPass:
         self._traces_with_steps.append(trace)
         step = BackwardStep(
             self._driver, trace, type(node), place, self._state, replaceable=not is_leaf,
-            order=mark.order + 1, shapes=in_batches_of_now(mark.shapes or trace.shapes),
+            order=mark.order + 1, shapes=without_ended_batches(mark.shapes or trace.shapes),
         )  # fmt: skip
         if step.has_work or self._create_graph:
             self._pending_counts[id(trace)] += 1
@@ -308,7 +310,7 @@ class _BackwardPass:
             other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
             if not other_passes:
                 # An interrupted call may have removed some: to remove a hook twice does nothing.
-                remove_all(self._handles)
+                remove_hook_handles(self._handles)
             while self._handles:
                 node, handle = self._handles[-1]
                 heir = next(
@@ -320,7 +322,7 @@ class _BackwardPass:
                     None,
                 )
                 if heir is None:
-                    remove_all([(node, handle)])
+                    remove_hook_handles([(node, handle)])
                 else:
                     heir._handles.append((node, handle))
                 self._handles.pop()  # last, so that an interrupt before it only repeats the step

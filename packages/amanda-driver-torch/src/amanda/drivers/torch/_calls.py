@@ -10,7 +10,7 @@ from amanda.interceptor import Site
 
 from ._levels import is_wrapped
 from ._schema import Binding
-from ._storages import in_memory_like, is_strided, laid_out_like
+from ._storages import copy_in_storage_like, copy_laid_out_like, is_strided
 from ._views import WrittenElements
 
 
@@ -68,10 +68,10 @@ class TorchCall(Call):
             is_transformed = is_wrapped(original) or is_wrapped(value)
             if is_transformed:
                 return [torch.empty_like(original).copy_(value), *inputs[1:]]
-            return [in_memory_like(original, value), *inputs[1:]]
+            return [copy_in_storage_like(original, value), *inputs[1:]]
         if not (is_strided(original) and is_strided(value)) or original.stride() == value.stride():
             return inputs
-        return [laid_out_like(original, value), *inputs[1:]] if original.shape == value.shape else inputs
+        return [copy_laid_out_like(original, value), *inputs[1:]] if original.shape == value.shape else inputs
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on inputs like this call's."""

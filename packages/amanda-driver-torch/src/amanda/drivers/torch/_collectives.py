@@ -66,7 +66,7 @@ def collectives() -> Iterator[tuple[str, str, Any]]:
             yield method, f"c10d::{name}", function
 
 
-def is_functional(op: Any) -> bool:
+def is_functional_collective(op: Any) -> bool:
     """Return True if an op returns results that have no values before `wait_tensor`."""
     name: str = getattr(op, "_qualified_op_name", "")
     return name.startswith("_c10d_functional") and not name.endswith(("wait_tensor", "_wrap_tensor_autograd"))
@@ -81,7 +81,7 @@ def wait_for_results(values: Sequence[Any]) -> None:
                 wait_tensor(value)
 
 
-def report_reducers(attributes: Attributes) -> None:
+def patch_reducers_to_report(attributes: Attributes) -> None:
     """Report, when DistributedDataParallel runs, that the collectives of its reducer are not instrumented.
 
     Does nothing in builds of torch without the class.

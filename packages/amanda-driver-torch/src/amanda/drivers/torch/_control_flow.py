@@ -113,7 +113,7 @@ def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> A
     operands = rows, shared = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
     outputs: list[list[Any]] = []
     form: Any = None
-    arguments = [_rows_of_shared(value, len(rows[0])) for value in shared]
+    arguments = [_repeat_for_rows(value, len(rows[0])) for value in shared]
     for i, row in enumerate(zip(*(value.unbind(0) for value in rows), strict=True)):
         results, form = tree_flatten(f(*row, *(values[i] for values in arguments)))
         outputs.append(results)
@@ -121,7 +121,7 @@ def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> A
     return _with_zero_gradients(tree_unflatten(_stack_steps(outputs), form), operands)
 
 
-def _rows_of_shared(value: Any, count: int) -> Sequence[Any]:
+def _repeat_for_rows(value: Any, count: int) -> Sequence[Any]:
     """Return an argument of `map`, which all rows share, for each row: itself; views of a computed tensor.
 
     By views autograd sums the gradients of all rows at once, as torch does.

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
-from ._collectives import PROCESS_GROUP, is_functional, wait_for_results
+from ._collectives import PROCESS_GROUP, is_functional_collective, wait_for_results
 from ._kernels import FUNCTION_CALL, is_dispatched_again, is_level_of_function, is_part_of_op
 from ._levels import in_transform, is_within_kernel
 from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
@@ -35,16 +35,16 @@ from ._overrides import (
     ProgramModes,
     WithoutTorchFunction,
     as_class_of,
-    call_alone,
+    call_outside_modes,
     current_overrides,
     has_overrides,
-    is_recorded,
+    is_recording_graph,
     leave_overrides,
     without_function_modes,
 )
 from ._patches import TorchPatches, forget_torch_callables
 from ._reader import make_reader
-from ._requirements import NEWEST_TESTED, check_requirements, count_found
+from ._requirements import NEWEST_TESTED, check_requirements, count_private_names
 from ._schema import binding
 from ._straight_through import plain_straight_through
 from ._targets import NAMESPACES, Target, targets
@@ -89,9 +89,9 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             for site in self._native_sites:
                 site.place()
         else:
-            self._replace_by_attribute()
+            self._set_detours_as_attributes()
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
-        self._detour_calls()
+        self._detour_call_methods()
         enclose_modules(self.attributes)
         self.follow_backward(self.attributes)
         self._patches.install(self.attributes)
@@ -130,7 +130,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def looked_up(self) -> int:
         """Return the number of undocumented names of torch that are there."""
-        return count_found()
+        return count_private_names()
 
     @cached_property
     def _targets_by_site(self) -> dict[Site, Target]:
@@ -149,7 +149,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         flags |= ONE_PLACE if target.name in _TRANSFERS else 0
         return self.site(target.callable, op, target.canonical, flags)
 
-    def _detour_calls(self) -> None:
+    def _detour_call_methods(self) -> None:
         """Replace `__call__` of operators and scripted functions, which have no native callables."""
         callables: list[tuple[Any, str, int]] = [
             (torch._ops.OpOverload, "OpOverload", IMPLEMENTATION),
@@ -167,7 +167,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 self._detours[holder] = Detour(site)
             self.attributes.set(holder, "__call__", self._detours[holder])
 
-    def _replace_by_attribute(self) -> None:
+    def _set_detours_as_attributes(self) -> None:
         """Replace the targets in the modules and classes of torch, where there is no native interceptor."""
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
         native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
@@ -209,7 +209,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if in_transform() and is_within_kernel():
             return site.invoke(args, kwargs)
-        if is_functional(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
+        if is_functional_collective(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
         arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
         if in_transform():
@@ -244,13 +244,13 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine outside of the program's autograd and modes."""
-        return call_alone(func, values, kwargs)
+        return call_outside_modes(func, values, kwargs)
 
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine that changes no value, outside of modes and of overrides of tensor subclasses."""
-        return call_alone(func, values, kwargs, overrides=False)
+        return call_outside_modes(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in schema order."""
@@ -274,7 +274,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's outputs as a list, after waiting for those of a functional collective."""
         values, rebuild = super().results(call, outputs, inputs)
-        if is_functional(call.op):
+        if is_functional_collective(call.op):
             wait_for_results(values)
         return values, rebuild
 
@@ -282,7 +282,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace", RECORDED_AS_IS
-        if torch._C._len_torch_dispatch_stack() and is_recorded():
+        if torch._C._len_torch_dispatch_stack() and is_recording_graph():
             return "a graph by make_fx", RECORDED_AS_IS
         return None
 
@@ -397,7 +397,7 @@ class DriverForUnfinishedResult(DriverOutsideModes):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine without the overrides of the class, which may need attributes that are absent."""
-        return call_alone(func, values, kwargs, overrides=False)
+        return call_outside_modes(func, values, kwargs, overrides=False)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in place of `original`, as an instance of the class of `original`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from amanda.eager import Tie
 
-from ._levels import innermost, with_batches_first, without_transforms, wrapped_at
+from ._levels import innermost, with_batches_first, without_transforms, wrap_in_batches
 
 if TYPE_CHECKING:
     from ._views import TorchViews, WrittenPart
@@ -71,7 +71,7 @@ class LevelTie(Tie):
             marks = written.marks_in(data)
             if marks is not None and not bool(marks.any()):
                 return None  # the write was elsewhere in the storage
-        changed = source if marks is None else torch.where(wrapped_at(levels, marks), source, target)
+        changed = source if marks is None else torch.where(wrap_in_batches(levels, marks), source, target)
         target.copy_(changed)
         self._versions = self._current_versions()
         return written_part(target, marks)

@@ -80,7 +80,7 @@ def with_batches_first(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Ten
     return levels, data if positions == front else data.movedim(positions, front)
 
 
-def wrapped_at(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
+def wrap_in_batches(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
     """Return data with an axis for each of some batches in front as the batched tensor of these levels."""
     # Each call takes the axis in front, so that the batches come in the order of the levels.
     for level in levels:
@@ -133,23 +133,27 @@ def tangents(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[tuple[in
     A tangent of a tangent has the levels of both.
     """
     return [
-        (levels, tuple(sorted(batches.items()))) for levels, batches in _components(tensor).items() if levels
+        (levels, tuple(sorted(batches.items())))
+        for levels, batches in _batches_of_value_and_tangents(tensor).items()
+        if levels
     ]
 
 
-def _components(tensor: torch.Tensor) -> dict[tuple[int, ...], dict[int, int]]:
+def _batches_of_value_and_tangents(tensor: torch.Tensor) -> dict[tuple[int, ...], dict[int, int]]:
     """Return the batches of a tensor's value, under (), and of its tangents, under their levels."""
     if not is_wrapped(tensor):
         return {(): {}}
     level, inner = _functorch.maybe_get_level(tensor), _functorch.get_unwrapped(tensor)
-    components = _components(inner)
+    components = _batches_of_value_and_tangents(inner)
     if _functorch.is_batchedtensor(tensor):
         size = inner.shape[_functorch.maybe_get_bdim(tensor)]
         return {levels: {**batches, level: size} for levels, batches in components.items()}
     with _without_transforms_above(level):
         tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     if tangent is not None:
-        components |= {(*levels, level): batches for levels, batches in _components(tangent).items()}
+        components |= {
+            (*levels, level): batches for levels, batches in _batches_of_value_and_tangents(tangent).items()
+        }
     return components
 
 
@@ -166,7 +170,7 @@ def _without_transforms_above(level: int) -> Iterator[None]:
             _functorch.push_dynamic_layer_stack(stack.pop())
 
 
-def in_batches_of_now(shapes: Any) -> Any:
+def without_ended_batches(shapes: Any) -> Any:
     """Return shapes of an op's execution without the batches of vmaps that have ended since.
 
     Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
@@ -181,7 +185,7 @@ def in_batches_of_now(shapes: Any) -> Any:
         batches = tuple([(level, size) for level, size in shapes.batches if level in levels])
         return BatchedShape(shapes, batches) if batches else tuple(shapes)
     if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
-        return tuple([in_batches_of_now(shape) for shape in shapes])
+        return tuple([without_ended_batches(shape) for shape in shapes])
     return shapes
 
 

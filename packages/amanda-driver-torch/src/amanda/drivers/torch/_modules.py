@@ -19,7 +19,7 @@ _METHODS = ("_wrapped_call_impl", "_call_impl")
 
 def enclose_modules(attributes: Attributes) -> None:
     """Make each call of a module a region: the ops in it belong to that module."""
-    attributes.enclose(torch.nn.Module, _hash_in_caller, _METHODS)
+    attributes.enclose(torch.nn.Module, _hash_of_path, _METHODS)
 
 
 @contextmanager
@@ -235,6 +235,7 @@ def _path_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     if name is None or not _holds_at(outer, name, inner):
         if not isinstance(outer, torch.nn.Module):  # of another framework
             return f"({type(inner).__name__})"
+        # Reversed, so that of a module in several places the first path stays.
         paths = _submodule_paths[outer] = {
             id(module): path for path, module in reversed([*outer.named_modules()])
         }
@@ -253,7 +254,7 @@ def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool
     return module is inner
 
 
-def _hash_in_caller(outer: Any, inner: Any) -> tuple[int, bool]:
+def _hash_of_path(outer: Any, inner: Any) -> tuple[int, bool]:
     """Return the hash of a module's path in its caller, and False for a module made for this call alone."""
     name = _path_within(outer, inner)
     return digest(name), not name.startswith("(")

@@ -15,8 +15,8 @@ from amanda import interceptor
 from amanda.backend import Attributes, Recomputation, recomputed, replayed
 from amanda.scope import in_force
 
-from ._autograd import activation_of_pass
-from ._collectives import report_reducers
+from ._autograd import activation_of_pass_caller
+from ._collectives import patch_reducers_to_report
 from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from ._control_flow import run_control_flow_op_by_op
 from ._operators import Operators
@@ -74,12 +74,14 @@ class TorchPatches:
         self._operators.install()
         self._follow_checkpoints(attributes)
         self._follow_futures(attributes)
-        report_reducers(attributes)
+        patch_reducers_to_report(attributes)
         # Modules that are not imported yet are patched when the program imports them.
         for module, name in INTERNAL_FUNCTIONS:
-            attributes.when_imported(module, functools.partial(_run_uninstrumented, attributes, module, name))
-        attributes.when_imported(LOADER, lambda: _report_loader_workers(attributes))
-        attributes.when_imported(CONST_FOLD, lambda: _report_recorded_tangents(attributes))
+            attributes.when_imported(
+                module, functools.partial(_patch_to_run_uninstrumented, attributes, module, name)
+            )
+        attributes.when_imported(LOADER, lambda: _patch_loader_to_report_workers(attributes))
+        attributes.when_imported(CONST_FOLD, lambda: _patch_linearize_to_report_tangents(attributes))
         run_control_flow_op_by_op(attributes)
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
         attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
@@ -129,7 +131,7 @@ class TorchPatches:
                 attributes.set(torch._C.Future, name, _replaying_callbacks(original))
 
     @classmethod
-    def takes_no_stance(cls, stance: Any) -> bool:
+    def leaves_stance_to_scopes(cls, stance: Any) -> bool:
         """Return True if the user has set no stance but to compile: scopes then decide how code runs."""
         # The scope's own stance hides the user's: what counts is the stance from before.
         if stance is cls.stance:
@@ -140,7 +142,7 @@ class TorchPatches:
     def _set_stance(attributes: Attributes) -> None:
         """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes."""
         if not supports_stances():
-            _run_frames_eagerly(attributes)
+            _keep_old_dynamo_from_compiling(attributes)
             return
         contexts: list[Any] = []
         attributes.on_restore(lambda: _restore_stance(contexts))  # first: an interrupt may come at any call
@@ -154,7 +156,7 @@ def _in_scope_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        caller_activation = activation_of_pass()
+        caller_activation = activation_of_pass_caller()
         with nullcontext() if caller_activation is None else in_force(caller_activation):
             return function(*args, **kwargs)
 
@@ -184,7 +186,7 @@ def _restore_stance(contexts: Sequence[Any]) -> None:
         contexts[0].__exit__(None, None, None)
 
 
-def _run_frames_eagerly(attributes: Attributes) -> None:
+def _keep_old_dynamo_from_compiling(attributes: Attributes) -> None:
     """Keep a dynamo without stances from compiling in a scope, and from running compiled code.
 
     Logs a warning, and changes nothing, if dynamo lacks the functions to patch.
@@ -223,7 +225,7 @@ def forget_torch_callables() -> None:
         forget()
 
 
-def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
+def _patch_to_run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
     """Patch an internal function of torch to run without tools, and to report if it runs a program.
 
     Does nothing if this torch lacks the function.
@@ -249,7 +251,7 @@ def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
     attributes.set(holder, method, run_without_tools)
 
 
-def _report_loader_workers(attributes: Attributes) -> None:
+def _patch_loader_to_report_workers(attributes: Attributes) -> None:
     """Patch DataLoader to report a pass whose ops run in worker processes; do nothing if torch lacks it."""
     reset = torch_attribute(f"utils.data.dataloader.{_RESET}")
     if reset is None:
@@ -266,7 +268,7 @@ def _report_loader_workers(attributes: Attributes) -> None:
     attributes.set(owner, "_reset", report_and_reset)
 
 
-def _report_recorded_tangents(attributes: Attributes) -> None:
+def _patch_linearize_to_report_tangents(attributes: Attributes) -> None:
     """Patch the module that `torch.func.linearize` makes of its tangents' program to report the ops in it."""
     # The function that makes the module cannot be replaced: dynamo recognises torch's functions alone.
     module_class = sys.modules[CONST_FOLD].FoldedGraphModule

@@ -74,7 +74,7 @@ def make_reader(
                 straight_through,
             ),
             layout=tensor_layout,
-            wrappers=_wrappers(),
+            wrappers=_wrapper_layout(),
         )
         # Symbols may exist and mean something else in another build: a trial on samples decides.
         if _reads_correctly(reader):
@@ -108,7 +108,7 @@ def _handle_offset() -> int:
     raise LookupError("the handle of a tensor")
 
 
-def _wrappers() -> tuple[int, int, tuple[torch.Tensor, ...]]:
+def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
     """Return the index of transforms among the modes, the offset of what a wrapper wraps, and wrappers."""
     offset, *samples = call_with_wrappers(
         lambda *samples: (_content_offset(samples), *samples), torch.empty(2)

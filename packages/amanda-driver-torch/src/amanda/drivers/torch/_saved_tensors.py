@@ -40,7 +40,7 @@ class SavingHooks(Saved):
         hooks: tuple[Any, Any] = _program_hooks() or (None, SavedTensor.unpack)
         self._outer_pack, self._unpack = hooks
 
-    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+    def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op under the hooks."""
         self._dataless_call = DatalessCall(call.computation(), inputs)
         try:
@@ -51,7 +51,7 @@ class SavingHooks(Saved):
             _pop()
             self._written = []  # the graph keeps the hooks, and these must not keep the graph
 
-    def keep(self) -> None:
+    def copy_before_write(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
         while self._in_written_memory:
             self._in_written_memory.pop().copy()
@@ -86,7 +86,7 @@ class SavedAtNodes(Saved):
         self._written = written
         self._nodes = _nearest_nodes(results, further_nodes) if written else set()
 
-    def keep(self) -> None:
+    def copy_before_write(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
         with Suspension(), torch.no_grad():  # copies are not ops of the program
             for node in self._nodes:
@@ -212,7 +212,7 @@ class DatalessCall:
         self._compute = compute
         self._inputs = map_nested(TensorSpec.of, list(inputs))
 
-    def name(self) -> str:
+    def node_name(self) -> str:
         """Return the name of the node, found by running the op on tensors without data."""
         # An op may fail without data; torch's name for writes into views is then the likeliest.
         try:
@@ -272,7 +272,7 @@ class MakerNode:
         )
 
     def __str__(self) -> str:
-        name = self._call.name() if self._marker() is None else self._name
+        name = self._call.node_name() if self._marker() is None else self._name
         return f", which is output {self._number} of {_name_in_error(name)},"
 
 

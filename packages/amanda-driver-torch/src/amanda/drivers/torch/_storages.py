@@ -79,7 +79,7 @@ def distinct_elements(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in pairs)]
 
 
-def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def copy_laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, differentiably, into new memory with the layout of a view.
 
     An op then copies, makes a view, or refuses to write, as it would have done with the view.
@@ -125,7 +125,7 @@ def _strides_without_overlap(view: torch.Tensor) -> list[int]:
     return strides
 
 
-def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def copy_in_storage_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` at the offset and strides of `original`, in a copy of that tensor's storage."""
     with torch.no_grad():
         storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
@@ -160,10 +160,10 @@ def same_bits(first: Any, second: Any) -> bool:
 def _same_bits_of_strided(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.is_meta or second.is_meta:
         return first.shape == second.shape
-    return torch.equal(_as_integers(first), _as_integers(second))
+    return torch.equal(_bits_as_integers(first), _bits_as_integers(second))
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def _bits_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as integers of the same bits."""
     # As integers: NaN must equal NaN, and 0.0 differ from -0.0.
     tensor = tensor.detach().resolve_conj().resolve_neg()

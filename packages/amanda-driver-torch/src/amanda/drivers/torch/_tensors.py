@@ -113,7 +113,7 @@ class TorchTensors:
             return
         value = _without_node(_cast_outside_autograd(target, value))
         if has_overlap(target):  # `copy_` refuses a target whose elements share memory
-            _without_gradient(_write_each, target, value)
+            _without_gradient(_write_shared_cells, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
         # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
@@ -326,7 +326,7 @@ def _write_recorded(target: torch.Tensor, value: torch.Tensor) -> None:
         _without_gradient(target.detach().copy_, value.detach())
 
 
-def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
+def _write_shared_cells(target: torch.Tensor, value: torch.Tensor) -> None:
     """Write into a tensor several elements of which are one in memory, as `expand` makes it.
 
     Raises RoutineError for different values at one place in memory.

@@ -126,7 +126,7 @@ class TransformedTensors(TorchTensors):
         """Return a value with the batches of an original: the program may write into each sample."""
         if not (batch_axes(original).keys() - batch_axes(value).keys()):
             return value
-        return self.call_isolated(_filled_like, (original, value), {})  # type: ignore[no-any-return]
+        return self.call_isolated(_copy_in_batches_of, (original, value), {})  # type: ignore[no-any-return]
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -158,7 +158,7 @@ class RunBeside(Saved):
     What the nodes of the levels below save cannot be found: those of a tangent are not at the tensor.
     """
 
-    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+    def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op in place on a copy of its tensor; on the tensor if the op changes more than data."""
         target = inputs[0]
         if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
@@ -238,7 +238,7 @@ def _batch_counts(values: Sequence[Any]) -> list[int]:
     return counts
 
 
-def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _copy_in_batches_of(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(original).copy_(value)
 
 

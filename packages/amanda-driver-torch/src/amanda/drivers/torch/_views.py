@@ -13,10 +13,10 @@ from ._levels import innermost, is_wrapped, with_batches_first, without_transfor
 from ._overrides import as_class_of
 from ._storages import (
     PLAIN,
+    copy_laid_out_like,
     distinct_elements,
     has_overlap,
     is_strided,
-    laid_out_like,
     storage_id,
     strided_parts,
 )
@@ -65,7 +65,11 @@ class TorchViews(Views):
         on_death: Callable[[Tie], None],
         holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
-        """Link a value to a view; autograd records writes through the link unless the view is a `detach`."""
+        """Link a value to a view; autograd records writes through the link unless the view is a `detach`.
+
+        holders: tensors of the program of which the value is a part, such as the values of a sparse tensor.
+        A link of wrapped tensors holds both of them; links of this kind that nothing uses any more end here.
+        """
         if any(map(is_wrapped, (view, value, *holders))):
             self.drop_unused()
             tie = LevelTie(self, view, value, on_death)
@@ -80,7 +84,7 @@ class TorchViews(Views):
         """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
         if is_wrapped(view):
             return torch.empty_like(view).copy_(value)
-        copy: torch.Tensor = as_class_of(value, laid_out_like(view, value))
+        copy: torch.Tensor = as_class_of(value, copy_laid_out_like(view, value))
         return copy
 
     def drop_unused(self) -> None:
@@ -272,9 +276,12 @@ class TensorTie(Tie):
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             # Recorded only if the write was: gradients then follow the copy to the other side.
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                value_side, view_side = _in_autograd(value_data, value, value_was_written, written), view_data
+                value_side, view_side = (
+                    _as_known_to_autograd(value_data, value, value_was_written, written),
+                    view_data,
+                )
                 if torch.is_grad_enabled():
-                    view_side = _in_autograd(view_data, base, not value_was_written, written)
+                    view_side = _as_known_to_autograd(view_data, base, not value_was_written, written)
                 source, target = (value_side, view_side) if value_was_written else (view_side, value_side)
                 if is_conjugate:
                     real, imaginary = source[..., 0], source[..., 1]
@@ -403,7 +410,7 @@ def _version_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _in_autograd(
+def _as_known_to_autograd(
     data: torch.Tensor, program_tensor: torch.Tensor | None, was_written: bool, written: WrittenPart
 ) -> torch.Tensor:
     """Return `data`, which is outside autograd, as what autograd knows.

@@ -110,13 +110,13 @@ class Body:
             tensor for held_tensors in self._tensors_of_bodies.values() for tensor in held_tensors
         ]
 
-    def write(self, held_tensors: Sequence[torch.Tensor]) -> GraphModule:
+    def write_copy(self, held_tensors: Sequence[torch.Tensor]) -> GraphModule:
         """Return a copy of the body with routines in it, whose last inputs are the held tensors."""
         copy = _BodyCopy(self.rewriting.module, self.rewriting.program, held_tensors)
         for node, call in self._calls.items():
-            copy.replace(node, call, list(self._node_runs[node].module_tensors))
+            copy.replace_node(node, call, list(self._node_runs[node].module_tensors))
         for node, bodies in self.rewriting.bodies.items():
-            bodies.write(copy, self._tensors_of_bodies[node])
+            bodies.write_into(copy, self._tensors_of_bodies[node])
         for node_run in self._node_runs.values():
             node_run.forget_symbols()
         return copy.finish()
@@ -143,10 +143,10 @@ class ControlFlowBodies:
         tensors = [tensor for body in self._bodies.values() for tensor in body.try_routines()]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
-    def write(self, copy: GraphCopy, held_tensors: Sequence[torch.Tensor]) -> None:
+    def write_into(self, copy: GraphCopy, held_tensors: Sequence[torch.Tensor]) -> None:
         """Put bodies with routines into a copy of the graph, and give them the held tensors."""
-        copies = {name: body.write(held_tensors) for name, body in self._bodies.items()}
-        copy.give_bodies(self.node, copies, self._flow.operands_position, held_tensors)
+        copies = {name: body.write_copy(held_tensors) for name, body in self._bodies.items()}
+        copy.replace_bodies(self.node, copies, self._flow.operands_position, held_tensors)
 
     def left_out(self) -> Counter[str]:
         """Count the ops, by name, at which routines do not run."""

@@ -97,7 +97,7 @@ def choose_callback(callback: Any, by_stance: Callable[[Any], Any]) -> Any:
         return callback
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
-    if not asks_for_graphs(state) or not TorchPatches.takes_no_stance(eval_frame._stance):
+    if not asks_for_graphs(state) or not TorchPatches.leaves_stance_to_scopes(eval_frame._stance):
         return by_stance(callback)
     # Tools are disabled here, or a routine or an op runs.
     if interceptor.active() is None:

@@ -111,7 +111,7 @@ def _runs_uninstrumented(stance: Any) -> bool:
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and activation.state.intercepts:
         return False  # a routine, or an op, runs
-    return stance is TorchPatches.stance and TorchPatches.takes_no_stance(stance)
+    return stance is TorchPatches.stance and TorchPatches.leaves_stance_to_scopes(stance)
 
 
 class _PlainCallback:
@@ -131,7 +131,7 @@ def _callback_by_stance(
     """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it."""
     frame_callback = original(callback)
     if frame_callback is None:
-        if dynamo._stance is TorchPatches.stance and TorchPatches.takes_no_stance(dynamo._stance):
+        if dynamo._stance is TorchPatches.stance and TorchPatches.leaves_stance_to_scopes(dynamo._stance):
             report_op_by_op(state, caller)
         return frame_callback
     stance = getattr(dynamo._stance, "stance", dynamo._stance)

@@ -154,11 +154,11 @@ def _actions_on_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
     """Yield the actions at an op whose routines get weights alone."""
     for action in plan.before:
         values = [(facts.inputs or [])[i] for i in action.select or ()]
-        if values and all(_is_readable(value, facts) for value in values):
+        if values and all(_is_known_before_run(value, facts) for value in values):
             yield action
 
 
-def _is_readable(value: Any, facts: OpFacts) -> bool:
+def _is_known_before_run(value: Any, facts: OpFacts) -> bool:
     """Return True if a value is known before the graph runs."""
     try:
         facts.read_value(value)

@@ -226,10 +226,12 @@ class GradientReplacementCall(PythonCall):
         result = run_replacement(execution.ops, action, self.values(incoming), self.facts, run)
         if result is NotImplemented:
             return list(kernel_gradients)
-        return read_gradients(result, len(self.output_positions), self.read_gradients, action, self.facts)
+        return select_read_gradients(
+            result, len(self.output_positions), self.read_gradients, action, self.facts
+        )
 
 
-def read_gradients(
+def select_read_gradients(
     result: Any, count: int, read_positions: Sequence[int], action: Action, facts: OpFacts
 ) -> list[Any]:
     """Return the gradients that something reads; a replacement returns all gradients, or only these.

@@ -334,7 +334,7 @@ class FxRewriting:
             if not any(steps) or replay is None:
                 continue
             instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
-            self._trials.try_node(instrumented, node_runs[node], steps)
+            self._trials.try_routines_of_node(instrumented, node_runs[node], steps)
             for call, step in zip(node_runs[node].calls, steps, strict=True):
                 step.plan = self._only_inlined(step.plan, step.facts, call)
         return calls
@@ -349,29 +349,36 @@ class FxRewriting:
         calls = self.try_calls(node_runs)
         changed_bodies = [bodies for bodies in self.bodies.values() if bodies.are_changed()]
         held_by_bodies = [bodies.try_routines() for bodies in changed_bodies]
-        leaves: dict[Node, InstrumentedCall] = {}
-        for node, node_run in node_runs.items():
-            site = self._leaves.get(id(node_run.value))
-            if site is not None:
-                leaves[node] = InstrumentedLeaf(node.name, self.program, site)
-                self._trials.try_backward_op(leaves[node], site)
+        leaves = self._try_leaves(node_runs)
         actions = self._remaining_actions(changed.values())
         calls_python = not all(self._routines.is_inlined(action) for action in actions)
         copy = GraphCopy(self.module, self.program, calls_python)
         for node, call in calls.items():
-            copy.replace(node, call, list(node_runs[node].module_tensors))
+            copy.replace_node(node, call, list(node_runs[node].module_tensors))
         for bodies, held_tensors in zip(changed_bodies, held_by_bodies, strict=True):
-            bodies.write(copy, held_tensors)
+            bodies.write_into(copy, held_tensors)
         for node, call in leaves.items():
-            copy.read_through(node, call)
+            copy.insert_before_readers(node, call)
         if calls_python and self._late is not None:
-            self.program.gathers_observers = copy.end_with(WaitingObserversCall("outputs", self.program))
+            self.program.gathers_observers = copy.insert_before_output(
+                WaitingObserversCall("outputs", self.program)
+            )
             self.program.ordered_tools.update(id(action.tool) for action in actions if not can_wait(action))
             self.program.prompt_observers.update(observers_of_written_memory(node_runs, changed))
         # The tensors without data, and autograd's graph of them, end here: the copy keeps templates alone.
         for node_run in node_runs.values():
             node_run.forget_symbols()
         return copy.finish()
+
+    def _try_leaves(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+        """Return the calls behind leaves with routines; try the traceable routines first."""
+        calls: dict[Node, InstrumentedCall] = {}
+        for node, node_run in node_runs.items():
+            site = self._leaves.get(id(node_run.value))
+            if site is not None:
+                calls[node] = InstrumentedLeaf(node.name, self.program, site)
+                self._trials.try_routines_of_backward_op(calls[node], site)
+        return calls
 
     def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
         """Return the actions that the graph calls."""

@@ -34,7 +34,9 @@ class RoutineTrials:
         self._symbols = symbols
         self._history = history
 
-    def try_node(self, instrumented: InstrumentedNode, node_run: NodeRun, steps: Sequence[OpStep]) -> None:
+    def try_routines_of_node(
+        self, instrumented: InstrumentedNode, node_run: NodeRun, steps: Sequence[OpStep]
+    ) -> None:
         """Try the routines at a node's ops and at the backward ops of these."""
         for call, step in zip(node_run.calls, steps, strict=True):
             plan, facts = step.plan, step.facts
@@ -43,9 +45,9 @@ class RoutineTrials:
                 self._try_routine(plan.replace, inputs, facts, instrumented.held_tensors)
             self._try_all(plan.after, call.values, facts, instrumented.held_tensors)
             for site in step.backward.values():
-                self.try_backward_op(instrumented, site)
+                self.try_routines_of_backward_op(instrumented, site)
 
-    def try_backward_op(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
+    def try_routines_of_backward_op(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
         """Try the routines at a backward op."""
         facts, plan = site
         incoming, outgoing = list(facts.grad_outputs or ()), list(facts.grad_inputs or ())

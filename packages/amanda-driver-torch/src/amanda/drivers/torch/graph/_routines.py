@@ -19,7 +19,7 @@ from ._python_calls import (
     PlaceValues,
     PythonCall,
     ReplacementCall,
-    read_gradients,
+    select_read_gradients,
     with_clones,
 )
 
@@ -133,7 +133,7 @@ class NodeRoutines:
             result = run_replacement(tensor_ops(), action, incoming, facts, {})
             if result is NotImplemented:
                 return outgoing
-            results = read_gradients(result, len(outgoing), read_positions, action, facts)
+            results = select_read_gradients(result, len(outgoing), read_positions, action, facts)
         else:
             values = PlaceValues(incoming)
             likes = [outgoing[i] for i in read_positions]
