@@ -13,10 +13,9 @@ from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.quantize._fake_quantize import QuantizeError, Scale, fake_quantize_fixed
-from amanda.tools.quantize._op_quantizers import OpQuantizers
+from amanda.tools.quantize._op_quantizers import LEARNED, OpQuantizers, SampledValue
 from amanda.tools.quantize._quantizer import Noise, Quantizer
 from amanda.tools.quantize._result import Quantized
-from amanda.tools.quantize._samples import LEARNED, SampledValue
 from amanda.tools.weights import ParameterSlice, WeightReads
 
 if TYPE_CHECKING:
