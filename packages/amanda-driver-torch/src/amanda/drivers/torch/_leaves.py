@@ -38,8 +38,31 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
     """
     if not asks_for_graphs(state):
         return
+    watched_leaves, gradient_counts = _leaves_behind(outputs, state)
+    for node, count in gradient_counts.items():
+        # By `id`, since the notes hold the tensors and so keep their addresses in use.
+        leaf = watched_leaves.get(id(node.variable))
+        if leaf is None:
+            continue
+        subject = f"AccumulateGrad of {leaf.name}"
+        if not accumulates:
+            state.report(subject, "a compiled graph calls its routines, though this pass stores no gradient")
+        elif count > 1:
+            reason = (
+                "a compiled graph calls its routines for each gradient that it hands over, not for their sum"
+            )
+            state.report(subject, reason)
+        if leaf.tensor._backward_hooks:
+            state.report(subject, "a compiled graph calls its routines before hooks on the tensor")
+
+
+def _leaves_behind(outputs: Sequence[Any], state: State) -> tuple[dict[int, WatchedLeaf], Counter[Any]]:
+    """Return the noted leaves behind outputs, by `id`, and the number of edges to each AccumulateGrad node.
+
+    Of the leaves those that a tool with an open scope watches.
+    """
     watched_leaves: dict[int, WatchedLeaf] = {}
-    gradient_counts: Counter[Any] = Counter()  # by the AccumulateGrad node that the gradients reach
+    gradient_counts: Counter[Any] = Counter()
     waiting: list[Any] = [
         output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
     ]
@@ -57,18 +80,4 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
             elif child not in visited:
                 visited.add(child)
                 waiting.append(child)
-    for node, count in gradient_counts.items():
-        # By `id`, since the notes hold the tensors and so keep their addresses in use.
-        leaf = watched_leaves.get(id(node.variable))
-        if leaf is None:
-            continue
-        subject = f"AccumulateGrad of {leaf.name}"
-        if not accumulates:
-            state.report(subject, "a compiled graph calls its routines, though this pass stores no gradient")
-        elif count > 1:
-            reason = (
-                "a compiled graph calls its routines for each gradient that it hands over, not for their sum"
-            )
-            state.report(subject, reason)
-        if leaf.tensor._backward_hooks:
-            state.report(subject, "a compiled graph calls its routines before hooks on the tensor")
+    return watched_leaves, gradient_counts

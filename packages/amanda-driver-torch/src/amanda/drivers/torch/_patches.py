@@ -91,36 +91,15 @@ class TorchPatches:
         """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
-        generator: Any = getattr(checkpoint, name, None)
-        forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")
-
-        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
-            """Run a checkpoint, in scopes so that its function recomputes at the place of the first run."""
-            if interceptor.active() is None or not torch.is_grad_enabled():
-                return (yield from generator(fn, *args, **kwargs))
-            # The generator surrounds the first run, and calls the function to recompute alone.
-            recomputation = Recomputation()
-            recompute = _in_scope_of_pass(functools.partial(recomputation.again, fn))
-            with recomputation.first():
-                return (yield from generator(recompute, *args, **kwargs))
-
-        def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _in_scope_of_pass(recomputed(run_function)), *args)
-
-        original_init = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
-
-        def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-            original_init(self, *args, **kwargs)
-            self.pack_hook = _without_tools(self.pack_hook)  # what it computes is not an op of the program
-
-        if original_init is not None:
-            init = functools.wraps(original_init)(make_hook)
-            attributes.set(checkpoint._recomputation_hook, "__init__", init)
+        generator = getattr(checkpoint, name, None)
         if generator is not None:
-            attributes.set(checkpoint, name, functools.wraps(generator)(generate))
+            attributes.set(checkpoint, name, _recomputing_in_place(generator))
+        forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
-            run = staticmethod(functools.wraps(forward)(run_forward))
-            attributes.set(checkpoint.CheckpointFunction, "forward", run)
+            attributes.set(checkpoint.CheckpointFunction, "forward", _forward_recomputing_in_place(forward))
+        make_hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
+        if make_hook is not None:
+            attributes.set(checkpoint._recomputation_hook, "__init__", _packing_without_tools(make_hook))
 
     @staticmethod
     def _follow_futures(attributes: Attributes) -> None:
@@ -149,6 +128,44 @@ class TorchPatches:
         contexts.append(torch.compiler.set_stance("force_eager"))
         TorchPatches.stance_before = getattr(contexts[0], "prev", None)
         TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+
+
+def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's generator of a checkpoint, to recompute at the place of the first run in scopes."""
+
+    @functools.wraps(generator)
+    def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+        """Run a checkpoint, in scopes so that its function recomputes at the place of the first run."""
+        if interceptor.active() is None or not torch.is_grad_enabled():
+            return (yield from generator(fn, *args, **kwargs))
+        # The generator surrounds the first run, and calls the function to recompute alone.
+        recomputation = Recomputation()
+        recompute = _in_scope_of_pass(functools.partial(recomputation.again, fn))
+        with recomputation.first():
+            return (yield from generator(recompute, *args, **kwargs))
+
+    return generate
+
+
+def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:
+    """Wrap the forward pass of a reentrant checkpoint, to recompute at the place of the first run."""
+
+    @functools.wraps(forward)
+    def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, _in_scope_of_pass(recomputed(run_function)), *args)
+
+    return staticmethod(run_forward)
+
+
+def _packing_without_tools(make_hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor of a checkpoint's hooks: what they compute is not an op of the program."""
+
+    @functools.wraps(make_hook)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_hook(self, *args, **kwargs)
+        self.pack_hook = _without_tools(self.pack_hook)
+
+    return init
 
 
 def _in_scope_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:

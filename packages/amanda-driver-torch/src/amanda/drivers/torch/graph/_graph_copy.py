@@ -86,7 +86,7 @@ class GraphCopy:
             with self._module.graph.inserting_before(twin):
                 body_node = self._module.graph.get_attr(new_name)
             args = [body_node if getattr(arg, "target", None) == name else arg for arg in args]
-        args[position] = (*args[position], *(self._node_of_held(tensor) for tensor in held_tensors))
+        args[position] = (*args[position], *(self._node_of_held_tensor(tensor) for tensor in held_tensors))
         twin.args = tuple(args)
 
     def insert_before_output(self, instrumented: InstrumentedCall) -> bool:
@@ -108,10 +108,10 @@ class GraphCopy:
 
     def _insert_call(self, instrumented: InstrumentedCall, inputs: Sequence[Node]) -> Node:
         """Insert a call on the token, on the tensors that its routines hold, and on inputs."""
-        held_nodes = [self._node_of_held(tensor) for tensor in instrumented.held_tensors.tensors]
+        held_nodes = [self._node_of_held_tensor(tensor) for tensor in instrumented.held_tensors.tensors]
         return self._module.graph.call_function(instrumented, (self._token, *held_nodes, *inputs))
 
-    def _node_of_held(self, tensor: torch.Tensor) -> Node:
+    def _node_of_held_tensor(self, tensor: torch.Tensor) -> Node:
         """Return the node of a tensor that routines hold, which becomes an attribute of the module."""
         if id(tensor) not in self._held_nodes:
             name = f"amanda_held_{len(self._held_nodes)}"

@@ -318,13 +318,7 @@ def _run_node(node: Node, module: GraphModule, node_runs: Mapping[Node, NodeRun]
         (node.args, node.kwargs), lambda input_node: node_runs[input_node].value
     )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        # Not run: dynamo, or the export, has noted a value without data.
-        node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
-        inner_counts = _count_ops_inside(node, module)
-        names = ", ".join(f"{count} {name}" for name, count in inner_counts.items())
-        names = f": {names}" if names else ""
-        node_run.obstacle = f"ops inside of a higher-order op are not instrumented{names}"
-        return node_run
+        return _run_of_higher_order_op(node, module)
     if _reads_number(node, args):
         return NodeRun(node, callee(node, module)(*args, **kwargs), [])
     if _is_step_of_transform(node.target):
@@ -349,6 +343,16 @@ def _run_node(node: Node, module: GraphModule, node_runs: Mapping[Node, NodeRun]
             node_run.replay = make_replay(recorder.bind, recorder.calls, inputs, value)
         except Unresolved as error:
             node_run.obstacle = f"it computes a size that is not known beforehand ({error})"
+    return node_run
+
+
+def _run_of_higher_order_op(node: Node, module: GraphModule) -> NodeRun:
+    """Return the run of a higher-order op, which is not run: dynamo, or the export, has noted its value."""
+    node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
+    inner_counts = _count_ops_inside(node, module)
+    names = ", ".join(f"{count} {name}" for name, count in inner_counts.items())
+    names = f": {names}" if names else ""
+    node_run.obstacle = f"ops inside of a higher-order op are not instrumented{names}"
     return node_run
 
 

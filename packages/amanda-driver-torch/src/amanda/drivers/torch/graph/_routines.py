@@ -89,7 +89,7 @@ class NodeRoutines:
         slot = self._slot_of_call(
             action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
         )
-        results = self._call_taped(slot, values, [])
+        results = self._call_in_autograd(slot, values, [])
         if call.targets:
             for target, result in zip(call.targets, results, strict=True):
                 inputs[target].copy_(result)
@@ -171,7 +171,7 @@ class NodeRoutines:
                 return None
             likes = list(values.tensors) if result_positions else []
             if is_taped:
-                results = self._call_taped(slot, values, likes)
+                results = self._call_in_autograd(slot, values, likes)
             else:
                 results = call_python(
                     "call", self.token, values.flat, values.numbers, likes, self.program.number, slot
@@ -206,7 +206,9 @@ class NodeRoutines:
         called.constants = values.constants
         return slot
 
-    def _call_taped(self, slot: int, values: PlaceValues, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _call_in_autograd(
+        self, slot: int, values: PlaceValues, likes: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Call the routine at a slot as Python, as a part of autograd's graph."""
         return list(
             TapedRoutine.apply(  # type: ignore[no-untyped-call]
