@@ -93,7 +93,7 @@ PyTypeObject Hook_Type = {
     .tp_vectorcall_offset = offsetof(Hook, vectorcall),
     .tp_call = PyVectorcall_Call,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_doc = "The routines of a program on a tuple of values that a framework calls it with.",
+    .tp_doc = "Callable that runs the routines of a program on a tuple of values, which a framework passes.",
     .tp_dealloc = (destructor)hook_dealloc,
     .tp_traverse = (traverseproc)hook_traverse,
 };

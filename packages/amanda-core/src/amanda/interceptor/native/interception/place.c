@@ -170,8 +170,9 @@ static PyObject *forget_code(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(no
 }
 
 static PyMethodDef functions[] = {
-    {"configure", configure, METH_VARARGS, "configure(describe, on_death, adopt=None)"},
-    {"forget_code", forget_code, METH_NOARGS, "Describe code again where its kind may have changed."},
+    {"configure", configure, METH_VARARGS, "configure(describe, on_death, adopt=None): set the functions that describe code, and that hear of dead and of\n"
+     "adopted objects."},
+    {"forget_code", forget_code, METH_NOARGS, "Forget the descriptions of code, whose kind may have changed."},
     {0}};
 
 int place_boot(PyObject *names) {

@@ -405,10 +405,10 @@ PyTypeObject Graphs_Type = {
     .tp_doc = "Graphs(tensors, leaf, maker, base, next, notes, number, key, sampled): graphs of backward ops.\n\n"
               "tensors: their type.  leaf: type of the ops that store a gradient.\n"
               "maker, base: attributes of a tensor: the op that made it, None for a leaf; what it is a view of.\n"
-              "next, notes, number: attributes of an op: a tuple of pairs of an op, or None, and more; a dict that\n"
-              "lives with it; a method whose result grows with each op that is made on a thread.\n"
-              "key: of the marks among the notes.\n"
-              "sampled(op): hears of some of the ops that Python has got hold of.",
+              "next, notes, number: attributes of an op: a tuple of pairs, of a following op or None and more; a dict that\n"
+              "lives as long as the op; a method whose result grows with each op that is made on a thread.\n"
+              "key: of the marks in the notes.\n"
+              "sampled(op): called with some of the ops that are visited.",
     .tp_new = graphs_new,
     .tp_dealloc = (destructor)graphs_dealloc,
     .tp_traverse = (traverseproc)graphs_traverse,

@@ -504,10 +504,10 @@ static PyObject *reader_memory_of(Reader *self, PyObject *value) {
 static PyMethodDef reader_methods[] = {
     {"can_substitute", (PyCFunction)reader_can_substitute, METH_VARARGS,
      "can_substitute(original, value): whether native code may put a value in the place of a tensor."},
-    {"memory", (PyCFunction)reader_memory_of, METH_O, "What tells the memory of a plain tensor; 0 of anything else."},
+    {"memory", (PyCFunction)reader_memory_of, METH_O, "Return the address of a plain tensor's storage; 0 for any other value."},
     {"key", (PyCFunction)reader_key_of, METH_VARARGS,
-     "key(args, kwargs={}, sized=False): what decides what a call comes to, in 64 bits; 0 where that cannot be told."},
-    {"version", (PyCFunction)reader_version_of, METH_O, "What changes when a tensor, or one of a list, is written."},
+     "key(args, kwargs={}, sized=False): return the key of a call's form, 64 bits; 0 if only Python can tell the form."},
+    {"version", (PyCFunction)reader_version_of, METH_O, "Return a number that changes with each write into a tensor, or into one in a list."},
     {0}};
 
 PyTypeObject Reader_Type = {
@@ -515,27 +515,28 @@ PyTypeObject Reader_Type = {
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None, wrappers=None):\n"
-              "how native code reads tensors.\n\n"
+              "functions and offsets by which native code reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
-              "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
+              "describe: addresses of `int32_t f(handle *, int64_t *out)` that write dtype, rank and device; 0: success.\n"
               "extents: name of a tensor's attribute that is hashable and equal for equal extents.\n"
-              "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: only Python may act.\n"
+              "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: Python has to run the plans.\n"
               "autodiff: addresses of `bool needs_gradient(handle)`, `bool unversioned(handle *)`,\n"
               "`int64_t version(handle *)`, `bool gradients_on()`, `void set_gradients(bool)`, and\n"
               "`uint64_t clock()`, which goes on with each backward op that the framework makes.\n"
-              "values: what it takes to put values in the place of others: addresses of `int32_t sizes(handle *,\n"
-              "int64_t **out)`, `int32_t rank(handle *, int64_t *out)`, `handle *tangent(handle, uint64_t level,\n"
-              "handle *)` and `bool is_leaf(handle *)`, false where a backward op made the tensor; the offset, in what a handle points to, of the pointer to a tensor's memory; a plain tensor;\n"
-              "and through(original, value), which gives the value with its gradients' way back to the original.\n"
-              "layout: offsets in what the handle of a plain tensor points to, by which no function has to be called: of\n"
-              "the pointer to what counts its writes (NULL: nothing does), in that, of the 32 bits that count; of 32 bits\n"
-              "for dtype and device; of 64 for the rank; of a pointer that is NULL where it needs no gradient.  And the\n"
-              "address of `char *switches()` of a thread, which byte of these and which bit of that is set while\n"
-              "gradients are on.\n"
-              "wrappers: what function transforms put around tensors: the index of the mode in which one is in force, the\n"
-              "offset, in what the handle of a wrapper points to, of the handle of the tensor within, and a wrapper of\n"
-              "each kind.  In that mode a key tells whether a call has work, and no program may be learned under it.",
+              "values: for values of routines in the place of tensors: addresses of `int32_t sizes(handle *, int64_t **out)`,\n"
+              "`int32_t rank(handle *, int64_t *out)`, `handle *tangent(handle, uint64_t level, handle *)` and `bool\n"
+              "is_leaf(handle *)`, false if a backward op made the tensor; the offset, in the object that a handle points\n"
+              "to, of the pointer to a tensor's storage; a plain tensor; and straight_through(original, value), which\n"
+              "returns the value with its gradients' way back to the original.\n"
+              "layout: offsets in the object that the handle of a plain tensor points to, with which native code calls no\n"
+              "functions: of the pointer to the counter of writes (NULL: there is none), and in the counter of the 32 bits\n"
+              "that count; of 32 bits for dtype and device; of 64 for the rank; of a pointer that is NULL if the tensor needs\n"
+              "no gradient.  Then the address of `char *switches()` of a thread, and the byte and the bit of these that is\n"
+              "set while gradients are on.\n"
+              "wrappers: of function transforms around tensors: the index of their mode, the offset, in the object that the\n"
+              "handle of a wrapper points to, of the handle of the wrapped tensor, and a wrapper of each kind.  In that mode\n"
+              "a key tells whether a call has work, and no program may be learned under it.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,
