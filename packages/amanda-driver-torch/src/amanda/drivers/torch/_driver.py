@@ -209,7 +209,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if in_transform() and is_within_kernel():
             return site.invoke(args, kwargs)
-        if is_functional_collective(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
+        has_callee = site.key in _CALLEE_FIRST
+        if is_functional_collective(args[0]) if has_callee else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
         arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
         if in_transform():

@@ -199,12 +199,15 @@ class ParameterPaths:
 
     @staticmethod
     def _path_of_slot(living: Sequence[torch.nn.Module], slot: HandedInParameter) -> str | None:
-        """Return the path of a slot of one of the living modules, or of a child of the last of them."""
+        """Return the path of a slot of one of the living modules, or of a child of the last of them.
+
+        None once the module of the slot is dead.
+        """
         owner = slot.module
         if owner is None:
             return None
-        enclosing = [*living[: living.index(owner)], owner] if owner in living else [*living, owner]
-        return ".".join(filter(None, (module_path(enclosing), slot.name)))
+        enclosing = living[: living.index(owner)] if owner in living else living
+        return ".".join(filter(None, (module_path([*enclosing, owner]), slot.name)))
 
     def _cached_name(self, module: torch.nn.Module, variable: Any) -> str | None:
         """Return the path of a parameter in a module; None if the module does not hold it."""

@@ -22,7 +22,7 @@ class QuickHooks:
 def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:
     """Remove hooks from nodes; handles: pairs of a node and what registering the hook returned."""
     for _, handle in handles:
-        if type(handle) is tuple:
+        if type(handle) is tuple:  # of a hook that `register_hooks_without_handles` made torch register
             hooks, number = handle
             hooks.pop(number, None)
         else:

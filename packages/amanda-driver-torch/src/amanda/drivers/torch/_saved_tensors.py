@@ -157,9 +157,9 @@ class SavedTensor:
         self._version = None if tensor.is_inference() else tensor._version
 
     def copy(self) -> None:
-        """Copy the tensor, so that a routine may write the original."""
+        """Copy the tensor, so that a routine may write the original; do nothing if it was written since."""
         if self._version is not None and self._tensor._version != self._version:
-            return  # the op itself has written what it saved, which is an error in the backward pass
+            return  # by the op itself, which is an error in the backward pass
         with Suspension(), torch.no_grad():
             self._tensor = self._tensor.clone()
         self._version = 0  # the clone's

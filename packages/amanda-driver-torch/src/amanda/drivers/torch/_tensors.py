@@ -100,14 +100,14 @@ class TorchTensors:
         return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor.
+        """Copy a value into the user's tensor; an empty tensor takes the shape of the value, as `out=` does.
 
         Raises RoutineError for a value that is not a tensor, or that does not fit.
         """
         if not isinstance(value, torch.Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
         if target.numel() == 0 and not target.requires_grad:
-            target.resize_(value.shape)  # as `out=` does
+            target.resize_(value.shape)
         if not isolated:
             _write_recorded(target, _check_shape(target, value))
             return
@@ -116,10 +116,11 @@ class TorchTensors:
             _without_gradient(_write_shared_cells, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
+        is_plain_leaf = target.is_leaf and not target._is_view()  # torch records no write into such a tensor
         # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
         if recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
             _without_gradient(target.detach().copy_, value)
-        elif (recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
+        elif (recorded and not is_plain_leaf) or has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)

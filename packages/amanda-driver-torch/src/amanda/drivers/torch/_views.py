@@ -419,14 +419,17 @@ def _as_known_to_autograd(
     need only know what was written, and what reads that.
     """
     if program_tensor is not None:
-        return _view_like(data, program_tensor)
+        return _view_in_autograd(data, program_tensor)
     if was_written and torch.is_grad_enabled():
-        return _view_like(data, written.tensor)
+        return _view_in_autograd(data, written.tensor)
     return data.detach()
 
 
-def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Make a view of `base` once more, in autograd."""
+def _view_in_autograd(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `view` as a view of `base` that autograd knows; `base` itself if these are all.
+
+    The two lie in one storage.
+    """
     if _same_elements(view, base) and view.is_conj() == base.is_conj() and view.is_neg() == base.is_neg():
         return base
     if base.is_complex() and not view.is_complex():
