@@ -10,8 +10,7 @@ from amanda.interceptor import Site
 
 from ._levels import is_wrapped
 from ._schema import Binding
-from ._storages import copy_in_storage_like, copy_laid_out_like, is_strided
-from ._views import WrittenElements
+from ._storages import WrittenElements, copy_in_storage_like, copy_laid_out_like, is_strided
 
 
 class TorchCall(Call):

@@ -116,7 +116,7 @@ class TorchTensors:
             _without_gradient(_write_shared_cells, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
-        is_plain_leaf = target.is_leaf and not target._is_view()  # torch records no write into such a tensor
+        is_plain_leaf = target.is_leaf and not target._is_view()  # into which torch records no write
         # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
         if recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
             _without_gradient(target.detach().copy_, value)
