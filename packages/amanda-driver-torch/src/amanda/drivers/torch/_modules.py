@@ -175,7 +175,7 @@ class ParameterPaths:
     The modules are held weakly.
     """
 
-    _names: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
+    _paths: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
         weakref.WeakKeyDictionary()
     )
 
@@ -191,7 +191,7 @@ class ParameterPaths:
         if isinstance(variable, HandedInParameter):
             return self._path_of_slot(living, variable)
         for count, module in enumerate(living, 1):
-            name = self._cached_name(module, variable)
+            name = self._cached_path(module, variable)
             if name is not None:
                 parts = module_path(living[:count]), without_wrappers(module, name)
                 return ".".join(part for part in parts if part)
@@ -209,17 +209,17 @@ class ParameterPaths:
         enclosing = living[: living.index(owner)] if owner in living else living
         return ".".join(filter(None, (module_path([*enclosing, owner]), slot.name)))
 
-    def _cached_name(self, module: torch.nn.Module, variable: Any) -> str | None:
+    def _cached_path(self, module: torch.nn.Module, variable: Any) -> str | None:
         """Return the path of a parameter in a module; None if the module does not hold it."""
-        # Names are cached by `id`, which another object may have by now: each use looks whether the
-        # parameter still lies there, and reads all names again if not.
-        names = self._names.setdefault(module, {})
-        name = names.get(id(variable))
-        if name is None or _parameter_at(module, name) is not variable:
-            names.clear()
-            names.update((id(parameter), path) for path, parameter in module.named_parameters())
-            name = names.get(id(variable))
-        return name
+        # Paths are cached by `id`, which another object may have by now: each use looks whether the
+        # parameter still lies there, and reads all paths again if not.
+        paths = self._paths.setdefault(module, {})
+        path = paths.get(id(variable))
+        if path is None or _parameter_at(module, path) is not variable:
+            paths.clear()
+            paths.update((id(parameter), path) for path, parameter in module.named_parameters())
+            path = paths.get(id(variable))
+        return path
 
 
 def _parameter_at(module: torch.nn.Module, path: str) -> Any:

@@ -112,12 +112,12 @@ class ObserverBatch:
                 self._gathered_calls.setdefault((action.gathered, id(action.tool)), []).append(i)
         self._prepared_by_group: dict[Any, dict[Any, Any]] = {key: {} for key in self._gathered_calls}
 
-    def take_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> list[Sequence[Any]]:
+    def store_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> list[Sequence[Any]]:
         """Return the tensors of each observer, and store the numbers of a run in the calls."""
         tensors_by_call, start, number_start = [], 0, 0
         for call, (tensor_count, number_count) in zip(self._calls, self._counts, strict=True):
             tensors_by_call.append(
-                call.take_numbers(
+                call.store_numbers(
                     values[start : start + tensor_count], numbers[number_start : number_start + number_count]
                 )
             )

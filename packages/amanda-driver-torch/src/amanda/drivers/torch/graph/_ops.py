@@ -170,7 +170,7 @@ class GraphExecution(Execution):
         """Run the call at a slot, and return its outputs."""
         called: Any = self.table[slot]
         with interceptor.Suspension():
-            return called.run(self, called.take_numbers(values, numbers))  # type: ignore[no-any-return]
+            return called.run(self, called.store_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 class TapedCall(NamedTuple):
@@ -264,7 +264,7 @@ def _call_without_data(
     called: Any = GraphProgram.living[program].table[slot]
     if not hasattr(called, "compute"):
         return []
-    return called.outputs_without_data(called.take_numbers(values, numbers))  # type: ignore[no-any-return]
+    return called.outputs_without_data(called.store_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 _CALL = "(Tensor token, Tensor[] values, SymInt[] numbers, Tensor[] likes, int program, int slot) -> Tensor[]"

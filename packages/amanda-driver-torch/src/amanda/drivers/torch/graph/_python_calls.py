@@ -118,7 +118,7 @@ class PythonCall(Insertion):
         self.floats = len(values.floats)
         self.numbers: Sequence[float] = ()
 
-    def take_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    def store_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
         """Store the numbers of a run, and return the tensors without those that stand for floats."""
         count = len(values) - self.floats
         self.numbers = (*numbers, *(float(value) for value in values[count:]))

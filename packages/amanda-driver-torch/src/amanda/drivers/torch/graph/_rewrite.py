@@ -178,10 +178,10 @@ class FxRewriting:
                 )
                 raise facts.explain(error, plan.replace)
             actions = plan if self._late is None else self._late.take_over(plan, facts)
-            self._steps[node].append(OpStep(facts, self._only_inlined(actions, facts, call)))
+            self._steps[node].append(OpStep(facts, self._without_python_calls(actions, facts, call)))
 
-    def _only_inlined(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
-        """Return the actions that can run at an op; count it if some are left out.
+    def _without_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
+        """Return the actions that can run at an op; refuse others, and count the op if there are any.
 
         Within a transform a call of Python would get wrappers of a level that has ended; a body takes none.
         """
@@ -223,18 +223,12 @@ class FxRewriting:
         eager_call = call.call
         variables = [self.symbols.parameter_of(value) for value in eager_call.inputs]
         pairs = zip(eager_call.inputs, variables, strict=True)
-        ordinals = tuple(
+        read_parameters = tuple(
             self._read_parameter(value, variable) for value, variable in pairs if variable is not None
         )
-        read_parts = (part for pair in ordinals for part in pair)
-        place = digest(
-            "graph",
-            self._instance,
-            scope,
-            eager_call.op_type(),
-            node.meta.get("stack_trace") or "",
-            *read_parts,
-        )
+        call_site = node.meta.get("stack_trace") or ""
+        ordinals_and_parts = (item for read_parameter in read_parameters for item in read_parameter)
+        place = digest("graph", self._instance, scope, eager_call.op_type(), call_site, *ordinals_and_parts)
         # Ops of equal places are told apart by their order, as repeats in eager mode are.
         self._occurrences[place] += 1
         return OpFacts(
@@ -242,7 +236,7 @@ class FxRewriting:
             list(eager_call.inputs), attributes=eager_call.attributes(), scope=scope, source=source,
             op_type=eager_call.op_type(), parameters=eager_call.parameters(),
             graph=("graph", self.program.number),
-            read_variables=lambda: ordinals, read_value=self.symbols.read_value,
+            read_variables=lambda: read_parameters, read_value=self.symbols.read_value,
             variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
             device_of=_device_of, compute=eager_call.computation(),
             samples=call.samples,
@@ -318,7 +312,9 @@ class FxRewriting:
         if has_actions and node_type is AccumulateGrad:
             self._leaf_actions[id(node)] = plan.all
         if self._late is not None:
-            plan = self._late.take_over(plan, facts, self._reached is None or id(node) in self._reached)
+            # Compiled code leaves out backward ops that no output of the graph leads to.
+            is_run = self._reached is None or id(node) in self._reached
+            plan = self._late.take_over(plan, facts, is_run)
         if has_actions:
             self._backward_ops[id(node)] = BackwardOpWithRoutines(facts, bool(plan))
         return plan, facts
@@ -336,7 +332,7 @@ class FxRewriting:
             instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
             self._trials.try_routines_of_node(instrumented, node_runs[node], steps)
             for call, step in zip(node_runs[node].calls, steps, strict=True):
-                step.plan = self._only_inlined(step.plan, step.facts, call)
+                step.plan = self._without_python_calls(step.plan, step.facts, call)
         return calls
 
     def _write_copy(self, node_runs: dict[Node, NodeRun]) -> GraphModule:
