@@ -12,8 +12,8 @@ typedef struct {
     PyObject *shapes;  /* owned; of the op; None: no routine takes any */
 } Hook;
 
-/* Read the shapes that routines of a hook take: of the op, then of each argument, the incoming gradients last.
-   -1: an exception. */
+/* Read the shapes that routines of a hook take: of the op, then of the arguments from the last on, since a framework
+   passes the incoming gradients behind the outgoing ones. -1: an exception. */
 static int read_shapes(const Hook *hook, PyObject *const *args, Py_ssize_t sides, Shapes *shapes) {
     const Program *program = hook->program;
     shapes->objects = NULL;

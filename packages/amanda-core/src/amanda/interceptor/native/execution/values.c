@@ -103,8 +103,8 @@ static int has_tensor(const Reader *reader, PyObject *value) {
 }
 
 /* Whether native code may put a value in the place of an output. Only of an output that was computed from tensors:
-   views of inputs, and leaves that need a gradient, are Python's work. A value in the memory of an input will do only
-   if it is the last, as Python would have to tie it if Python continued.  last: no routine comes after. */
+   views of inputs, and leaves that need a gradient, are Python's work. A value in the memory of an input will do
+   only after the last routine: if Python continued with it, Python would have to tie it.  last: no routine comes after. */
 int may_replace_output(const Reader *reader, int gradients, const Execution *execution, PyObject *output, PyObject *value,
                        int last) {
     const void *memory = reader_memory(reader, output), *value_memory = reader_memory(reader, value);

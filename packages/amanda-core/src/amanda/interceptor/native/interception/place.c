@@ -97,8 +97,8 @@ static inline uint64_t site_hash(const CodeNote *note, int instruction) {
     return note->hash + (uint64_t)(instruction + 1) * 0x9E3779B97F4A7C15ULL;
 }
 
-/* Cache the hash of a call site by its instruction. Not where a generator's frame may still be incomplete, which the
-   instruction alone does not tell. */
+/* Cache the hash of a call site by its instruction. Not ahead of the first traceable instruction, where a frame is
+   incomplete unless it is a generator's: the instruction alone does not tell which. */
 static inline void remember_instruction(const Walk *walk, const CodeNote *note, uint64_t mark) {
 #if AMANDA_INTERNAL_FRAMES
     const void *where = frame_instruction(walk->frame);

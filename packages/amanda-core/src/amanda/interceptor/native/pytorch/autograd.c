@@ -233,7 +233,7 @@ static inline long long node_number(GraphWalk *walk, Node *node) {
 typedef enum { SPREAD_FAILED = -1, ALL_SPREAD, SPREADING } Spread; /* FAILED: an exception is set */
 
 /* One pass over the edges: give each op the mark of an op before it, if its number says that the same execution made it.
-   An op that the execution's routines made passes the mark on, and has none of its own. A leaf belongs to the op that
+   An op that the execution's routines made is not marked, but passes the mark on. A leaf belongs to the op that
    used it first, also through ops of routines. SPREADING: some node got a mark, so another pass may find more. */
 static Spread spread_marks(GraphWalk *walk) {
     Spread state = ALL_SPREAD;
