@@ -35,7 +35,7 @@ def files_passed(run: Callable[[], object]) -> set[str]:
     return files
 
 
-@pytest.mark.parametrize(("tool", "limit"), [(PruneTool, 11), (QuantizeTool, 9)])
+@pytest.mark.parametrize(("tool", "limit"), [(PruneTool, 9), (QuantizeTool, 8)])
 def test_an_option_takes_effect_within_few_files(tool: Callable[..., Any], limit: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))

@@ -29,7 +29,7 @@ from amanda.tools.quantize import (
     make_observer,
     sqnr,
 )
-from amanda.tools.quantize._kernels import _straight_through
+from amanda.tools.quantize._fake_quantize import _straight_through_rounding
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -183,7 +183,7 @@ def test_values_and_gradients_have_the_bits_of_the_estimator(axes: tuple[int, ..
     found = []
     for make in (
         lambda x: fake_quantize(x, scale, zero_point, grid, axes),
-        lambda x: _straight_through().apply(x, scale, zero_point, grid.low, grid.high)[0],
+        lambda x: _straight_through_rounding().apply(x, scale, zero_point, grid.low, grid.high)[0],
         lambda x: fake_quantize(x, scale, zero_point, grid, axes, kernel=False),
     ):
         leaf = x.clone().requires_grad_()

@@ -149,13 +149,13 @@ def test_memory_is_flat_over_iterations() -> None:
 def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the nodes that were given a hook."""
     names: list[str] = []
-    remove_all = _autograd.remove_all
+    remove_hook_handles = _autograd.remove_hook_handles
 
     def noted(handles: list[tuple[Any, Any]]) -> None:
         names.extend({id(node): node.name() for node, _ in handles}.values())
-        remove_all(handles)
+        remove_hook_handles(handles)
 
-    monkeypatch.setattr(_autograd, "remove_all", noted)
+    monkeypatch.setattr(_autograd, "remove_hook_handles", noted)
     return names
 
 

@@ -374,7 +374,12 @@ def test_the_third_call_passes_through_no_python_of_ours(x: torch.Tensor) -> Non
     with amanda.apply(Around("relu", after=lambda _: callers.append(sys._getframe(1).f_code.co_name))):
         for _ in range(4):
             module()
-    assert callers == ["call_alone", "call_alone", "<lambda>", "<lambda>"]
+    assert callers == [
+        "call_outside_modes",
+        "call_outside_modes",
+        "<lambda>",
+        "<lambda>",
+    ]
 
 
 def test_routines_get_inputs_in_the_order_of_the_schema(x: torch.Tensor, repeated: Any) -> None:
@@ -522,7 +527,7 @@ def test_an_op_in_place_goes_through_python_where_what_it_saves_cannot_be_reache
         with amanda.apply(noting):
             for _ in range(4):
                 module()
-        assert callers == ["call_alone"] * 4
+        assert callers == ["call_outside_modes"] * 4
 
 
 def test_the_sizes_of_a_call_are_one_input(x: torch.Tensor, repeated: Any) -> None:

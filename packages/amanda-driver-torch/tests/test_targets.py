@@ -15,7 +15,7 @@ from torch.overrides import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amanda.drivers.torch import _targets
-from amanda.drivers.torch._targets import Target, by_callable, exclusion, missing_parts, targets
+from amanda.drivers.torch._targets import Target, by_callable, missing_parts, targets, why_excluded
 
 
 def names(text: str) -> set[str]:
@@ -53,7 +53,7 @@ def test_every_native_overridable_of_torch_is_a_target_or_excluded_for_a_reason(
     native = set(native_callables())
     of_tensors = [each for each in overridable() if each in native]
     assert len(of_tensors) > 1300
-    unexplained = [each for each in of_tensors if each not in by_callable() and not exclusion(each)]
+    unexplained = [each for each in of_tensors if each not in by_callable() and not why_excluded(each)]
     assert unexplained == []
 
 
@@ -257,7 +257,7 @@ def test_canonical_name(called: Any, canonical: str) -> None:
 )
 def test_a_query_of_metadata_is_no_operator(query: Any) -> None:
     assert query not in by_callable()
-    assert exclusion(query) is not None
+    assert why_excluded(query) is not None
 
 
 def test_a_torch_without_some_parts_still_lists_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def file_beside(path: Path, name: str, part: str) -> Path:
 
     path: the other file, which may be a link to one among its parts, as in a cache of downloads.
     part: the part, for messages: "the data of weight".
-    Raises ArtefactError for a file outside of its folder, also by a link, and for what is no regular file.
+    Raises ArtefactError for a file outside of its folder, also by a link, and for what is not a regular file.
     """
     part_path = path.parent / name
     allowed_folders = [path.parent.resolve(), path.resolve().parent]

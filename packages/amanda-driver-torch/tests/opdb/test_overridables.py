@@ -12,7 +12,7 @@ from torch.nn import functional, init
 from torch.overrides import get_ignored_functions, get_testing_overrides
 
 import amanda
-from amanda.drivers.torch._targets import by_callable, exclusion
+from amanda.drivers.torch._targets import by_callable, why_excluded
 
 from ._coverage import unseen
 from ._tools import Watch
@@ -192,7 +192,7 @@ def _is_native(called: Any) -> bool:
     if isinstance(called, FunctionType):
         return False
     try:
-        return called in by_callable() or exclusion(called) is not None
+        return called in by_callable() or why_excluded(called) is not None
     except TypeError:
         return False
 

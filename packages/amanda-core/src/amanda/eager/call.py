@@ -113,7 +113,7 @@ class Call(ABC):
         """Return the index of each input among the call's arguments, keywords after positions; -1: a default.
 
         A pair stands for an input that is a tuple of arguments: index of the first and behind the last.
-        None where an input is no argument of the call, such as a converted one, and in the base.
+        None where an input is not an argument of the call, such as a converted one, and in the base.
         """
         return None
 
@@ -133,11 +133,11 @@ class Call(ABC):
 class Saved:
     """Tensors that the backward ops of an op save, which may share memory with tensors written later."""
 
-    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+    def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op and record the tensors that its backward ops save; the base records none."""
         return call.invoke(inputs)
 
-    def keep(self) -> None:
+    def copy_before_write(self) -> None:
         """Replace the saved tensors by copies, before a write changes them; the base saves none."""
 
 

@@ -309,11 +309,11 @@ class EagerDriver(EagerOps, Driver):
         written: the user's tensors among the values.  inputs: inputs of the op.
         returned: result of the first routine, if native code has called it.
         """
-        keep_saved = None if saved is None else saved.keep
+        copy_saved = None if saved is None else saved.copy_before_write
         for action in actions:
             mutable = [i for i, value in enumerate(values) if is_among(value, written)]
             changed = run_routine(
-                self, action, values, facts, run, state.autodiff, mutable, returned, keep_saved, shapes
+                self, action, values, facts, run, state.autodiff, mutable, returned, copy_saved, shapes
             )
             if changed is not values and not (action.differentiable or state.autodiff):
                 changed = self._keep_returned_inputs(values, changed, inputs)
@@ -384,7 +384,7 @@ class EagerDriver(EagerOps, Driver):
             if result is not NotImplemented:
                 return call.formed(result)
         if saved is not None:
-            return saved.seeing(call, inputs)
+            return saved.run_op(call, inputs)
         return call.invoke(inputs)
 
     def identities(self, call: Call) -> list[Any]:

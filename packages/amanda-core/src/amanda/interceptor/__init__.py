@@ -111,7 +111,7 @@ from amanda.interceptor.opid import SKIPPED, CodeRegistry  # noqa: E402
 TRANSPARENT = 1
 """Flag of a site: ops called inside it are ops of their own."""
 IMPLEMENTATION = 2
-"""Flag of a site: called inside another op, it is no op."""
+"""Flag of a site: called inside another op, it is not an op."""
 ONE_PLACE = 4
 """Flag of a site: the parameters among its arguments do not tell its calls apart."""
 

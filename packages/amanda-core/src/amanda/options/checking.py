@@ -167,7 +167,7 @@ class _ArgumentChecks:
     def check_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that are given by name, with numpy's numbers as Python's own, in `kwargs`.
 
-        Raises OptionError for a name that is no option, and `error` for a value that is not of its kind.
+        Raises OptionError for a name that is not an option, and `error` for a value that is not of its kind.
         """
         for name, value in kwargs.items():
             kind = self._keywords.get(name, self._other_keyword)

@@ -153,7 +153,7 @@ def _bool(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of True and False alone."""
 
     def accept(value: Any) -> bool:
-        # 1 and 0 are no switches: who writes steps=True, or flag=1, has mixed up two options.
+        # 1 and 0 are not switches: who writes steps=True, or flag=1, has mixed up two options.
         if type(value) is not bool:
             raise Mismatch
         return value
@@ -177,7 +177,7 @@ def _int(marks: tuple[Any, ...]) -> Kind:
 
     def accept(value: Any) -> int:
         if type(value) is not int:
-            # A bool is an int to Python, but True is no number of steps.
+            # A bool is an int to Python, but True is not a number of steps.
             if isinstance(value, bool) or not isinstance(value, Integral):
                 raise Mismatch
             value = int(value)

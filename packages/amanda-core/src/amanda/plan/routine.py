@@ -29,7 +29,7 @@ def run_routine(
     autodiff: bool,
     mutable: Sequence[int] = (),
     returned: Any = NOT_CALLED,
-    keep_saved: Callable[[], None] | None = None,
+    copy_saved: Callable[[], None] | None = None,
     shapes: Hashable = None,
 ) -> list[Any]:
     """Call a routine on the selected values; return `values` itself if nothing changed, else a new list.
@@ -38,7 +38,7 @@ def run_routine(
     mutable: positions of the user's tensors that the op writes into; a change is copied into them.
     returned: the routine's result, where the routine has been called already.
     shapes: shapes of the execution, for a routine that takes shapes.
-    keep_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
+    copy_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
     """
     if ops.has_symbols and returned is NOT_CALLED:
         future_values = ops.run_later(action, values, facts, run, autodiff, shapes)
@@ -58,7 +58,7 @@ def run_routine(
             results = matched(action, returned, selection)
         if results is None:
             return values
-        return _put_results(ops, values, positions, results, isolated, mutable, keep_saved)
+        return _put_results(ops, values, positions, results, isolated, mutable, copy_saved)
     except BaseException as error:
         error_instead = failed(error, action, values, selection, facts)
         if error_instead is not None:
@@ -73,7 +73,7 @@ def _put_results(
     results: Sequence[Any],
     isolated: bool,
     mutable: Sequence[int],
-    keep_saved: Callable[[], None] | None,
+    copy_saved: Callable[[], None] | None,
 ) -> list[Any]:
     """Return the values with a routine's results at some positions; write results into mutable tensors.
 
@@ -88,8 +88,8 @@ def _put_results(
             changed = list(values)
         if position in mutable:
             # Backward ops have saved the tensor itself; the write would change what they compute.
-            if keep_saved is not None:
-                keep_saved()
+            if copy_saved is not None:
+                copy_saved()
             write_into(ops, original, result, isolated)
         else:
             changed[position] = substitute(ops, original, result) if isolated else result
@@ -344,14 +344,14 @@ def _single_result(action: Action, result: Any, argument: Any) -> Sequence[Any]:
 
 
 def _nesting_depth(value: Any) -> int:
-    """Return the depth of nested lists; 0 for a value that is no list."""
+    """Return the depth of nested lists; 0 for a value that is not a list."""
     return 1 + max(map(_nesting_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None:
     """Copy a routine's result into the user's tensor, or each tensor of a list into that of the user's list.
 
-    Raises RoutineError where the result is no tensor, or no list of as many.
+    Raises RoutineError where the result is not a tensor, or not a list of as many.
     """
     if isinstance(target, (list, tuple)):
         for tensor, new in zip(target, _require_list(target, result), strict=True):
@@ -397,7 +397,7 @@ def _number_like(original: float, result: float) -> float:
 
 
 def _require_tensor(ops: TensorOps, original: Any, result: Any) -> Any:
-    """Return the result; raise RoutineError where it is no tensor and the original is."""
+    """Return the result; raise RoutineError where it is not a tensor and the original is."""
     if ops.is_tensor(original) and not ops.is_tensor(result):
         raise RoutineError(
             f"a routine returned {type(result).__name__} where a tensor was given; return a tensor of "

@@ -52,7 +52,7 @@ class TensorOps(ABC):
         """Return dtype, rank and device of every tensor among the inputs."""
 
     def device_of(self, value: Any) -> str:
-        """Name the device of a value, in the framework's words; "" where it is no tensor or has none."""
+        """Name the device of a value, in the framework's words; "" where it is not a tensor or has none."""
         return str(getattr(value, "device", "")) if self.is_tensor(value) else ""
 
     @abstractmethod

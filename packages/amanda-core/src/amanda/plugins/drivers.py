@@ -186,7 +186,7 @@ def _loaded_candidate(entry: PluginEntry, again: bool) -> _DriverCandidate:
     from amanda.scope.driver import DRIVER_API
 
     kind = entry.load(again)
-    # An entry may name something that is no driver at all.
+    # An entry may name something that is not a driver at all.
     api = getattr(kind, "api", None)
     if api == DRIVER_API:
         return _DriverCandidate(entry, entry.plugin("ready"), kind)

@@ -1,6 +1,6 @@
 """What a distribution asks for, compared with what is installed; versions and markers of PEP 440 and 508.
 
-The package `packaging`, which does this in full, is no dependency of the core.
+The package `packaging`, which does this in full, is not a dependency of the core.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class Scope(interceptor.Extent):
 
 
 def _hint(value: object) -> str:
-    """Return the end of the message for a value that is no tool: what to write instead."""
+    """Return the end of the message for a value that is not a tool: what to write instead."""
     if isinstance(value, type):
         return f"; give an instance: {value.__name__}()"
     if isinstance(value, (list, tuple, set)):
@@ -280,7 +280,7 @@ def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
 
     Tools that they depend on join by themselves.
     compiled: "eager" runs what torch.compile made op by op; "instrument" compiles it with routines in it.
-    Raises ToolError for what is no tool, DependencyCycleError, and ScopeError for another `compiled`.
+    Raises ToolError for what is not a tool, DependencyCycleError, and ScopeError for another `compiled`.
 
     >>> import amanda
     >>> with amanda.apply(amanda.Tool()) as scope:

@@ -136,7 +136,7 @@ class FakeCall(Call):
         return self._site.invoke(bound.args, bound.kwargs)
 
     def attributes(self) -> dict[str, Any]:
-        """Return the arguments that are no tensors, by name."""
+        """Return the arguments that are not tensors, by name."""
         named = zip(self.names, self.inputs, strict=True)
         return {name: value for name, value in named if not isinstance(value, (Tensor, list, tuple))}
 

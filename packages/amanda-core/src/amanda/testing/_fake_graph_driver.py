@@ -121,7 +121,7 @@ class FakeRewriter(Rewriter[GraphNode]):
         self.rewriting.items.append(node._replace(inputs=tuple(node_inputs)))
 
     def can_give(self, symbol: Any) -> bool:
-        """Return True for what is no plain number."""
+        """Return True for what is not a plain number."""
         return isinstance(symbol, NamedSymbol)
 
     def call(

@@ -159,7 +159,7 @@ class Silent(Unchanged):
 class Fresh(Unchanged):
     """Routines at every point of every op, which give equal new values.
 
-    copied: makes a tensor equal to the one that it is given, and hands back what is no tensor.
+    copied: makes a tensor equal to the one that it is given, and hands back what is not a tensor.
     """
 
     def __init__(self, copied: Callable[[Any], Any]) -> None:

@@ -18,7 +18,7 @@ __all__ = ["Unfolding", "Window", "canonical", "canonical_extents", "restored", 
 class Unfolding(NamedTuple):
     """The way from a weight to its canonical form: reshape to `split`, transpose by `order`, then reshape.
 
-    canonical: the shape at the end.  outputs: number of leading axes of it that are no inputs.
+    canonical: the shape at the end.  outputs: number of leading axes of it that are not inputs.
     """
 
     split: tuple[int, ...]

@@ -293,7 +293,7 @@ class AttentionPruneTool(DynamicPruneTool):
         batch, heads, queries, keys = probabilities.shape
         decision = self._states.of(attention)
         decision.alive = decision.later = None
-        # Attention to another sequence, or to a cache: its keys are no tokens of later layers.
+        # Attention to another sequence, or to a cache: its keys are not tokens of later layers.
         if queries != keys:
             return probabilities
         previous = None if attention.previous is None else self._states.of(attention.previous)

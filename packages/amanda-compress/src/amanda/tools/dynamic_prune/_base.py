@@ -450,7 +450,7 @@ def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
 def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
     """Return the number of heads that share an axis with the batch, from the shape in the queries' layer.
 
-    None where no layer is found, or where the axis is no multiple of the batch.
+    None where no layer is found, or where the axis is not a multiple of the batch.
     """
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:

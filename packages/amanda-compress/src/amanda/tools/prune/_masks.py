@@ -76,7 +76,7 @@ def tile_mask(weight: Any, sparsity: Share = 0.5, granularity: PositiveInt = 128
 
     weight: (k, n), the second factor of a product: k is summed over, n are outputs.  Columns and rows are
     dropped in equal shares, 1 - sqrt(1 - sparsity) of each, by the root of the mean of their squares.
-    Raises ShapeError for a weight that is no matrix.
+    Raises ShapeError for a weight that is not a matrix.
     Source: Guo et al. 2020, "Accelerating sparse DNN models without hardware-support via tile-wise sparsity".
     """
     return tile_keep_masks([abs(weight)], sparsity, granularity)[0]

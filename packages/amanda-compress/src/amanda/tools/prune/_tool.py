@@ -316,7 +316,7 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose calls of the model gather data for the first masks, and are no steps.
+        """Return a context whose calls of the model gather data for the first masks, and are not steps.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  `prepare` opens it.
         """
@@ -324,7 +324,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             with self._mask_updater.calibrating():
                 yield
         finally:
-            # Steps has counted the calls of the calibration, which are no steps of a training.
+            # Steps has counted the calls of the calibration, which are not steps of a training.
             self._steps.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -221,7 +221,7 @@ class MaskUpdater:
 
     Masks of a weight's own values are updated where an op reads the weight.  Masks that need other weights,
     inputs or gradients wait for the end of the step that gathers these.
-    step: number of the current step.  is_calibrating: True within `calibrating`, whose calls are no steps.
+    step: number of the current step.  is_calibrating: True within `calibrating`, whose calls are not steps.
     """
 
     def __init__(self, options: PruneOptions, tool: WeightTool[PrunedWeight]) -> None:
@@ -240,7 +240,7 @@ class MaskUpdater:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose calls of the model gather data for the first masks, and are no steps."""
+        """Return a context whose calls of the model gather data for the first masks, and are not steps."""
         self.is_calibrating = True
         try:
             yield
@@ -259,7 +259,7 @@ class MaskUpdater:
 
         Within `calibrating` nothing ends.
         """
-        # Calls of a calibration are no steps of the training.
+        # Calls of a calibration are not steps of the training.
         if self.is_calibrating:
             return
         self._update_gathered_masks(self._next_update)
@@ -267,7 +267,7 @@ class MaskUpdater:
 
     def update_if_due(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Update the mask of a weight that an op reads, or gather data for the update, if either is due."""
-        # A step counts once a weight is read in it: steps of a model that runs nothing are no steps of the
+        # A step counts once a weight is read in it: steps of a model that runs nothing are not steps of the
         # schedule.
         self._step_ran = self._step_ran or not self.is_calibrating
         if self._options.uses_gradients:

@@ -23,13 +23,15 @@ from amanda.tools.quantize._fake_quantize import (
     choose_qparams,
     fake_quantize,
     fake_quantize_gradient,
+)
+from amanda.tools.quantize._kv_cache import KVCacheResult, KVCacheTool, quantized_states
+from amanda.tools.quantize._lsq import (
     gradient_scale,
     lsq_gradients,
     lsq_plus_scale,
     lsq_quantize,
     lsq_scale,
 )
-from amanda.tools.quantize._kv_cache import KVCacheResult, KVCacheTool, quantized_states
 from amanda.tools.quantize._observers import (
     Histogram,
     HistogramObserver,

@@ -1,22 +1,24 @@
-"""Fake quantisation: grids of numbers, scale and zero point of a range, rounding, learned step sizes."""
+"""Fake quantisation: grids of numbers, scale and zero point of a range, rounding, and PyTorch's kernels."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod, sqrt
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import amanda
 from amanda.errors import AmandaError
 from amanda.options import Range
 from amanda.tools.axes import Unfolding, canonical, restored
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.mapping import backend_of
-from amanda.tools.quantize._kernels import tensorflow_kernel, torch_kernel
+from amanda.tools.quantize._tensorflow import tensorflow_kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
 
 Rounding = Literal["half_even", "half_up", "half_away"]
@@ -183,11 +185,6 @@ def other_axes(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(len(x.shape)) if axis not in axes)
 
 
-def group_size(x: Any, axes: Sequence[int]) -> int:
-    """Return the number of elements of `x` that share one scale."""
-    return prod(x.shape[axis] for axis in other_axes(x, axes))
-
-
 def broadcast_channels(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
     """Return one number per channel, (channels,), in a shape that broadcasts with `x`; scalars unchanged.
 
@@ -199,18 +196,9 @@ def broadcast_channels(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
     return tensors_of(parameter).reshape(parameter, shape)
 
 
-def sum_by_channel(x: Any, axes: Sequence[int]) -> Any:
-    """Return sums over all axes but `axes`, as (channels,); a scalar without axes."""
-    return flatten_channels(tensors_of(x).sum(x, other_axes(x, axes)), axes)
-
-
 def flatten_channels(x: Any, axes: Sequence[int]) -> Any:
     """Return the result of a reduction as (channels,); a scalar without axes."""
     return tensors_of(x).reshape(x, (-1,)) if axes else x
-
-
-# By autoray's name of a library; others compute by the operations of `Tensors`.
-_KERNELS = {"torch": torch_kernel, "tensorflow": tensorflow_kernel}
 
 
 class Scale(NamedTuple):
@@ -341,83 +329,128 @@ def _round(x: Any, rounding: Rounding) -> Any:
     return xp.where(x < 0, -magnitude, magnitude)
 
 
-def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
-    """Return the initial scale of LSQ, 2 mean|x| / sqrt(high): a scalar, or (channels,).
+_TORCH_NAMES = RequiredNames("amanda.tools.quantize", "torch", "torch:_C._are_functorch_transforms_active")
 
-    Source: Esser et al. 2020, sec. 2.1.
+SMALL = 1 << 15
+"""Elements up to which calls of Python take longer than one pass over the elements."""
+
+
+def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Tensor | None:
+    """Return fake-quantised values with a gradient, by PyTorch's kernel on CUDA, elsewhere by its operators.
+
+    On the host PyTorch's kernel is five times as slow as its operators.
+    Returns None for a tensor of another type than float32, for several axes, and for gradients of float8.
     """
-    xp = tensors_of(x)
-    mean = sum_by_channel(xp.absolute(xp.wide(x)), axes) / group_size(x, axes)
-    return xp.maximum(2 * mean / sqrt(grid.high), EPSILON)
+    import torch
+
+    # PyTorch's kernels take one axis; half types are computed in float32 by the general formula.
+    if x.dtype != torch.float32 or len(axes) > 1:
+        return None
+    # The cast to float8 has no straight-through gradient.
+    if grid.dtype and torch.is_grad_enabled() and x.requires_grad:
+        return None
+    shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
+    # Fixed scales: without it autograd would record what nothing asks for.
+    scale, zero_point = scale.detach(), zero_point.detach()
+    if x.is_cuda and not grid.dtype:
+        return _run_fused_kernel(x, scale, zero_point, grid, axes, shape)
+    s, z = (qparam.to(x.device, x.dtype).reshape(shape) for qparam in (scale, zero_point))
+    if grid.dtype:
+        codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
+        return codes.to(x.dtype).mul_(s)
+    if torch.is_grad_enabled() and x.requires_grad:
+        _TORCH_NAMES.check()
+        # A large tensor pays for its passes, a small one for calls of Python: each has its own way.
+        if x.numel() > SMALL or torch._C._are_functorch_transforms_active():
+            result: Tensor = _straight_through_rounding().apply(x, s, z, grid.low, grid.high)[0]
+            return result
+        return _with_native_gradient(x, s, z, grid)
+    # In place on the new tensor: one allocation instead of four.
+    return _unclipped_integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
 
 
-def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
-    """Return the initial scale of LSQ+ for weights: max(|mean - 3 std|, |mean + 3 std|) / 2^(bits - 1).
+def _run_fused_kernel(
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """Return the result of PyTorch's kernel, corrected for NaN, and for integers beyond int64 per channel.
 
-    Source: Bhalgat et al. 2020, eq. 10.
+    The kernel makes both the least value; here NaN stays, and large values become an end of the grid.
     """
-    xp, count = tensors_of(x), group_size(x, axes)
-    wide = xp.wide(x)
-    mean = sum_by_channel(wide, axes) / count
-    # Two passes: the mean of squares less the square of the mean cancels in float32.
-    std = (sum_by_channel((wide - broadcast_channels(mean, x, axes)) ** 2, axes) / count) ** 0.5
-    return xp.maximum((xp.absolute(mean) + 3 * std) / (1 << (grid.bits - 1)), EPSILON)
+    import torch
+
+    integers = zero_point.to(torch.int32)
+    if axes:
+        # The kernel converts to int64, where larger numbers wrap round; 2 ** 62 leaves room for zero points.
+        most = (scale * 2.0**62).reshape(shape)
+        clamped = x.clamp(-most, most)
+        quantised = torch.fake_quantize_per_channel_affine(
+            clamped, scale, integers, axes[0], grid.low, grid.high
+        )
+    else:
+        quantised = torch.fake_quantize_per_tensor_affine(x, scale, integers, grid.low, grid.high)
+    with torch.no_grad():
+        # Between equal bounds everything becomes the bound, and NaN stays NaN.
+        return torch.clamp(x, min=quantised, max=quantised, out=quantised)
 
 
-def lsq_quantize(x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Sequence[int] = ()) -> Any:
-    """Return round(clip((x - offset) / scale, low, high)) * scale + offset, half to even, in `x`'s type.
+def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    """Return fake-quantised values with a straight-through gradient, which autograd computes by a product.
 
-    scale, offset: scalars, or (channels,) with `axes` of the channels in x; without an offset it is LSQ's.
-    Sources: Esser et al. 2020, eqs. 1 and 2; Bhalgat et al. 2020, eqs. 1 and 2.
+    That takes one pass over the elements more, and no call of Python in the backward pass.
     """
-    xp = tensors_of(x)
-    s, shift, v = _divide_by_scale(x, scale, offset, axes)
-    result = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high)) * s
-    return xp.cast(result if shift is None else result + shift, x)
+    import torch
+
+    with torch.no_grad():
+        integers = _unclipped_integers(x, scale, zero_point)
+        clipped = integers.clamp(grid.low, grid.high)
+        passes = clipped == integers
+    # The gradient of this product is the gradient where values pass: autograd needs no function of Python.
+    result = x * passes
+    with torch.no_grad():
+        # Only the values are replaced, outside autograd, which keeps the node of the product.
+        return torch.mul(clipped.sub_(zero_point), scale, out=result)
 
 
-def lsq_gradients(
-    gradient: Any, x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Sequence[int] = (),
-    factor: float = 1.0,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the gradients of x, the scale and the offset, if there is one, from that of `lsq_quantize`.
+def _unclipped_integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return x / scale, rounded, plus the zero point."""
+    # The reciprocal as in torch.ao, see `fake_quantize`.
+    return (x * (1 / scale)).round_().add_(zero_point)
 
-    With v = (x - offset) / scale, inside where low < v < high: x's gradient is `gradient` inside, else 0.
-    The scale's is the sum of `gradient` times round(v) - v inside, and times the nearest end of the grid
-    outside.  The offset's is the sum of `gradient` outside.
-    factor: `gradient_scale`, which multiplies the gradients of scale and offset.
-    Sources: Esser et al. 2020, eqs. 3 and 5; Bhalgat et al. 2020, eqs. 3 to 5.
+
+@functools.cache
+def _straight_through_rounding() -> Any:
+    """Return the straight-through estimator, whose gradient passes where values were not clipped.
+
+    It is for large tensors, and for torch.func's transforms, which take no `out=`.
     """
-    xp = tensors_of(x)
-    wide = xp.wide(gradient)
-    _, _, v = _divide_by_scale(x, scale, offset, axes)
-    integers = xp.round(xp.minimum(xp.maximum(v, grid.low), grid.high))
-    # Strictly inside: at an end of the grid the scale moves as if the value were clipped (Esser et al. 2020,
-    # eq. 3).
-    inner_gradient = xp.within(wide, v, grid.low, grid.high)
-    # Outside the second term is 0, so that the end of the grid remains.
-    by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
-    gradients = [xp.cast(inner_gradient, gradient), xp.cast(sum_by_channel(by_scale, axes) * factor, scale)]
-    if offset is not None:
-        gradients.append(xp.cast(sum_by_channel(wide - inner_gradient, axes) * factor, offset))
-    return tuple(gradients)
+    import torch
+
+    class StraightThroughRounding(torch.autograd.Function):
+        """Fake quantisation, and a mask of the values that were not clipped, where the gradient passes."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
+            integers = _unclipped_integers(x, scale, zero_point)
+            clipped = integers.clamp(low, high)
+            passes = clipped == integers
+            return clipped.sub_(zero_point).mul_(scale), passes
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.mark_non_differentiable(output[1])
+            ctx.save_for_backward(output[1])
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+            (passes,) = ctx.saved_tensors
+            # The op of a gradient is not an op of the program.
+            with amanda.disabled():
+                return gradient * passes, None, None, None, None
+
+    return StraightThroughRounding
 
 
-def gradient_scale(count: int, grid: Grid) -> float:
-    """Return 1 / sqrt(count * high), which balances the updates of a scale with those of weights.
-
-    count: of the weights, or of the features of one example, that share the scale.
-    Source: Esser et al. 2020, sec. 2.2.
-    """
-    return 1 / sqrt(count * grid.high)
-
-
-def _divide_by_scale(x: Any, scale: Any, offset: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Return the scale and offset, or None, in x's shape, and (x - offset) / scale, in float32 or wider."""
-    xp = tensors_of(x)
-    wide = xp.wide(x)
-    s = xp.cast(broadcast_channels(scale, x, axes), wide)
-    if offset is None:
-        return s, None, wide / s
-    shift = xp.cast(broadcast_channels(offset, x, axes), wide)
-    return s, shift, (wide - shift) / s
+_KERNELS = {"torch": torch_kernel, "tensorflow": tensorflow_kernel}
+"""Kernels by autoray's name of a library; other libraries compute by the operations of `Tensors`."""

@@ -40,7 +40,7 @@ class KVCacheTool(amanda.Tool):
     module, exclude: globs of module paths to quantise, and to skip; a path includes its submodules.
 
     Gradients pass rounding straight through.
-    Raises QuantizeError for invalid options, and for channels that are no multiple of `group_size`.
+    Raises QuantizeError for invalid options, and for channels that are not a multiple of `group_size`.
     Source: Liu et al. 2024 (KIVI), sec. 3.
 
     >>> cache = KVCacheTool(bits=2, keys="channel", residual=32)
@@ -162,7 +162,7 @@ class CachedStates:
 
         A group of tokens is quantised once it is complete.  Adds to the sums of the error, and stores the
         extents.  cached_tokens: number of tokens cached before the step.
-        Raises QuantizeError with groups of channels for channels that are no multiple of the group size, and
+        Raises QuantizeError with groups of channels if the channels are not a multiple of the group size, and
         with groups of tokens for a cache that was cut since the last step.
         """
         import torch

@@ -9,14 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.quantize._fake_quantize import QuantizeError, Scale, fake_quantize_fixed
-from amanda.tools.quantize._kernels import recompute_function
-from amanda.tools.quantize._op_quantizers import OpQuantizers
+from amanda.tools.quantize._op_quantizers import LEARNED, OpQuantizers, SampledValue
 from amanda.tools.quantize._quantizer import Noise, Quantizer
 from amanda.tools.quantize._result import Quantized
-from amanda.tools.quantize._samples import LEARNED, SampledValue
 from amanda.tools.weights import ParameterSlice, WeightReads
 
 if TYPE_CHECKING:
@@ -325,3 +324,16 @@ def _data_of(value: Any) -> Any:
     """Return the numbers of a value, of all samples where transforms have wrapped it."""
     samples = tensors_of(value).samples(value)
     return value if samples is None else samples.data
+
+
+def recompute_function(context: amanda.OpContext) -> Any:
+    """Return the op as a function of its inputs; None for one that is random, in place, or not repeatable."""
+    if "recompute" in context:
+        return context["recompute"]
+    # A second run would write twice, or draw other numbers.
+    if context["in_place"] or context.get_attrs().get("dropout_p"):
+        return None
+    try:
+        return context.get_computation()
+    except AmandaError:
+        return None

@@ -1,17 +1,19 @@
-"""The quantizers of an op's inputs, created as the op is analysed: weights, parts of them, activations."""
+"""The quantizers of an op's inputs, created at its analysis, and values that transforms have wrapped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.errors import ToolError
-from amanda.tools.kit import tensors_of
+from amanda.tools.kit import Samples, tensors_of
+from amanda.tools.libraries import do, shape
+from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake_quantize import Groups, QuantizeError
-from amanda.tools.quantize._quantizer import QUANTIZERS, DynamicQuantizer, Quantizer
-from amanda.tools.quantize._samples import LEARNED, ModelQuantizers
+from amanda.tools.quantize._lsq import LsqQuantizer
+from amanda.tools.quantize._quantizer import DynamicQuantizer, QatQuantizer, Quantizer
 from amanda.tools.weights import ParameterSlice, WeightInput, parameter_store, weight_input
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 PartQuantizer = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
 """Returns the quantizer of a value, from the value and the part of a parameter that the op reads."""
+
+
+LEARNED = "its scale is learned, and a transform such as vmap has wrapped the value"
+"""Reason for leaving a value of LSQ within a transform."""
 
 
 class OpQuantizers:
@@ -242,6 +248,57 @@ class OpQuantizers:
         return self.created[-1]
 
 
+class ModelQuantizers:
+    """Quantizers of an input of an op whose weight differs among the samples of a vmap, as in an ensemble.
+
+    make: returns a new quantizer, whose name has a suffix, "[0]" of the first model; None if it is skipped.
+    """
+
+    def __init__(self, make: Callable[[str], Quantizer | None]) -> None:
+        self._make = make
+        self._quantizers: dict[tuple[int, ...], Quantizer | None] = {}
+
+    def of(self, numbers: tuple[int, ...]) -> Quantizer | None:
+        """Return the quantizer of a model by its number in each batch; () for a value that is not a batch."""
+        if numbers not in self._quantizers:
+            self._quantizers[numbers] = self._make("".join(f"[{number}]" for number in numbers))
+        return self._quantizers[numbers]
+
+
+class SampledValue:
+    """A value that transforms have wrapped, cut along some of its batches.
+
+    levels: of these batches.
+    """
+
+    def __init__(self, value: Any, samples: Samples, levels: Collection[int]) -> None:
+        self._value, self.samples = value, samples
+        self._axes = [axis for axis, level in enumerate(samples.levels) if level in levels]
+        self._sizes = tuple(samples.sizes[axis] for axis in self._axes)
+
+    def parts(self) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """Yield the number of each part in the batches, and the part, with axes of other batches in front."""
+        data = do("moveaxis", self.samples.data, tuple(self._axes), tuple(range(len(self._axes))))
+        for numbers in np.ndindex(self._sizes):
+            yield numbers, data[numbers]
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Return new values of the parts as one value under the transforms, without a gradient."""
+        front = tuple(range(len(self._axes)))
+        # Within a transform the result of each operation belongs to its level.
+        with self.samples.outside():
+            data = do("reshape", do("stack", tuple(parts)), (*self._sizes, *shape(parts[0])))
+            data = do("moveaxis", data, front, tuple(self._axes))
+        return self.samples.wrapped(data)
+
+    def straight_through(self, quantised: Any, passes: Any) -> Any:
+        """Return quantised values with a gradient, which passes to the value where `passes` is true."""
+        xp = tensors_of(self._value)
+        passed = xp.where(passes, self._value, do("zeros_like", self._value))
+        # A difference of 0 at every level of transforms, whose gradient is that of the value.
+        return quantised + (passed - xp.detach(passed))
+
+
 def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:
     """Return the axes of a weight, an embedding's rows as outputs; None where they are not known."""
     return "OI" if context["type"] == "embedding" else read.layout
@@ -253,3 +310,20 @@ def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups 
         return None
     is_depthwise = getattr(layout, "groups", 0) in (0, extents[layout.index("I") - len(layout)])
     return None if is_depthwise else Groups.of_outputs(extents, layout)
+
+
+_FIXED, _LEARNED = {"scale": False, "zero_point": False}, {"scale": True}
+
+QUANTIZERS: Mapping[tuple[str, bool], tuple[type[Quantizer], Mapping[str, bool]]] = {
+    ("static", True): (Quantizer, _FIXED),
+    ("static", False): (Quantizer, _FIXED),
+    ("dynamic", True): (Quantizer, _FIXED),
+    ("dynamic", False): (DynamicQuantizer, {}),
+    ("qat", True): (QatQuantizer, _FIXED),
+    ("qat", False): (QatQuantizer, {**_FIXED, "least": False, "most": False}),
+    ("lsq", True): (LsqQuantizer, _LEARNED),
+    ("lsq", False): (LsqQuantizer, {**_LEARNED, "low": False}),
+    ("lsq+", True): (LsqQuantizer, _LEARNED),
+    ("lsq+", False): (LsqQuantizer, {**_LEARNED, "offset": True}),
+}
+"""Quantizer class and parts of its state, by method and by whether the tensor is a weight."""

@@ -11,7 +11,6 @@ from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import backend_of, distributed, whole
 from amanda.tools.quantize._fake_quantize import (
-    Grid,
     Groups,
     QuantizeError,
     Scale,
@@ -19,12 +18,6 @@ from amanda.tools.quantize._fake_quantize import (
     choose_qparams,
     fake_quantize,
     fake_quantize_gradient,
-    gradient_scale,
-    group_size,
-    lsq_gradients,
-    lsq_plus_scale,
-    lsq_quantize,
-    lsq_scale,
     straight_through,
 )
 from amanda.tools.quantize._observers import Observer, extremes
@@ -260,83 +253,3 @@ class QatQuantizer(Quantizer):
         old = tensors_of(new).cast(self._read(part), new)
         # In this form as in torch.ao's MovingAverageMinMaxObserver, so that ranges are bit-equal.
         return old + (new - old) * np.float32(self.options.averaging)
-
-
-class LsqQuantizer(Quantizer):
-    """A quantizer of LSQ or LSQ+: its scale, and the offset of LSQ+'s activations, are parameters.
-
-    LSQ's activations have an unsigned grid if the first value has no negative number, else a signed grid;
-    the state "low" is the least integer of the grid.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if self.has_scale and "low" in self.state:
-            self._shift_grid(int(self.array("low")))
-
-    def _shift_grid(self, low: int) -> None:
-        """Move the grid so that the grid begins at `low` and has as many integers as before."""
-        self.grid = Grid(low, low + self.grid.high - self.grid.low)
-
-    def _observe(self, x: Any) -> None:
-        """Initialise the scale from the first value; with an offset (LSQ+) observe, for a scale at the end.
-
-        Does nothing once there is a scale.
-        """
-        if self.has_scale:
-            return
-        if "offset" in self.state:
-            super()._observe(x)
-            return
-        x = self.xp.detach(x)
-        if "low" in self.state:
-            is_negative_somewhere = bool(as_array(x).min(initial=0) < 0)
-            levels = self.grid.high - self.grid.low + 1
-            # ReLU's outputs would waste half of a signed grid.
-            self._shift_grid(-(levels // 2) if is_negative_somewhere else 0)
-        initial_scale = lsq_plus_scale if self.options.method == "lsq+" else lsq_scale
-        self._assign_state(low=self.grid.low, scale=initial_scale(x, self.grid, self.axes))
-        self.has_scale = True
-
-    def _quantise(self, x: Any, frozen: bool) -> Any:
-        """Return the quantised value, with gradients for the value, the scale and the offset."""
-        if not self.has_scale:
-            self._observe(x)
-            self.finish_calibration()
-        grid, axes = self.grid, self.axes
-        # The source counts the features of one example, so that the step does not depend on the batch size.
-        examples = 1 if self.is_weight or not len(x.shape) else max(x.shape[0], 1)
-        count = max(group_size(x, axes) // examples, 1)
-        factor = gradient_scale(count, grid)
-
-        def forward(x: Any, scale: Any, offset: Any = None) -> Any:
-            return lsq_quantize(x, scale, grid, offset, axes)
-
-        def backward(gradient: Any, x: Any, scale: Any, offset: Any = None) -> Any:
-            return lsq_gradients(gradient, x, scale, grid, offset, axes, factor)
-
-        def collect(*gradients: Any) -> None:
-            """Add the gradients of the trained state to those that `QuantizeTool.gradients` returns."""
-            for part, gradient in zip(self.trained, gradients, strict=True):
-                # An op that runs twice in a forward pass has two gradients for one scale.
-                total = self.collected.get(part)
-                self.collected[part] = gradient if total is None else total + gradient
-
-        return self.xp.with_gradient(forward, backward, [x, *map(self._read, self.trained)], collect)
-
-
-_FIXED, _LEARNED = {"scale": False, "zero_point": False}, {"scale": True}
-
-QUANTIZERS: Mapping[tuple[str, bool], tuple[type[Quantizer], Mapping[str, bool]]] = {
-    ("static", True): (Quantizer, _FIXED),
-    ("static", False): (Quantizer, _FIXED),
-    ("dynamic", True): (Quantizer, _FIXED),
-    ("dynamic", False): (DynamicQuantizer, {}),
-    ("qat", True): (QatQuantizer, _FIXED),
-    ("qat", False): (QatQuantizer, {**_FIXED, "least": False, "most": False}),
-    ("lsq", True): (LsqQuantizer, _LEARNED),
-    ("lsq", False): (LsqQuantizer, {**_LEARNED, "low": False}),
-    ("lsq+", True): (LsqQuantizer, _LEARNED),
-    ("lsq+", False): (LsqQuantizer, {**_LEARNED, "offset": True}),
-}
-"""Quantizer class and parts of its state, by method and by whether the tensor is a weight."""

@@ -13,11 +13,11 @@ import amanda
 from amanda.options import Name, NonNegativeInt, PositiveInt, PositiveShare, Range, checked
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS, MappingTool, StandardMapping, product_of
 from amanda.tools.quantize._fake_quantize import Bits, FloatGrid, Grid, QuantizeError, Rounding
-from amanda.tools.quantize._kernels import write_recompute
 from amanda.tools.quantize._observers import Observer, ObserverName, make_observer
 from amanda.tools.quantize._op import QuantizedOp
 from amanda.tools.quantize._quantizer import Quantizer
 from amanda.tools.quantize._result import QuantizeResult, read_scales, write_scales
+from amanda.tools.quantize._tensorflow import write_recompute
 from amanda.tools.select import Globs, Paths, Patterns, Selection, as_remarks, listed, unmatched
 from amanda.tools.weights import SharedState, WeightReads
 
@@ -280,7 +280,7 @@ class QuantizeTool(amanda.Tool):
         """Scale, zero point and noise of each quantised tensor."""
         ops = self._ops.values()
         rows = [row for op in ops for row in op.rows()]
-        # Before the first execution all loaded state is waiting, which is no fault.
+        # Before the first execution all loaded state is waiting, which is not a fault.
         waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
         skipped = {op.name: op.skip_reason for op in ops if op.skip_reason}
         result = QuantizeResult(rows, self.options.method, waiting, skipped | self._skipped_ops)

@@ -106,7 +106,7 @@ class SweepResult(PlottedResult):
 
         Levels are in the order of the sweep, from mild to harsh; an op whose metric drops more at the first
         level is missing. Each op is measured alone: changed together, ops may lose more.
-        Raises SweepError for a drop that is no number.
+        Raises SweepError for a drop that is not a number.
         """
         if not isinstance(drop, (int, float)) or isnan(drop):
             raise SweepError(f"drop is {drop!r}; give a number, such as 0.01")

@@ -49,7 +49,7 @@ class Sweep(Generic[Level]):
     weights unchanged, unless `evaluate` changes them.
 
     Raises SweepError without levels, and for two that are equal in six digits; `run` where the metric without
-    a tool is no finite number.
+    a tool is not a finite number.
     """
 
     @checked(error=SweepError)
@@ -253,7 +253,7 @@ class Sweep(Generic[Level]):
         # For the types of ops in sites.
         tool.depends_on(StandardMapping())
         if names is None:
-            # Only the tool knows where it acts: ops at which it inserts no routine are no sites.
+            # Only the tool knows where it acts: ops at which it inserts no routine are not sites.
             tool.wrap_routines(self._record_site)
         else:
             tool.restrict(lambda context: self._place_namer.place(context) in names)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
 from amanda import interceptor
+from amanda.backend import ParameterSlot
 from amanda.errors import AmandaError
+from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do, to_numpy
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import InstalledEntries, backend_of
@@ -115,7 +117,7 @@ class ParameterStore:
         return None
 
     def slices(self, parameter: Any) -> Sequence[Any]:
-        """Return the parameters of a stack, which an op reads one at a time; () for what is no stack."""
+        """Return the parameters of a stack, which an op reads one at a time; () for what is not a stack."""
         return ()
 
     def current_slice(self, parameter: Any) -> Any:
@@ -202,8 +204,23 @@ class StridedStore(ParameterStore):
         return self.identity(parameter), None if layout == self.whole(parameter) else layout
 
     def whole(self, parameter: Any) -> StridedLayout:
-        """Return the parameter's own layout."""
-        return StridedLayout.of(parameter)
+        """Return the parameter's own layout; of a slot that of the tensor in it, in one sample of a batch."""
+        return StridedLayout.of(tensor_of(parameter))
+
+
+def tensor_of(parameter: Any) -> Any:
+    """Return a parameter, or the tensor that lies in a slot now: of a batch the first sample.
+
+    Raises ParameterError for a slot whose module is gone.
+    """
+    if not isinstance(parameter, ParameterSlot):
+        return parameter
+    slot: Any = parameter
+    tensor = slot.tensor()
+    if tensor is None:
+        raise ParameterError(f"the module that had {slot.name} is gone")
+    samples = tensors_of(tensor).samples(tensor)
+    return tensor if samples is None else samples.first
 
 
 Part = StridedLayout | None
@@ -340,7 +357,7 @@ class SharedState:
 
         reader, suffix: see `key_for`.  line: of the op, where each line that reads the part has state of its
         own; the suffix of all lines but the first has the line's number.
-        Returns None for what is no part: what was computed, or selected.
+        Returns None for what is not a part: what was computed, or selected.
         """
         if part is None or part.form is None:
             return None
@@ -369,7 +386,7 @@ class SharedState:
         identity: of the parameter; is_named: whether names of state have its path.
         part: the form that is read, None for all of it.  whole: its own form.
         """
-        # A transposed view of all elements is no part: its state lies under the path of the parameter itself.
+        # A transposed view of all elements is not a part: its state has the path of the parameter itself.
         is_part = part is not None and prod(part.extents) < prod(whole.extents)
         # Ops of a loop may read the parts in any order, so that the first reader of any part stands for all
         # of them.

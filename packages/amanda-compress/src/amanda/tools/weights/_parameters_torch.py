@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.tools.kit import RequiredNames, tensors_of
+from amanda.tools.kit import RequiredNames
 from amanda.tools.weights._parameters import (
     Changed,
     ParameterError,
@@ -19,6 +19,7 @@ from amanda.tools.weights._parameters import (
     StridedLayout,
     StridedStore,
     Undo,
+    tensor_of,
 )
 
 if TYPE_CHECKING:
@@ -45,13 +46,9 @@ class TorchParameters(StridedStore):
         is_leaf = isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
         return base if is_leaf else None
 
-    def whole(self, parameter: Any) -> StridedLayout:
-        """Return the parameter's own layout; of a slot that of the tensor in it, in one sample of a batch."""
-        return StridedLayout.of(_tensor_of(parameter))
-
     def read(self, parameter: Any, part: Part) -> Tensor:
         """Return a view of a part, outside autograd."""
-        values = _tensor_of(parameter).detach()
+        values: Tensor = tensor_of(parameter).detach()
         return values if part is None else values.as_strided(*part)
 
     def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
@@ -120,22 +117,6 @@ class TorchParameters(StridedStore):
             raise ParameterError(
                 f"{type(model).__name__} has no parameters; give a module, or a list of parameters"
             )
-
-
-def _tensor_of(parameter: Any) -> Tensor:
-    """Return a parameter, or the tensor in a slot: of a batch the first sample.
-
-    Raises ParameterError for a slot whose module is gone.
-    """
-    import torch
-
-    if isinstance(parameter, torch.Tensor):
-        return parameter
-    tensor: Tensor | None = parameter.tensor()
-    if tensor is None:
-        raise ParameterError(f"the module that had {parameter.name} is gone")
-    samples = tensors_of(tensor).samples(tensor)
-    return tensor if samples is None else samples.first
 
 
 class TorchParameter(StoredParameter):

@@ -1,4 +1,4 @@
-"""Ops that read weights: their names, the parameters that they read, and why a value is no weight."""
+"""The parameters that an op reads, each with the number of its elements, and the op's name in reports."""
 
 from __future__ import annotations
 
@@ -10,28 +10,6 @@ import amanda
 from amanda.errors import AmandaError
 from amanda.tools.mapping import SEVERAL_WEIGHTS
 from amanda.tools.weights._parameters import parameter_store
-
-
-def why_unsupported(context: amanda.OpContext, value: Any) -> str | None:
-    """Return why a value cannot be a weight of the tool; None if it can."""
-    extents = context["shape"](value)
-    if extents is None or None in extents or len(extents) < 2:
-        return f"its shape is {extents}"
-    if 0 in extents:
-        return "it has no elements"
-    if not str(context["dtype"](value)).startswith(("float", "bfloat")):
-        return f"its type is {context['dtype'](value)}"
-    if context.is_static() and not _is_in_file(context, context["weight_index"]):
-        return "it is computed when the model runs"
-    return None
-
-
-def _is_in_file(context: amanda.OpContext, index: int) -> bool:
-    """Return True if an input of an op of a file is a constant."""
-    try:
-        return context.get_value(index) is not context.get_inputs()[index]
-    except AmandaError:
-        return False
 
 
 def element_counts(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
@@ -76,9 +54,5 @@ def _element_count(context: amanda.OpContext, holder: Any, value: Any) -> int | 
 
 
 def describe_op(context: amanda.OpContext) -> str:
+    """Return the type of an op and its module, or the line that calls it outside of modules."""
     return f"{context['type']} of {context.get_scope() or context.get_source()}"
-
-
-def is_adapter(context: amanda.OpContext) -> bool:
-    """Return True if the op is one of a LoRA adapter of peft, which is trained beside the model's weights."""
-    return any(part.startswith("lora_") for path in context.get_scopes() for part in path.split("."))

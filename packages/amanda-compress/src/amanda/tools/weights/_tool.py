@@ -290,7 +290,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         view, find = self.weights.view_of_read(context, read)
         if view is None and find is None:
             return
-        # Only here, where a weight is selected: ops of NumPy or ONNX Runtime beside the model are no mistake.
+        # Only here, where a weight is selected: NumPy or ONNX Runtime beside the model are not a mistake.
         if self.framework and not context.namespace.matches(self.framework.lower()):
             raise self.error(
                 f"{type(self).__name__} is for {self.framework}; {context.get_op_type()} is of "

@@ -34,6 +34,28 @@ class WeightError(AmandaError, ValueError):
     """A weight, a model or an option that a tool which changes weights cannot serve."""
 
 
+def why_unsupported(context: amanda.OpContext, value: Any) -> str | None:
+    """Return why a value cannot be a weight of the tool; None if it can."""
+    extents = context["shape"](value)
+    if extents is None or None in extents or len(extents) < 2:
+        return f"its shape is {extents}"
+    if 0 in extents:
+        return "it has no elements"
+    if not str(context["dtype"](value)).startswith(("float", "bfloat")):
+        return f"its type is {context['dtype'](value)}"
+    if context.is_static() and not _is_in_file(context, context["weight_index"]):
+        return "it is computed when the model runs"
+    return None
+
+
+def _is_in_file(context: amanda.OpContext, index: int) -> bool:
+    """Return True if an input of an op of a file is a constant."""
+    try:
+        return context.get_value(index) is not context.get_inputs()[index]
+    except AmandaError:
+        return False
+
+
 class WeightView:
     """The weight that an op reads through a transform, or another form of a parameter that holds weights."""
 

@@ -188,7 +188,7 @@ class WeightReads(amanda.Tool):
         return may_vary(context, index)
 
     def _is_moved(self, context: amanda.OpContext, index: int) -> bool:
-        """Return True for an input that was copied or selected out of a parameter, and is no view of it."""
+        """Return True for an input that was copied or selected out of a parameter, False for a view."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
             return self.slices.of(value) is not None or self.slices.is_selected(value)

@@ -18,8 +18,6 @@ from amanda.tools.weights._readers import (
     describe_op,
     einsum_parameters,
     element_counts,
-    is_adapter,
-    why_unsupported,
 )
 from amanda.tools.weights._views import (
     AliasedWeightView,
@@ -29,7 +27,7 @@ from amanda.tools.weights._views import (
     order_of_axes,
     row_layout,
 )
-from amanda.tools.weights._weight import Weight, WeightView
+from amanda.tools.weights._weight import Weight, WeightView, why_unsupported
 from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class WeightSelection(Selection):
     """Ops that read weights: convolutions and products unless types are given, and no op that makes a weight.
 
     Without paths, LoRA adapters are left.  type, module, exclude: see `amanda.tools.select.Selection`.
-    Raises `error` for what is no list of names.
+    Raises `error` for what is not a list of names.
     """
 
     def __init__(self, type: Globs, module: Globs, exclude: Globs, error: type[AmandaError]) -> None:
@@ -69,13 +67,13 @@ class WeightSelection(Selection):
         """Return True if the weight of an op is selected."""
         # A parametrization multiplies parameters to compute a weight: to prune its factors would not prune
         # the weight.
-        if not self.has_modules and (WeightReads.computes_weight(context) or is_adapter(context)):
+        if not self.has_modules and (WeightReads.computes_weight(context) or _is_adapter(context)):
             return False
         return self.fits(context)
 
     def leaves_adapter(self, context: amanda.OpContext) -> bool:
         """Return True if the op is left because it is of an adapter, and no module path is given."""
-        return not self.has_modules and is_adapter(context) and self.fits(context)
+        return not self.has_modules and _is_adapter(context) and self.fits(context)
 
     def fits(self, context: amanda.OpContext, *names: str) -> bool:
         """Return True if type and modules of an op are selected."""
@@ -86,6 +84,11 @@ class WeightSelection(Selection):
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options.items() if value is not None)
+
+
+def _is_adapter(context: amanda.OpContext) -> bool:
+    """Return True if the op is one of a LoRA adapter of peft, which is trained beside the model's weights."""
+    return any(part.startswith("lora_") for path in context.get_scopes() for part in path.split("."))
 
 
 W = TypeVar("W", bound=Weight)

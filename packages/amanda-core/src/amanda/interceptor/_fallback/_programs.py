@@ -106,7 +106,7 @@ class Moments(_NativeAlone):
     counts: bytes | None
 
     def add(self, array: Any) -> bool:
-        """Add the numbers of an array; return False if they are no floats or doubles in contiguous memory."""
+        """Add the numbers of an array; return False unless they are contiguous floats or doubles."""
         raise NotImplementedError
 
     def merge(self, moments: Any) -> None:

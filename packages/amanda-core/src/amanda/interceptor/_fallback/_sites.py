@@ -192,7 +192,7 @@ def _op_id(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         place = mix_identities(place, value)
         way = mix_leaf(way, value) if is_at_root else way
     number = region.number_of_way(place, way) if is_at_root else region.occurrence(place)
-    return mix(place, number) or 1  # 0 is no id: native tables mark free cells by it
+    return mix(place, number) or 1  # 0 is not an id: native tables mark free cells by it
 
 
 class _Wrapped:
@@ -204,7 +204,7 @@ class _Wrapped:
         self.__module__ = getattr(function, "__module__", None)  # type: ignore[assignment]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A classmethod binds itself to the class; its stand-in is no classmethod, and has to bind itself.
+        # A classmethod binds itself to the class; its stand-in is not a classmethod, and has to bind itself.
         if isinstance(self.__wrapped__, types.ClassMethodDescriptorType):
             return types.MethodType(self, owner)
         return self if instance is None else types.MethodType(self, instance)

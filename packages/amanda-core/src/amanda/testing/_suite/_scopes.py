@@ -40,7 +40,7 @@ class ScopeTests:
 
         with amanda.apply(tool(analysis, sample.name("relu"))):
             sample.relu(sample.tensor([1.0]))
-        # The calls of relu in the analysis and in the routines are no ops.
+        # The calls of relu in the analysis and in the routines are not ops.
         assert recorded == [sample.name("relu")]
 
     def test_ops_of_a_backward_routine_are_not_instrumented(self, sample: Sample) -> None:

@@ -172,7 +172,7 @@ class AccumulateGrad(Node):
     """The end of the tape at a leaf."""
 
     def __init__(self, leaf: Tensor) -> None:
-        super().__init__([], self._accumulate, 1, 0)  # made when first needed, which is no order
+        super().__init__([], self._accumulate, 1, 0)  # made when first needed, and so in no order
         self.leaf = leaf
 
     def _accumulate(self, grads: Gradients) -> Gradients:

@@ -162,7 +162,7 @@ def compute(node: GraphNode, values_by_name: Mapping[str, Any]) -> dict[str, Any
 
 
 def filled(names: Any, values_by_name: Mapping[str, Any]) -> Any:
-    """Names as their values, in the same form; what is no name as it is."""
+    """Names as their values, in the same form; what is not a name, as it is."""
     if isinstance(names, tuple):
         values = [filled(item, values_by_name) for item in names]
         return _operators.Halves(*values) if len(values) == 2 else tuple(values)

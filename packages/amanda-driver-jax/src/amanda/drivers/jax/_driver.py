@@ -151,7 +151,7 @@ class JaxDriver(Arrays, EagerDriver):
                 if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
                 return run_mapped(partial(original, primitive), args, params)
-            # Their ops were seen as they were traced; writes to references and tangents are no ops of tools.
+            # Their ops were seen as they were traced; writes to references and tangents are not ops of tools.
             if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
                 with without_tools():
                     if calls_in_condition(primitive.name, params):

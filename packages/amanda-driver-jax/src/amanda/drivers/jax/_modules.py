@@ -72,7 +72,7 @@ class ModulePlaces:
         kind = type(module)
         root = f"{kind.__module__}.{kind.__qualname__}"
         hashes_by_identity = vars(object)["__hash__"] is getattr(kind, "__hash__", None)
-        # A module that hashes by value, or that JAX made, is no lasting key: its class and number are.
+        # A module that hashes by value, or that JAX made, is not a lasting key: its class and number are.
         if not hashes_by_identity or _is_made_by_jax(module):
             number, numbers = self._count_before(kind, module), _model_numbers()
             of_program = (place for place in numbers if place.root == root and numbers[place] == number)

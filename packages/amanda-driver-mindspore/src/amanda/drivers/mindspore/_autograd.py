@@ -206,7 +206,7 @@ class _HookedPass:
 
         leaves: the marks of these ops, by the ids of the leaves' nodes.
         """
-        counts: dict[int, int] = {}  # of leaves that are no parameters, by the trace of their op
+        counts: dict[int, int] = {}  # of leaves that are not parameters, by the trace of their op
         for node_id, mark in leaves.items():
             trace, leaf = mark.trace, self._driver._leaves.get(node_id, mark.leaves.get(node_id))
             if leaf is None:

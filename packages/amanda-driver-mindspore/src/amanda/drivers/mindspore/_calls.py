@@ -107,7 +107,7 @@ class MindSporeCall(Call):
         return {}
 
     def attributes(self) -> dict[str, Any]:
-        """Return the arguments that are no tensors by name, with defaults."""
+        """Return the arguments that are not tensors by name, with defaults."""
         named = dict(zip(self.names, self._signature.defaults, strict=False))
         named.update(zip(self.names, self.inputs, strict=False))
         return {
@@ -135,7 +135,7 @@ class _DeclaredCall(MindSporeCall):
     def _writes(self) -> Writes:
         """Return the declared writes; none where a written argument is not passed."""
         declared_writes = writes_of(type(self._primitive), self.attributes)
-        # A written argument may be among the trailing defaults, which are no inputs.
+        # A written argument may be among the trailing defaults, which are not inputs.
         are_passed = len(self.inputs) > max(declared_writes.inputs, default=-1)
         return declared_writes if are_passed else _WRITES_NOTHING
 
@@ -165,7 +165,7 @@ class KernelCall(_DeclaredCall):
         primitive, values = args
         kind: Any = type(primitive)
         signature = _signatures.kernel_signature(kind, len(values))
-        # Defaults at the end are no inputs: a call has the same inputs whether its caller wrote them or not.
+        # Defaults at the end are not inputs: a call has the same inputs whether its caller wrote them or not.
         count = len(values) - signature.count_trailing_defaults(list(values))
         self._trailing_defaults = tuple(values[count:])
         return list(values[:count]), signature
@@ -241,7 +241,7 @@ class MethodCall(OverloadCall):
 class AssignCall(MindSporeCall):
     """`x.assign_value(y)`, after which x has the memory of y.
 
-    x is no input: the call does not read x, which has no memory while a Parameter is created.
+    x is not an input: the call does not read x, which has no memory while a Parameter is created.
     """
 
     __slots__ = ()
@@ -280,7 +280,7 @@ class NamedPrimitiveCall(_DeclaredCall):
         return (*self._original_arguments[0][:3], tuple(inputs)), {}
 
     def attributes(self) -> dict[str, Any]:
-        """Return the arguments that are no tensors, and the attributes of the primitive."""
+        """Return the arguments that are not tensors, and the attributes of the primitive."""
         attributes = dict(getattr(self._original_arguments[0][1], "attrs", None) or {})
         for name in ("input_names", "output_names"):
             attributes.pop(name, None)

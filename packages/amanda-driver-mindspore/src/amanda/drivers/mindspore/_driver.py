@@ -95,7 +95,7 @@ class MindSporeDriver(MindSporeAutograd):
     def _site(self, target: NativeTarget) -> Site:
         """Return the site of a native operator."""
         name = target.operator
-        # Native code may call Python functions as a part of the operator; their ops are no ops of the
+        # Native code may call Python functions as a part of the operator; their ops are not ops of the
         # program.
         return self.site(target.callable, Operation(name), name, IMPLEMENTATION)
 

@@ -142,7 +142,7 @@ def _split(text: str) -> list[str]:
 
 
 def _literal(text: str) -> Any:
-    """Return the value of a default in a signature's text; NO_DEFAULT for text that is no literal."""
+    """Return the value of a default in a signature's text; NO_DEFAULT for text that is not a literal."""
     try:
         # Defaults are read from documentation, which may contain anything.
         return ast.literal_eval(text)
@@ -231,7 +231,7 @@ class Writes(NamedTuple):
 def writes_of(primitive: type, attributes: Callable[[], Mapping[str, Any]]) -> Writes:
     """Return what a call of a primitive writes.
 
-    attributes: returns the arguments that are no tensors, by name.
+    attributes: returns the arguments that are not tensors, by name.
     """
     name = primitive.__name__
     if name in _STATISTICS:

@@ -71,7 +71,7 @@ SPELLINGS = {
 READS_AND_WRITES = (
     "__getitem__", "__setitem__", "_item", "_tolist", "asnumpy", "assign_value_cpp", "to_dlpack",
 )  # fmt: skip
-"""Methods of tensors that are no operators in MindSpore's lists."""
+"""Methods of tensors that are not operators in MindSpore's lists."""
 
 
 @cache

@@ -326,7 +326,7 @@ def output_types(session: Any, names: Sequence[str]) -> dict[str, TypeProto]:
 
 
 def _type_of_argument(argument: Any) -> TypeProto | None:
-    """Return the type of a session's output; None if it is no tensor."""
+    """Return the type of a session's output; None if it is not a tensor."""
     match = _TENSOR.fullmatch(argument.type)
     if match is None or match[1] not in _ELEMENTS:
         return None

@@ -133,8 +133,8 @@ class ModuleCalls:
 
         def init_subclass(kind: Any, /, **kwargs: Any) -> None:
             """Stand-in for `tf.Module.__init_subclass__`: makes calls of the new subclass a region."""
-            # The stand-in is no method of a class, so it names the class after which the search for a method
-            # begins.
+            # The stand-in is not a method of a class, so it names the class after which the search for a
+            # method begins.
             super(tf.Module, kind).__init_subclass__(**kwargs)
             if isinstance(vars(kind).get("__call__"), types.FunctionType):
                 self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))

@@ -25,8 +25,8 @@ from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._leaves import report_leaves
-from ._levels import all_layers, in_batches_of_now
-from ._nodes import QuickHooks, free_without_recursion, place_hooks_quickly, remove_all
+from ._levels import all_layers, without_ended_batches
+from ._nodes import QuickHooks, free_without_recursion, register_hooks_without_handles, remove_hook_handles
 from ._overrides import WithoutTorchFunction, reading_context
 from ._requirements import torch_attribute
 from ._saved_tensors import end_traceback_in_torch
@@ -97,7 +97,7 @@ class Autograd(EagerDriver):
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
             attributes.set(module, _RUN_BACKWARD, self._bring_nodes_to_tools(getattr(module, _RUN_BACKWARD)))
-        place_hooks_quickly(attributes)
+        register_hooks_without_handles(attributes)
 
     def _bring_nodes_to_tools(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""
@@ -107,20 +107,20 @@ class Autograd(EagerDriver):
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none."""
             # A pass within a pass may run on a thread of the engine, to which no context variable comes.
-            if (caller_activation := activation_of_pass()) is not None:
-                # Within it, `activation_of_pass` returns None: the call comes here once.
+            if (caller_activation := activation_of_pass_caller()) is not None:
+                # Within it, `activation_of_pass_caller` returns None: the call comes here once.
                 with in_force(caller_activation):
                     return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
             # By place come after `outputs`: gradients, whether to keep the graph, whether to create one.
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
-            is_transform = _is_of_transform(sys._getframe(1))
+            is_transform = _is_run_by_transform(sys._getframe(1))
             create_graph = create_graph and not (is_transform and _records_nothing_below(outputs, *args))
             if activation is not None:
                 report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
             if activation is not None and create_graph:
-                _expect_second_order(activation.state)
+                _enable_double_backward(activation.state)
             # The fast way for programs that no tool has a backward routine for: no node carries a mark.
             if activation is None or not Mark.alive():
                 interceptor.reset_root()
@@ -137,13 +137,13 @@ class Autograd(EagerDriver):
             finally:
                 uninterrupted(backward.remove_hooks)
                 interceptor.reset_root()
-            backward.finish(keeps_graph)
+            backward.settle_plans(keeps_graph)
             return result
 
         return run_backward
 
 
-def _is_of_transform(caller: FrameType) -> bool:
+def _is_run_by_transform(caller: FrameType) -> bool:
     """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
     caller_of_grad = caller.f_back  # `caller` is `torch.autograd.grad`, which the transforms call
     return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
@@ -167,7 +167,7 @@ _has_caller_object, _caller_object = (
 )
 
 
-def activation_of_pass() -> interceptor.Activation | None:
+def activation_of_pass_caller() -> interceptor.Activation | None:
     """Return the activation of the caller of a backward pass, on a thread that autograd's engine started.
 
     None on other threads, and where torch does not bring the caller's context to the engine's threads.
@@ -182,7 +182,7 @@ def activation_of_pass() -> interceptor.Activation | None:
     return activation
 
 
-def _expect_second_order(state: State) -> None:
+def _enable_double_backward(state: State) -> None:
     """Enable double backward in the plans, and report that passes before this one had none."""
     stack = state.stack
     if stack is None or not any(tools.wants_backward for tools in stack.chain):
@@ -213,33 +213,27 @@ class _BackwardPass:
         self._state = state
         self._create_graph = create_graph
         self._is_last = not (create_graph or keeps_graph)
-        self._expected: Counter[int] = Counter()  # backward ops that are to be analysed, by the trace's id
+        self._pending_counts: Counter[int] = (
+            Counter()
+        )  # backward ops that have not run yet, by the trace's id
         self._handles: list[tuple[Any, Any]] = []
-        self._shared: set[int] = set()
-        self._steps: list[Trace] = []
+        self._hooked_elsewhere: set[int] = set()  # ids of nodes at which another pass under way has hooks
+        self._traces_with_steps: list[Trace] = []
         self._marked_nodes: list[tuple[Any, Mark, int]] = []
         self.thread = threading.get_ident()
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
-        """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path."""
-        with WithoutTorchFunction():
-            roots = [
-                output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
-            ]
-            marked_nodes = _marked_graphs.marked(roots)
-        # Passes on other threads may add their hooks now: what is shared is decided under the lock.
-        with self._lock:
-            self._marked_nodes = marked_nodes
-            if self.under_way:
-                self._shared = {id(node) for node, *_ in marked_nodes}.intersection(
-                    id(node) for running in self.under_way for node, *_ in running._marked_nodes
-                )
-            self.under_way.append(self)
+        """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path.
+
+        The pass is under way from here on, until `remove_hooks`.
+        """
+        self._find_marked_nodes(outputs)
         # Looked up once, since the loop runs for every node of every pass.
         may_use_settled = self._state.settles and not (self._create_graph or self._is_transform)
-        stack, shared, keep = self._state.stack, self._shared, self._handles.append
-        leaf_counts: dict[int, int] = {}  # of leaves that are no parameters, by the op that used them first
-        for node, mark, number in marked_nodes:
+        stack, hooked_elsewhere = self._state.stack, self._hooked_elsewhere
+        add_handle = self._handles.append
+        leaf_counts: dict[int, int] = {}  # of leaves that are not parameters, by the op that used them first
+        for node, mark, number in self._marked_nodes:
             node_type, trace = type(node), mark.trace
             is_leaf = node_type is AccumulateGrad
             if not is_leaf:
@@ -247,11 +241,11 @@ class _BackwardPass:
             elif isinstance(node.variable, torch.nn.Parameter):
                 place = LEAF_PLACE + interceptor.ordinal(node.variable)
             else:
-                # A leaf that is no parameter has no ordinal: it is counted, above all parameters.
+                # A leaf that is not a parameter has no ordinal: it is counted, above all parameters.
                 leaf_counts[id(mark)] = leaf_counts.get(id(mark), -1) + 1
                 place = 2 * LEAF_PLACE + leaf_counts[id(mark)]
             # Another pass has hooks there; a transform stores no gradient in a leaf.
-            if (shared and id(node) in shared) or (is_leaf and self._is_transform):
+            if (hooked_elsewhere and id(node) in hooked_elsewhere) or (is_leaf and self._is_transform):
                 continue
             if mark.order:
                 place += mark.order * _ORDER_STEP
@@ -264,24 +258,48 @@ class _BackwardPass:
                     # Analysed before: its hooks are native or bound functions that need no step object.
                     before, after, hooks_for_shapes = settled
                     if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(in_batches_of_now(mark.shapes or trace.shapes))
+                        before, after, _ = hooks_for_shapes(
+                            without_ended_batches(mark.shapes or trace.shapes)
+                        )
                     if before is not None:
-                        keep((node, node.register_prehook(before)))
+                        add_handle((node, node.register_prehook(before)))
                     if after is not None:
-                        keep((node, node.register_hook(after)))
+                        add_handle((node, node.register_hook(after)))
                     continue
-            self._steps.append(trace)
-            order = mark.order + 1
-            shapes = in_batches_of_now(mark.shapes or trace.shapes)
-            step = BackwardStep(
-                self._driver, trace, node_type, place, self._state, replaceable=not is_leaf, order=order,
-                shapes=shapes,
-            )  # fmt: skip
-            if step.has_work or self._create_graph:
-                self._expected[id(trace)] += 1
-                hooks = _StepHooks(step, mark, self._driver, self._drop_values_after_last)
-                keep((node, node.register_prehook(hooks.before)))
-                keep((node, node.register_hook(hooks.after)))
+            self._hook_new_step(node, mark, place, is_leaf)
+
+    def _find_marked_nodes(self, outputs: Sequence[Any]) -> None:
+        """Find the marked nodes behind `outputs`, and those of them that other passes have hooked.
+
+        From here on the pass is under way to passes on other threads.
+        """
+        with WithoutTorchFunction():
+            roots = [
+                output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
+            ]
+            marked_nodes = _marked_graphs.marked(roots)
+        # Passes on other threads may add their hooks now: which pass hooks a node is decided under the lock.
+        with self._lock:
+            self._marked_nodes = marked_nodes
+            if self.under_way:
+                self._hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
+                    id(node) for running in self.under_way for node, *_ in running._marked_nodes
+                )
+            self.under_way.append(self)
+
+    def _hook_new_step(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
+        """Hook a node whose backward op may have to be analysed, if there is work at it."""
+        trace = mark.trace
+        self._traces_with_steps.append(trace)
+        step = BackwardStep(
+            self._driver, trace, type(node), place, self._state, replaceable=not is_leaf,
+            order=mark.order + 1, shapes=without_ended_batches(mark.shapes or trace.shapes),
+        )  # fmt: skip
+        if step.has_work or self._create_graph:
+            self._pending_counts[id(trace)] += 1
+            hooks = _StepHooks(step, mark, self._driver, self._drop_values_after_last)
+            self._handles.append((node, node.register_prehook(hooks.before)))
+            self._handles.append((node, node.register_hook(hooks.after)))
 
     def remove_hooks(self) -> None:
         """Remove the pass's hooks; another pass under way takes over those at nodes that both pass through.
@@ -290,43 +308,47 @@ class _BackwardPass:
         """
         with self._lock:
             other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
-            if (
-                not other_passes
-            ):  # an interrupted call may have removed some: to remove a hook twice does nothing
-                remove_all(self._handles)
+            if not other_passes:
+                # An interrupted call may have removed some: to remove a hook twice does nothing.
+                remove_hook_handles(self._handles)
             while self._handles:
                 node, handle = self._handles[-1]
                 heir = next(
-                    (backward_pass for backward_pass in other_passes if id(node) in backward_pass._shared),
+                    (
+                        backward_pass
+                        for backward_pass in other_passes
+                        if id(node) in backward_pass._hooked_elsewhere
+                    ),
                     None,
                 )
                 if heir is None:
-                    remove_all([(node, handle)])
+                    remove_hook_handles([(node, handle)])
                 else:
                     heir._handles.append((node, handle))
                 self._handles.pop()  # last, so that an interrupt before it only repeats the step
             self.under_way[:] = other_passes
 
     def _drop_values_after_last(self, trace: Trace) -> None:
-        """Drop the inputs and outputs of an op as soon as the last of its backward ops has run."""
-        self._expected[id(trace)] -= 1
-        if self._is_last and not self._expected[id(trace)] and trace.facts is not None:
+        """Count a backward op of an op as run; after the last drop the op's inputs and outputs.
+
+        They stay if another pass may come through the graph.
+        """
+        self._pending_counts[id(trace)] -= 1
+        if self._is_last and not self._pending_counts[id(trace)] and trace.facts is not None:
             trace.facts.drop_values()
 
-    def finish(self, keeps_graph: bool) -> None:
-        """Settle the plans of ops whose backward ops have all been analysed.
+    def settle_plans(self, keeps_graph: bool) -> None:
+        """Settle the plans of ops whose backward ops have all been analysed; none under create_graph.
 
         keeps_graph: whether another pass may come through the graph.
-        Under create_graph an op gets more backward ops later. Once a stack differentiates twice, an op that
-        no second-order pass has reached may still get them, so its plan is not settled.
         """
-        if self._create_graph:
+        if self._create_graph:  # an op gets more backward ops later
             return
         second_order_plans = {id(mark.trace.plan) for _, mark, _ in self._marked_nodes if mark.order}
-        for trace in {id(trace): trace for trace in self._steps}.values():
-            if not trace.pending and (
-                not trace.stack.double_backward or id(trace.plan) in second_order_plans
-            ):
+        for trace in {id(trace): trace for trace in self._traces_with_steps}.values():
+            # Once a stack differentiates twice, an op that no second-order pass has reached may get more too.
+            may_get_more = trace.stack.double_backward and id(trace.plan) not in second_order_plans
+            if not trace.pending and not may_get_more:
                 self._driver.finish(trace, keeps_graph)
 
 
@@ -354,13 +376,13 @@ class _StepHooks(QuickHooks):
     """The two hooks of one node."""
 
     def __init__(
-        self, step: BackwardStep, mark: Mark, driver: Autograd, done: Callable[[Trace], None]
+        self, step: BackwardStep, mark: Mark, driver: Autograd, on_done: Callable[[Trace], None]
     ) -> None:
-        """Hold the step of a node; done: called with the op's trace after each of its backward ops."""
+        """Hold the step of a node; on_done: called with the op's trace after each of its backward ops."""
         self._step = step
         self._driver = driver
         self._mark = mark
-        self._done = done
+        self._on_done = on_done
         self._start = 0
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -371,23 +393,27 @@ class _StepHooks(QuickHooks):
         return _tuple_if_changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the node's gradients after the routines behind it; None if none has changed."""
+        """Return the node's gradients after the routines behind it; None if none has changed.
+
+        Marks the nodes that the node made under create_graph.
+        """
         # Before the routines run, whose own ops would take sequence numbers too.
-        self._map_second_order(grad_inputs)
+        self._mark_second_order(grad_inputs)
         with Suspension(), reading_context():
             grads = self._step.after(grad_inputs, grad_outputs)
-        self._done(self._mark.trace)
+        self._on_done(self._mark.trace)
         return _tuple_if_changed(grad_inputs, grads)
 
-    def _map_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
-        """Mark the nodes that a node made under create_graph as further backward ops of the same op."""
+    def _mark_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
+        """Mark the nodes that a node made under create_graph, if any, as backward ops of the same op."""
         end = _sequence()
         if end == self._start or not torch.is_grad_enabled():
             return
         trace = self._mark.trace.again(self._mark.shapes)
         mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
         with WithoutTorchFunction():
-            _marked_graphs.mark(all_layers(grad_inputs), mark, False)
+            marks_bases = False
+            _marked_graphs.mark(all_layers(grad_inputs), mark, marks_bases)
 
 
 def _tuple_if_changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:

@@ -1,7 +1,7 @@
 """Calls of torch's ops: their inputs in schema order, and how to repeat a call with other inputs."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from amanda.interceptor import Site
 
 from ._levels import is_wrapped
 from ._schema import Binding
-from ._storages import in_memory_like, is_strided, laid_out_like
-from ._views import WrittenElements
+from ._storages import WrittenElements, copy_in_storage_like, copy_laid_out_like, is_strided
 
 
 class TorchCall(Call):
@@ -43,7 +42,7 @@ class TorchCall(Call):
         self.inputs = binding.inputs(args, kwargs)
         self.names: Sequence[str] = binding.names
         # Most ops write nothing: the test spares them a call.
-        self.mutable = binding.written(self.inputs) if binding.mutable or binding._statistics else ()
+        self.mutable = binding.written(self.inputs) if binding.mutable or binding.statistics else ()
         self.targets = _target_positions(binding, self.inputs, in_place) if binding.mutable else ()
 
     def invoke(self, inputs: list[Any]) -> Any:
@@ -55,9 +54,10 @@ class TorchCall(Call):
         return self._invoke_site(self._site, (*self._head, *args), kwargs)
 
     def fitted(self, inputs: list[Any]) -> list[Any]:
-        """Lay a tensor out like the original where the op may make a view of it, or read all its memory.
+        """Return the inputs, the first laid out like the original one if routines have changed it.
 
-        With another layout `reshape` would make a view where the program's call copies, or the reverse.
+        Only for an op that may make a view of its first input, or that reads all its memory: with another
+        layout `reshape` would make a view where the program's call copies, or the reverse.
         """
         original, value = self.inputs[0], inputs[0]
         if value is original or not _depends_on_layout(self._site.key):
@@ -65,13 +65,12 @@ class TorchCall(Call):
         if self._site.key == "as_strided":
             # The memory of a wrapper of a transform cannot be read beyond its elements.
             is_transformed = is_wrapped(original) or is_wrapped(value)
-            laid_out = (
-                torch.empty_like(original).copy_ if is_transformed else partial(in_memory_like, original)
-            )
-            return [laid_out(value), *inputs[1:]]
+            if is_transformed:
+                return [torch.empty_like(original).copy_(value), *inputs[1:]]
+            return [copy_in_storage_like(original, value), *inputs[1:]]
         if not (is_strided(original) and is_strided(value)) or original.stride() == value.stride():
             return inputs
-        return [laid_out_like(original, value), *inputs[1:]] if original.shape == value.shape else inputs
+        return [copy_laid_out_like(original, value), *inputs[1:]] if original.shape == value.shape else inputs
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on inputs like this call's."""
@@ -101,7 +100,7 @@ class TorchCall(Call):
         binding = self._binding
         if not binding.mutable:
             return ()
-        written = binding.mutable if outputs is None else binding.apart
+        written = binding.mutable if outputs is None else binding.unreturned
         return [i for i in written if self.inputs[i] is not None]
 
     def may_write(self) -> bool:
@@ -110,11 +109,11 @@ class TorchCall(Call):
 
     def may_write_unseen(self) -> bool:
         """Return True for an autograd.Function and for TorchScript, whose code may write any tensor."""
-        return bool(self._head) and self._site.key in _OPAQUE
+        return bool(self._head) and self._site.key in _SITES_OF_PROGRAM_CODE
 
     def has_derivative(self) -> bool:
         """Return False for an op that reads only the form of a tensor."""
-        return self._site.key not in _OF_FORM
+        return self._site.key not in _FORM_ONLY_OPS
 
     def takes_equals(self) -> bool:
         """Return True unless the op may write, or its result depends on how a tensor lies in memory."""
@@ -153,11 +152,11 @@ class TorchCall(Call):
         return str(name).removeprefix("aten::")
 
 
-_OPAQUE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
+_SITES_OF_PROGRAM_CODE = frozenset({"Function.apply", "ScriptFunction", "ScriptMethod"})
 """Keys of sites that run code of the program within one op."""
 
 
-_OF_FORM = frozenset(
+_FORM_ONLY_OPS = frozenset(
     {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
     | {f"new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")}
 )
@@ -221,5 +220,5 @@ def _target_positions(binding: Binding, inputs: Sequence[Any], in_place: bool) -
     """Return the positions of the inputs that the call writes its results into: 0 for an op in place."""
     if in_place:
         return (0,)
-    # rrelu's `noise` is written, but is no result: the op fills it for its backward op.
+    # rrelu's `noise` is written, but is not a result: the op fills it for its backward op.
     return tuple(i for i in binding.mutable if binding.names[i] != "noise" and inputs[i] is not None)

@@ -66,22 +66,22 @@ def collectives() -> Iterator[tuple[str, str, Any]]:
             yield method, f"c10d::{name}", function
 
 
-def is_functional(op: Any) -> bool:
+def is_functional_collective(op: Any) -> bool:
     """Return True if an op returns results that have no values before `wait_tensor`."""
     name: str = getattr(op, "_qualified_op_name", "")
     return name.startswith("_c10d_functional") and not name.endswith(("wait_tensor", "_wrap_tensor_autograd"))
 
 
 def wait_for_results(values: Sequence[Any]) -> None:
-    """Wait for the results of a functional collective; values that are no tensors are skipped."""
+    """Wait for the results of a functional collective; values that are not tensors are skipped."""
     wait_tensor = torch.ops._c10d_functional.wait_tensor
-    with Suspension():  # a wait is no op of the program
+    with Suspension():  # a wait is not an op of the program
         for value in values:
             if isinstance(value, torch.Tensor):
                 wait_tensor(value)
 
 
-def report_reducers(attributes: Attributes) -> None:
+def patch_reducers_to_report(attributes: Attributes) -> None:
     """Report, when DistributedDataParallel runs, that the collectives of its reducer are not instrumented.
 
     Does nothing in builds of torch without the class.

@@ -39,10 +39,10 @@ def supports_stances() -> bool:
 
 def report_op_by_op(state: State, frame: FrameType | None) -> None:
     """Report the compiled callable that a frame of dynamo's is about to run as eager code."""
-    state.report(*op_by_op_entry(None if frame is None else frame.f_locals.get("fn")))
+    state.report(*entry_of_op_by_op_run(None if frame is None else frame.f_locals.get("fn")))
 
 
-def op_by_op_entry(function: Callable[..., Any] | None) -> tuple[str, str, str]:
+def entry_of_op_by_op_run(function: Callable[..., Any] | None) -> tuple[str, str, str]:
     """Return the report entry of a compiled callable: its name, the reason, "file:line" of its code."""
     # dynamo and decorators wrap the user's function, whose name and line the report is to show.
     function = None if function is None else inspect.unwrap(function)

@@ -62,12 +62,12 @@ def is_control_flow(function: Any) -> bool:
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
     """Run the branch that is taken; what only the other branch reads gets zeros as gradient, as in torch."""
-    taken, other = (true_fn, false_fn) if pred else (false_fn, true_fn)
+    branch, skipped_branch = (true_fn, false_fn) if pred else (false_fn, true_fn)
     if not torch.is_grad_enabled():
-        return taken(*operands)
-    operands = _gathered(operands)
-    outputs = taken(*operands)
-    return _with_gradients(outputs, operands, _read_by(other, operands))
+        return branch(*operands)
+    operands = _views_that_sum_gradients(operands)
+    outputs = branch(*operands)
+    return _with_zero_gradients(outputs, operands, _tensors_read_by(skipped_branch, operands))
 
 
 def _while_loop(
@@ -78,7 +78,7 @@ def _while_loop(
     **options: Any,
 ) -> Any:
     """Run the body while the condition holds; return the carried values in the form that the body gives."""
-    operands = values = _gathered(tuple(carried_inputs))
+    operands = values = _views_that_sum_gradients(tuple(carried_inputs))
     results: Any = None
     while cond_fn(*values, *additional_inputs):
         results = body_fn(*values, *additional_inputs)
@@ -86,7 +86,7 @@ def _while_loop(
     if results is None:
         return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
     _report_rounding("while_loop", values)
-    return _with_gradients(results, operands)
+    return _with_zero_gradients(results, operands)
 
 
 def _scan(
@@ -96,7 +96,7 @@ def _scan(
     additional_inputs: Sequence[Any] = (),
 ) -> Any:
     """Run the steps in order; return the last carry and the stacked outputs, as the function has them."""
-    operands = carry, rows = _gathered((tuple(init), tuple(xs)))
+    operands = carry, rows = _views_that_sum_gradients((tuple(init), tuple(xs)))
     outputs: list[list[Any]] = []
     form: Any = None
     for row in zip(*(value.unbind(0) for value in rows), strict=True):
@@ -104,40 +104,43 @@ def _scan(
         carry = tuple(results[: len(init)])
         outputs.append(results[len(init) :])
     _report_rounding("scan", carry)
-    stacked = tree_unflatten([*carry, *_stacked(outputs)], form)
-    return _with_gradients(stacked, operands)
+    stacked = tree_unflatten([*carry, *_stack_steps(outputs)], form)
+    return _with_zero_gradients(stacked, operands)
 
 
 def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
     """Run the function on each row; return the stacked results, as the function has them."""
-    operands = rows, shared = _gathered((tuple(xs), tuple(pos_args)))
+    operands = rows, shared = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
     outputs: list[list[Any]] = []
     form: Any = None
-    arguments = [_for_each_row(value, len(rows[0])) for value in shared]
+    arguments = [_repeat_for_rows(value, len(rows[0])) for value in shared]
     for i, row in enumerate(zip(*(value.unbind(0) for value in rows), strict=True)):
         results, form = tree_flatten(f(*row, *(values[i] for values in arguments)))
         outputs.append(results)
     _report_rounding("map_impl", outputs[-1])
-    return _with_gradients(tree_unflatten(_stacked(outputs), form), operands)
+    return _with_zero_gradients(tree_unflatten(_stack_steps(outputs), form), operands)
 
 
-def _for_each_row(value: Any, count: int) -> Sequence[Any]:
-    """Return an argument of `map` for each row; autograd sums the gradients of all rows at once, as torch."""
+def _repeat_for_rows(value: Any, count: int) -> Sequence[Any]:
+    """Return an argument of `map`, which all rows share, for each row: itself; views of a computed tensor.
+
+    By views autograd sums the gradients of all rows at once, as torch does.
+    """
     if not _needs_gradient(value) or isinstance(value, torch.nn.Parameter) or not torch.is_grad_enabled():
         return [value] * count
     with interceptor.Suspension():
         return value.expand(count, *value.shape).unbind(0)  # type: ignore[no-any-return]
 
 
-def _stacked(steps: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the results of all steps as one tensor each; what is no tensor is that of the last step."""
+def _stack_steps(steps: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return each result as one tensor of all steps; one that is not a tensor is that of the last step."""
     return [
         torch.stack(values) if isinstance(values[-1], torch.Tensor) else values[-1]
         for values in zip(*steps, strict=True)
     ]
 
 
-def _gathered(operands: Any) -> Any:
+def _views_that_sum_gradients(operands: Any) -> Any:
     """Return views of the operands, at which autograd sums the gradients of a body before any others.
 
     Torch sums them so, and the order decides the last bits.  Parameters stay what they are to tools: autograd
@@ -155,7 +158,7 @@ def _gathered(operands: Any) -> Any:
         return tree_map(view, operands)
 
 
-class _WithGradients(torch.autograd.Function):
+class _ZeroGradients(torch.autograd.Function):
     """Identity on outputs; each of the inputs beside them gets a gradient of zeros."""
 
     @staticmethod
@@ -176,30 +179,37 @@ class _WithGradients(torch.autograd.Function):
         return None, *gradients, *zeros
 
 
-def _with_gradients(outputs: Any, operands: Any, read_elsewhere: Iterable[torch.Tensor] | None = None) -> Any:
+def _with_zero_gradients(
+    outputs: Any, operands: Any, read_elsewhere: Iterable[torch.Tensor] | None = None
+) -> Any:
     """Return outputs that all need a gradient, with zeros as the gradient of what they do not depend on.
 
-    read_elsewhere: tensors with that gradient; None for all operands.
+    They stay as they are with autograd off, and where nothing is unread and all need a gradient already, or
+    no operand does.  read_elsewhere: tensors that get zeros if no output depends on them; None for all
+    operands.
     """
     if not torch.is_grad_enabled():
         return outputs
     leaves, form = tree_flatten(outputs)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _can_need(leaf)]
-    results = [leaves[i] for i in places]
-    needing = [value for value in tree_leaves(operands) if _needs_gradient(value)]
-    reached = {id(value) for value in _inputs_of(results)}
-    candidates = needing if read_elsewhere is None else read_elsewhere
+    positions = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _can_need_gradient(leaf)
+    ]
+    results = [leaves[i] for i in positions]
+    trained_operands = [value for value in tree_leaves(operands) if _needs_gradient(value)]
+    reached = {id(value) for value in _nodes_and_leaves_behind(results)}
+    candidates = trained_operands if read_elsewhere is None else read_elsewhere
     unread = [value for value in candidates if id(_node_or_leaf(value)) not in reached]
-    if not unread and (not needing or all(result.requires_grad for result in results)):
+    if not unread and (not trained_operands or all(result.requires_grad for result in results)):
         return outputs
     with interceptor.Suspension():
-        joined: Any = _WithGradients.apply(len(results), *results, *(unread or needing))  # type: ignore[no-untyped-call]
-    for i, result in zip(places, joined, strict=True):
+        # If nothing is unread, some result depends on no operand: beside the operands it gets a node too.
+        new_results: Any = _ZeroGradients.apply(len(results), *results, *(unread or trained_operands))  # type: ignore[no-untyped-call]
+    for i, result in zip(positions, new_results, strict=True):
         leaves[i] = result
     return tree_unflatten(leaves, form)
 
 
-def _can_need(tensor: torch.Tensor) -> bool:
+def _can_need_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -212,7 +222,7 @@ def _node_or_leaf(tensor: torch.Tensor) -> Any:
     return tensor if tensor.grad_fn is None else tensor.grad_fn
 
 
-def _inputs_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+def _nodes_and_leaves_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
     """Yield the nodes and the leaves in autograd's graph of tensors."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     yield from (tensor for tensor in tensors if tensor.grad_fn is None)
@@ -242,7 +252,7 @@ class _ReadTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Tensor]:
+def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Tensor]:
     """Return the operands and the captured tensors that need a gradient and that a branch reads.
 
     The branch runs without data, as dynamo runs it without tools.

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,26 +25,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
-from ._collectives import PROCESS_GROUP, is_functional, wait_for_results
+from ._collectives import PROCESS_GROUP, is_functional_collective, wait_for_results
 from ._kernels import FUNCTION_CALL, is_dispatched_again, is_level_of_function, is_part_of_op
 from ._levels import in_transform, is_within_kernel
-from ._modules import HeldParameters, ParameterPaths, enclose_modules, module_path, part_of, slot_of
+from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
 from ._overrides import (
     NO_OVERRIDES,
     WITH_SUBCLASSES,
     ProgramModes,
     WithoutTorchFunction,
     as_class_of,
-    call_alone,
+    call_outside_modes,
     current_overrides,
     has_overrides,
-    is_recorded,
+    is_recording_graph,
     leave_overrides,
     without_function_modes,
 )
 from ._patches import TorchPatches, forget_torch_callables
 from ._reader import make_reader
-from ._requirements import NEWEST_TESTED, check_requirements, count_found
+from ._requirements import NEWEST_TESTED, check_requirements, count_private_names
 from ._schema import binding
 from ._straight_through import plain_straight_through
 from ._targets import NAMESPACES, Target, targets
@@ -88,9 +89,9 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             for site in self._native_sites:
                 site.place()
         else:
-            self._replace_by_attribute()
+            self._set_detours_as_attributes()
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
-        self._detour_calls()
+        self._detour_call_methods()
         enclose_modules(self.attributes)
         self.follow_backward(self.attributes)
         self._patches.install(self.attributes)
@@ -113,15 +114,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
         """Return the reader of tensors for native code; None where there is none."""
-        return self._reader_and_lack[0]
+        return self._reader_and_missing_parts[0]
 
     @cached_property
-    def _reader_and_lack(self) -> tuple[Reader | None, str]:
+    def _reader_and_missing_parts(self) -> tuple[Reader | None, str]:
         return make_reader(plain_straight_through) if interceptor.NATIVE else (None, "")
 
     def slowdown(self) -> str:
         """Return the parts that native code lacks to read the tensors of this torch; "" if it lacks none."""
-        return self._reader_and_lack[1]
+        return self._reader_and_missing_parts[1]
 
     def exercise(self) -> Exercise:
         """Return a program of one op and its backward op."""
@@ -129,7 +130,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def looked_up(self) -> int:
         """Return the number of undocumented names of torch that are there."""
-        return count_found()
+        return count_private_names()
 
     @cached_property
     def _targets_by_site(self) -> dict[Site, Target]:
@@ -148,9 +149,9 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         flags |= ONE_PLACE if target.name in _TRANSFERS else 0
         return self.site(target.callable, op, target.canonical, flags)
 
-    def _detour_calls(self) -> None:
+    def _detour_call_methods(self) -> None:
         """Replace `__call__` of operators and scripted functions, which have no native callables."""
-        flags_by_holder: list[tuple[Any, str, int]] = [
+        callables: list[tuple[Any, str, int]] = [
             (torch._ops.OpOverload, "OpOverload", IMPLEMENTATION),
             (torch._ops.OpOverloadPacket, "OpOverloadPacket", IMPLEMENTATION),
             (torch._C.ScriptFunction, "ScriptFunction", 0),
@@ -158,7 +159,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             # Under transforms `Function.apply` calls this, not the native `apply`.
             (type(FUNCTION_CALL), "Function.apply", TRANSPARENT | IMPLEMENTATION),
         ]
-        for holder, key, flags in flags_by_holder:
+        for holder, key, flags in callables:
             call = vars(holder)["__call__"]
             # The same detour in each scope, unless the program has patched `__call__` in between.
             if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
@@ -166,7 +167,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 self._detours[holder] = Detour(site)
             self.attributes.set(holder, "__call__", self._detours[holder])
 
-    def _replace_by_attribute(self) -> None:
+    def _set_detours_as_attributes(self) -> None:
         """Replace the targets in the modules and classes of torch, where there is no native interceptor."""
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
         native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
@@ -193,36 +194,31 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Bring a call to the core, outside of the overrides and modes of the program.
 
         So what the driver reads of tensors calls no `__torch_function__` of the user's.
+        A call that is not an op of the program is only made: one that torch makes within an op, and one that
+        `symbolic_trace` records.  state: a recorder of graph mode records the call instead.
         """
         if type(state) is not State:
             # A recorder of graph mode, not a state: it collects the ops of a graph's nodes.
             return state.record(self.bind, site, args, kwargs)
-        if site.key in _CALLEE_FIRST and _is_internal_to_torch(args[0]):
-            return site.invoke(args, kwargs)
-        caller = sys._getframe(1)
-        if site.key == "Function.apply" and is_level_of_function(caller):
-            return site.invoke(args, kwargs)
-        # What native code has begun is known to be an op.
-        if resumption is None and (
-            is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
-        ):
+        if _is_made_by_torch(site, args, sys._getframe(1), is_resumed=resumption is not None):
             return site.invoke(args, kwargs)
         if site.key in _SCRIPTED:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
-        if has_overrides(args, kwargs) and any(
-            isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())
-        ):
+        if _has_proxies(args, kwargs):
             state.report("torch.fx.symbolic_trace", RECORDED_AS_IS)
             return site.invoke(args, kwargs)
-        if is_functional(args[0]) if site.key in _CALLEE_FIRST else site.key.startswith("c10d::"):
+        if in_transform() and is_within_kernel():
+            return site.invoke(args, kwargs)
+        has_callee = site.key in _CALLEE_FIRST
+        if is_functional_collective(args[0]) if has_callee else site.key.startswith("c10d::"):
             key = 0  # native code knows no value that is still on its way, and no list of lists
         arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
-        unfinished = site.key == "alias" and site.target is _AS_SUBCLASS
-        driver_class = DriverForUnfinishedResult if unfinished else DriverOutsideModes
         if in_transform():
-            if is_within_kernel():
-                return site.invoke(args, kwargs)
-            driver_class = DriverInTransform
+            driver_class: type[DriverOutsideModes] = DriverInTransform
+        elif site.key == "alias" and site.target is _AS_SUBCLASS:
+            driver_class = DriverForUnfinishedResult
+        else:
+            driver_class = DriverOutsideModes
         # The common cases need no context manager: no override in force, or only those of subclasses.
         if torch._C._len_torch_dispatch_stack():
             with leave_overrides() as modes:
@@ -232,10 +228,9 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             driver = DriverInTransform(self, NO_OVERRIDES) if driver_class is DriverInTransform else self
             return EagerDriver.handle(driver, *arguments)
         with WithoutTorchFunction():
-            shared = overrides is WITH_SUBCLASSES and driver_class is DriverOutsideModes
-            return EagerDriver.handle(
-                self.outside_overrides if shared else driver_class(self, overrides), *arguments
-            )
+            if overrides is WITH_SUBCLASSES and driver_class is DriverOutsideModes:
+                return EagerDriver.handle(self.outside_overrides, *arguments)
+            return EagerDriver.handle(driver_class(self, overrides), *arguments)
 
     @cached_property
     def outside_overrides(self) -> "TorchDriver":
@@ -250,13 +245,13 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine outside of the program's autograd and modes."""
-        return call_alone(func, values, kwargs)
+        return call_outside_modes(func, values, kwargs)
 
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine that changes no value, outside of modes and of overrides of tensor subclasses."""
-        return call_alone(func, values, kwargs, overrides=False)
+        return call_outside_modes(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in schema order."""
@@ -280,7 +275,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's outputs as a list, after waiting for those of a functional collective."""
         values, rebuild = super().results(call, outputs, inputs)
-        if is_functional(call.op):
+        if is_functional_collective(call.op):
             wait_for_results(values)
         return values, rebuild
 
@@ -288,7 +283,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace", RECORDED_AS_IS
-        if torch._C._len_torch_dispatch_stack() and is_recorded():
+        if torch._C._len_torch_dispatch_stack() and is_recording_graph():
             return "a graph by make_fx", RECORDED_AS_IS
         return None
 
@@ -312,7 +307,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
         facts = super().describe(call, subjects)
         facts.scope = module_path(subjects)
-        facts.variable_of, facts.part_of = HeldParameters(subjects), part_of
+        facts.variable_of, facts.part_of = VariableFinder(subjects), part_of
         facts.path_of = ParameterPaths(subjects)
         return facts
 
@@ -337,6 +332,28 @@ def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is a leaf that needs a gradient, such as weights of code without modules."""
     with WithoutTorchFunction():
         return bool(_REQUIRES_GRAD(tensor) and _IS_LEAF(tensor))
+
+
+def _is_made_by_torch(site: Site, args: tuple[Any, ...], caller: FrameType, is_resumed: bool) -> bool:
+    """Return True for a call that torch makes for itself or within an op, and that is not an op itself.
+
+    caller: frame of the call.  is_resumed: whether native code has begun the call, which then is an op.
+    """
+    if site.key in _CALLEE_FIRST and _is_internal_to_torch(args[0]):
+        return True
+    if site.key == "Function.apply" and is_level_of_function(caller):
+        return True
+    if is_resumed:
+        return False
+    return is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
+
+
+def _has_proxies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if `torch.fx.symbolic_trace` records the call: an argument is one of its proxies."""
+    # Proxies override functions: the first test spares most calls the look at each argument.
+    return has_overrides(args, kwargs) and any(
+        isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())
+    )
 
 
 def _is_internal_to_torch(called: Any) -> bool:
@@ -381,7 +398,7 @@ class DriverForUnfinishedResult(DriverOutsideModes):
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine without the overrides of the class, which may need attributes that are absent."""
-        return call_alone(func, values, kwargs, overrides=False)
+        return call_outside_modes(func, values, kwargs, overrides=False)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in place of `original`, as an instance of the class of `original`."""

@@ -90,7 +90,7 @@ def _version_offsets() -> tuple[int, int]:
     with torch.inference_mode():
         unversioned = torch.zeros(2)
     versions = [sample._version for sample in samples]
-    places = range(2 * _WORD, 3 * _WORD, 4)
+    places = range(2 * _WORD, 3 * _WORD, 4)  # in a counter, behind its vtable pointer and reference counts
 
     def offset_in_counter(offset: int) -> int | None:
         """Return the version's offset in what the word at `offset` points to; None for any other word."""

@@ -38,27 +38,10 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
     """
     if not asks_for_graphs(state):
         return
-    leaves: dict[int, WatchedLeaf] = {}
-    edges: Counter[Any] = Counter()
-    roots = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
-    waiting: list[Any] = roots
-    visited = set(roots)
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        for noted_leaves in node.metadata.get(_NOTES_KEY, ()):
-            open_leaves = [leaf for leaf in noted_leaves if any(map(state.is_open, leaf.tools))]
-            leaves.update({id(leaf.tensor): leaf for leaf in open_leaves})
-        for child, _ in node.next_functions:
-            if type(child) is _AccumulateGrad:
-                edges[child] += 1
-            elif child not in visited:
-                visited.add(child)
-                waiting.append(child)
-    for node, count in edges.items():
+    watched_leaves, gradient_counts = _leaves_behind(outputs, state)
+    for node, count in gradient_counts.items():
         # By `id`, since the notes hold the tensors and so keep their addresses in use.
-        leaf = leaves.get(id(node.variable))
+        leaf = watched_leaves.get(id(node.variable))
         if leaf is None:
             continue
         subject = f"AccumulateGrad of {leaf.name}"
@@ -71,3 +54,30 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
             state.report(subject, reason)
         if leaf.tensor._backward_hooks:
             state.report(subject, "a compiled graph calls its routines before hooks on the tensor")
+
+
+def _leaves_behind(outputs: Sequence[Any], state: State) -> tuple[dict[int, WatchedLeaf], Counter[Any]]:
+    """Return the noted leaves behind outputs, by `id`, and the number of edges to each AccumulateGrad node.
+
+    Of the leaves those that a tool with an open scope watches.
+    """
+    watched_leaves: dict[int, WatchedLeaf] = {}
+    gradient_counts: Counter[Any] = Counter()
+    waiting: list[Any] = [
+        output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
+    ]
+    visited = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        for noted_leaves in node.metadata.get(_NOTES_KEY, ()):
+            open_leaves = [leaf for leaf in noted_leaves if any(map(state.is_open, leaf.tools))]
+            watched_leaves.update({id(leaf.tensor): leaf for leaf in open_leaves})
+        for child, _ in node.next_functions:
+            if type(child) is _AccumulateGrad:
+                gradient_counts[child] += 1
+            elif child not in visited:
+                visited.add(child)
+                waiting.append(child)
+    return watched_leaves, gradient_counts

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from amanda.eager import Tie
 
-from ._levels import innermost, with_batches_first, without_transforms, wrapped_at
+from ._levels import innermost, with_batches_first, without_transforms, wrap_in_batches
+from ._storages import WrittenPart
 
 if TYPE_CHECKING:
-    from ._views import TorchViews, WrittenPart
+    from ._views import TorchViews
 
 _USES_OF_A_TIE = 2
 """References to a storage that a tie itself holds: the tensor within the value, and the storage object."""
@@ -58,22 +59,24 @@ class LevelTie(Tie):
         if not self.is_used:
             self._on_death(self)
 
-    def carry(self, start: Hashable, written: "WrittenPart") -> "WrittenPart | None":
+    def carry(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
         """Copy written elements to the other side, as an op of the program would; return them there.
 
         None is returned, and nothing copied, if the write was elsewhere in the storage.
         """
         # From the side that the write began at to the other.
-        source, target = (self._value, self._view)[:: 1 if start == self.ends[0] else -1]
+        value_was_written = start == self.ends[0]
+        source, target = (self._value, self._view) if value_was_written else (self._view, self._value)
         with without_transforms(), torch.no_grad():
             levels, data = with_batches_first(source)
-            marks = written.at(data)
+            marks = written.marks_in(data)
             if marks is not None and not bool(marks.any()):
                 return None  # the write was elsewhere in the storage
-        changed = source if marks is None else torch.where(wrapped_at(levels, marks), source, target)
+        changed = source if marks is None else torch.where(wrap_in_batches(levels, marks), source, target)
         target.copy_(changed)
         self._versions = self._current_versions()
-        return written_part(target, marks)
+        with without_transforms(), torch.no_grad():
+            return WrittenPart(with_batches_first(target)[1], marks)
 
     def drifted(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy; None if neither has."""
@@ -94,11 +97,3 @@ class LevelTie(Tie):
     def _current_versions(self) -> Sequence[int | None]:
         sides = innermost(self._value), innermost(self._view)
         return [None if side.is_inference() else side._version for side in sides]
-
-
-def written_part(tensor: torch.Tensor, marks: torch.Tensor | None = None) -> "WrittenPart":
-    """Return the written elements of the memory within a wrapped tensor; marks: which, batches first."""
-    from ._views import WrittenPart  # which imports this module
-
-    with without_transforms(), torch.no_grad():
-        return WrittenPart(with_batches_first(tensor)[1], marks)

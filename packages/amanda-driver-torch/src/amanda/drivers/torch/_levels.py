@@ -46,16 +46,20 @@ def all_layers(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
     """Return the axis of each batch in the innermost tensor, by the level of its vmap."""
-    axes: list[tuple[int, int]] = []
-    for layer in layers(tensor):
-        if _functorch.is_batchedtensor(layer):
-            axes.append((_functorch.maybe_get_level(layer), _functorch.maybe_get_bdim(layer)))
-    positions: dict[int, int] = {}
-    # An inner layer has the axes of outer batches too: theirs shift from its axis on.
+    axes: list[tuple[int, int]] = [
+        (_functorch.maybe_get_level(layer), _functorch.maybe_get_bdim(layer))
+        for layer in layers(tensor)
+        if _functorch.is_batchedtensor(layer)
+    ]
+    axis_by_level: dict[int, int] = {}
     for level, axis in axes:
-        positions = {other: place + (place >= axis) for other, place in positions.items()}
-        positions[level] = axis
-    return positions
+        # An inner layer has an axis more than the layers around it: their axes shift from this one on.
+        axis_by_level = {
+            outer_level: outer_axis + (outer_axis >= axis)
+            for outer_level, outer_axis in axis_by_level.items()
+        }
+        axis_by_level[level] = axis
+    return axis_by_level
 
 
 def batch_sizes(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -76,7 +80,7 @@ def with_batches_first(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Ten
     return levels, data if positions == front else data.movedim(positions, front)
 
 
-def wrapped_at(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
+def wrap_in_batches(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
     """Return data with an axis for each of some batches in front as the batched tensor of these levels."""
     # Each call takes the axis in front, so that the batches come in the order of the levels.
     for level in levels:
@@ -84,8 +88,8 @@ def wrapped_at(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
     return data
 
 
-def with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Return the result of a function of a tensor as vmap wraps it, and of that as grad does."""
+def call_with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Call a function with a tensor as vmap wraps it, and with that as grad wraps it; return the result."""
     results: list[Any] = []
 
     def call(batched: torch.Tensor) -> torch.Tensor:
@@ -100,24 +104,27 @@ def with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor:
     return results[0]
 
 
-def interpreters() -> Sequence[Any]:
+def transforms_in_force() -> Sequence[Any]:
     """Return the transforms in force, the outermost first."""
     return _functorch.get_interpreter_stack() or ()
 
 
+_FUNCTIONALIZE: Any = _functorch.TransformType.Functionalize
+
+
 def is_functionalized() -> bool:
     """Return True under torch.func.functionalize, which replaces ops that write."""
-    return any(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
+    return any(transform.key() == _FUNCTIONALIZE for transform in transforms_in_force())
 
 
 def is_only_functionalized() -> bool:
     """Return True if torch.func.functionalize is the only transform in force."""
-    return all(item.key() == _functorch.TransformType.Functionalize for item in interpreters())
+    return all(transform.key() == _FUNCTIONALIZE for transform in transforms_in_force())
 
 
 def has_tangents() -> bool:
     """Return True under a transform of forward-mode gradients, such as jvp."""
-    return any(item.key() == _functorch.TransformType.Jvp for item in interpreters())
+    return any(transform.key() == _functorch.TransformType.Jvp for transform in transforms_in_force())
 
 
 def tangents(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
@@ -126,23 +133,27 @@ def tangents(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[tuple[in
     A tangent of a tangent has the levels of both.
     """
     return [
-        (levels, tuple(sorted(batches.items()))) for levels, batches in _components(tensor).items() if levels
+        (levels, tuple(sorted(batches.items())))
+        for levels, batches in _batches_of_value_and_tangents(tensor).items()
+        if levels
     ]
 
 
-def _components(tensor: torch.Tensor) -> dict[tuple[int, ...], dict[int, int]]:
+def _batches_of_value_and_tangents(tensor: torch.Tensor) -> dict[tuple[int, ...], dict[int, int]]:
     """Return the batches of a tensor's value, under (), and of its tangents, under their levels."""
     if not is_wrapped(tensor):
         return {(): {}}
     level, inner = _functorch.maybe_get_level(tensor), _functorch.get_unwrapped(tensor)
-    components = _components(inner)
+    components = _batches_of_value_and_tangents(inner)
     if _functorch.is_batchedtensor(tensor):
         size = inner.shape[_functorch.maybe_get_bdim(tensor)]
         return {levels: {**batches, level: size} for levels, batches in components.items()}
     with _without_transforms_above(level):
         tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     if tangent is not None:
-        components |= {(*levels, level): batches for levels, batches in _components(tangent).items()}
+        components |= {
+            (*levels, level): batches for levels, batches in _batches_of_value_and_tangents(tangent).items()
+        }
     return components
 
 
@@ -151,7 +162,7 @@ def _without_transforms_above(level: int) -> Iterator[None]:
     """Leave the transforms within a level, which would take the wrappers of the level for plain tensors."""
     stack: list[Any] = []
     try:
-        while interpreters()[-1:] and interpreters()[-1].level() > level:
+        while transforms_in_force()[-1:] and transforms_in_force()[-1].level() > level:
             stack.append(_functorch.pop_dynamic_layer_stack())
         yield
     finally:
@@ -159,18 +170,22 @@ def _without_transforms_above(level: int) -> Iterator[None]:
             _functorch.push_dynamic_layer_stack(stack.pop())
 
 
-def in_batches_of_now(shapes: Any) -> Any:
+def without_ended_batches(shapes: Any) -> Any:
     """Return shapes of an op's execution without the batches of vmaps that have ended since.
 
     Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
     """
     if isinstance(shapes, BatchedShape):
         # A vmap that began since may have the level of one that ended: nothing tells them apart.
-        levels = {item.level() for item in interpreters() if item.key() == _functorch.TransformType.Vmap}
-        batches = tuple([batch for batch in shapes.batches if batch[0] in levels])
+        levels = {
+            transform.level()
+            for transform in transforms_in_force()
+            if transform.key() == _functorch.TransformType.Vmap
+        }
+        batches = tuple([(level, size) for level, size in shapes.batches if level in levels])
         return BatchedShape(shapes, batches) if batches else tuple(shapes)
     if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
-        return tuple([in_batches_of_now(shape) for shape in shapes])
+        return tuple([without_ended_batches(shape) for shape in shapes])
     return shapes
 
 

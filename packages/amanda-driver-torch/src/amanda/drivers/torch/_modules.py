@@ -19,7 +19,7 @@ _METHODS = ("_wrapped_call_impl", "_call_impl")
 
 def enclose_modules(attributes: Attributes) -> None:
     """Make each call of a module a region: the ops in it belong to that module."""
-    attributes.enclose(torch.nn.Module, _hash_in_caller, _METHODS)
+    attributes.enclose(torch.nn.Module, _hash_of_path, _METHODS)
 
 
 @contextmanager
@@ -43,11 +43,10 @@ _patch_lock = threading.RLock()
 def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
     """Return name and shape of a parameter that a module holds; None for any other object."""
     if isinstance(module, torch.nn.Module) and isinstance(parameter, torch.nn.Parameter):
-        for name, held_parameter in module._parameters.items():
-            if held_parameter is parameter and not torch.nn.parameter.is_lazy(parameter):
-                with (
-                    WithoutTorchFunction()
-                ):  # modes of the program must not see that the driver reads a shape
+        for name, module_parameter in module._parameters.items():
+            if module_parameter is parameter and not torch.nn.parameter.is_lazy(parameter):
+                # Modes of the program must not see that the driver reads a shape.
+                with WithoutTorchFunction():
                     return name, tuple(parameter.shape)
     return None
 
@@ -55,7 +54,7 @@ def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
 def module_path(subjects: Sequence[Any]) -> str:
     """Return the path of the last module in the first, as `named_modules` spells it: "layer1.0.conv1".
 
-    Wrappers that libraries put around a model, such as DDP, are no part of the path.
+    Wrappers that libraries put around a model, such as DDP, are not part of the path.
     """
     parts: list[str] = []
     outer = None
@@ -63,7 +62,7 @@ def module_path(subjects: Sequence[Any]) -> str:
         if not isinstance(inner, torch.nn.Module):  # a module of another framework encloses these
             continue
         if outer is not None and inner is not outer:
-            parts.append(without_wrappers(outer, _name_within(outer, inner)))
+            parts.append(without_wrappers(outer, _path_within(outer, inner)))
         outer = inner
     return ".".join(filter(None, parts))
 
@@ -97,10 +96,10 @@ class HandedInParameter(ParameterSlot):
         return prod(self.shape)
 
 
-class HeldParameters:
-    """Find the variables of an op: parameters, leaves, and slots of the module for what is handed in.
+class VariableFinder:
+    """Function that finds the variables of an op: parameters, leaves, and slots for what is handed in.
 
-    The module is held weakly.
+    The op's module is held weakly.
     """
 
     _slots: ClassVar[
@@ -135,27 +134,31 @@ class HeldParameters:
                 if type(tensor) is not torch.Tensor:
                     continue
                 if value is tensor or _is_within(innermost(value), innermost(tensor)):
-                    slots = self._slots.setdefault(owner, {})
-                    key = name, tuple(tensor.shape)
-                    slot = slots.get(key)
-                    if slot is None:
-                        slot = slots[key] = HandedInParameter(owner, name, tensor)
-                    return slot
+                    return self._slot_at(owner, name, tensor)
         return None
+
+    def _slot_at(self, owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> HandedInParameter:
+        """Return the slot of a module by its name and the shape of its tensor; make it the first time."""
+        slots = self._slots.setdefault(owner, {})
+        key = name, tuple(tensor.shape)
+        if key not in slots:
+            slots[key] = HandedInParameter(owner, name, tensor)
+        return slots[key]
 
 
 def _is_within(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if a strided view lies within the elements of a tensor."""
+    """Return True if a strided view begins within the elements of a tensor, in the same base tensor."""
     if view.layout is not torch.strided or tensor.layout is not torch.strided or view.is_nested:
         return False
-    bases = [other if other._base is None else other._base for other in (view, tensor)]
-    if bases[0] is not bases[1] or not tensor.numel():
+    view_base = view if view._base is None else view._base
+    tensor_base = tensor if tensor._base is None else tensor._base
+    if view_base is not tensor_base or not tensor.numel():
         return False
-    # Parameters may be views of one vector that has all of them.
-    end = tensor.storage_offset() + sum(
+    # Parameters may be views of one vector that has all of them: the view must begin within this one.
+    last_element = tensor.storage_offset() + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return tensor.storage_offset() <= view.storage_offset() <= end
+    return tensor.storage_offset() <= view.storage_offset() <= last_element
 
 
 def part_of(value: Any, variable: Any) -> str:
@@ -172,7 +175,7 @@ class ParameterPaths:
     The modules are held weakly.
     """
 
-    _names: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
+    _paths: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
         weakref.WeakKeyDictionary()
     )
 
@@ -188,7 +191,7 @@ class ParameterPaths:
         if isinstance(variable, HandedInParameter):
             return self._path_of_slot(living, variable)
         for count, module in enumerate(living, 1):
-            name = self._cached_name(module, variable)
+            name = self._cached_path(module, variable)
             if name is not None:
                 parts = module_path(living[:count]), without_wrappers(module, name)
                 return ".".join(part for part in parts if part)
@@ -196,24 +199,27 @@ class ParameterPaths:
 
     @staticmethod
     def _path_of_slot(living: Sequence[torch.nn.Module], slot: HandedInParameter) -> str | None:
-        """Return the path of a slot of one of the living modules, or of a child of the last of them."""
+        """Return the path of a slot of one of the living modules, or of a child of the last of them.
+
+        None once the module of the slot is dead.
+        """
         owner = slot.module
         if owner is None:
             return None
-        enclosing = [*living[: living.index(owner)], owner] if owner in living else [*living, owner]
-        return ".".join(filter(None, (module_path(enclosing), slot.name)))
+        enclosing = living[: living.index(owner)] if owner in living else living
+        return ".".join(filter(None, (module_path([*enclosing, owner]), slot.name)))
 
-    def _cached_name(self, module: torch.nn.Module, variable: Any) -> str | None:
+    def _cached_path(self, module: torch.nn.Module, variable: Any) -> str | None:
         """Return the path of a parameter in a module; None if the module does not hold it."""
-        # Names are cached by `id`, which another object may have by now: each use looks whether the
-        # parameter still lies there, and reads all names again if not.
-        names = self._names.setdefault(module, {})
-        name = names.get(id(variable))
-        if name is None or _parameter_at(module, name) is not variable:
-            names.clear()
-            names.update((id(parameter), path) for path, parameter in module.named_parameters())
-            name = names.get(id(variable))
-        return name
+        # Paths are cached by `id`, which another object may have by now: each use looks whether the
+        # parameter still lies there, and reads all paths again if not.
+        paths = self._paths.setdefault(module, {})
+        path = paths.get(id(variable))
+        if path is None or _parameter_at(module, path) is not variable:
+            paths.clear()
+            paths.update((id(parameter), path) for path, parameter in module.named_parameters())
+            path = paths.get(id(variable))
+        return path
 
 
 def _parameter_at(module: torch.nn.Module, path: str) -> Any:
@@ -225,13 +231,14 @@ def _parameter_at(module: torch.nn.Module, path: str) -> Any:
         return None
 
 
-def _name_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
+def _path_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     """Return the first path of a module in another; "(Type)" if the other module does not hold it."""
     paths = _submodule_paths.get(outer)
     name = None if paths is None else paths.get(id(inner))
     if name is None or not _holds_at(outer, name, inner):
         if not isinstance(outer, torch.nn.Module):  # of another framework
             return f"({type(inner).__name__})"
+        # Reversed, so that of a module in several places the first path stays.
         paths = _submodule_paths[outer] = {
             id(module): path for path, module in reversed([*outer.named_modules()])
         }
@@ -250,7 +257,7 @@ def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool
     return module is inner
 
 
-def _hash_in_caller(outer: Any, inner: Any) -> tuple[int, bool]:
+def _hash_of_path(outer: Any, inner: Any) -> tuple[int, bool]:
     """Return the hash of a module's path in its caller, and False for a module made for this call alone."""
-    name = _name_within(outer, inner)
+    name = _path_within(outer, inner)
     return digest(name), not name.startswith("(")

@@ -14,15 +14,15 @@ _handle_numbers = count(-1, -1)  # handles count upwards from 0
 
 
 class QuickHooks:
-    """Base of objects whose methods are hooks at nodes, which the driver removes by `remove_all`."""
+    """Base of objects whose methods are hooks at nodes, which the driver removes by `remove_hook_handles`."""
 
     __slots__ = ()
 
 
-def remove_all(handles: list[tuple[Any, Any]]) -> None:
+def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:
     """Remove hooks from nodes; handles: pairs of a node and what registering the hook returned."""
     for _, handle in handles:
-        if type(handle) is tuple:
+        if type(handle) is tuple:  # of a hook that `register_hooks_without_handles` made torch register
             hooks, number = handle
             hooks.pop(number, None)
         else:
@@ -30,7 +30,7 @@ def remove_all(handles: list[tuple[Any, Any]]) -> None:
     handles.clear()
 
 
-def place_hooks_quickly(attributes: Attributes) -> None:
+def register_hooks_without_handles(attributes: Attributes) -> None:
     """Make torch register the driver's hooks at nodes without a `RemovableHandle`.
 
     A handle takes longer to make than the hook takes to run. Hooks of the program get handles as ever, and so
@@ -41,7 +41,7 @@ def place_hooks_quickly(attributes: Attributes) -> None:
         return
 
     def register_hook(hooks: Any, hook: Any) -> tuple[Any, Any]:
-        """Return a node's hooks with a new hook, and what `remove_all` removes it by."""
+        """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by."""
         # The program's hooks, and those of libraries, get the handle that torch promises.
         if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
             registered: tuple[Any, Any] = original(hooks, hook)

@@ -18,7 +18,7 @@ class ArgumentLayout:
     positional: the input of each positional argument, without arguments that are spread sizes.
     spread: the input that takes all remaining positional arguments.
     keywords: the input of each keyword argument, in the order of the call.
-    mutable: inputs that the op writes.  apart: written inputs that the op does not return.
+    mutable: inputs that the op writes.  unreturned: written inputs that the op does not return.
     filled: defaults of arguments that stand before a given one.
     optional_tensors: inputs whose schema type is a tensor or None.
     """
@@ -28,7 +28,7 @@ class ArgumentLayout:
     spread: int | None
     keywords: tuple[tuple[str, int], ...]
     mutable: tuple[int, ...]
-    apart: tuple[int, ...]
+    unreturned: tuple[int, ...]
     optional_tensors: frozenset[int]
     filled: Mapping[int, Any] = field(hash=False)
     defaults: Mapping[str, Any] = field(hash=False)
@@ -39,7 +39,7 @@ class CallForm:
     """A form of call matched with one signature.
 
     bound: for each positional and keyword argument of the call, the argument of the signature, None if the
-    signature has none.  missing: number of required arguments that the call lacks.  unknown: number of
+    signature has none.  missing_count: of required arguments that the call lacks.  unknown_count: of
     arguments that the signature lacks.
     """
 
@@ -49,12 +49,12 @@ class CallForm:
     spread: bool = False
 
     @cached_property
-    def missing(self) -> int:
+    def missing_count(self) -> int:
         required = (not argument.has_default for argument in self.signature.arguments)
         return sum(is_required and i not in self.bound for i, is_required in enumerate(required))
 
     @cached_property
-    def unknown(self) -> int:
+    def unknown_count(self) -> int:
         return self.bound.count(None)
 
     @cached_property
@@ -70,11 +70,11 @@ def call_forms(
     If no signature takes the call, its only form is the order of the call itself.
     """
     fitting = [form for signature in candidates for form in _forms_of_signature(signature, nargs, keywords)]
-    fitting = _with_least(fitting, "missing")
+    fitting = _with_fewest_missing(fitting)
     # An `out=` of several tensors is spelled otherwise in the schema: types will tell.
     slack = 1 if "out" in keywords else 0
-    fewest = min((form.unknown for form in fitting), default=0)
-    fitting = [form for form in fitting if form.unknown <= fewest + slack]
+    fewest = min((form.unknown_count for form in fitting), default=0)
+    fitting = [form for form in fitting if form.unknown_count <= fewest + slack]
     return tuple(fitting) or (_in_call_order(nargs, keywords),)
 
 
@@ -89,10 +89,10 @@ def kinds_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
     return "".join([_KINDS.get(type(value)) or _kind_of(value) for value in values])
 
 
-def _with_least(candidates: list[CallForm], quality: str) -> list[CallForm]:
-    """Return the forms with the smallest count; quality: "missing" or "unknown"."""
-    least = min((getattr(form, quality) for form in candidates), default=0)
-    return [form for form in candidates if getattr(form, quality) == least]
+def _with_fewest_missing(candidates: list[CallForm]) -> list[CallForm]:
+    """Return the forms that lack the fewest required arguments."""
+    fewest = min((form.missing_count for form in candidates), default=0)
+    return [form for form in candidates if form.missing_count == fewest]
 
 
 def _forms_of_signature(signature: Signature, nargs: int, keywords: tuple[str, ...]) -> Iterator[CallForm]:
@@ -139,7 +139,7 @@ def _layout_of_form(form: CallForm) -> ArgumentLayout:
         spread=positional[-1] if form.spread else None,
         keywords=tuple(zip(form.keywords, keyword_indices, strict=True)),
         mutable=tuple(written),
-        apart=tuple(i for i in written if i < length and arguments[i].is_apart),
+        unreturned=tuple(i for i in written if i < length and arguments[i].is_unreturned),
         optional_tensors=frozenset(
             i for i in range(length) if arguments[i].type == "Tensor" and arguments[i].is_optional
         ),
@@ -225,7 +225,7 @@ def _fitness(form: CallForm, kinds: str) -> tuple[int, int, int]:
             accepted = _ACCEPTS.get(argument.type, _ANYTHING)
         misfits += kind not in accepted
         distance += accepted.find(kind)
-    return (-misfits, -form.unknown, -distance)
+    return (-misfits, -form.unknown_count, -distance)
 
 
 def _kind_of(value: Any) -> str:

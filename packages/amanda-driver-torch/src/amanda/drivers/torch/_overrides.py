@@ -38,7 +38,7 @@ def has_overrides(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(map(has_torch_function, [value for value in values if isinstance(value, (list, tuple))]))
 
 
-def is_recorded() -> bool:
+def is_recording_graph() -> bool:
     """Return True if ops are being recorded into a graph, which ops of routines must not enter."""
     return any(recorder is not None and recorder() for recorder in map(torch_attribute, _RECORDERS))
 
@@ -68,11 +68,11 @@ class ProgramModes:
             _WithTorchFunction(),
             nullcontext() if self._subclasses else _native.DisableTorchFunctionSubclass(),
         ):
-            push_all(self._dispatch)
+            push_dispatch_modes(self._dispatch)
             try:
                 yield
             finally:
-                pop_all()
+                pop_dispatch_modes()
 
 
 class NoOverrides(ProgramModes):
@@ -99,11 +99,11 @@ def leave_overrides() -> Iterator[ProgramModes]:
     """Leave all overrides and modes of the program within the context, which yields them."""
     subclasses = _overrides_enabled()
     with WithoutTorchFunction():
-        dispatch = pop_all()
+        dispatch = pop_dispatch_modes()
         try:
             yield ProgramModes(subclasses, dispatch)
         finally:
-            push_all(dispatch)
+            push_dispatch_modes(dispatch)
 
 
 def reading_context() -> AbstractContextManager[Any]:
@@ -111,18 +111,18 @@ def reading_context() -> AbstractContextManager[Any]:
     return leave_overrides() if _count_dispatch_modes() else WithoutTorchFunction()
 
 
-def pop_all() -> list[Any]:
+def pop_dispatch_modes() -> list[Any]:
     """Leave all dispatch modes; return them, the innermost first."""
     return [_pop_mode() for _ in range(_count_dispatch_modes())]
 
 
-def push_all(modes: Sequence[Any]) -> None:
+def push_dispatch_modes(modes: Sequence[Any]) -> None:
     """Enter dispatch modes; the first becomes the innermost."""
     for mode in reversed(modes):
         _push_mode(mode)
 
 
-def call_alone(
+def call_outside_modes(
     func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any], overrides: bool = True
 ) -> Any:
     """Call a routine outside of the program's autograd and modes; a hot path where there are no modes.
@@ -135,7 +135,7 @@ def call_alone(
         # Not `torch.no_grad`, which costs three times as much.
         _native._set_grad_enabled(False)
         if _count_function_modes() or _count_dispatch_modes() or forward_ad._current_level >= 0:
-            return _call_outside_of_modes(func, values, kwargs, overrides)
+            return _call_leaving_modes(func, values, kwargs, overrides)
         if overrides is _overrides_enabled():
             return func(*values, **kwargs)
         with _WithTorchFunction() if overrides else WithoutTorchFunction():
@@ -144,7 +144,7 @@ def call_alone(
         _native._set_grad_enabled(before)
 
 
-def _call_outside_of_modes(
+def _call_leaving_modes(
     func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any], overrides: bool
 ) -> Any:
     """Call a routine outside of forward-mode AD, function modes and dispatch modes; the slow path."""
@@ -152,8 +152,8 @@ def _call_outside_of_modes(
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(without_function_modes())
-        dispatch = pop_all()
-        stack.callback(push_all, dispatch)
+        dispatch = pop_dispatch_modes()
+        stack.callback(push_dispatch_modes, dispatch)
         stack.enter_context(_WithTorchFunction())
         with nullcontext() if overrides else _native.DisableTorchFunctionSubclass():
             return func(*values, **kwargs)

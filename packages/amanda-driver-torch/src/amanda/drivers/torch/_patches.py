@@ -15,8 +15,8 @@ from amanda import interceptor
 from amanda.backend import Attributes, Recomputation, recomputed, replayed
 from amanda.scope import in_force
 
-from ._autograd import activation_of_pass
-from ._collectives import report_reducers
+from ._autograd import activation_of_pass_caller
+from ._collectives import patch_reducers_to_report
 from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from ._control_flow import run_control_flow_op_by_op
 from ._operators import Operators
@@ -74,12 +74,14 @@ class TorchPatches:
         self._operators.install()
         self._follow_checkpoints(attributes)
         self._follow_futures(attributes)
-        report_reducers(attributes)
+        patch_reducers_to_report(attributes)
         # Modules that are not imported yet are patched when the program imports them.
         for module, name in INTERNAL_FUNCTIONS:
-            attributes.when_imported(module, functools.partial(_run_uninstrumented, attributes, module, name))
-        attributes.when_imported(LOADER, lambda: _report_loader_workers(attributes))
-        attributes.when_imported(CONST_FOLD, lambda: _report_recorded_tangents(attributes))
+            attributes.when_imported(
+                module, functools.partial(_patch_to_run_uninstrumented, attributes, module, name)
+            )
+        attributes.when_imported(LOADER, lambda: _patch_loader_to_report_workers(attributes))
+        attributes.when_imported(CONST_FOLD, lambda: _patch_linearize_to_report_tangents(attributes))
         run_control_flow_op_by_op(attributes)
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
         attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
@@ -89,36 +91,15 @@ class TorchPatches:
         """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
-        generator: Any = getattr(checkpoint, name, None)
-        forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")
-
-        def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
-            """Run a checkpoint, in scopes so that its function recomputes at the place of the first run."""
-            if interceptor.active() is None or not torch.is_grad_enabled():
-                return (yield from generator(fn, *args, **kwargs))
-            # The generator surrounds the first run, and calls the function to recompute alone.
-            recomputation = Recomputation()
-            recompute = _in_state_of_pass(functools.partial(recomputation.again, fn))
-            with recomputation.first():
-                return (yield from generator(recompute, *args, **kwargs))
-
-        def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return forward(ctx, _in_state_of_pass(recomputed(run_function)), *args)
-
-        original_init = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
-
-        def make_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-            original_init(self, *args, **kwargs)
-            self.pack_hook = _without_tools(self.pack_hook)  # what it computes is no op of the program
-
-        if original_init is not None:
-            init = functools.wraps(original_init)(make_hook)
-            attributes.set(checkpoint._recomputation_hook, "__init__", init)
+        generator = getattr(checkpoint, name, None)
         if generator is not None:
-            attributes.set(checkpoint, name, functools.wraps(generator)(generate))
+            attributes.set(checkpoint, name, _recomputing_in_place(generator))
+        forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
-            run = staticmethod(functools.wraps(forward)(run_forward))
-            attributes.set(checkpoint.CheckpointFunction, "forward", run)
+            attributes.set(checkpoint.CheckpointFunction, "forward", _forward_recomputing_in_place(forward))
+        make_hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
+        if make_hook is not None:
+            attributes.set(checkpoint._recomputation_hook, "__init__", _packing_without_tools(make_hook))
 
     @staticmethod
     def _follow_futures(attributes: Attributes) -> None:
@@ -129,7 +110,7 @@ class TorchPatches:
                 attributes.set(torch._C.Future, name, _replaying_callbacks(original))
 
     @classmethod
-    def takes_no_stance(cls, stance: Any) -> bool:
+    def leaves_stance_to_scopes(cls, stance: Any) -> bool:
         """Return True if the user has set no stance but to compile: scopes then decide how code runs."""
         # The scope's own stance hides the user's: what counts is the stance from before.
         if stance is cls.stance:
@@ -140,7 +121,7 @@ class TorchPatches:
     def _set_stance(attributes: Attributes) -> None:
         """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes."""
         if not supports_stances():
-            _run_frames_eagerly(attributes)
+            _keep_old_dynamo_from_compiling(attributes)
             return
         contexts: list[Any] = []
         attributes.on_restore(lambda: _restore_stance(contexts))  # first: an interrupt may come at any call
@@ -149,12 +130,50 @@ class TorchPatches:
         TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
-def _in_state_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's generator of a checkpoint, to recompute at the place of the first run in scopes."""
+
+    @functools.wraps(generator)
+    def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+        """Run a checkpoint, in scopes so that its function recomputes at the place of the first run."""
+        if interceptor.active() is None or not torch.is_grad_enabled():
+            return (yield from generator(fn, *args, **kwargs))
+        # The generator surrounds the first run, and calls the function to recompute alone.
+        recomputation = Recomputation()
+        recompute = _in_scope_of_pass(functools.partial(recomputation.again, fn))
+        with recomputation.first():
+            return (yield from generator(recompute, *args, **kwargs))
+
+    return generate
+
+
+def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:
+    """Wrap the forward pass of a reentrant checkpoint, to recompute at the place of the first run."""
+
+    @functools.wraps(forward)
+    def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, _in_scope_of_pass(recomputed(run_function)), *args)
+
+    return staticmethod(run_forward)
+
+
+def _packing_without_tools(make_hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor of a checkpoint's hooks: what they compute is not an op of the program."""
+
+    @functools.wraps(make_hook)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_hook(self, *args, **kwargs)
+        self.pack_hook = _without_tools(self.pack_hook)
+
+    return init
+
+
+def _in_scope_of_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to run in the scope of its backward pass, also on threads of autograd's engine."""
 
     @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        caller_activation = activation_of_pass()
+        caller_activation = activation_of_pass_caller()
         with nullcontext() if caller_activation is None else in_force(caller_activation):
             return function(*args, **kwargs)
 
@@ -184,7 +203,7 @@ def _restore_stance(contexts: Sequence[Any]) -> None:
         contexts[0].__exit__(None, None, None)
 
 
-def _run_frames_eagerly(attributes: Attributes) -> None:
+def _keep_old_dynamo_from_compiling(attributes: Attributes) -> None:
     """Keep a dynamo without stances from compiling in a scope, and from running compiled code.
 
     Logs a warning, and changes nothing, if dynamo lacks the functions to patch.
@@ -223,7 +242,7 @@ def forget_torch_callables() -> None:
         forget()
 
 
-def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
+def _patch_to_run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
     """Patch an internal function of torch to run without tools, and to report if it runs a program.
 
     Does nothing if this torch lacks the function.
@@ -249,7 +268,7 @@ def _run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
     attributes.set(holder, method, run_without_tools)
 
 
-def _report_loader_workers(attributes: Attributes) -> None:
+def _patch_loader_to_report_workers(attributes: Attributes) -> None:
     """Patch DataLoader to report a pass whose ops run in worker processes; do nothing if torch lacks it."""
     reset = torch_attribute(f"utils.data.dataloader.{_RESET}")
     if reset is None:
@@ -266,7 +285,7 @@ def _report_loader_workers(attributes: Attributes) -> None:
     attributes.set(owner, "_reset", report_and_reset)
 
 
-def _report_recorded_tangents(attributes: Attributes) -> None:
+def _patch_linearize_to_report_tangents(attributes: Attributes) -> None:
     """Patch the module that `torch.func.linearize` makes of its tangents' program to report the ops in it."""
     # The function that makes the module cannot be replaced: dynamo recognises torch's functions alone.
     module_class = sys.modules[CONST_FOLD].FoldedGraphModule

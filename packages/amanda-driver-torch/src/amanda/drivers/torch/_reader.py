@@ -10,15 +10,15 @@ import torch
 from amanda import interceptor
 
 from ._layout import Libraries, find_layout
-from ._levels import layers, with_wrappers
+from ._levels import call_with_wrappers, layers
 
 logger = logging.getLogger("amanda")
 
 _native: Any = torch._C  # its stubs lack what is used here
 
-_DESCRIBE = ("aoti_torch_get_dtype", "aoti_torch_get_dim", "aoti_torch_get_device_type",
+_DESCRIBING_FUNCTIONS = ("aoti_torch_get_dtype", "aoti_torch_get_dim", "aoti_torch_get_device_type",
              "aoti_torch_get_device_index")  # fmt: skip
-_AUTODIFF = (
+_AUTODIFF_FUNCTIONS = (
     "_ZNK3c1010TensorImpl13requires_gradEv",  # bool c10::TensorImpl::requires_grad() const
     "_ZN2at6native12is_inferenceERKNS_6TensorE",  # bool at::native::is_inference(const at::Tensor &)
     "_ZNK2at10TensorBase8_versionEv",  # int64_t at::TensorBase::_version() const
@@ -29,11 +29,11 @@ _AUTODIFF = (
 _FUNCTION_MODE = "_ZN2at4impl27torch_function_mode_enabledEv"
 _KEY_INCLUDED = "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"
 _TRANSFORM = "FuncTorchDynamicLayerFrontMode"
-_KEYS = ("Python", _TRANSFORM, "Tracer")
+_MODE_KEYS = ("Python", _TRANSFORM, "Tracer")
 """Included where a dispatch mode, a transform of torch.func, or torch.jit.trace is in force."""
 
 
-_VALUES = (
+_VALUE_FUNCTIONS = (
     "aoti_torch_get_sizes",
     "aoti_torch_get_dim",
     "_ZNK3c1010TensorImpl8_fw_gradEmRKN2at10TensorBaseE",  # const Tensor &_fw_grad(level, tensor) const
@@ -42,13 +42,13 @@ _VALUES = (
 
 
 def make_reader(
-    through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    straight_through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[interceptor.Reader | None, str]:
     """Return a reader of this build of torch, or None, and what the reader lacks, or ""; warn of a lack.
 
     Without a reader Python does the same work at a multiple of the time. Without a layout native code calls
     functions of torch instead of reading memory.
-    through: returns a value whose gradient goes to an original.
+    straight_through: returns a value whose gradient goes to an original.
     """
     try:
         libraries = Libraries()
@@ -60,16 +60,21 @@ def make_reader(
             tensors=(torch.Tensor, torch.nn.Parameter),
             plain=(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
             offset=_handle_offset(),
-            describe=libraries.addresses(_DESCRIBE),
+            describe=libraries.addresses(_DESCRIBING_FUNCTIONS),
             extents="shape",
             modes=(
                 (mode_is_enabled, 0),
-                *((key_is_included, int(_native._parse_dispatch_key(key))) for key in _KEYS),
+                *((key_is_included, int(_native._parse_dispatch_key(key))) for key in _MODE_KEYS),
             ),
-            autodiff=libraries.addresses(_AUTODIFF),
-            values=(*libraries.addresses(_VALUES), _storage_offset(), torch.empty(1), through),
+            autodiff=libraries.addresses(_AUTODIFF_FUNCTIONS),
+            values=(
+                *libraries.addresses(_VALUE_FUNCTIONS),
+                _storage_offset(),
+                torch.empty(1),
+                straight_through,
+            ),
             layout=tensor_layout,
-            wrappers=_wrappers(),
+            wrappers=_wrapper_layout(),
         )
         # Symbols may exist and mean something else in another build: a trial on samples decides.
         if _reads_correctly(reader):
@@ -103,10 +108,12 @@ def _handle_offset() -> int:
     raise LookupError("the handle of a tensor")
 
 
-def _wrappers() -> tuple[int, int, tuple[torch.Tensor, ...]]:
+def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
     """Return the index of transforms among the modes, the offset of what a wrapper wraps, and wrappers."""
-    offset, *samples = with_wrappers(lambda *samples: (_content_offset(samples), *samples), torch.empty(2))
-    return 1 + _KEYS.index(_TRANSFORM), offset, tuple(samples)
+    offset, *samples = call_with_wrappers(
+        lambda *samples: (_content_offset(samples), *samples), torch.empty(2)
+    )
+    return 1 + _MODE_KEYS.index(_TRANSFORM), offset, tuple(samples)
 
 
 def _content_offset(samples: tuple[torch.Tensor, ...]) -> int:
@@ -137,30 +144,58 @@ def _storage_offset() -> int:
 def _reads_correctly(reader: interceptor.Reader) -> bool:
     """Return True if the reader reads keys, versions, memory and forms of sample tensors as they are."""
     with torch.inference_mode(False), torch.enable_grad():
-        plain = torch.zeros(2, 3)
-        trained = torch.zeros(2, 3, requires_grad=True)
-        different = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
-        key = reader.key((plain, 1))
-        has_equal_keys = key and key == reader.key((torch.ones(4, 5), 2))
-        has_distinct_keys = all(reader.key((tensor, 1)) not in (0, key) for tensor in different)
-        sized = reader.key((plain, 1), {}, True)
-        has_distinct_keys = has_distinct_keys and sized == reader.key((torch.ones(2, 3), 2), {}, True) != 0
-        has_distinct_keys = has_distinct_keys and sized != reader.key((torch.ones(3, 2), 1), {}, True)
-        first_version = reader.version(plain)
-        plain.zero_()
-        counts_writes = first_version == 0 and reader.version(plain) == 1
-        with torch.no_grad():
-            ignores_gradients = reader.key((trained, 1)) == reader.key((plain, 1)) != key
-        with torch.inference_mode():
-            has_no_version = reader.version(torch.zeros(1)) is None
-        view, equal = plain.view(6), torch.ones(2, 3)
-        tells_memory = reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0
-        fits = reader.can_substitute(plain, equal) and reader.can_substitute(trained, equal)
-        misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
-        fits = fits and not any(reader.can_substitute(plain, misfit) for misfit in misfits)
-        reads_layers = _reads_layers(reader, plain, trained)
-    reads_keys = reads_layers and has_equal_keys and has_distinct_keys and ignores_gradients
-    return bool(reads_keys and counts_writes and has_no_version and tells_memory and fits)
+        plain, trained = torch.zeros(2, 3), torch.zeros(2, 3, requires_grad=True)
+        return (
+            _reads_keys(reader, plain, trained)
+            and _reads_sizes(reader, plain)
+            and _reads_versions(reader)
+            and _reads_memory(reader, plain)
+            and _finds_substitutes(reader, plain, trained)
+            and _reads_layers(reader, plain, trained)
+        )
+
+
+def _reads_keys(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Return True if keys tell dtype, rank, device and need of a gradient, and nothing else."""
+    key = reader.key((plain, 1))
+    has_equal_keys = key != 0 and key == reader.key((torch.ones(4, 5), 2))
+    different = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
+    has_distinct_keys = all(reader.key((tensor, 1)) not in (0, key) for tensor in different)
+    with torch.no_grad():
+        ignores_gradients = reader.key((trained, 1)) == reader.key((plain, 1)) != key
+    return has_equal_keys and has_distinct_keys and ignores_gradients
+
+
+def _reads_sizes(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
+    """Return True if keys that are to tell sizes tell them."""
+    with_sizes = True
+    key = reader.key((plain, 1), {}, with_sizes)
+    is_equal = key == reader.key((torch.ones(2, 3), 2), {}, with_sizes) != 0
+    return is_equal and key != reader.key((torch.ones(3, 2), 1), {}, with_sizes)
+
+
+def _reads_versions(reader: interceptor.Reader) -> bool:
+    """Return True if versions count the writes into a tensor, and an inference tensor has none."""
+    tensor = torch.zeros(2, 3)
+    first_version = reader.version(tensor)
+    tensor.zero_()
+    with torch.inference_mode():
+        has_no_version = reader.version(torch.zeros(1)) is None
+    return first_version == 0 and reader.version(tensor) == 1 and has_no_version
+
+
+def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
+    """Return True if the memory of a view is that of its base, and of no equal tensor."""
+    view, equal = plain.view(6), torch.ones(2, 3)
+    return reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0
+
+
+def _finds_substitutes(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Return True if a tensor of the same form can stand for another, and no other value can."""
+    equal = torch.ones(2, 3)
+    misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
+    fits = reader.can_substitute(plain, equal) and reader.can_substitute(trained, equal)
+    return fits and not any(reader.can_substitute(plain, misfit) for misfit in misfits)
 
 
 def _reads_layers(reader: interceptor.Reader, *tensors: torch.Tensor) -> bool:
@@ -170,5 +205,5 @@ def _reads_layers(reader: interceptor.Reader, *tensors: torch.Tensor) -> bool:
         samples = *tensors, batched, tracked, tracked.detach()
         return [reader.key((sample,)) for sample in samples]
 
-    keys = with_wrappers(layer_keys, tensors[0])
+    keys = call_with_wrappers(layer_keys, tensors[0])
     return 0 not in keys and len({*keys}) == len(keys)

@@ -164,7 +164,7 @@ def check_requirements() -> None:
         log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {tested}")
 
 
-def count_found() -> int:
+def count_private_names() -> int:
     """Return the number of undocumented names of the lists above that this torch has."""
     return sum(torch_attribute(path) is not None for path in (*ESSENTIAL, *OPTIONAL))
 

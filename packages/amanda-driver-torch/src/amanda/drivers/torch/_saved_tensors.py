@@ -36,13 +36,13 @@ class SavingHooks(Saved):
 
     def __init__(self, written: list[torch.Tensor]) -> None:
         self._written = written
-        self._shared: list[SavedTensor] = []
+        self._in_written_memory: list[SavedTensor] = []
         hooks: tuple[Any, Any] = _program_hooks() or (None, SavedTensor.unpack)
         self._outer_pack, self._unpack = hooks
 
-    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+    def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op under the hooks."""
-        self._making = DatalessCall(call.computation(), inputs)
+        self._dataless_call = DatalessCall(call.computation(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
             _push(self._pack, self._unpack)
@@ -51,10 +51,10 @@ class SavingHooks(Saved):
             _pop()
             self._written = []  # the graph keeps the hooks, and these must not keep the graph
 
-    def keep(self) -> None:
+    def copy_before_write(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
-        while self._shared:
-            self._shared.pop().copy()
+        while self._in_written_memory:
+            self._in_written_memory.pop().copy()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Pack a saved tensor for autograd, and note it if it shares memory with those to be written."""
@@ -65,10 +65,10 @@ class SavingHooks(Saved):
                 return self._outer_pack(tensor.clone() if shared else tensor)
             if not shared:
                 return SavedTensor(tensor)
-            maker = None if tensor.grad_fn is None else MakerNode(tensor, self._making)
+            maker = None if tensor.grad_fn is None else MakerNode(tensor, self._dataless_call)
             # If not detached, an output of the op would hold the node that saves it.
             saved = SavedTensor(tensor.detach(), maker)
-        self._shared.append(saved)
+        self._in_written_memory.append(saved)
         return saved
 
 
@@ -77,28 +77,32 @@ class SavedAtNodes(Saved):
 
     results: tensors that the op made or wrote.  A node may save a written tensor that has no gradient, such
     as the statistics of batch normalisation, so the nodes of the outputs are looked at too.
-    behind: number of nodes behind these that are looked at as well.
+    further_nodes: number of nodes behind these that are looked at as well.
     """
 
-    def __init__(self, written: list[torch.Tensor], results: list[torch.Tensor], behind: int = 0) -> None:
+    def __init__(
+        self, written: list[torch.Tensor], results: list[torch.Tensor], further_nodes: int = 0
+    ) -> None:
         self._written = written
-        self._nodes = _nearest_nodes(results, behind) if written else set()
+        self._nodes = _nearest_nodes(results, further_nodes) if written else set()
 
-    def keep(self) -> None:
+    def copy_before_write(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
-        with Suspension(), torch.no_grad():  # copies are no ops of the program
+        with Suspension(), torch.no_grad():  # copies are not ops of the program
             for node in self._nodes:
-                for saved, value in _saved_at(node):
+                for saved_variable, value in _saved_at(node):
                     if any(_share_memory(value, tensor) for tensor in self._written):
-                        saved.register_hooks(_clone_below if is_wrapped(value) else torch.clone, _identity)
+                        saved_variable.register_hooks(
+                            _clone_below if is_wrapped(value) else torch.clone, _identity
+                        )
         self._written, self._nodes = [], set()
 
 
-def _nearest_nodes(results: list[torch.Tensor], behind: int) -> set[Any]:
-    """Return the nodes of some tensors, and up to a number of the nodes behind them, the nearest first."""
+def _nearest_nodes(results: list[torch.Tensor], further_nodes: int) -> set[Any]:
+    """Return the nodes of some tensors, and about so many of the nodes behind them, the nearest first."""
     nodes = dict.fromkeys(node for node in map(_node_of, results) if node is not None)
-    waiting, most = list(nodes), len(nodes) + behind
-    while waiting and len(nodes) < most:
+    waiting, limit = list(nodes), len(nodes) + further_nodes
+    while waiting and len(nodes) < limit:
         following = [node for node, _ in waiting.pop(0).next_functions if node is not None]
         waiting += [node for node in following if node not in nodes]
         nodes.update(dict.fromkeys(following))
@@ -114,20 +118,22 @@ def _node_of(tensor: torch.Tensor) -> Any:
 
 
 def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each saved tensor of a node with its value; skip those whose value raises, as written since."""
+    """Yield each saved variable of a node with its tensor; skip those that raise, as after a write."""
     # Torch names the attributes of a node by the saved variable: `_raw_saved_self` beside `_saved_self`.
     for name in dir(node):
         if name.startswith(_RAW):
             value_name = name.replace(_RAW, "_saved_", 1)
-            try:
-                raw, values = (
-                    getattr(node, name),
-                    getattr(node, value_name if hasattr(node, value_name) else "saved_tensors"),
-                )
+            try:  # `hasattr` raises, too, for what was written since
+                if not hasattr(node, value_name):
+                    value_name = "saved_tensors"  # of an autograd.Function
+                saved, values = getattr(node, name), getattr(node, value_name)
             except RuntimeError:
                 continue
-            pairs = zip(raw, values, strict=True) if isinstance(raw, tuple) else ((raw, values),)
-            yield from ((saved, value) for saved, value in pairs if isinstance(value, torch.Tensor))
+            if not isinstance(saved, tuple):
+                saved, values = (saved,), (values,)
+            for saved_variable, value in zip(saved, values, strict=True):
+                if isinstance(value, torch.Tensor):
+                    yield saved_variable, value
 
 
 def _clone_below(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,9 +157,9 @@ class SavedTensor:
         self._version = None if tensor.is_inference() else tensor._version
 
     def copy(self) -> None:
-        """Copy the tensor, so that a routine may write the original."""
+        """Copy the tensor, so that a routine may write the original; do nothing if it was written since."""
         if self._version is not None and self._tensor._version != self._version:
-            return  # the op itself has written what it saved, which is an error in the backward pass
+            return  # by the op itself, which is an error in the backward pass
         with Suspension(), torch.no_grad():
             self._tensor = self._tensor.clone()
         self._version = 0  # the clone's
@@ -192,7 +198,7 @@ def _program_hooks() -> Any:
 
 def _share_memory(tensor: torch.Tensor, written: torch.Tensor) -> bool:
     """Return True if two tensors of one layout have a storage in common."""
-    if is_wrapped(tensor) or is_wrapped(written):  # whose storage cannot be asked for
+    if is_wrapped(tensor) or is_wrapped(written):  # a wrapper's storage cannot be asked for
         tensor, written = innermost(tensor), innermost(written)
     return tensor.layout == written.layout and bool(torch._C._is_alias_of(tensor, written))  # type: ignore[attr-defined]
 
@@ -206,7 +212,7 @@ class DatalessCall:
         self._compute = compute
         self._inputs = map_nested(TensorSpec.of, list(inputs))
 
-    def name(self) -> str:
+    def node_name(self) -> str:
         """Return the name of the node, found by running the op on tensors without data."""
         # An op may fail without data; torch's name for writes into views is then the likeliest.
         try:
@@ -266,7 +272,7 @@ class MakerNode:
         )
 
     def __str__(self) -> str:
-        name = self._call.name() if self._marker() is None else self._name
+        name = self._call.node_name() if self._marker() is None else self._name
         return f", which is output {self._number} of {_name_in_error(name)},"
 
 

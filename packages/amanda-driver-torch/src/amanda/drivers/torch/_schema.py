@@ -9,7 +9,7 @@ A binding depends on the form of a call, never on its values, and is made once p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,20 +27,23 @@ class Binding:
 
     names: the schema's name of each input.
     mutable: inputs that the operator writes: in place, `out=`, running statistics.
-    apart: written inputs that the operator does not return.
+    unreturned: written inputs that the operator does not return.
+    statistics: of a normalisation, which writes them if a flag among the inputs is set; None for other ops.
     defaults: values of the schema for arguments that the call lacks.
     """
 
-    __slots__ = ("_indices", "_optional_tensors", "_statistics", "apart", "defaults", "mutable", "names")
+    __slots__ = (
+        "_indices", "_optional_tensors", "defaults", "mutable", "names", "statistics", "unreturned",
+    )  # fmt: skip
 
     def __init__(self, layout: ArgumentLayout) -> None:
         self.names = layout.names
         self.mutable = layout.mutable
-        self.apart = layout.apart
+        self.unreturned = layout.unreturned
         self.defaults: Mapping[str, Any] = layout.defaults
         self._optional_tensors = layout.optional_tensors
         self._indices = {name: i for i, name in enumerate(self.names)}
-        self._statistics = _running_statistics(self._indices)
+        self.statistics = _running_statistics(self._indices)
         # Schemas say `self` where torch's Python functions say `input`: tools may use either name.
         if "self" in self._indices:
             self._indices.setdefault("input", self._indices["self"])
@@ -72,8 +75,8 @@ class Binding:
     def written(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         """Return the positions of the inputs that a call with these values writes."""
         mutable = self.mutable
-        if self._statistics is not None and inputs[self._statistics[0]]:
-            mutable += self._statistics[1]
+        if self.statistics is not None and inputs[self.statistics.flag]:
+            mutable += self.statistics.written
         return tuple(i for i in mutable if inputs[i] is not None)
 
     def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
@@ -216,12 +219,21 @@ def _binding_of_layout(layout: ArgumentLayout) -> Binding:
 _STATISTICS_FLAGS = ("training", "train", "use_input_stats")
 
 
-def _running_statistics(indices: Mapping[str, int]) -> tuple[int, tuple[int, ...]] | None:
-    """Return the positions of a normalisation's flag, and of its statistics; None for any other op."""
+class RunningStatistics(NamedTuple):
+    """Positions among a normalisation's inputs: of the flag, and of the statistics written if it is set."""
+
+    flag: int
+    written: tuple[int, ...]
+
+
+def _running_statistics(indices: Mapping[str, int]) -> RunningStatistics | None:
+    """Return the statistics of a normalisation, from the positions of inputs by name; None for another op."""
     if "running_mean" not in indices or "running_var" not in indices:
         return None
     flag = next((indices[name] for name in _STATISTICS_FLAGS if name in indices), None)
-    return None if flag is None else (flag, (indices["running_mean"], indices["running_var"]))
+    if flag is None:
+        return None
+    return RunningStatistics(flag, (indices["running_mean"], indices["running_var"]))
 
 
 def holds_tensor(value: Any) -> bool:
@@ -237,7 +249,7 @@ OutputSpec = Callable[[Sequence[Any]], Any]
 def flatten_outputs(output: Any) -> tuple[list[Any], OutputSpec]:
     """Return an operator's outputs as a list, and a function that puts a list back into their form.
 
-    A tuple, a namedtuple and a list of tensors are their elements; None is no output.
+    A tuple, a namedtuple and a list of tensors are their elements; None is not an output.
     """
     if output is None:
         return [], _no_output

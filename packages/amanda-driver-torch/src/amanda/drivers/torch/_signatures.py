@@ -21,7 +21,7 @@ from ._targets import Target, by_callable
 class Argument:
     """One argument of a schema. type is the schema's element type, "Any" where unknown.
 
-    is_apart: whether the op writes the argument and returns other values than that.
+    is_unreturned: whether the op writes the argument, and returns other values than that.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Argument:
     is_list: bool = False
     is_optional: bool = False
     is_written: bool = False
-    is_apart: bool = False
+    is_unreturned: bool = False
     keyword_only: bool = False
     has_default: bool = False
     default: Any = None
@@ -67,7 +67,7 @@ _SPELLINGS = {
 _LOCAL_NAMESPACE = "amanda::"
 """Namespace of the schemas that this module writes, which do not say what a call returns."""
 
-# Callables whose Python signature is no ATen schema, by their Python name.
+# Callables whose Python signature is not an ATen schema, by their Python name.
 _MOVE = "(Tensor self, Device? device=None, bool non_blocking=False, *, {})"
 _LAYOUT = "MemoryFormat? memory_format=None"
 _CAST = f"(Tensor self, *, {_LAYOUT})"
@@ -202,7 +202,7 @@ def _convert_argument(argument: Any, returned: Set[str] | None) -> Argument:
         is_list=is_list,
         is_optional=is_optional,
         is_written=alias is not None,
-        is_apart=bool(alias and returned is not None and returned.isdisjoint(alias.before_set)),
+        is_unreturned=bool(alias and returned is not None and returned.isdisjoint(alias.before_set)),
         keyword_only=argument.kwarg_only,
         has_default=argument.has_default_value(),
         default=tuple(default) if isinstance(default, list) else default,

@@ -1,14 +1,14 @@
-"""Memory of tensors: storages, strided parts, elements that share a memory cell, equal bits."""
+"""Memory of tensors: storages, strided parts, elements that share a cell, equal bits, written elements."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from amanda.interceptor import Suspension
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._levels import innermost, is_wrapped
+from ._levels import innermost, is_wrapped, with_batches_first
 from ._straight_through import in_forward_mode, straight_through
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -79,7 +79,7 @@ def distinct_elements(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in pairs)]
 
 
-def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def copy_laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, differentiably, into new memory with the layout of a view.
 
     An op then copies, makes a view, or refuses to write, as it would have done with the view.
@@ -106,21 +106,26 @@ def laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _strides_without_overlap(view: torch.Tensor) -> list[int]:
     """Return strides that give each element of an expanded view a memory cell of its own.
 
-    The new steps differ from those of other dimensions, so that no two dimensions could be joined.
+    A dimension that was not expanded keeps its stride, and cannot be joined with one that was: `reshape`
+    would make a view of such two, where it copies the expanded view.
     """
     sizes, strides = list(view.size()), list(view.stride())
-    used_steps = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
-    step = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    # Strides of the view, and those at which a dimension follows on another, with which it would be joined.
+    joining_strides = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
+    next_stride = 1 + sum(
+        (n - 1) * step for n, step in zip(sizes, strides, strict=True)
+    )  # behind the last cell
     for i in reversed(range(len(sizes))):
         if sizes[i] > 1 and strides[i] == 0:
-            while step in used_steps:
-                step += 1
-            strides[i], step = step, sizes[i] * step
-            used_steps -= {step}
+            while next_stride in joining_strides:
+                next_stride += 1
+            strides[i], next_stride = next_stride, sizes[i] * next_stride
+            # The next expanded dimension may be joined with this one, as the two can be in the view.
+            joining_strides.discard(next_stride)
     return strides
 
 
-def in_memory_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def copy_in_storage_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` at the offset and strides of `original`, in a copy of that tensor's storage."""
     with torch.no_grad():
         storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
@@ -137,12 +142,10 @@ def same_bits(first: Any, second: Any) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:
-        if (first.shape, first.dtype, first.device, first.layout) != (
-            second.shape,
-            second.dtype,
-            second.device,
-            second.layout,
-        ):
+        first_form, second_form = (
+            (tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (first, second)
+        )
+        if first_form != second_form:
             return False
         first_parts, second_parts = strided_parts(first), strided_parts(second)
         if not first_parts or len(first_parts) != len(second_parts):
@@ -157,10 +160,10 @@ def same_bits(first: Any, second: Any) -> bool:
 def _same_bits_of_strided(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.is_meta or second.is_meta:
         return first.shape == second.shape
-    return torch.equal(_as_integers(first), _as_integers(second))
+    return torch.equal(_bits_as_integers(first), _bits_as_integers(second))
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def _bits_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as integers of the same bits."""
     # As integers: NaN must equal NaN, and 0.0 differ from -0.0.
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -169,3 +172,98 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.dtype.is_floating_point:
         return tensor
     return tensor.view(_BITS[tensor.element_size()])
+
+
+class WrittenElements(NamedTuple):
+    """Some elements of a tensor; marks: which."""
+
+    tensor: torch.Tensor
+    marks: torch.Tensor
+
+    @classmethod
+    def at(cls, tensor: torch.Tensor, index: Any) -> "WrittenElements":
+        """Return the elements of a tensor at an index, as `tensor[index] = y` writes them."""
+        if is_wrapped(tensor):
+            marks = torch.zeros_like(tensor, dtype=torch.bool)
+        else:
+            marks = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+        marks[index] = True
+        return cls(tensor, marks)
+
+    def part(self) -> "WrittenPart":
+        """Return the elements as a part of their storage."""
+        if is_wrapped(self.tensor):
+            return WrittenPart(with_batches_first(self.tensor)[1], with_batches_first(self.marks)[1])
+        return WrittenPart(self.tensor, self.marks)
+
+
+class WrittenPart:
+    """Written elements of a storage: all elements of a tensor, or some of them."""
+
+    def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
+        """Note the written elements of a tensor: those that `marks` selects, all without marks."""
+        self.tensor = tensor
+        self._is_whole_storage = marks is None and _is_whole(tensor)
+        self._flags: torch.Tensor | None = None
+        if marks is not None:
+            # Of elements that are one in memory, one that is marked is enough: `copy_` would take the last.
+            strided_as(self._storage_flags(tensor_is_marked=False), tensor).masked_fill_(marks, True)
+
+    def add(self, tensor: torch.Tensor) -> "WrittenPart":
+        """Add the elements of another tensor in the storage."""
+        self._is_whole_storage = self._is_whole_storage or tensor.element_size() != self.tensor.element_size()
+        if not self._is_whole_storage:
+            strided_as(self._storage_flags(tensor_is_marked=True), tensor).fill_(True)
+        return self
+
+    def marks_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a mask of the elements of a tensor in the storage that were written; None if all were.
+
+        An element of another size, as after `view(dtype)`, was written if any of its bytes was.
+        """
+        if self._is_whole_storage:
+            return None
+        size, written_size = tensor.element_size(), self.tensor.element_size()
+        if self._flags is None and size == written_size and has_same_elements(self.tensor, tensor):
+            return None
+        flags = self._storage_flags(tensor_is_marked=True)
+        if size < written_size:
+            flags = flags.repeat_interleave(written_size // size)
+        elif size > written_size:
+            count = size // written_size
+            whole_elements = flags[: len(flags) // count * count]  # the storage may end within an element
+            flags = whole_elements.view(-1, count).any(1)
+        return strided_as(flags, tensor)
+
+    def _storage_flags(self, tensor_is_marked: bool) -> torch.Tensor:
+        """Return a flag for each element of the storage, which are made at the first call.
+
+        tensor_is_marked: whether flags that are made now have those of the tensor's elements set.
+        """
+        if self._flags is None:
+            tensor = self.tensor
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self._flags = torch.zeros(size, dtype=torch.bool, device=tensor.device)
+            if tensor_is_marked:
+                strided_as(self._flags, tensor).fill_(True)
+        return self._flags
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is all of its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's view of flags, or of other values, that there are for each element of its storage."""
+    return flags.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def has_same_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors of one storage have the same elements, in the same order."""
+    return (
+        first.storage_offset() == second.storage_offset()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.dtype == second.dtype
+    )

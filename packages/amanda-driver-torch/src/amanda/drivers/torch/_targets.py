@@ -136,8 +136,8 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def exclusion(called: Any) -> str | None:
-    """Return why a native callable of torch is no operator, or None for an operator."""
+def why_excluded(called: Any) -> str | None:
+    """Return why a native callable of torch is not an operator, or None for an operator."""
     name: str = getattr(called, "__name__", str(called))
     if type(called).__name__ == "getset_descriptor":
         return None if name in TENSOR_PROPERTIES else "metadata of a tensor"
@@ -162,7 +162,7 @@ def _operators() -> tuple[Target, ...]:
     for called in _native_callables():
         # The types of native callables have no public names in Python.
         kind = _KINDS.get(type(called).__name__)
-        if kind is None or id(called) in targets_by_id or exclusion(called) is not None:
+        if kind is None or id(called) in targets_by_id or why_excluded(called) is not None:
             continue
         name = called.__name__
         canonical = CANONICAL.get(name, name)

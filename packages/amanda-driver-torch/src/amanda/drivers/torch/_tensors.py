@@ -100,26 +100,27 @@ class TorchTensors:
         return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor.
+        """Copy a value into the user's tensor; an empty tensor takes the shape of the value, as `out=` does.
 
-        Raises RoutineError for a value that is no tensor, or that does not fit.
+        Raises RoutineError for a value that is not a tensor, or that does not fit.
         """
         if not isinstance(value, torch.Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
         if target.numel() == 0 and not target.requires_grad:
-            target.resize_(value.shape)  # as `out=` does
+            target.resize_(value.shape)
         if not isolated:
             _write_recorded(target, _check_shape(target, value))
             return
         value = _without_node(_cast_outside_autograd(target, value))
         if has_overlap(target):  # `copy_` refuses a target whose elements share memory
-            _without_gradient(_write_each, target, value)
+            _without_gradient(_write_shared_cells, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
+        is_plain_leaf = target.is_leaf and not target._is_view()  # into which torch records no write
         # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
         if recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
             _without_gradient(target.detach().copy_, value)
-        elif (recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
+        elif (recorded and not is_plain_leaf) or has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)
@@ -326,7 +327,7 @@ def _write_recorded(target: torch.Tensor, value: torch.Tensor) -> None:
         _without_gradient(target.detach().copy_, value.detach())
 
 
-def _write_each(target: torch.Tensor, value: torch.Tensor) -> None:
+def _write_shared_cells(target: torch.Tensor, value: torch.Tensor) -> None:
     """Write into a tensor several elements of which are one in memory, as `expand` makes it.
 
     Raises RoutineError for different values at one place in memory.

@@ -100,12 +100,12 @@ class TransformedTensors(TorchTensors):
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
-        value = self._batched_like(original, self._cast(original, value))
+        value = self._batched_like(original, self._cast_to_fit(original, value))
         # Integers have no gradient, and an inference tensor enters no graph.
         if not (original.is_floating_point() or original.is_complex()) or original.is_inference():
             return value
         if is_functionalized():  # for which torch has no rule of autograd.Function
-            return _without_functions(original, value)
+            return _value_where_functionalized(original, value)
         result: torch.Tensor = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
         return result
 
@@ -118,7 +118,7 @@ class TransformedTensors(TorchTensors):
         # can write into its argument.
         target.copy_(self.straight_through(target.clone(), value))
 
-    def _cast(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _cast_to_fit(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cast_value: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
         return cast_value
 
@@ -126,7 +126,7 @@ class TransformedTensors(TorchTensors):
         """Return a value with the batches of an original: the program may write into each sample."""
         if not (batch_axes(original).keys() - batch_axes(value).keys()):
             return value
-        return self.call_isolated(_filled_like, (original, value), {})  # type: ignore[no-any-return]
+        return self.call_isolated(_copy_in_batches_of, (original, value), {})  # type: ignore[no-any-return]
 
     def call_isolated(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -158,7 +158,7 @@ class RunBeside(Saved):
     What the nodes of the levels below save cannot be found: those of a tangent are not at the tensor.
     """
 
-    def seeing(self, call: Call, inputs: list[Any]) -> Any:
+    def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op in place on a copy of its tensor; on the tensor if the op changes more than data."""
         target = inputs[0]
         if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
@@ -174,7 +174,7 @@ class RunBeside(Saved):
         return target.copy_(copy)
 
 
-def _without_functions(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _value_where_functionalized(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` if nothing is differentiated and no other transform is in force, else `original`.
 
     Under other transforms a write into a view of `original` would not reach `value`.
@@ -202,7 +202,7 @@ def _shape_of(value: Any) -> Hashable:
 def running_routine(values: Sequence[Any]) -> Iterator[None]:
     """Run a routine within the context, and explain what it cannot do with values of a transform.
 
-    A routine whose values no transform has wrapped, such as a weight that is no argument of the transform,
+    A routine whose values no transform has wrapped, such as a weight that the transform is not applied to,
     runs outside of all: what it makes and keeps is then no wrapper either.
     """
     if not any(map(is_wrapped, _tensors_among(values))):
@@ -238,7 +238,7 @@ def _batch_counts(values: Sequence[Any]) -> list[int]:
     return counts
 
 
-def _filled_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _copy_in_batches_of(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(original).copy_(value)
 
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from amanda.eager import Tie, Views
@@ -13,11 +13,15 @@ from ._levels import innermost, is_wrapped, with_batches_first, without_transfor
 from ._overrides import as_class_of
 from ._storages import (
     PLAIN,
+    WrittenElements,
+    WrittenPart,
+    copy_laid_out_like,
     distinct_elements,
     has_overlap,
+    has_same_elements,
     is_strided,
-    laid_out_like,
     storage_id,
+    strided_as,
     strided_parts,
 )
 
@@ -65,7 +69,11 @@ class TorchViews(Views):
         on_death: Callable[[Tie], None],
         holders: Sequence[torch.Tensor] = (),
     ) -> Tie:
-        """Link a value to a view; autograd records writes through the link unless the view is a `detach`."""
+        """Link a value to a view; autograd records writes through the link unless the view is a `detach`.
+
+        holders: tensors of the program of which the value is a part, such as the values of a sparse tensor.
+        A link of wrapped tensors holds both of them; links of this kind that nothing uses any more end here.
+        """
         if any(map(is_wrapped, (view, value, *holders))):
             self.drop_unused()
             tie = LevelTie(self, view, value, on_death)
@@ -80,7 +88,7 @@ class TorchViews(Views):
         """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
         if is_wrapped(view):
             return torch.empty_like(view).copy_(value)
-        copy: torch.Tensor = as_class_of(value, laid_out_like(view, value))
+        copy: torch.Tensor = as_class_of(value, copy_laid_out_like(view, value))
         return copy
 
     def drop_unused(self) -> None:
@@ -90,15 +98,15 @@ class TorchViews(Views):
         self._level_ties = [tie for tie in self._level_ties if tie.is_used]
 
     def shares(self, value: torch.Tensor) -> bool:
-        """Return whether a tensor is a view of another, or a parameter."""
+        """Return True if a tensor is a view of another, or a parameter."""
         return value._is_view() or (value.requires_grad and value.is_leaf)
 
     def alike(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Return whether two tensors have the same strides."""
+        """Return True if two tensors have the same strides."""
         return first.stride() == second.stride()
 
-    def parts(self, values: Sequence[Any]) -> dict[Hashable, "WrittenPart"]:
-        """Return which elements of which storages the tensors are."""
+    def parts(self, values: Sequence[Any]) -> dict[Hashable, WrittenPart]:
+        """Return the elements that the tensors are of each storage, by storage."""
         parts: dict[Hashable, WrittenPart] = {}
         with without_transforms():
             for value in values:
@@ -109,77 +117,6 @@ class TorchViews(Views):
                 tensor = with_batches_first(value)[1] if is_wrapped(value) else value
                 parts[memory] = parts[memory].add(tensor) if memory in parts else WrittenPart(tensor)
         return parts
-
-
-class WrittenElements(NamedTuple):
-    """Some elements of a tensor; marks: which."""
-
-    tensor: torch.Tensor
-    marks: torch.Tensor
-
-    @classmethod
-    def at(cls, tensor: torch.Tensor, index: Any) -> "WrittenElements":
-        """Return the elements of a tensor at an index, as `tensor[index] = y` writes them."""
-        if is_wrapped(tensor):
-            marks = torch.zeros_like(tensor, dtype=torch.bool)
-        else:
-            marks = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-        marks[index] = True
-        return cls(tensor, marks)
-
-    def part(self) -> "WrittenPart":
-        """Return the elements as a part of their storage."""
-        if is_wrapped(self.tensor):
-            return WrittenPart(with_batches_first(self.tensor)[1], with_batches_first(self.marks)[1])
-        return WrittenPart(self.tensor, self.marks)
-
-
-class WrittenPart:
-    """Written elements of a storage: all elements of a tensor, or some of them."""
-
-    def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
-        """Note the written elements of a tensor: those that `marks` selects, all without marks."""
-        self.tensor = tensor
-        self._whole = marks is None and _is_whole(tensor)
-        self._flags: torch.Tensor | None = None
-        if marks is not None:
-            # Of elements that are one in memory, one that is marked is enough: `copy_` would take the last.
-            _strided_as(self._storage_flags(False), tensor).masked_fill_(marks, True)
-
-    def add(self, tensor: torch.Tensor) -> "WrittenPart":
-        """Add the elements of another tensor in the storage."""
-        self._whole = self._whole or tensor.element_size() != self.tensor.element_size()
-        if not self._whole:
-            _strided_as(self._storage_flags(True), tensor).fill_(True)
-        return self
-
-    def at(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return which elements of a tensor in the storage were written, some at least; None if all were.
-
-        An element of another size, as after `view(dtype)`, was written if any of its bytes was.
-        """
-        if self._whole:
-            return None
-        size, written_size = tensor.element_size(), self.tensor.element_size()
-        if self._flags is None and size == written_size and _same_elements(self.tensor, tensor):
-            return None
-        flags = self._storage_flags(True)
-        if size < written_size:
-            flags = flags.repeat_interleave(written_size // size)
-        elif size > written_size:
-            count = size // written_size
-            flags = flags[: len(flags) // count * count].view(-1, count).any(1)
-        return _strided_as(flags, tensor)
-
-    def _storage_flags(self, marked: bool) -> torch.Tensor:
-        """Return a flag for each element of the storage; marked: whether new flags have the tensor's set."""
-        if self._flags is None:
-            tensor = self.tensor
-            size = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._flags = torch.zeros(size, dtype=torch.bool, device=tensor.device)
-            if marked:
-                _strided_as(self._flags, tensor).fill_(True)
-        return self._flags
 
 
 class TensorTie(Tie):
@@ -209,13 +146,15 @@ class TensorTie(Tie):
         )
         self._recorded = recorded
         with torch.no_grad():
-            self._whole = view.detach()
+            self._full_view = view.detach()
+            # Copies between the sides write each memory cell once.
             cells = view if view.stride() == value.stride() else value
-            part, self._view = distinct_elements(value.detach(), cells), distinct_elements(self._whole, cells)
-        # What it takes to make the value again from its storage; a tensor here would keep it alive.
-        self._empty = torch.empty(0, dtype=part.dtype, device=part.device)
-        self._place = part.storage_offset(), part.size(), part.stride()
-        self._is_conj, self._is_neg = part.is_conj(), part.is_neg()
+            self._distinct_view = distinct_elements(self._full_view, cells)
+            distinct_value = distinct_elements(value.detach(), cells)
+        # By these the value is made again from its storage; a tensor here would keep the storage alive.
+        self._empty_value = torch.empty(0, dtype=distinct_value.dtype, device=distinct_value.device)
+        self._value_form = distinct_value.storage_offset(), distinct_value.size(), distinct_value.stride()
+        self._is_conj, self._is_neg = distinct_value.is_conj(), distinct_value.is_neg()
         self._versions = self._current_versions()
 
     @property
@@ -232,7 +171,7 @@ class TensorTie(Tie):
     @property
     def view(self) -> torch.Tensor:
         """Return the view, outside autograd."""
-        return self._whole
+        return self._full_view
 
     @property
     def _detached_value(self) -> Any:
@@ -241,7 +180,7 @@ class TensorTie(Tie):
         if storage is None:
             return None
         with torch.no_grad():
-            data = self._empty.detach().set_(storage, *self._place)
+            data = self._empty_value.detach().set_(storage, *self._value_form)
             data = data.conj() if self._is_conj else data
             return data._neg_view() if self._is_neg else data
 
@@ -253,28 +192,32 @@ class TensorTie(Tie):
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
             return None  # it was given other memory
-        value_data, view_data = self._detached_value, self._view
-        at_value, is_opposite = start == self.ends[0], False
+        value_data, view_data = self._detached_value, self._distinct_view
         if value_data is None:
             return None
+        value_was_written, is_conjugate = start == self.ends[0], False
         if value_data.is_complex() and view_data.is_complex() and not written.tensor.is_complex():
             # The real or the imaginary parts alone may be written; a gradient goes on to the others.
-            is_opposite = value_data.is_conj() != view_data.is_conj()
+            is_conjugate = value_data.is_conj() != view_data.is_conj()
             value_data, view_data = _real_pairs(value_data), _real_pairs(view_data)
-        marks = written.at(value_data if at_value else view_data)
+        marks = written.marks_in(value_data if value_was_written else view_data)
         try:
             if marks is not None and not marks.is_meta and not bool(marks.any()):
                 return None  # the write was elsewhere in the storage
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             # Recorded only if the write was: gradients then follow the copy to the other side.
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                data, view = _in_autograd(value_data, value, at_value, written), view_data
+                value_side, view_side = (
+                    _as_known_to_autograd(value_data, value, value_was_written, written),
+                    view_data,
+                )
                 if torch.is_grad_enabled():
-                    view = _in_autograd(view, base, not at_value, written)
-                source, target = (data, view) if at_value else (view, data)
-                if is_opposite:
-                    source = torch.stack([source[..., 0], -source[..., 1]], -1)
-                if at_value and marks is not None and has_overlap(view_data):
+                    view_side = _as_known_to_autograd(view_data, base, not value_was_written, written)
+                source, target = (value_side, view_side) if value_was_written else (view_side, value_side)
+                if is_conjugate:
+                    real, imaginary = source[..., 0], source[..., 1]
+                    source = torch.stack([real, -imaginary], -1)
+                if value_was_written and marks is not None and has_overlap(view_data):
                     return _write_overlapping(base, view_data, source, marks)
                 target.copy_(source if marks is None else torch.where(marks, source, target))
                 return WrittenPart(target, marks)
@@ -292,11 +235,11 @@ class TensorTie(Tie):
         (versions, view_version), (old_versions, old_view_version) = self._current_versions(), self._versions
         if any(new is not None and new != old for new, old in zip(versions, old_versions, strict=True)):
             return self._detached_value if value is None else value
-        return self._whole if view_version != old_view_version else None
+        return self._full_view if view_version != old_view_version else None
 
     def rejoin(self) -> bool:
         """Give the value the memory of the view, if that holds the same; return False if it does not."""
-        value, view = self.value, self._whole
+        value, view = self.value, self._full_view
         if value is None:
             return True
         is_alike = value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
@@ -310,11 +253,11 @@ class TensorTie(Tie):
 
     def _current_versions(self) -> tuple[Sequence[int | None], int]:
         """Return the versions of the tensors of the program in the value's memory, and that of the view."""
-        return [_version_of(self._value())], _version_of(self._view) or 0
+        return [_version_of(self._value())], _version_of(self._distinct_view) or 0
 
 
 class PartTie(TensorTie):
-    """Link of a value that is no tensor of the program, such as the values tensor of a sparse tensor.
+    """Link of a value that is not a tensor of the program, such as the values tensor of a sparse tensor.
 
     Autograd knows no such part.  holders: tensors of the program in the memory of the value.
     """
@@ -346,14 +289,14 @@ class PartTie(TensorTie):
         value = self._detached_value
         if value is None:
             return True
-        if value.stride() != self._view.stride() or not _is_equal(value, self._view):
+        if value.stride() != self._distinct_view.stride() or not _is_equal(value, self._distinct_view):
             return False
-        shift = self._view.storage_offset() - value.storage_offset()
+        shift = self._distinct_view.storage_offset() - value.storage_offset()
         del value  # a tensor in the memory that the holders are about to leave
         for part in self._parts_in_memory():
             with torch.no_grad():
                 start = part.storage_offset() + shift
-                part.data = self._view.as_strided(part.size(), part.stride(), start)
+                part.data = self._distinct_view.as_strided(part.size(), part.stride(), start)
         return not self._parts_in_memory()
 
     def _parts_in_memory(self) -> list[torch.Tensor]:
@@ -362,7 +305,7 @@ class PartTie(TensorTie):
         return [part for part in parts if self._views.memory(part) == self.ends[0]]
 
     def _current_versions(self) -> tuple[Sequence[int | None], int]:
-        return [_version_of(holder()) for holder in self._holders], _version_of(self._view) or 0
+        return [_version_of(holder()) for holder in self._holders], _version_of(self._distinct_view) or 0
 
 
 def _no_tensor() -> None:
@@ -386,11 +329,11 @@ def _write_overlapping(
     size = view.untyped_storage().nbytes() // view.element_size()
     whole = (view if base is None else base).as_strided((size,), (1,), 0)
     whole = whole.detach() if base is None else whole
-    index = _strided_as(torch.arange(size, device=view.device), view)[marks]
+    index = strided_as(torch.arange(size, device=view.device), view)[marks]
     whole[index] = value[marks]
     flags = torch.zeros(size, dtype=torch.bool, device=view.device)
     flags[index] = True
-    value.copy_(torch.where(_strided_as(flags, view), _strided_as(whole, view), value))
+    value.copy_(torch.where(strided_as(flags, view), strided_as(whole, view), value))
     return WrittenPart(whole, flags)
 
 
@@ -398,7 +341,7 @@ def _version_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _in_autograd(
+def _as_known_to_autograd(
     data: torch.Tensor, program_tensor: torch.Tensor | None, was_written: bool, written: WrittenPart
 ) -> torch.Tensor:
     """Return `data`, which is outside autograd, as what autograd knows.
@@ -407,15 +350,18 @@ def _in_autograd(
     need only know what was written, and what reads that.
     """
     if program_tensor is not None:
-        return _view_like(data, program_tensor)
+        return _view_in_autograd(data, program_tensor)
     if was_written and torch.is_grad_enabled():
-        return _view_like(data, written.tensor)
+        return _view_in_autograd(data, written.tensor)
     return data.detach()
 
 
-def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Make a view of `base` once more, in autograd."""
-    if _same_elements(view, base) and view.is_conj() == base.is_conj() and view.is_neg() == base.is_neg():
+def _view_in_autograd(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `view` as a view of `base` that autograd knows; `base` itself if these are all.
+
+    The two lie in one storage.
+    """
+    if has_same_elements(view, base) and view.is_conj() == base.is_conj() and view.is_neg() == base.is_neg():
         return base
     if base.is_complex() and not view.is_complex():
         base = _real_pairs(base)
@@ -427,23 +373,3 @@ def _view_like(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         new_view = base.as_strided(view.size(), view.stride(), view.storage_offset())
     new_view = new_view.conj() if view.is_conj() != new_view.is_conj() else new_view
     return new_view._neg_view() if view.is_neg() != new_view.is_neg() else new_view
-
-
-def _strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's view of flags, or of other values, that there are for each element of its storage."""
-    return flags.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-def _same_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if two tensors of one storage have the same elements, in the same order."""
-    return (
-        first.storage_offset() == second.storage_offset()
-        and first.shape == second.shape
-        and first.stride() == second.stride()
-        and first.dtype == second.dtype
-    )
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all of its storage."""
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

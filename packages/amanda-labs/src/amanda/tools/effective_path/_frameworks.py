@@ -202,7 +202,7 @@ def _window_tables(op: OpValues) -> list[Indices]:
             window.positions(*extents) for window, *extents in zip(windows, sizes, counts, strict=True)
         ]
     return [
-        # Padding is no element: its coordinate makes the flat index negative.
+        # Padding is not an element: its coordinate makes the flat index negative.
         np.where((table >= 0) & (table < size), table, OUTSIDE)
         for table, size in zip(positions, sizes, strict=True)
     ]

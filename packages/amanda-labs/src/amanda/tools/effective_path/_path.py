@@ -323,7 +323,7 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
         shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
     weight = np.zeros(0) if op_on_path.weight is None else step.tensor(op_on_path.weight)
     weight_keys = [] if op_on_path.weight is None else op_on_path.element_keys[op_on_path.weight]
-    # All samples share the weight, whose first axis is no batch.
+    # All samples share the weight, whose first axis is not a batch.
     weights, weight_size = _split_by_sample(weight_keys, weight.size, samples, shared=True)
     terms = step.outputs[op_on_path.output].size * op_on_path.fan_in
     synapses, per_sample = _split_by_sample(op_on_path.synapse_keys, terms, samples)

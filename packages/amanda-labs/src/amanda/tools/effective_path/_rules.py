@@ -29,7 +29,7 @@ OUTSIDE = -(1 << 40)
 class Step:
     """An execution of an op, as rules read it.
 
-    op: of the graph.  inputs, outputs: arrays, lists of arrays, and values that are no tensors.
+    op: of the graph.  inputs, outputs: arrays, lists of arrays, and values that are not tensors.
     weight, layout, weight_layout: as StandardMapping writes them.  arguments: of the op, under names that are
     the same for every framework.  varying: the tensors among the inputs that depend on the model's inputs;
     the rest are weights and constants.

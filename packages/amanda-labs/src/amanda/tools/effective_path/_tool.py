@@ -231,7 +231,7 @@ def _is_shape(tensor: Tensor) -> bool:
 
 
 def _as_integers(labels: Any) -> list[int] | None:
-    """Return labels as integers; None if one is no integer."""
+    """Return labels as integers; None if one is not an integer."""
     try:
         return [index(label) for label in labels]
     except TypeError:
@@ -369,7 +369,7 @@ class Extraction:
         while isinstance(tensor, int):
             readers = [index for index in self._graph.tensors[tensor].consumers if index in self._steps]
             reader = self._steps[readers[0]] if len(readers) == 1 else None
-            # With a second reader the values before the op are used too, and are no part of a sum.
+            # With a second reader the values before the op are used too, and are not part of a sum.
             if reader is None or len(reader.varying) != 1 or reader.outputs[0].size != size:
                 break
             if reader.type not in _SHAPE_ONLY_TYPES:

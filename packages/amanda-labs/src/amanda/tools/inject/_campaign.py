@@ -399,7 +399,7 @@ class Campaign:
         # First: a program may turn the watch's exception into another one.
         if self._watch.reason:
             return "hang", self._watch.reason
-        # A mistake in the campaign's options is no crash of the program.
+        # A mistake in the campaign's options is not a crash of the program.
         if isinstance(exception, InjectError):
             raise exception
         if exception is not None:

@@ -207,7 +207,7 @@ class InjectTool(amanda.Tool):
         if self._target == "outputs":
             context.insert_after_op(self._inject, place=place, **_run_argument(context))
             return
-        # Both: a weight may be a plain tensor, and a bias is a parameter that is no weight.
+        # Both: a weight may be a plain tensor, and a bias is a parameter that is not a weight.
         parameters = {context["weight_index"], *parameter_inputs(context)}
         positions = range(len(context.get_inputs()))
         targets = [i for i in positions if (i in parameters) == (self._target == "weights")]
@@ -382,7 +382,7 @@ class MemorySnapshot(amanda.Tool):
 
     def restore(self) -> None:
         """Restore the saved memory."""
-        # Copies back are no ops of the program.
+        # Copies back are not ops of the program.
         with amanda.disabled():
             for restore in self._restorers.values():
                 restore()

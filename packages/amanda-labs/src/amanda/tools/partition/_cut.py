@@ -142,7 +142,7 @@ class _OrderedOps:
 
         def link_bytes(stage: int, end: int, parameter_bytes: Floats) -> Floats:
             """Return the bytes across the link ahead of a stage, for each start; inf beyond the limit."""
-            # A stage that is too slow is no option, however few bytes cross ahead of it.
+            # A stage that is too slow is not an option, however few bytes cross ahead of it.
             bytes_across: Floats = np.where(
                 self._stage_load(stage, end, parameter_bytes) <= limit, self._crossing[:end], np.inf
             )

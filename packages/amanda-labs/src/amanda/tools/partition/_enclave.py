@@ -296,8 +296,8 @@ class Enclave:
     ) -> tuple[Any, Any]:  # fmt: skip
         """Run an op; keep what its backward pass needs where `records` is true.
 
-        The answer names the type of the first output that is no tensor, and then has no tensors.  It has none
-        either for an op in place that gives back a parameter.
+        If an output is not a tensor, the answer names the type of the first such output, and has no tensors.
+        It has none either for an op in place that gives back a parameter.
         dropped, failed: executions and backward passes to forget.
         """
         torch = self._torch

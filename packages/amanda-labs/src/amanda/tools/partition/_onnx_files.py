@@ -191,7 +191,7 @@ def _constant_bytes(graph: FileGraph, name: str, folder: Path) -> bytes:
     # Also external data, which the file itself does not hold.
     array: NDArray[np.generic] = numpy_helper.to_array(tensor, str(folder))
     content = array.tobytes()
-    # One number repeated, such as a mask of zeros, is no secret.
+    # One number repeated, such as a mask of zeros, is not a secret.
     return b"" if content == content[: array.itemsize] * array.size else content
 
 

@@ -108,7 +108,7 @@ class CutGraph:
     def _send_to_later_stages(self, node: Any) -> None:
         """Pass a value from its stage to the next, and so on to the last stage that reads it.
 
-        A value that no later stage reads stays.  Raises PartitionError for a value that is no tensor.
+        A value that no later stage reads stays.  Raises PartitionError for a value that is not a tensor.
         """
         import torch
 
@@ -271,7 +271,7 @@ def _aliased_arguments(node: Any) -> Iterator[tuple[Any, bool]]:
 def written_inputs(node: Any) -> list[Any]:
     """Return the nodes that an op writes to by its schema, and the running statistics of a normalisation.
 
-    The schema does not name these statistics.  A node that is no call writes to none.
+    The schema does not name these statistics.  A node that is not a call writes to none.
     """
     if node.op != "call_function":
         return []

@@ -339,7 +339,7 @@ class PartsResult(PartitionResult):
         super().__init__(work, request)
         self.inputs, self.outputs = inputs, outputs
         self.parts: list[Part] = []
-        # Set over the cached property: protected parts are no result of a cut.
+        # Set over the cached property: protected parts are not the result of a cut.
         if stage_of is not None:
             self.stage_of = stage_of
 

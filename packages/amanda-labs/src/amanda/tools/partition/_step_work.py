@@ -127,7 +127,7 @@ class StepWork:
         return sizes
 
     def root(self, index: int) -> Tensor:
-        """Return the tensor whose memory a tensor shares, itself if it is no view."""
+        """Return the tensor whose memory a tensor shares, itself if it is not a view."""
         tensor = self.graph.tensors[index]
         # Views of views, and versions after writes, lead to one root.
         while tensor.alias_of is not None and tensor.alias_of != tensor.index:

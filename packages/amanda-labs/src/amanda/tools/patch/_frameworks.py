@@ -75,7 +75,7 @@ def requires_gradient(value: Any) -> bool:
 
 
 def _write_defaults(context: amanda.OpContext) -> None:
-    """Write that an op is no point, and that gradients reach values of the tool."""
+    """Write that an op is not a point, and that gradients reach values of the tool."""
     context["point"], context["reaches_values"] = None, True
 
 

@@ -102,7 +102,7 @@ class TorchRuntime:
         available = [pair for pair in _SWITCHES if all(hasattr(native, name) for name in pair)]
         self._switches = [(getattr(native, getter), getattr(native, setter)) for getter, setter in available]
         self._last_settings = Settings(None, [])
-        # The use count includes references that are no tensors; a sample with one tensor shows how many.
+        # The use count includes references that are not tensors; a sample with one tensor shows how many.
         sample = torch.empty(1)
         address = sample.untyped_storage()._cdata  # of the storage in C++
         self._extra_uses: int = native._storage_Use_Count(address) - 1

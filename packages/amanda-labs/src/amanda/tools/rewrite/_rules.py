@@ -268,7 +268,7 @@ def fuse_attention() -> Sequence[Rule]:
 def is_fusible(match: Match) -> bool:
     """Return True if scaled_dot_product_attention accepts these shapes, axis and constants."""
     query, key, value, mask = (match.get(name) for name in ("query", "key", "value", "mask"))
-    # softmax along another axis than the last is no attention, and fused kernels want a batch.
+    # softmax along another axis than the last is not attention, and fused kernels want a batch.
     if min(query.dim(), key.dim(), value.dim()) < 3 or match["dim"] not in (-1, query.dim() - 1):
         return False
     # A cast between softmax and the product gives the values another type.

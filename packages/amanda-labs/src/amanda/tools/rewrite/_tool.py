@@ -239,7 +239,7 @@ def _call_replacement(site: MatchSite, match: Match) -> Any:
 
 
 def _collect_executions(site: MatchSite, reader: int, executions: dict[int, OpExecution]) -> str:
-    """Collect the executions of a match, from a reader back; return why they are no match, or "".
+    """Collect the executions of a match, from a reader back; return why they are not a match, or "".
 
     reader: id of an op whose execution is among `executions`, to which those of its producers are added.
     """

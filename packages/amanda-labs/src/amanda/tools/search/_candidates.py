@@ -93,7 +93,7 @@ class SkipCandidate(OpCandidate):
         """Return True for a product whose output has the shape of its first input."""
         extents = site.weight_shape
         product = product_of(context)
-        # The first input takes the op's place: it has to be the factor that is no weight.
+        # The first input takes the op's place: it has to be the factor that is not a weight.
         if product is None or product.factors != (0, site.weight):
             return False
         if site.type in MATRIX_PRODUCTS:
@@ -121,7 +121,7 @@ class ActivationCandidate(OpCandidate):
     """Another activation."""
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Refuse an op that is no activation."""
+        """Refuse an op that is not an activation."""
         return "" if site.type in ACTIVATIONS else f"{site.type} is no activation"
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
@@ -190,7 +190,7 @@ class ConvolutionCandidate(WeightCandidate):
         self.kernel, self.groups = kernel, groups
 
     def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Create the weight; refuse an op that is no convolution, or whose window or channels do not fit."""
+        """Create the weight; refuse ops other than convolutions, and a window or channels that do not fit."""
         reason = super().fit(context, site)
         layout: str | None = context["layout"]
         if reason or layout is None or not re.fullmatch("conv[123]d", site.type):

@@ -111,7 +111,7 @@ def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) 
 def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
     """Return the module that computes a candidate: a new one, or the module with other parameters.
 
-    Raises SearchError for a module that is no layer or activation of torch.nn.
+    Raises SearchError for a module that is not a layer or activation of torch.nn.
     """
     from torch import nn
 
@@ -209,7 +209,7 @@ class _LayerChanges:
 
 
 def _find_layer_changes(layers: Mapping[str, Any], sites: Iterable[Site]) -> _LayerChanges:
-    """Return the changes of layers for the candidates; raise SearchError for one that is no layer."""
+    """Return the changes of layers for the candidates; raise SearchError for one that is not a layer."""
     changes = _LayerChanges({name: {} for name in layers})
     for site, candidate in changed_sites(sites):
         # Scopes of Keras and of TensorFlow's graphs separate names by slashes.

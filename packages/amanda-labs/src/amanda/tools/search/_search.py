@@ -201,7 +201,7 @@ class Search:
         return None
 
     def _check_architecture(self, controller: Controller, architecture: Any) -> None:
-        """Raise SearchError for a proposal that is no architecture of the space."""
+        """Raise SearchError for a proposal that is not an architecture of the space."""
         is_valid = isinstance(architecture, Mapping) and architecture.keys() == self._space.keys()
         if not is_valid or any(label not in self._space[name] for name, label in architecture.items()):
             call_text = f"{type(controller).__name__}.ask gave {architecture!r}"

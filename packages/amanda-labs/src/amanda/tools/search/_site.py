@@ -160,7 +160,7 @@ class Site:
             output = self.candidates[self.chosen].compute(inputs, self, original)
             # `skip` gives back the input itself.
             is_input = not self.in_place and any(output is value for value in inputs)
-            # Autodiff, and ops in place after this one, expect an output that is no input.
+            # Autodiff, and ops in place after this one, expect an output that is not an input.
             return self.library.as_output(output) if is_input else output
         # All candidates run: their outputs are weighted by differentiable shares.
         outputs = {label: self.candidates[label].compute(inputs, self, original) for label in self.labels}
@@ -182,7 +182,7 @@ def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozen
     for shortcut in (0, 1):
         start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
         visited, branch_ops = _ancestors(flow, branch, start)
-        # Equal shapes: a broadcast addition is no shortcut that could take the block's place.
+        # Equal shapes: a broadcast addition is not a shortcut that could take the block's place.
         if start in visited and branch_ops and node.shapes[0] == node.shapes[1]:
             # Ops that the shortcut needs as well are computed in any case.
             _, shortcut_ops = _ancestors(flow, start)

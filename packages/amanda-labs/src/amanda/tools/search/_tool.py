@@ -173,7 +173,7 @@ class SearchTool(amanda.Tool):
 
         PyTorch: modules of torch.nn take the places of convolutions, Linear and activations; Keras: layers of
         a clone.
-        Raises SearchError, which names the op, for a candidate that is no module, such as a skipped addition.
+        Raises SearchError, which names the op, for a candidate that is not a module, as a skipped addition.
         """
         if self.mixture:
             raise SearchError("SearchTool.finalize: the candidates are mixed; call settle() first")
@@ -234,7 +234,7 @@ class SearchTool(amanda.Tool):
         return amanda.apply(self.costs)
 
     def _check_architecture(self, method: str, architecture: Any) -> None:
-        """Raise SearchError for an object that is no architecture of the ops so far."""
+        """Raise SearchError for an object that is not an architecture of the ops so far."""
         is_dict = isinstance(architecture, Mapping)
         if not is_dict or not all(isinstance(text, str) for pair in architecture.items() for text in pair):
             advice = "give a dict from names of ops to labels of candidates"

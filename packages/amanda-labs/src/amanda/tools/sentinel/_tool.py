@@ -182,7 +182,7 @@ class SentinelTool(amanda.Tool):
         floating = [
             x for x in parameters if _reruns.is_plain(x) and (x.is_floating_point() or x.is_complex())
         ]
-        # The tool's own arithmetic is no op of the program.
+        # The tool's own arithmetic is not an op of the program.
         with amanda.disabled():
             norms = _reruns.to_host([_reruns.norm_of(x) for x in floating])
         non_finite = [x for x, norm in zip(floating, norms, strict=True) if not math.isfinite(norm)]

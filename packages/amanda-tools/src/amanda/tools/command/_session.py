@@ -287,7 +287,7 @@ class Saving(threading.Thread):
 
     def run(self) -> None:
         """Save at intervals and at signals, until `end`."""
-        # Results are computed with the framework, and are no ops of the program.
+        # Results are computed with the framework, and are not ops of the program.
         with amanda.disabled():
             self._run()
 

@@ -143,7 +143,7 @@ def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: An
         pattern = r"(?<![eE])\+" if _plain(inner) is float else r"\+"
         texts += re.split(pattern, text) if isinstance(text, str) else [text]
     try:
-        # "a+" ends in an empty text, which is no value.
+        # "a+" ends in an empty text, which is not a value.
         values = [read(text, inner) for text in texts if text != ""]
     except Unreadable:
         raise Unreadable(f"expected {kind_of(annotation).text} (a+b)") from None

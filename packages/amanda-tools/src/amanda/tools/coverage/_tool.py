@@ -221,7 +221,7 @@ def _count_seen_in_graphs(places: Iterable[OpCoverage]) -> None:
         place.whole = place.entered = place.left = 0
         if place.calls and place.module and place.type != "accumulate_grad":
             ops_by_scope.setdefault((place.phase, place.module), []).append(place)
-    # A scope with scopes in it is no leaf, whichever of its ops lie in it directly.
+    # A scope with scopes in it is not a leaf, whichever of its ops lie in it directly.
     scopes = {scope for _, scope in ops_by_scope}
     parents = {scope[:i] for scope in scopes for i, letter in enumerate(scope) if letter in "/."}
     for (_, scope), members in ops_by_scope.items():

@@ -389,7 +389,7 @@ def _last_result(run: Run, flow: DataFlow) -> int | None:
     """Return the last op of the forward pass that gives what no other op reads; None without one."""
     for index in reversed(run.indices("forward")):
         outputs = [entry for entries in run.results(index).values() for entry in entries]
-        # The backward pass begins by reading the shape of the loss, which is no use of its value.
+        # The backward pass begins by reading the shape of the loss, which is not a use of its value.
         if not reads_shape(run.ops[index]) and not any(map(flow.is_read, outputs)):
             return index
     return None

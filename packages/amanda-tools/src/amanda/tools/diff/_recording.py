@@ -329,7 +329,7 @@ class RecordedRuns:
     def with_value(self, pair: Pair) -> Run | None:
         """Run b with what an op of a gave in place of what the op of b gives; None where that cannot be.
 
-        Raises AmandaError where b is no program.
+        Raises AmandaError where b is not a program.
         """
         program = self._programs[1]
         if program is None:
@@ -445,7 +445,7 @@ def _gradient_copy(tensor: Any) -> Any:
 
 
 def _state_copy(value: Any) -> Any:
-    """Return a copy of the state of one parameter, with its tensors; a value that is no dict as it is."""
+    """Return a copy of the state of one parameter, with its tensors; a value that is not a dict, as it is."""
     if not isinstance(value, dict):
         return value
     return {name: tensor.clone() if hasattr(tensor, "clone") else tensor for name, tensor in value.items()}

@@ -156,7 +156,7 @@ def open_run(source: Source, option: str) -> Run:
 
 
 def run_of(dump: Dump) -> Run:
-    """Return the run that a dump has; a line that called the program from here is no line of the user's."""
+    """Return the run that a dump has, without lines of this module among the lines of the user."""
     op_by_op = [f"{name} ({line})" if line else name for name, line in dump.op_by_op]
     ops = [replace(op, source="") if op.source.startswith(_HERE) else op for op in dump.ops]
     return Run(str(dump.folder), *expand_lists(ops, dump.entries), dump, op_by_op)

@@ -57,7 +57,7 @@ class Shapes:
     """One execution of an op, without its values.
 
     type: the word of StandardMapping.  inputs, outputs: for each value a shape, a list of shapes where it
-    is a list of tensors, or None where it is none.  values: the inputs that are no tensors, as they are.
+    is a list of tensors, or None where it is none.  values: the inputs that are not tensors, as they are.
     A formula is given an op on nested tensors component by component.
     weight, weight_layout: index of the weight among the inputs, and its axes.
     """
@@ -184,7 +184,7 @@ def elements(shapes: Iterable[Any]) -> int:
 
 
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
-    """Return a tensor's shape; a list of those in a list; None of what is no tensor.
+    """Return a tensor's shape; a list of those in a list; None of what is not a tensor.
 
     shape: as StandardMapping gives it.
     """

@@ -57,7 +57,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
 
 
 def extents(value: Any) -> Any:
-    """Return a tensor's shape, of a nested tensor those of its components; None of what is no tensor."""
+    """Return a tensor's shape, of a nested tensor those of its components; None of what is not a tensor."""
     import torch
 
     if not isinstance(value, torch.Tensor):

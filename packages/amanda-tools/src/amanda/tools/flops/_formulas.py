@@ -31,7 +31,7 @@ def products(macs: Callable[[Shapes], int], other_flops: Callable[[Shapes], int]
 
 
 def operations(flops: Callable[[Shapes], float]) -> Formula:
-    """Count operations that are no multiply-accumulates, as textbooks tell."""
+    """Count operations that are not multiply-accumulates, as textbooks tell."""
     return lambda op: Cost(0, round(flops(op)))
 
 

@@ -75,7 +75,7 @@ def are_transposed(attributes: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def product_of(context: OpContext) -> Product | None:
-    """Return the roles of the inputs of an op; None of an op that is no product.
+    """Return the roles of the inputs of an op; None of an op that is not a product.
 
     context: with the `type` that StandardMapping writes.
     """

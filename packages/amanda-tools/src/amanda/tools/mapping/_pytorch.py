@@ -104,7 +104,7 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """Extents of a tensor, None for one that is no number; None for a tensor without a shape.
+    """Extents of a tensor, None for one that is not a number; None for a tensor without a shape.
 
     Nested tensors are such, and parameters of lazy modules.
     """
@@ -120,7 +120,7 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type; None for what is no tensor, whatever attributes it has.
+    """Name of a tensor's element type; None for what is not a tensor, whatever attributes it has.
 
     A tensor whose elements its class keeps to itself, such as a quantised one of torchao or one that is
     masked, has the name of the class first.

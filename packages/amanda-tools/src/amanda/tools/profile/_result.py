@@ -180,7 +180,7 @@ class ProfileResult(KeyedResult):
         places, log, devices = list(copies.values()), recorder.log, recorder.memory.devices.values()
         peaks = []
         for peak in (device.at_peak() for device in devices if device.peak):
-            # Parameters and older tensors are no ops, and have no copy yet.
+            # Parameters and older tensors are not ops, and have no copy yet.
             owners = [(copies.get(owner) or summed([owner]), size) for owner, size in peak.owners]
             peaks.append(replace(peak, owners=owners))
             for owner, size in owners:

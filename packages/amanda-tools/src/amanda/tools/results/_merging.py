@@ -387,7 +387,7 @@ def gather(
             "gather puts together what the ranks of torch.distributed have, and there is no process group: "
             "torch.distributed.init_process_group(...) comes first"
         )
-    # Collectives of the merge are no ops of the program.
+    # Collectives of the merge are not ops of the program.
     with amanda.disabled():
         text = to_json(result.to_dict()) if isinstance(result, Result) else type(result).__name__
         # As JSON: ranks read each other's results as they read files, with the same checks.

@@ -194,7 +194,7 @@ class Accumulator:
             elif array.size < MIN_SHARED_SIZE or array.dtype.char != "f":
                 accumulator._add_array(array)
             else:
-                flat = array.ravel(order="K")  # a permuted view is no copy, and has the memory of its base
+                flat = array.ravel(order="K")  # a permuted view is not a copy, and has the memory of its base
                 memory = flat.__array_interface__["data"][0], flat.size
                 large.setdefault(memory, []).append((accumulator, flat))
         for group in large.values():

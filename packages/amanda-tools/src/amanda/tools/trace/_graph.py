@@ -19,7 +19,7 @@ UNRECORDED = -1
 """Index of an op, a tensor or a framework before the recorder sets it."""
 
 Position = int | None | tuple["int | None", ...]
-"""One input or output: a tensor's index, None for a value that is no tensor, or a list of these."""
+"""One input or output: a tensor's index, None for a value that is not a tensor, or a list of these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class TraceResult(Result):
 def load(path: str | Path) -> Graph:
     """Return the graph of a file that `save` wrote as JSON.
 
-    Raises AmandaError for a file that is no graph, or of a newer version.
+    Raises AmandaError for a file that is not a graph, or of a newer version.
     """
     return read_json(path, "file of a graph", Graph.from_dict)
 

@@ -19,7 +19,7 @@ class TraceTool(amanda.Tool):
 
     executions: most ops for one place in the program; an execution with inputs from other ops is a new op,
     and further executions are counted at the last op.  backward: record backward ops.  limit: most ops;
-    further ops are counted, not recorded.  attributes: record arguments that are no tensors.  count: count
+    further ops are counted, not recorded.  attributes: record arguments that are not tensors.  count: count
     executions in graphs too, at the cost of a routine for each op.
     `result` has the graph, `clear` begins a new one.
 
@@ -221,7 +221,7 @@ def plain_value(value: Any, depth: int = 0) -> Any:
 
 
 def _value_text(value: Any) -> str:
-    """Return a text of a value that is no JSON: of a type its name, of a tensor its dtype and shape.
+    """Return a text of a value that is not JSON: of a type its name, of a tensor its dtype and shape.
 
     A storage has the name of its class, and any other value its `str`.
     """

@@ -75,7 +75,7 @@ class LiveTensors:
         self._writes: weakref.WeakKeyDictionary[Any, list[MemoryWrite]] = weakref.WeakKeyDictionary()
 
     def input_state(self, value: Any) -> InputState | None:
-        """Return the state of an input before the op; None for values that are no recorded tensors."""
+        """Return the state of an input before the op; None for values that are not recorded tensors."""
         live = self._live.get(id(value))
         return None if live is None else InputState(live.reference, live.index, self.values.version(value))
 

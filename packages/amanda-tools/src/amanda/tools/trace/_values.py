@@ -274,7 +274,7 @@ class TensorflowValues(FrameworkValues):
 
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor, also for one of unknown rank."""
-        # NumPy arrays and numbers have an element type too, and are no tensors here.
+        # NumPy arrays and numbers have an element type too, and are not tensors here.
         return hasattr(value, "_id") and self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
@@ -340,7 +340,7 @@ class TensorflowValues(FrameworkValues):
 
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the arguments of the functions that an op calls, whose ops come next."""
-        # The first input of these chooses the branch, and is no argument of a function.
+        # The first input of these chooses the branch, and is not an argument of a function.
         num_skipped = 1 if context.get_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
         for value in context.get_attrs().values():
             for item in value if isinstance(value, list) else [value]:

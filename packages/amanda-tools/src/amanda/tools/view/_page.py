@@ -41,7 +41,7 @@ class Source:
     content: Mapping[str, Any]
 
     def list_of(self, key: str) -> list[dict[str, Any]]:
-        """Return the objects under a key.  Raises AmandaError for anything that is no list of objects."""
+        """Return the objects under a key.  Raises AmandaError for anything that is not a list of objects."""
         values = self.content.get(key, [])
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise AmandaError(f"{self.name}: `{key}` is to be a list of objects, as {self.schema} has it")
@@ -51,7 +51,7 @@ class Source:
 def read(result: str | Path | Result) -> Source:
     """Return a file or a result, with its schema known.
 
-    Raises AmandaError where the file cannot be read, is no JSON, or is of a schema or version not known.
+    Raises AmandaError where the file cannot be read, is not JSON, or is of a schema or version not known.
     """
     if isinstance(result, Result):
         return _checked_source(result.name, result.to_dict())

@@ -275,7 +275,7 @@ class KerasTracing(Tracing):
             # Mixed precision casts each weight before it is used.
             if type in ("Cast", "Identity") and input_values[0].name is not None:
                 self._names[output] = input_values[0].name
-        if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is no BiasAdd
+        if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is not a BiasAdd
             self.note_op(
                 call,
                 rule,

@@ -80,7 +80,7 @@ class ChannelSets:
         return label
 
     def leave(self, labels: Iterable[Family] | Family, reason: str) -> None:
-        """Keep the channels of labels whole; reason: "" for axes that are no channels."""
+        """Keep the channels of labels whole; reason: "" for axes that are not channels."""
         for family in labels if isinstance(labels, (tuple, list)) else (labels,):
             # Labels and not roots: later unions extend what is left whole.
             self._whole.append((np.unique(family), reason))
@@ -321,7 +321,7 @@ class FollowedOp:
         return default if value_or_none is None else value_or_none
 
     def of(self, value: Any) -> Families:
-        """Return the families of an input; () for an input that is no tensor."""
+        """Return the families of an input; () for an input that is not a tensor."""
         return () if value is None or not hasattr(value, "shape") else self.channels(value)
 
     def part(self, value: Any) -> Part:

@@ -224,7 +224,7 @@ class ModuleTracing(Tracing):
     def _store_inputs(self, *inputs: Any, op_type: str) -> None:
         """Push an op's inputs, with families and extents of its tensors, for `_follow_channels`."""
         if op_type in ("batch_norm", "instance_norm"):
-            # Running averages are buffers, which have channels though they are no parameters.
+            # Running averages are buffers, which have channels though they are not parameters.
             for average in inputs[3:5]:
                 self._families(average, is_followed=True)
         tensors = (tensor for tensor in leaves(inputs) if _is_tensor(tensor))

@@ -92,7 +92,7 @@ def linear(call: FollowedOp) -> Sequence[Families]:
 
 
 def _families_along(call: FollowedOp, weight: Any, axis: int) -> Families:
-    """Return the families of a weight along one axis; leave families of windows, which are no channels."""
+    """Return the families of a weight along one axis; leave families of windows, which are not channels."""
     families = call.of(weight)
     for family in families:
         if weight.ndim > 2 and max(family.shape[:2]) == 1:
@@ -167,7 +167,7 @@ def layer_norm(call: FollowedOp) -> Sequence[Families]:
     """Match features with weights and biases; the mean is over the features that are kept."""
     value, extents = call.inputs[0], call.value("normalized_shape")
     families = call.of(value)
-    # A reduction is noted along one axis: over several ones the kept elements are no rectangle of channels
+    # A reduction is noted along one axis: over several ones the kept elements are not a rectangle of channels
     # alone.
     if len(extents) > 1:
         axes = range(value.ndim - len(extents), value.ndim)

@@ -103,7 +103,7 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
 
 
 def _check_kinds(model: Any, tool: Any) -> None:
-    """Raise QuantizeError for what is no module of PyTorch, and for a tool without integers."""
+    """Raise QuantizeError for what is not a module of PyTorch, and for a tool without integers."""
     import torch
 
     if not isinstance(model, torch.nn.Module):
@@ -388,7 +388,7 @@ def _without_shared_memory(state: dict[str, Any]) -> dict[str, Any]:
     unshared = {}
     for name, tensor in state.items():
         view, storage = (tensor.data_ptr(), tensor.shape, tensor.dtype), tensor.untyped_storage().data_ptr()
-        # Empty tensors all have the address 0, and are no duplicates.
+        # Empty tensors all have the address 0, and are not duplicates.
         if tensor.numel() and view in written_views:
             continue
         unshared[name] = tensor.clone() if storage in written_storages else tensor

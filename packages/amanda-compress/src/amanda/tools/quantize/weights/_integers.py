@@ -172,7 +172,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
                 assert location is not None  # the storage of a parameter that holds the tensor
                 self._storages[storage] = location[0]
                 yield location
-            elif storage in self._storages:  # of what `detach` gave, which is no view of the parameter
+            elif storage in self._storages:  # of what `detach` gave, which is not a view of the parameter
                 yield self._storages[storage], parameter_store(tensor).whole(tensor)
 
     def size(self, weight: Weight) -> int:

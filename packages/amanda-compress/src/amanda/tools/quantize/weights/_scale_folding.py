@@ -97,7 +97,7 @@ class FoldingTool(CalibratedTool):
         object of its own holds divided ones.
         The model is in evaluation mode meanwhile, and as it was afterwards.  Returns the model's result:
         after `load_state_dict`, with the state that was loaded.
-        Raises QuantizeError for what is no torch.nn.Module, and where factors would change the results.
+        Raises QuantizeError for what is not a torch.nn.Module, and where factors would change the results.
         """
         result = self._find_folds(model, example, kwargs)
         return super().prepare(model, *example, **kwargs) if self.waiting_state() else result

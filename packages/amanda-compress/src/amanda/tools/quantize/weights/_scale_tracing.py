@@ -192,7 +192,7 @@ def addition(call: FollowedOp) -> Sequence[Families]:
 
 def mean_or_sum(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
-    # A mean is linear, and a factor of each channel passes through it if channels are no axis of it.
+    # A mean is linear, and a factor of each channel passes through it if channels are not an axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
     axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     passing_families = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]

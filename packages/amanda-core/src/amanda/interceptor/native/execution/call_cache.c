@@ -1,4 +1,4 @@
-/* Call caches: the plans of an op, and the programs that its calls come to. */
+/* Call caches: the plans of an op, and the programs that run at its calls. */
 #include "execution/program.h"
 #include <structmember.h>
 
@@ -71,12 +71,12 @@ static void cache_dealloc(CallCache *self) {
 
 static PyMethodDef cache_methods[] = {
     {"learn", (PyCFunction)cache_learn, METH_VARARGS,
-     "learn(key, program): run it at calls of this key; None: the op as it is."},
-    {"forget", (PyCFunction)cache_forget, METH_NOARGS, "Forget what was learned; the plans stay."},
+     "learn(key, program): run the program at calls of this key; None runs the op as it is."},
+    {"forget", (PyCFunction)cache_forget, METH_NOARGS, "Forget the programs; the plans stay."},
     {0}};
 
 static PyMemberDef cache_members[] = {
-    {"plans", T_OBJECT, offsetof(CallCache, plans), READONLY, "Plans by what they are made for."}, {0}};
+    {"plans", T_OBJECT, offsetof(CallCache, plans), READONLY, "Plans of the op, by signature."}, {0}};
 
 static PySequenceMethods cache_sequence = {.sq_length = (lenfunc)cache_length};
 
@@ -84,8 +84,8 @@ PyTypeObject CallCache_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.CallCache",
     .tp_basicsize = sizeof(CallCache),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "CallCache(plans, sized=False): an op's plans, and what calls of it come to; its length is how many it has learned.\n\n"
-              "sized: whether extents of tensors decide too.",
+    .tp_doc = "CallCache(plans, sized=False): an op's plans, and the programs of its calls by form; len() counts the programs.\n\n"
+              "sized: whether calls of other shapes are calls of another form.",
     .tp_new = cache_new,
     .tp_dealloc = (destructor)cache_dealloc,
     .tp_traverse = (traverseproc)cache_traverse,

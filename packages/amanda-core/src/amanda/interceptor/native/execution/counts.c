@@ -29,7 +29,7 @@ static PyObject *statistics(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(non
 
 static PyMethodDef statistics_def = {
     "statistics", statistics, METH_NOARGS,
-    "Numbers of calls of ops with routines in this process: `native` ran in native code, `learned` taught it a form of\n"
-    "call, `python` has those that ran in Python, by reason."};
+    "Return numbers of calls of ops with routines in this process: `native`, that ran in native code; `learned`, of forms\n"
+    "of calls that it learned; `python`, of calls that ran in Python, by reason."};
 
 int statistics_boot(PyObject *names) { return add_function(names, &statistics_def); }

@@ -10,7 +10,7 @@ static PyStructSequence_Field resumption_fields[] = {
     {"inputs", "List of the inputs, where routines have changed some; else None."},
     {NULL, NULL}};
 static PyStructSequence_Desc resumption_desc = {
-    "amanda.interceptor.Resumption", "Where Python goes on with an execution that native code has begun.",
+    "amanda.interceptor.Resumption", "State with which Python continues an execution that native code has begun.",
     resumption_fields, 5};
 PyTypeObject Resumption_Type;
 

@@ -7,21 +7,22 @@ typedef struct {
     vectorcallfunc vectorcall;
     Program *program;  /* owned */
     Reader *reader;    /* owned */
-    PyObject *resume;  /* owned; called where Python goes on */
-    PyObject *actions; /* owned; its first argument */
-    PyObject *shapes;  /* owned; those of the op; None: no routine takes any */
+    PyObject *resume;  /* owned; called if Python continues */
+    PyObject *actions; /* owned; first argument of `resume` */
+    PyObject *shapes;  /* owned; of the op; None: no routine takes any */
 } Hook;
 
-/* Add the shapes of the arguments to those of the op; those that entered the op come last. -1: an exception. */
+/* Read the shapes that routines of a hook take: of the op, then of the arguments from the last on, since a framework
+   passes the incoming gradients behind the outgoing ones. -1: an exception. */
 static int read_shapes(const Hook *hook, PyObject *const *args, Py_ssize_t sides, Shapes *shapes) {
     const Program *program = hook->program;
     shapes->objects = NULL;
-    shapes->code.count = program->tallied ? 0 : -1;
-    if (program->tallied) encode_shapes(&shapes->code, hook->shapes);
+    shapes->code.count = program->needs_shape_codes ? 0 : -1;
+    if (program->needs_shape_codes) encode_shapes(&shapes->code, hook->shapes);
     for (Py_ssize_t i = sides; shapes->code.count >= 0 && i--;)
         if (PyTuple_Check(args[i]))
             reader_shape_code(hook->reader, ((PyTupleObject *)args[i])->ob_item, PyTuple_GET_SIZE(args[i]), &shapes->code);
-    if (!program->shaped && !(program->tallied && shapes->code.count < 0)) return 0;
+    if (!program->needs_shapes && !(program->needs_shape_codes && shapes->code.count < 0)) return 0;
     shapes->objects = Py_NewRef(hook->shapes);
     for (Py_ssize_t i = sides; i--;)
         if (PyTuple_Check(args[i]) && add_shapes(hook->reader, &shapes->objects, ((PyTupleObject *)args[i])->ob_item,
@@ -38,7 +39,7 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
     PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], &shapes), *values = resumption;
     if (resumption && resumption != Py_None) {
-        int shaped = hook->program->shaped || hook->program->tallied;
+        int shaped = hook->program->needs_shapes || hook->program->needs_shape_codes;
         PyObject *objects = shaped ? shapes_as_objects(&shapes) : NULL;
         values = shaped && !objects
                      ? NULL
@@ -53,7 +54,7 @@ PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
     PyObject *resume, *actions, *shapes = Py_None;
     if (!PyArg_ParseTuple(args, "O!OO|O!", &Reader_Type, &reader, &resume, &actions, &PyTuple_Type, &shapes)) return NULL;
-    if ((self->shaped || self->tallied) && shapes == Py_None)
+    if ((self->needs_shapes || self->needs_shape_codes) && shapes == Py_None)
         return PyErr_Format(PyExc_TypeError, "routines take shapes: pass those of the op");
     Hook *hook = PyObject_GC_New(Hook, &Hook_Type);
     if (!hook) return NULL;
@@ -92,7 +93,7 @@ PyTypeObject Hook_Type = {
     .tp_vectorcall_offset = offsetof(Hook, vectorcall),
     .tp_call = PyVectorcall_Call,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_doc = "The routines of a program on a tuple of values that a framework calls it with.",
+    .tp_doc = "Callable that runs the routines of a program on a tuple of values, which a framework passes.",
     .tp_dealloc = (destructor)hook_dealloc,
     .tp_traverse = (traverseproc)hook_traverse,
 };

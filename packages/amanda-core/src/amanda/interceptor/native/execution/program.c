@@ -76,12 +76,12 @@ static int read_sources(Program *program, PyObject *sources) {
             continue;
         }
         in_order = 0;
-        if (program->spread >= 0 || !PyArg_ParseTuple(source, "ii", &first, &last)) {
+        if (program->packed_input >= 0 || !PyArg_ParseTuple(source, "ii", &first, &last)) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one input at most is made of several arguments");
             return -1;
         }
         if (first < 0 || first + 1 > VALUE_LIMIT || last + 1 > VALUE_LIMIT) goto too_many;
-        program->spread = (int8_t)i;
+        program->packed_input = (int8_t)i;
         program->first = (int8_t)first;
         program->last = (int8_t)(last < 0 ? 0 : last);
     }
@@ -122,14 +122,14 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!program) return NULL;
     program->replaces = (char)replaces;
     program->substitutes = (char)substitutes;
-    program->shaped = (char)shaped;
+    program->needs_shapes = (char)shaped;
     program->reporter = Py_NewRef(reporter);
     program->constants = Py_NewRef(constants);
     program->plan = Py_NewRef(plan);
     program->trace = Py_NewRef(trace);
     program->refuse = Py_NewRef(refuse);
     program->written = written && PyTuple_GET_SIZE(written) ? Py_NewRef(written) : NULL;
-    program->spread = -1;
+    program->packed_input = -1;
     program->before = (int)PyTuple_GET_SIZE(before);
     program->after = (int)PyTuple_GET_SIZE(after);
     int failed = sources != Py_None && read_sources(program, sources);
@@ -138,7 +138,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                                                  : PyTuple_GET_ITEM(after, i - program->before));
     if (replaces && !failed) failed = read_replacement(&program->steps[count], replace);
     for (Py_ssize_t i = 0; i < count; i++)
-        *(program->steps[i].tally ? &program->tallied : &program->shaped) |= program->steps[i].takes_shapes;
+        *(program->steps[i].tally ? &program->needs_shape_codes : &program->needs_shapes) |= program->steps[i].takes_shapes;
     if (failed) Py_CLEAR(program);
     return (PyObject *)program;
 }
@@ -180,9 +180,9 @@ static void program_dealloc(Program *self) {
 static PyMethodDef program_methods[] = {
     {"hook", (PyCFunction)program_hook, METH_VARARGS,
      "hook(reader, resume, actions, shapes=None): return a callable that runs the routines on a tuple of values.\n\n"
-     "It returns None where they leave the values as they are; else what resume(actions, values, resumption) returns,\n"
-     "where Python goes on.  shapes: those of the op, to which those of the arguments of the call are added, for routines\n"
-     "that take shapes, and for resume, as its last argument."},
+     "It returns None if the routines leave the values as they are, else the result of resume(actions, values, resumption),\n"
+     "with which Python continues.  shapes: of the op; the shapes of the call's arguments are added, for routines that take\n"
+     "shapes, and for resume, as its last argument."},
     {0}};
 
 PyTypeObject Program_Type = {
@@ -192,19 +192,19 @@ PyTypeObject Program_Type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_doc = "Program(before, after, reporter, sources=None, constants=None, plan=None, trace=None, refuse=None,\n"
               "replace=None, substitutes=False, shaped=False, written=()): routines around an op.\n\n"
-              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).  A ShapeCounter without\n"
-              "values counts the execution, by shapes if it takes these.\n"
-              "reporter: failed(step, error) is called with an exception; mutated(step, index) raises for an input written into.\n"
-              "sources: which argument, positional and then by keyword, each input is; -1: that of constants; a pair\n"
-              "for the one input that is a tuple of the arguments from the first to before the second.\n"
-              "plan: passed to the handler where Python goes on, since the call may look different by then.\n"
-              "trace(begin, start, end, outputs, inputs): called where the op has made backward ops, with the clock of the\n"
-              "reader before the routines, and before and after the op; or a marker of `Graphs.marker`.\n"
-              "refuse(input): whether Python has to run a call whose first input is this.\n"
-              "replace: a step that runs instead of the op, and the names of the last of those that it selects.\n"
-              "substitutes: whether native code may put what routines return in the place of tensors.\n"
-              "shaped: whether marks shall have the shapes of the op; other steps that take shapes have them too.\n"
-              "written: positions of the inputs that are the outputs where a call returns None.",
+              "before, after: steps (func, select, kwargs, lock, isolated, shapes=False).  A ShapeCounter that selects no\n"
+              "values counts the execution, by shapes if it takes shapes.\n"
+              "reporter: failed(step, error) is called with an exception; mutated(step, index) raises for a written input.\n"
+              "sources: for each input the index of its argument, positional and then by keyword; -1 for the constant at\n"
+              "its position; a pair (first, end) for the one input that is a tuple of several arguments.\n"
+              "plan: passed to the handler if Python continues, since the call may look different by then.\n"
+              "trace(begin, start, end, outputs, inputs): called if the op has made backward ops, with the reader's clock\n"
+              "before the routines, before the op and after it; or a marker of `Graphs.marker`.\n"
+              "refuse(input): returns True if Python has to run a call with this first input.\n"
+              "replace: a step that runs instead of the op, and the names of the last values that it selects.\n"
+              "substitutes: whether native code may put values that routines return in the place of tensors.\n"
+              "shaped: whether marks get the shapes of the op; steps that take shapes get them in any case.\n"
+              "written: positions of the inputs that are the outputs of a call that returns None.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
     .tp_traverse = (traverseproc)program_traverse,

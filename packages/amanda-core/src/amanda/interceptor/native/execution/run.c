@@ -1,10 +1,13 @@
-/* The calls of ops that have plans: run here, or handed over to Python. */
+/* Calls of ops that have plans: native code runs their programs, or hands the calls over to Python. */
 #include "execution/values.h"
 #include "interception/call.h"
 
 /* ---- steps ---- */
 
-typedef enum { FAILED = -1, UNCHANGED, CHANGED, UNSUITED } Outcome; /* FAILED: an exception is set */
+/* FAILED: an exception is set.  UNSUITED: the routine selects a value that this call lacks, and was not called. */
+typedef enum { FAILED = -1, UNCHANGED, CHANGED, UNSUITED } Outcome;
+
+/* Tell the reporter of the exception that a step has raised; the exception stays set, with the notes that Python adds. */
 
 static void report_failure(Program *program, Py_ssize_t index) {
     PyObject *kind, *error, *trace;
@@ -18,7 +21,8 @@ static void report_failure(Program *program, Py_ssize_t index) {
     PyErr_Restore(kind, error, trace);
 }
 
-static int is_same(PyObject *result, PyObject *const *values, Py_ssize_t count) {
+/* Whether a routine has returned the very values that it was called with, so that nothing changes. */
+static int returns_its_values(PyObject *result, PyObject *const *values, Py_ssize_t count) {
     if (count == 1) return result == values[0] && !PyTuple_Check(result) && !PyList_Check(result);
     if (!PyTuple_CheckExact(result) && !PyList_CheckExact(result)) return 0;
     if (PySequence_Fast_GET_SIZE(result) != count) return 0;
@@ -27,7 +31,8 @@ static int is_same(PyObject *result, PyObject *const *values, Py_ssize_t count) 
     return 1;
 }
 
-/* Lay out what a step is called with, in the values themselves or after a free place in `stack`; NULL: it is unsuited. */
+/* The arguments of a step's routine: the values themselves, or those selected, laid out after a free place in `stack`.
+   NULL: the step is unsuited. */
 static PyObject **step_arguments(const Step *step, PyObject **values, Py_ssize_t count, PyObject *shapes,
                                  PyObject **stack, Py_ssize_t *selected) {
     *selected = step->takes_all ? count : step->count;
@@ -44,8 +49,8 @@ static PyObject **step_arguments(const Step *step, PyObject **values, Py_ssize_t
     return arguments;
 }
 
-/* Call a routine on values after a free place. A method of Python code is called as its function, with the object in
-   that place, which is what it would do itself; only that takes longer. */
+/* Call a routine on values that lie after a free place. A method of Python code is called as its function, with the
+   object in the free place: the method would do the same, and take longer. */
 static inline PyObject *call_routine(PyObject *func, PyObject **arguments, size_t count, PyObject *names) {
     if (!Py_IS_TYPE(func, &PyMethod_Type) || !Py_IS_TYPE(PyMethod_GET_FUNCTION(func), &PyFunction_Type))
         return PyObject_Vectorcall(func, arguments, count | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
@@ -78,7 +83,7 @@ static Outcome call_step(Thread *thread, const Reader *reader, int gradients, Pr
     thread->suspensions--;
     if (step->isolated) reader_set_gradients(reader, thread, gradients);
     if (*result) {
-        outcome = *result == Py_None || is_same(*result, arguments, selected) ? UNCHANGED : CHANGED;
+        outcome = *result == Py_None || returns_its_values(*result, arguments, selected) ? UNCHANGED : CHANGED;
         Py_ssize_t written = step->isolated ? reader_written(reader, arguments, selected, versions) : -1;
         if (written >= 0) {
             Py_XDECREF(PyObject_CallMethod(program->reporter, "mutated", "nn", index, written));
@@ -102,7 +107,7 @@ static inline Outcome run_step(Thread *thread, const Reader *reader, int gradien
     return call_step(thread, reader, gradients, program, index, values, count, shapes, result);
 }
 
-/* ---- Python goes on ---- */
+/* ---- hand-over to Python ---- */
 
 static PyObject *list_of(PyObject *const *items, Py_ssize_t count) {
     PyObject *list = PyList_New(count);
@@ -110,12 +115,13 @@ static PyObject *list_of(PyObject *const *items, Py_ssize_t count) {
     return list;
 }
 
-static void recount(Reason reason) { /* a call that native code had begun, as one that Python runs */
+/* Count a call that native code has begun, and counted, as one that Python runs. */
+static void recount(Reason reason) {
     counts.native--;
     counts.handed[reason]++;
 }
 
-/* Python goes on after a step, whose routine returned `result` (stolen). */
+/* Hand a call over to Python after a step, whose routine returned `result` (stolen); return what the call returns. */
 static PyObject *resume_in_python(Thread *thread, const Call *call, const Program *program, const Execution *execution,
                                   Py_ssize_t step, PyObject *result, PyObject *outputs) {
     recount(RESULT);
@@ -134,7 +140,8 @@ static PyObject *resume_in_python(Thread *thread, const Call *call, const Progra
 
 typedef enum { SUBSTITUTION_FAILED = -1, LEFT_TO_PYTHON, SUBSTITUTED } Substitution; /* FAILED: an exception is set */
 
-/* Put the values that a routine returned in the place of those it was called with, by position among `values`. */
+/* Put the values that a routine returned in the place of those that it was called with, and note their positions in
+   `changed`. LEFT_TO_PYTHON: some value cannot stand there without Python, and none was put. */
 static Substitution substitute_values(Thread *thread, const Reader *reader, int gradients, const Step *step,
                                       PyObject **values, Py_ssize_t count, PyObject *result, Execution *execution,
                                       uint32_t *changed) {
@@ -169,16 +176,16 @@ static Substitution substitute_values(Thread *thread, const Reader *reader, int 
     return substitution;
 }
 
-/* Give the call the inputs that routines have changed, after a free place in `flat`. NO_CALL_WITH: some are no argument
-   of the call. */
-static CallWith take_inputs(const Program *program, Call *call, const Execution *execution, PyObject **flat,
+/* Give the call the inputs that routines have changed, after a free place in `flat`. NO_CALL_WITH: one of them is no
+   argument of the call by itself. */
+static CallWith pass_changed_inputs(const Program *program, Call *call, const Execution *execution, PyObject **flat,
                             NewArguments *owned) {
     flat++;
     flatten_arguments(&call->arguments, flat);
     for (Py_ssize_t i = 0; i < execution->count; i++) {
         if (!(execution->changed >> i & 1)) continue;
         Py_ssize_t source = program->sources ? program->sources[i] : i;
-        if (i == program->spread || source < 0) return NO_CALL_WITH;
+        if (i == program->packed_input || source < 0) return NO_CALL_WITH;
         flat[source] = execution->inputs.items[i];
     }
     return call_with(call, flat, owned);
@@ -208,12 +215,14 @@ static int leave_trace(const Call *call, const Program *program, Execution *exec
     return answer ? 0 : -1;
 }
 
+/* Return the outputs, once their shapes have been read, if the program needs any; takes over the reference. */
 static inline PyObject *with_shapes(const Reader *reader, Program *program, Execution *execution, PyObject *outputs) {
-    int wanted = outputs && (program->shaped || program->tallied);
-    return wanted ? shapes_of_outputs(reader, program, execution, outputs) : outputs;
+    int needed = outputs && (program->needs_shapes || program->needs_shape_codes);
+    return needed ? shapes_of_outputs(reader, program, execution, outputs) : outputs;
 }
 
-/* Call the op between two readings of the clock, which goes on with each backward op that the framework makes. */
+/* Call the op between two readings of the clock, which counts the backward ops that the framework makes; leave the
+   execution's trace at those of the op. */
 FLAT PyObject *call_traced(Thread *thread, Call *call, Program *program, Execution *execution, uint64_t begin) {
     uint64_t start = reader_clock(call->site->reader);
     PyObject *outputs = call_op(thread, call);
@@ -258,7 +267,8 @@ FLAT PyObject *run_op(Thread *thread, Call *call, Program *program, Execution *e
 
 /* ---- programs ---- */
 
-/* Run the steps before the op. 1: the op is next; 0: `end` is what the call returns, or NULL with an exception. */
+/* Run the steps before the op. 1: the op is next; 0: Python has run the rest of the call, which returns `end`, or NULL
+   with an exception. */
 static int run_before(Thread *thread, const Call *call, int gradients, Program *program, Execution *execution,
                       PyObject **end) {
     const Reader *reader = call->site->reader;
@@ -285,7 +295,9 @@ static int run_before(Thread *thread, const Call *call, int gradients, Program *
     return 1;
 }
 
-/* Run the steps after the op, and return what the call returns; takes over the reference. */
+/* Run the steps after the op, and return what the call returns; takes over the reference to `outputs`.
+   Python continues where an output shares memory with a changed input, and after a step whose value native code cannot
+   put in the place of the output. */
 static PyObject *run_after(Thread *thread, const Call *call, int gradients, Program *program, Execution *execution,
                            PyObject *outputs) {
     const Reader *reader = call->site->reader;
@@ -293,13 +305,13 @@ static PyObject *run_after(Thread *thread, const Call *call, int gradients, Prog
     PyObject *const *values, *written[VALUE_LIMIT], *result = NULL, *end = NULL;
     Values current;
     Py_ssize_t count = outputs_of(reader, program, execution, &outputs, &values, written);
-    if (count == UNREAD || (execution->changed && shares_changed(reader, execution, values, count))) {
+    if (count == UNREAD || (execution->changed && shares_changed_memory(reader, execution, values, count))) {
         result = resume_in_python(thread, call, program, execution, program->before - 1, NULL, outputs);
         Py_DECREF(outputs);
         return result;
     }
     if (!program->after) return outputs;
-    int single = values == &outputs && program->substitutes && count;
+    int may_substitute = values == &outputs && program->substitutes && count; /* of a single output */
     uint32_t replaced = 0;
     for (Py_ssize_t i = 0; i < count; i++) current.items[i] = Py_NewRef(values[i]); /* a list may lose them */
     PyObject *const output = count == 1 ? current.items[0] : NULL;
@@ -308,10 +320,10 @@ static PyObject *run_after(Thread *thread, const Call *call, int gradients, Prog
         Outcome outcome =
             run_step(thread, reader, gradients, program, i, current.items, count, &execution->shapes, &result);
         if (outcome == UNCHANGED) continue;
-        PyObject *previous = single ? current.items[0] : NULL;
+        PyObject *previous = may_substitute ? current.items[0] : NULL;
         Substitution substitution = LEFT_TO_PYTHON;
-        if (outcome == CHANGED && single && read_inputs(execution, program, &call->arguments) &&
-            is_computed(reader, gradients, execution, output, result, i == last))
+        if (outcome == CHANGED && may_substitute && read_inputs(execution, program, &call->arguments) &&
+            may_replace_output(reader, gradients, execution, output, result, i == last))
             substitution = substitute_values(thread, reader, gradients, &program->steps[i], current.items, count, result,
                                              execution, &replaced);
         if (substitution == SUBSTITUTED) {
@@ -340,7 +352,7 @@ static PyObject *run_after(Thread *thread, const Call *call, int gradients, Prog
 
 typedef enum { REFUSAL_FAILED = -1, ACCEPTED, REFUSED } Refusal; /* FAILED: an exception is set */
 
-/* Whether Python has to run a call like the ones of the program. */
+/* Ask `refuse` whether Python has to run this call of the program's form. */
 static Refusal is_refused(Thread *thread, const Call *call, Program *program, Execution *execution) {
     if (!read_inputs(execution, program, &call->arguments) || !execution->count)
         return PyErr_Occurred() ? REFUSAL_FAILED : REFUSED;
@@ -352,6 +364,8 @@ static Refusal is_refused(Thread *thread, const Call *call, Program *program, Ex
     return refused < 0 ? REFUSAL_FAILED : refused ? REFUSED : ACCEPTED;
 }
 
+/* Run a program at a call: steps before the op, the op or its replacement, steps after it; return what the call returns.
+   At any point Python may take over, and then returns the rest. */
 FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *program) {
     const Reader *reader = call->site->reader;
     Execution execution;
@@ -369,19 +383,19 @@ FLAT PyObject *run_program(Thread *thread, Call *call, int gradients, Program *p
         if (refusal != ACCEPTED) goto done;
     }
     uint64_t begin = program->trace == Py_None ? 0 : reader_clock(reader);
-    if (program->before || program->replaces || program->shaped || program->tallied || program->written) {
+    if (program->before || program->replaces || program->needs_shapes || program->needs_shape_codes || program->written) {
         if (!read_inputs(&execution, program, &call->arguments)) {
             recount(ARGUMENTS);
             if (!PyErr_Occurred()) result = call_handler(thread, call, 0, NULL);
             goto done;
         }
-        if ((program->shaped || program->tallied) && shapes_of_inputs(reader, program, &execution)) goto done;
+        if ((program->needs_shapes || program->needs_shape_codes) && shapes_of_inputs(reader, program, &execution)) goto done;
     }
     if (!run_before(thread, call, gradients, program, &execution, &result)) goto done;
     if (execution.changed) {
         changed_call = *call;
         op_call = &changed_call;
-        CallWith with = take_inputs(program, op_call, &execution, flat, &owned);
+        CallWith with = pass_changed_inputs(program, op_call, &execution, flat, &owned);
         if (with == NO_CALL_WITH)
             result = resume_in_python(thread, call, program, &execution, program->before - 1, NULL, NULL);
         if (with != CALL_WITH_READY) goto done;
@@ -433,6 +447,7 @@ PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values
 
 /* ---- calls of ops ---- */
 
+/* Run the program that the op's cache has for calls of this form; without one Python runs the call, and may store one. */
 FLAT PyObject *run_cached(Thread *thread, Call *call, CallCache *cache, uint64_t variant) {
     const Reader *reader = call->site->reader;
     int gradients = 0;
@@ -446,7 +461,7 @@ FLAT PyObject *run_cached(Thread *thread, Call *call, CallCache *cache, uint64_t
     }
     counts.native++;
     if (program == Py_None) return call_op(thread, call);
-    Py_INCREF(program); /* a routine may have the cache forget it */
+    Py_INCREF(program); /* a routine may make the cache forget the program */
     PyObject *result = run_program(thread, call, gradients, (Program *)program);
     Py_DECREF(program);
     return result;
@@ -456,7 +471,7 @@ HOT PyObject *run_call(Thread *thread, const Activation *activation, Call *call)
     PyObject *plan = call->plan, *result;
     if (plan == Py_None || !receiver_fits_target(call->site, call->self))
         return reraise_kept_failure(thread, call_op(thread, call));
-    uint64_t variant = (uint64_t)activation->variant; /* all of the activation is read before anything else runs */
+    uint64_t variant = (uint64_t)activation->variant; /* read before any Python runs, which may end the activation */
     PyObject *state = Py_NewRef(call->state);
     Py_XINCREF(plan);
     if (likely(plan && activation->caches && Py_IS_TYPE(plan, &CallCache_Type)))

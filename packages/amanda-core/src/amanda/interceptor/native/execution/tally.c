@@ -255,8 +255,8 @@ static void tally_dealloc(Tally *self) {
 }
 
 static PyMethodDef tally_methods[] = {
-    {"add", (PyCFunction)tally_add, METH_O, "add(shapes): count an execution; a tuple for each side, of a shape for each value."},
-    {"items", (PyCFunction)tally_items, METH_NOARGS, "Pairs of shapes and how many executions had them, in the order of the first."},
+    {"add", (PyCFunction)tally_add, METH_O, "add(shapes): count an execution; shapes: a tuple for inputs, outputs, ..., with a shape for each value."},
+    {"items", (PyCFunction)tally_items, METH_NOARGS, "Return pairs of shapes and the number of executions with these shapes, in the order of the first execution."},
     {"clear", (PyCFunction)tally_clear_rows, METH_NOARGS, "Forget the executions."},
     {0}};
 
@@ -266,9 +266,9 @@ PyTypeObject Tally_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.ShapeCounter",
     .tp_basicsize = sizeof(Tally),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .tp_doc = "ShapeCounter(limit=1024): executions by the shapes of their values; its length is how many differ.\n\n"
-              "A program whose step is an object of a subtype counts by itself, without a call of the object,\n"
-              "up to `limit` different shapes; then it calls the object where there are more.",
+    .tp_doc = "ShapeCounter(limit=1024): counts executions by the shapes of their values; len() is the number of shapes.\n\n"
+              "A program that has an object of a subtype as a step counts in native code, without a call of the object,\n"
+              "up to `limit` different shapes; it calls the object for further shapes.",
     .tp_new = tally_new,
     .tp_init = (initproc)tally_init,
     .tp_dealloc = (destructor)tally_dealloc,

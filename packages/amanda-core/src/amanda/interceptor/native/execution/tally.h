@@ -5,10 +5,10 @@
 
 #define WORD_LIMIT 192
 
-/* Shapes of an execution: of each side its number of values, and of each value its rank and extents; LISTED, their
-   number and shapes: of tensors in a list; SHAPELESS: of what has none. */
+/* Shapes of an execution as words. For inputs, outputs, ...: the number of values, then of each tensor its rank and
+   extents; of a list LISTED, the number of its tensors, and their shapes; of any other value SHAPELESS. */
 typedef struct {
-    int count; /* -1: they have no such form, or too many extents */
+    int count; /* of words; -1: the shapes cannot be read as words, or are more than WORD_LIMIT */
     int64_t items[WORD_LIMIT];
 } ShapeCode;
 
@@ -26,16 +26,16 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    int64_t calls;                /* of the last row, besides those that it has */
-    uint32_t last;                /* number of the row of the last execution, and 1; 0: there is none */
+    int64_t calls;                /* of the last row, which are not added to the row yet */
+    uint32_t last;                /* number of the row of the last execution, counted from 1; 0: there is none */
     int length;                   /* of its words; WORD_LIMIT + 1: they are too many for `recent` */
-    int64_t recent[RECENT_LIMIT]; /* its words: here they cost no miss of the cache */
+    int64_t recent[RECENT_LIMIT]; /* its words, in the object itself, where they cost no miss of the cache */
     uint32_t count, limit;
     Row *rows;
     int64_t *words;
     size_t used, room; /* of words */
-    uint32_t *slots, slot_count; /* numbers of rows by their hash, each and 1; a power of two of them */
-    PyObject *others; /* owned dict; calls by shapes that are no words; NULL: there are none */
+    uint32_t *slots, slot_count; /* hash table of row numbers, counted from 1; its size is a power of two */
+    PyObject *others; /* owned dict; calls by shapes that cannot be read as words; NULL: none */
 } Tally;
 
 extern PyTypeObject Tally_Type;
@@ -47,8 +47,8 @@ static inline void add_word(ShapeCode *words, int64_t word) {
     }
 }
 
-void encode_shapes(ShapeCode *words, PyObject *shapes); /* of sides that Python has; never an exception */
-PyObject *decode_shapes(const ShapeCode *words);     /* new, as Python has them */
-int tally_count(Tally *tally, const ShapeCode *words); /* 0: Python has to; never an exception */
+void encode_shapes(ShapeCode *words, PyObject *shapes); /* adds shapes that Python has; never an exception */
+PyObject *decode_shapes(const ShapeCode *words);     /* new: the shapes as Python has them */
+int tally_count(Tally *tally, const ShapeCode *words); /* 0: Python has to count; never an exception */
 
 #endif

@@ -1,36 +1,37 @@
-/* The seam between the execution of plans and the tensors of a framework: all that native code may ask of a tensor.
-   Defined in pytorch/, for the one framework whose ops are called often enough to need it. */
+/* The seam between the execution of plans and the tensors of a framework: all questions that native code has about a
+   tensor. Defined in pytorch/, for the one framework whose ops are called often enough to need it. */
 #ifndef AMANDA_TENSORS_H
 #define AMANDA_TENSORS_H
 #include "execution/tally.h"
 #include "interception/site.h"
 
-/* 0: cannot be told. sized: extents of tensors decide too. */
+/* Key of a call's form; 0: only Python can tell the form. sized: whether other extents make another form. */
 uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *arguments, int sized, int *gradients);
 int reader_is_plain(const Reader *reader, PyObject *value);
-int python_mode_active(const Reader *reader); /* a mode is in force that wants Python */
+int python_mode_active(const Reader *reader); /* whether a mode is in force in which Python has to run the plans */
 uint64_t reader_clock(const Reader *reader);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
 int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
-const void *reader_memory(const Reader *reader, PyObject *tensor); /* NULL: cannot be told */
-void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words); /* of one more side */
+const void *reader_memory(const Reader *reader, PyObject *tensor); /* address of the storage; NULL: not a plain tensor */
+/* Add the shapes of inputs, of outputs, ... as words. */
+void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words);
 PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,
-                        PyObject *before); /* new; `before` itself where it equals them; NULL: an exception */
+                        PyObject *before); /* new; `before` itself if it equals the shapes; NULL: an exception */
 int can_substitute(const Reader *reader, PyObject *original, PyObject *value);
 PyObject *with_straight_through(const Reader *reader, PyObject *original, PyObject *value, int gradients);
 
-/* Asked of every argument of every routine: the framework's header defines these in line. */
+/* Called for every argument of every routine, and so defined in line, in the framework's header. */
 static inline int reader_is_tensor(const Reader *reader, PyObject *value);
 static inline void reader_versions(const Reader *reader, PyObject *const *values, Py_ssize_t count, uint64_t *versions);
-/* The first value that was written since its version was read; -1: none was. */
+/* Position of the first value that was written since its version was read; -1: none was. */
 static inline Py_ssize_t reader_written(const Reader *reader, PyObject *const *values, Py_ssize_t count,
                                         const uint64_t *versions);
 static inline int reader_gradients(const Reader *reader, Thread *thread);
 static inline void reader_set_gradients(const Reader *reader, Thread *thread, int on);
 
-/* What executions leave for their backward ops. */
+/* The marks that executions leave at their backward ops. */
 extern PyTypeObject BackwardMarker_Type;
-int marker_reads_written(PyObject *marker); /* whether it wants the value that the op wrote */
+int marker_reads_written(PyObject *marker); /* whether it takes the value that the op wrote */
 int mark_backward_nodes(PyObject *marker, uint64_t begin, uint64_t start, uint64_t end, PyObject *outputs, PyObject *written,
                PyObject *shapes);
 

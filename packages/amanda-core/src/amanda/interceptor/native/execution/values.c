@@ -23,7 +23,7 @@ int gather_inputs(Execution *execution, const Program *program, const Arguments 
     }
     for (int i = 0; i < program->source_count; i++)
         if (program->sources[i] >= count) return 0;
-    if (program->spread >= 0) {
+    if (program->packed_input >= 0) {
         if (program->first > program->last || program->last > count) return 0;
         execution->packed = PyTuple_New(program->last - program->first);
         if (!execution->packed) return 0;
@@ -31,7 +31,7 @@ int gather_inputs(Execution *execution, const Program *program, const Arguments 
             PyTuple_SET_ITEM(execution->packed, i - program->first, Py_NewRef(flat[i]));
     }
     for (int i = 0; i < program->source_count; i++)
-        values[i] = i == program->spread      ? execution->packed
+        values[i] = i == program->packed_input      ? execution->packed
                     : program->sources[i] < 0 ? PyTuple_GET_ITEM(program->constants, i)
                                               : flat[program->sources[i]];
     execution->count = program->source_count;
@@ -40,9 +40,9 @@ int gather_inputs(Execution *execution, const Program *program, const Arguments 
 
 /* ---- outputs ---- */
 
-/* None, the elements of a tuple or of a list of tensors, or one. A call that returns None may have written its outputs
-   into inputs, as `out=` of some ops. */
-Py_ssize_t spread_outputs(const Reader *reader, const Program *program, const Execution *execution,
+/* As `outputs_of`, of what is no tensor: None, a tuple, a list of tensors, or a plain value. A call that returns None may
+   have written its outputs into inputs, as `out=` of some ops. */
+Py_ssize_t items_of_outputs(const Reader *reader, const Program *program, const Execution *execution,
                           PyObject *const *outputs, PyObject *const **values, PyObject **written) {
     if (*outputs == Py_None) {
         if (!program->written || execution->count == UNREAD) return 0;
@@ -71,7 +71,7 @@ Py_ssize_t spread_outputs(const Reader *reader, const Program *program, const Ex
 
 /* ---- memory ---- */
 
-/* Whether a value, or one of a list, lies in this memory; where that cannot be told, too. */
+/* Whether a value, or one in a list, lies in this memory, or may lie there: not all tensors tell. */
 static int lies_in(const Reader *reader, PyObject *value, const void *memory) {
     if (reader_is_tensor(reader, value)) {
         const void *value_memory = reader_memory(reader, value);
@@ -83,8 +83,8 @@ static int lies_in(const Reader *reader, PyObject *value, const void *memory) {
     return 0;
 }
 
-/* Whether an output shares memory with an input that a routine returned: the program may write through it. */
-int shares_changed(const Reader *reader, const Execution *execution, PyObject *const *values, Py_ssize_t count) {
+/* Whether an output shares memory with an input that a routine has returned: later writes have to reach both. */
+int shares_changed_memory(const Reader *reader, const Execution *execution, PyObject *const *values, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < execution->count; i++) {
         if (!(execution->changed >> i & 1)) continue;
         const void *memory = reader_memory(reader, execution->inputs.items[i]);
@@ -102,11 +102,11 @@ static int has_tensor(const Reader *reader, PyObject *value) {
     return 0;
 }
 
-/* Whether a value may take the place of an output: that was computed from tensors, and is none of their views,
-   nor a leaf that needs a gradient. A value in an input's memory is no view that Python has to tie, unless Python
-   goes on with it as the output. last: no routine comes after. */
-int is_computed(const Reader *reader, int gradients, const Execution *execution, PyObject *output, PyObject *value,
-                int last) {
+/* Whether native code may put a value in the place of an output. Only of an output that was computed from tensors:
+   views of inputs, and leaves that need a gradient, are Python's work. A value in the memory of an input will do
+   only after the last routine: if Python continued with it, Python would have to tie it.  last: no routine comes after. */
+int may_replace_output(const Reader *reader, int gradients, const Execution *execution, PyObject *output, PyObject *value,
+                       int last) {
     const void *memory = reader_memory(reader, output), *value_memory = reader_memory(reader, value);
     int tensors = 0;
     if (!memory || !value_memory) return 0;
@@ -139,8 +139,8 @@ int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values,
 /* Read the shapes of the inputs, in the forms that the program wants; -1: an exception. */
 int shapes_of_inputs(const Reader *reader, Program *program, Execution *execution) {
     Shapes *shapes = &execution->shapes;
-    if (program->tallied) reader_shape_code(reader, execution->inputs.items, execution->count, &shapes->code);
-    if (!program->shaped && shapes->code.count >= 0) return 0;
+    if (program->needs_shape_codes) reader_shape_code(reader, execution->inputs.items, execution->count, &shapes->code);
+    if (!program->needs_shapes && shapes->code.count >= 0) return 0;
     PyObject *side = reader_shapes(reader, execution->inputs.items, execution->count,
                                    program->shapes ? PyTuple_GET_ITEM(program->shapes, 0) : NULL);
     shapes->objects = side ? PyTuple_Pack(1, side) : NULL;
@@ -157,7 +157,7 @@ PyObject *shapes_of_outputs(const Reader *reader, Program *program, Execution *e
         values = &outputs;
         count = 1;
     }
-    if (program->tallied && shapes->code.count >= 0) {
+    if (program->needs_shape_codes && shapes->code.count >= 0) {
         int inputs = shapes->code.count;
         reader_shape_code(reader, values, count, &shapes->code);
         if (shapes->code.count >= 0 && !shapes->objects) return outputs;

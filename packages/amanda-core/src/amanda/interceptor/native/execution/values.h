@@ -8,12 +8,12 @@ typedef struct {
     PyObject *free, *items[VALUE_LIMIT];
 } Values;
 
-#define UNREAD (-1) /* a count of values: they have not been read, or only Python can tell which they are */
+#define UNREAD (-1) /* count of values that have not been read, or that only Python can read */
 
 typedef struct {
     Values inputs;
     Py_ssize_t count;  /* of inputs; or UNREAD */
-    uint32_t changed;  /* which inputs are no more those of the call */
+    uint32_t changed;  /* a bit for each input that a routine has changed */
     PyObject *packed;  /* owned; the input that is a tuple of several arguments; NULL: none is */
     int replacement_count;
     PyObject *replacements[VALUE_LIMIT]; /* owned; values that routines returned */
@@ -48,24 +48,26 @@ static inline int flatten_arguments(const Arguments *arguments, PyObject **flat)
 
 int gather_inputs(Execution *execution, const Program *program, const Arguments *arguments);
 
-/* Read the inputs, unless they have been read. 0: only Python can tell them, or an exception is set. */
+/* Read the inputs, unless they have been read. 0: only Python can read them, or an exception is set. */
 static inline int read_inputs(Execution *execution, const Program *program, const Arguments *arguments) {
     return execution->count != UNREAD || gather_inputs(execution, program, arguments);
 }
 
-Py_ssize_t spread_outputs(const Reader *reader, const Program *program, const Execution *execution,
+Py_ssize_t items_of_outputs(const Reader *reader, const Program *program, const Execution *execution,
                           PyObject *const *outputs, PyObject *const **values, PyObject **written);
 
-/* The outputs of a call that returned `*outputs`, which lie there, in it, or in `written`; or UNREAD. */
+/* Point `values` to the outputs of a call that returned `*outputs`: that object, its items, or inputs that the call has
+   written, which are put into `written`. Return how many there are, or UNREAD. */
 static inline Py_ssize_t outputs_of(const Reader *reader, const Program *program, const Execution *execution,
                                     PyObject *const *outputs, PyObject *const **values, PyObject **written) {
     *values = outputs;
     return reader_is_tensor(reader, *outputs) ? 1
-                                              : spread_outputs(reader, program, execution, outputs, values, written);
+                                              : items_of_outputs(reader, program, execution, outputs, values, written);
 }
 
-int shares_changed(const Reader *reader, const Execution *execution, PyObject *const *values, Py_ssize_t count);
-int is_computed(const Reader *reader, int gradients, const Execution *execution, PyObject *output, PyObject *value, int last);
+int shares_changed_memory(const Reader *reader, const Execution *execution, PyObject *const *values, Py_ssize_t count);
+int may_replace_output(const Reader *reader, int gradients, const Execution *execution, PyObject *output, PyObject *value,
+                       int last);
 int shapes_of_inputs(const Reader *reader, Program *program, Execution *execution);
 PyObject *shapes_of_outputs(const Reader *reader, Program *program, Execution *execution, PyObject *outputs);
 

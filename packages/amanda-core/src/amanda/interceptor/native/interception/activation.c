@@ -68,8 +68,8 @@ static PyObject *activation_become(Activation *self, PyObject *value) {
 
 static PyMethodDef activation_methods[] = {
     {"become", (PyCFunction)activation_become, METH_O,
-     "Put in force what another activation holds, in every context that has this one; ops under way go on as they "
-     "began."},
+     "Take the contents of another activation, for every context that has this one; calls of ops that have begun "
+     "go on as they began."},
     {0}};
 
 static PyMemberDef activation_members[] = {
@@ -81,8 +81,8 @@ PyTypeObject Activation_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Activation",
     .tp_basicsize = sizeof(Activation),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Activation(table, state, active=True, caches=True, variant=0): what is in force in an execution context.\n\n"
-              "caches: whether what call caches have learned holds.  variant: they learn for each of these numbers apart.",
+    .tp_doc = "Activation(table, state, active=True, caches=True, variant=0): plans and state of an execution context.\n\n"
+              "caches: whether programs of call caches may run.  variant: call caches have programs for each number.",
     .tp_new = activation_new,
     .tp_dealloc = (destructor)activation_dealloc,
     .tp_traverse = (traverseproc)activation_traverse,
@@ -143,7 +143,7 @@ static PyObject *disturb_with(PyObject *Py_UNUSED(module), PyObject *function) {
 }
 
 static PyMethodDef disturb_with_def = {"disturb_with", disturb_with, METH_O,
-                                       "Call a function wherever native code has Python run; a build for tests has this."};
+                                       "Call a function at each point where native code lets Python run; only builds for tests have this."};
 #endif
 
 /* ---- failures ---- */
@@ -184,7 +184,7 @@ PyTypeObject Suspension_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Suspension",
     .tp_basicsize = sizeof(PyObject),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Context in which this thread intercepts nothing.",
+    .tp_doc = "Context in which no call of this thread is intercepted.",
     .tp_new = PyType_GenericNew,
     .tp_methods = suspension_methods,
 };
@@ -227,18 +227,18 @@ static PyObject *running(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 }
 
 static PyMethodDef running_def = {"running", running, METH_NOARGS,
-                                  "Name of the op whose native code this thread runs; None outside of ops."};
+                                  "Return the name of the op whose native code this thread runs; None outside of ops."};
 static PyMethodDef failure_def = {"failure", failure, METH_NOARGS,
-                                  "What a tool raised on this thread since the last op began, if it was kept."};
+                                  "Return the kept exception of a tool on this thread since the last op began; None without one."};
 static PyMethodDef keep_failure_def = {"keep_failure", keep_failure, METH_O,
-                                       "Keep a tool's exception, which an operator may drop; None lets go of it."};
+                                       "Keep a tool's exception, which an operator may drop; None forgets it."};
 static PyMethodDef forget_failures_def = {"forget_failures", forget_failures, METH_NOARGS,
-                                          "Let go of the exceptions of tools that are kept for any thread."};
+                                          "Forget the kept exceptions of tools on all threads."};
 static PyMethodDef watch_outside_def = {"watch_outside", watch_outside, METH_O,
-                                        "Call a function on each thread that runs ops where nothing is in force, "
-                                        "until it returns True there; None ends it."};
+                                        "Call a function on each thread that runs ops without an activation, until "
+                                        "it returns True there; None ends this."};
 static PyMethodDef active_def = {"active", active, METH_NOARGS,
-                                 "The activation in force here; None where nothing is intercepted."};
+                                 "Return the activation in force here; None if no call is intercepted."};
 
 int activation_boot(PyObject *names) {
     if (!activation_variable) activation_variable = PyContextVar_New("amanda.activation", NULL); /* a reload keeps it */

@@ -17,8 +17,8 @@ static PyObject *with_values(PyObject *dict, PyObject *const *values) {
     return copy;
 }
 
-/* Give a call other arguments, as many: positional ones and then those by keyword, after a free place, where a
-   vectorcall may put an object of its own.  NO_CALL_WITH: not for this kind of call. */
+/* Give a call as many other arguments, positional and then by keyword; they lie after a free place, where a vectorcall
+   may put an object of its own.  NO_CALL_WITH: this kind of call takes no others. */
 CallWith call_with(Call *call, PyObject **flat, NewArguments *owned) {
     Arguments *arguments = &call->arguments;
     if (arguments->receiver) call->self = arguments->receiver = *flat++;

@@ -3,7 +3,7 @@
 #define AMANDA_CALL_H
 #include "interception/site.h"
 
-/* What a call with other arguments owns until it has returned. */
+/* Objects made for a call with other arguments, which it owns until it has returned. */
 typedef struct {
     PyObject *args, *kwargs; /* NULL: the convention needs none */
 } NewArguments;
@@ -61,9 +61,9 @@ FLAT PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyO
     Py_UNREACHABLE();
 }
 
-/* Read the arguments out of the registers of a convention. `few` has room for those that lie in registers themselves. */
-FLAT Arguments read_arguments(const Site *site, PyObject **few, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
-    Arguments arguments = {self, few, 0, NULL, NULL};
+/* Read the arguments out of the registers of a convention. `room`: for arguments that lie in registers themselves. */
+FLAT Arguments read_arguments(const Site *site, PyObject **room, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
+    Arguments arguments = {self, room, 0, NULL, NULL};
     switch (site->kind) {
     case FUNCTION: case PYTHON:
         return (Arguments){NULL, (PyObject *const *)a, PyVectorcall_NARGS((size_t)b), c, NULL};
@@ -82,9 +82,9 @@ FLAT Arguments read_arguments(const Site *site, PyObject **few, PyObject *self, 
     case NOARGS: case GET:
         break;
     case ASSIGN:
-        few[1] = b; /* fall through */
+        room[1] = b; /* fall through */
     case ONE: case SUBSCRIPT:
-        few[0] = a;
+        room[0] = a;
         arguments.count = site->kind == ASSIGN ? 2 : 1;
         break;
     }

@@ -46,7 +46,7 @@ static PyTypeObject Extent_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Extent",
     .tp_basicsize = sizeof(PyObject),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .tp_doc = "Extent(): what a with statement enters by `_begin()` and leaves by `_end()`, methods of a subclass.\n\n"
+    .tp_doc = "Extent(): context that calls `_begin()` as it is entered and `_end()` as it is left, methods of a subclass.\n\n"
               "An exception out of these, as of a KeyboardInterrupt, is raised once `_unsettled` is false: until then\n"
               "`_end()` is called again.",
     .tp_new = PyType_GenericNew,

@@ -145,8 +145,8 @@ static inline int mix_cached_way(const _PyInterpreterFrame *frame, const Region 
 }
 #endif
 
-/* Mixes the call sites from the innermost frame out to the end of the region, and at the root those of the program
-   beyond into `way`; 0: not all are known. */
+/* Mix the call sites from the innermost frame out to the end of the region into `hash`, and at the root those of the
+   program beyond into `way`. 0: not all are cached. */
 static inline int mix_cached_sites(const PyThreadState *running, const Region *region, uint64_t *hash, uint64_t *way) {
 #if AMANDA_INTERNAL_FRAMES
     uint64_t mixed = *hash;
@@ -194,7 +194,8 @@ static inline int mix_cached_items(PyObject *sequence, uint64_t *hash) {
     return 1;
 }
 
-/* Mixes the identities of the first value, if there is one, and the others; 0: not all are known. */
+/* Mix the ordinals of a value, if there is one, and of others into `hash`, of types that enter ids. 0: not all are
+   cached. */
 static inline int mix_cached_values(PyObject *value, PyObject *const *others, Py_ssize_t count, uint64_t *hash) {
     uint64_t mixed = *hash;
     if (!value) {
@@ -216,12 +217,13 @@ static inline int mix_cached_values(PyObject *value, PyObject *const *others, Py
     return 1;
 }
 
-/* Mixes the leaves among values into the way to a place at the root; 0: not all are known. */
+/* Mix the ordinal of a value into the way to a place at the root, if the value is a leaf that needs a gradient. 0: its
+   ordinal is not cached, or only Python can tell. */
 static inline int mix_cached_leaf(const Reader *reader, PyObject *value, uint64_t *way) {
     PyTypeObject *type = Py_TYPE(value);
     if (type != fast_cache.leaf_type)
         return !(type->tp_flags & Py_TPFLAGS_HEAPTYPE) || cached_type(type)->identity ||
-               !PyType_IsSubtype(type, fast_cache.leaf_type); /* whether one of a subclass is a leaf, Python tells */
+               !PyType_IsSubtype(type, fast_cache.leaf_type); /* Python tells whether a value of a subclass is a leaf */
     Training training = reader ? reader_training(reader, value) : ASK_PYTHON;
     if (likely(training == NOT_TRAINED)) return 1;
     const Named *named = training == TRAINED ? named_at(value) : NULL;
@@ -230,11 +232,12 @@ static inline int mix_cached_leaf(const Reader *reader, PyObject *value, uint64_
     return 1;
 }
 
-/* Which of the ways to a place at the root this is: a loop comes by one.  The place has the first way, those that
-   follow have their number, and their own key has how many there are.  0: there is no room for it. */
+/* Set `repeats` to the number of a way to a place at the root, in the order in which the ways came; all rounds of a loop
+   come by one way.  The counts map the place to its first way, each later way to its number, and a third key to the
+   number of later ways.  0: the map is full; the long way makes room. */
 static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64_t *repeats) {
     Map *counts = &region->counts;
-    uint64_t more = mix(place, 1) | 1;
+    uint64_t later_ways_key = mix(place, 1) | 1;
     place = place ? place : 1;
     way = mix(place, way) | 1;
     Cell *cell = &counts->cells[map_slot(counts, place)];
@@ -247,22 +250,22 @@ static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64
     if (likely((uintptr_t)cell->value == way)) return 1;
     cell = &counts->cells[map_slot(counts, way)];
     if (!cell->key) {
-        Cell *number = &counts->cells[map_slot(counts, more)];
-        counts->used += !number->key;
-        number->key = more;
-        uint64_t others = (uint64_t)(uintptr_t)number->value;
-        *repeats = AMANDA_OCCURRENCE_CAP - 1;
-        if (others + 1 >= AMANDA_OCCURRENCE_CAP) return 1;
-        number->value = (void *)(uintptr_t)(others + 1);
-        cell = &counts->cells[map_slot(counts, way)];
-        *cell = (Cell){way, (void *)(uintptr_t)(others + 1)};
+        Cell *later_ways = &counts->cells[map_slot(counts, later_ways_key)];
+        counts->used += !later_ways->key;
+        later_ways->key = later_ways_key;
+        uint64_t number = (uint64_t)(uintptr_t)later_ways->value + 1;
+        *repeats = AMANDA_OCCURRENCE_CAP - 1; /* ways beyond the cap share a number */
+        if (number >= AMANDA_OCCURRENCE_CAP) return 1;
+        later_ways->value = (void *)(uintptr_t)number;
+        cell = &counts->cells[map_slot(counts, way)]; /* again: the key above may have taken its place */
+        *cell = (Cell){way, (void *)(uintptr_t)number};
         counts->used++;
     }
     *repeats = (uint64_t)(uintptr_t)cell->value;
     return 1;
 }
 
-/* Counts the place once more; 0: there is no room for it. */
+/* Count a place once more, and set `repeats` to how often it came before, below the cap.  0: the map is full. */
 static inline int count_place(Region *region, uint64_t place, uint64_t *repeats) {
     Map *counts = &region->counts;
     Cell *cell = &counts->cells[map_slot(counts, place ? place : 1)];

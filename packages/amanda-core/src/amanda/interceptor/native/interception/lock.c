@@ -86,6 +86,6 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) 
     Py_RETURN_NONE;
 }
 
-static PyMethodDef forked_def = {"forked", forked, METH_NOARGS, "Hear that this process is a forked child."};
+static PyMethodDef forked_def = {"forked", forked, METH_NOARGS, "Free the locks that other threads held: call it in a forked child."};
 
 int lock_boot(PyObject *names) { return add_function(names, &forked_def) || add_type(names, "Lock", &Lock_Type) ? -1 : 0; }

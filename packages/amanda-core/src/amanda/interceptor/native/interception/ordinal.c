@@ -1,4 +1,4 @@
-/* Ordinals: numbers of objects in the order of first use, by which arguments tell ops apart. */
+/* Ordinals: numbers of objects in the order of first use, which enter the ids of ops that have them as arguments. */
 #include "interception/fast_path.h"
 
 #define TYPE_LIMIT 16
@@ -13,7 +13,7 @@ static struct {
     size_t strong, strong_limit; /* objects that are held strongly, and how many lead to a sweep */
 } ordinals = {.strong_limit = FIRST_SWEEP};
 
-/* Whether values of a type tell ops apart. */
+/* Whether the ordinals of values of a type enter ids. */
 static inline int is_identity_type(PyTypeObject *type) {
     CachedType *answer = cached_type(type);
     unsigned version = type_version(type, type->tp_flags);
@@ -39,7 +39,7 @@ static int drop_named(uint64_t key) {
     uint64_t ordinal = named->ordinal;
     ordinals.strong -= named->is_strong;
     Py_DECREF(named->reference);
-    PyMem_RawFree(named->more);
+    PyMem_RawFree(named->further_paths);
     PyMem_RawFree(named);
     if (!ordinals.on_death || is_finalizing()) return 0; /* the modules of Python have been taken apart */
     PyObject *on_death = Py_NewRef(ordinals.on_death), *answer = PyObject_CallFunction(on_death, "K", ordinal);
@@ -75,8 +75,9 @@ static int sweep_strong(void) {
 
 static PyMethodDef forget_def = {"forget", forget, METH_O, NULL};
 
-/* Ask whether an argument lies in a slot of the object that encloses the call: it has the ordinal of what lay
-   there first, then.  `adopt(owner, object, ordinal)` returns that, and whether it is settled. */
+/* Ask Python whether an argument lies in a slot of the object that encloses the call; if so, the argument gets the
+   ordinal of the first object in that slot.  `adopt(owner, object, ordinal)` returns the ordinal, and whether it is
+   final. */
 static int query_slot(PyObject *object, Named *named) {
     Thread *thread = thread_state();
     PyObject *owner = thread->top ? thread->top->subject : NULL;
@@ -107,12 +108,12 @@ static int keep_ordinal(PyObject *object, uint64_t key, uint64_t *ordinal) {
     Py_XDECREF(callback);
     if (!reference) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-        PyErr_Clear(); /* it cannot be held weakly, and another object at its address would have its ordinal */
+        PyErr_Clear(); /* held strongly: else another object at its address would get its ordinal */
         if (ordinals.strong >= ordinals.strong_limit && sweep_strong()) return -1;
         reference = Py_NewRef(object);
     }
     Named *named = map_get(&fast_cache.named, key);
-    if (named) { /* what a collection ran has asked for it in the meantime */
+    if (named) { /* code that a collection ran has asked for the ordinal in the meantime */
         Py_DECREF(reference);
         *ordinal = named->ordinal;
         return 0;
@@ -157,7 +158,8 @@ static int mix_identity(uint64_t *hash, PyObject *value) {
     return 0;
 }
 
-/* A leaf that needs a gradient is what another execution of the place may train: it takes part in the way there. */
+/* Mix the ordinal of a leaf that needs a gradient into the way to a place, since another execution of the place may train
+   another leaf. */
 int mix_leaf(uint64_t *way, const Reader *reader, PyObject *value) {
     PyTypeObject *type = Py_TYPE(value);
     int is_exact = type == fast_cache.leaf_type;
@@ -225,10 +227,11 @@ static PyObject *ordinal(PyObject *Py_UNUSED(module), PyObject *object) {
 }
 
 static PyMethodDef functions[] = {
-    {"add_identity_type", add_identity_type, METH_O, "Arguments of this type tell ops apart."},
+    {"add_identity_type", add_identity_type, METH_O, "Make the ordinals of arguments of this type enter the ids of ops."},
     {"set_leaf_type", set_leaf_type, METH_VARARGS,
-     "set_leaf_type(type, is_leaf): arguments of the type for which is_leaf(value) is true tell rounds of a loop apart."},
-    {"ordinal", ordinal, METH_O, "Number of an object, in the order of first use."},
+     "set_leaf_type(type, is_leaf): ordinals of arguments of the type for which is_leaf(value) is true enter ids of ops\n"
+     "outside of enclosing calls."},
+    {"ordinal", ordinal, METH_O, "Return the number of an object in the order of first use."},
     {0}};
 
 int ordinal_boot(PyObject *names) {

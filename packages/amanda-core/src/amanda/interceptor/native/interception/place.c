@@ -11,8 +11,8 @@
 #define code_set _PyCode_SetExtra
 #endif
 
-/* What is kept with a code object: its hash, and for each instruction word the first word of
-   the call it belongs to (an interpreter that specialises a call moves within it). */
+/* Notes on a code object, which the code object holds: its hash, and for each instruction word the first word of the
+   call that the word belongs to, since an interpreter that specialises a call moves within it. */
 typedef struct {
     uint64_t hash;
     unsigned epoch, length;
@@ -38,7 +38,7 @@ Thread *new_thread(uint64_t owner) {
 
 Thread *thread_state(void) { return thread_of(running_thread()); }
 
-/* Where code changes its kind, or types come to tell ops apart. */
+/* Drop all cached answers, as code has changed its kind, or types enter ids that did not. */
 void new_epoch(void) {
     code_notes.epoch++;
     memset(fast_cache.types, 0, sizeof fast_cache.types);
@@ -97,7 +97,8 @@ static inline uint64_t site_hash(const CodeNote *note, int instruction) {
     return note->hash + (uint64_t)(instruction + 1) * 0x9E3779B97F4A7C15ULL;
 }
 
-/* A frame is found complete or not by where it is, unless it is a generator's: that is no place to remember. */
+/* Cache the hash of a call site by its instruction. Not ahead of the first traceable instruction, where a frame is
+   incomplete unless it is a generator's: the instruction alone does not tell which. */
 static inline void remember_instruction(const Walk *walk, const CodeNote *note, uint64_t mark) {
 #if AMANDA_INTERNAL_FRAMES
     const void *where = frame_instruction(walk->frame);
@@ -108,7 +109,7 @@ static inline void remember_instruction(const Walk *walk, const CodeNote *note, 
 #endif
 }
 
-/* A code object dies: another may come to lie there. */
+/* A code object dies, and another may come to lie at its address: drop the cached call sites. */
 static void free_note(void *note) {
     memset(fast_cache.sites, 0, sizeof fast_cache.sites);
     PyMem_RawFree(note);
@@ -169,8 +170,9 @@ static PyObject *forget_code(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(no
 }
 
 static PyMethodDef functions[] = {
-    {"configure", configure, METH_VARARGS, "configure(describe, on_death, adopt=None)"},
-    {"forget_code", forget_code, METH_NOARGS, "Describe code again where its kind may have changed."},
+    {"configure", configure, METH_VARARGS, "configure(describe, on_death, adopt=None): set the functions that describe code, and that hear of dead and of\n"
+     "adopted objects."},
+    {"forget_code", forget_code, METH_NOARGS, "Forget the descriptions of code, whose kind may have changed."},
     {0}};
 
 int place_boot(PyObject *names) {

@@ -19,10 +19,10 @@ typedef struct {
 /* An object that has an ordinal. */
 typedef struct {
     uint64_t ordinal;
-    Path path;  /* the first that was asked for; owner 0: none was */
-    Path *more; /* the others */
-    int more_count;
-    int slot_queries_left;            /* how often it is still asked whether it has come to lie in a slot of an enclosing object */
+    Path path;           /* the first that was asked for; owner 0: none was */
+    Path *further_paths; /* in other owners */
+    int further_path_count;
+    int slot_queries_left; /* how often Python is still asked whether the object lies in a slot of an enclosing one */
     PyObject *reference; /* owned; weak, or the object itself where its type has no weak references */
     int is_strong;       /* whether `reference` is the object */
 } Named;
@@ -33,10 +33,10 @@ typedef struct Region {
     uint64_t hash;
     struct Region *parent; /* owned */
     void *entry;           /* frame that made the call; the walk of call sites ends here */
-    unsigned ends_before, ends_after; /* kinds of code that it ends at besides; ends_after: at the root alone */
+    unsigned ends_before, ends_after; /* kinds of code at which the walk ends too; ends_after: at the root alone */
     int is_over;           /* the call has returned */
     int tail_length, way_length;
-    uint64_t *tail;        /* call sites that a replay adds to those it walks, and then those of the way there */
+    uint64_t *tail;        /* in a replay: call sites beyond the replay's own, and then those of the way to the place */
     PyObject *subject;     /* owned; the object called; NULL at the root and in a replay */
     const Named *named;    /* of the subject, which keeps it; NULL: not looked up, or it has none */
     Map counts;
@@ -61,8 +61,8 @@ Thread *thread_state(void);
 PyObject *take_failure(Thread *thread); /* new; the exception, which is forgotten; NULL: there is none */
 Region *current_region(Thread *thread); /* borrowed; NULL with an exception set */
 
-/* Hashes of call sites: from the innermost frame out to the end of a region, and at the root those of the program
-   from there on, the last of the others included, which are the way to the place. */
+/* Hashes of call sites: `items` from the innermost frame out to the end of a region; `way`, at the root, those of the
+   program from the last of `items` on, by which the program has come to the place. */
 typedef struct {
     int count, way_count;
     uint64_t items[WALK_LIMIT], way[WAY_LIMIT + 1];
@@ -75,7 +75,7 @@ int mix_identities(uint64_t *hash, PyObject *value);
 int mix_leaf(uint64_t *way, const Reader *reader, PyObject *value);
 int ordinal_of(PyObject *object, uint64_t *ordinal);
 void ordinals_configure(PyObject *on_death, PyObject *adopt); /* adopt: or NULL */
-void new_epoch(void); /* where code changes its kind, or types come to tell ops apart */
+void new_epoch(void); /* drops the caches: code has changed its kind, or types enter ids that did not */
 int place_boot(PyObject *names);
 int region_boot(PyObject *names);
 int ordinal_boot(PyObject *names);

@@ -2,22 +2,22 @@
 #include "interception/fast_path.h"
 #include "interception/wrapped.h"
 
-#define IDLE_REGIONS 32
-#define KEPT_COUNTS 64
+#define FREE_REGION_LIMIT 32
+#define KEPT_COUNTS_LIMIT 64
 
-/* Freed regions that are not given back, linked by their parents: one is made at each call of a module. */
+/* Freed regions for reuse, linked by their parents, since each call of a module makes one. */
 static struct {
     Region *first;
     int count;
-} idle;
+} free_regions;
 
 /* ---- regions ---- */
 
 HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) {
-    Region *region = idle.first;
+    Region *region = free_regions.first;
     if (region) {
-        idle.first = region->parent;
-        idle.count--;
+        free_regions.first = region->parent;
+        free_regions.count--;
         _Py_NewReference((PyObject *)region);
     } else if (!(region = PyObject_New(Region, &Region_Type)))
         return NULL;
@@ -37,21 +37,21 @@ HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) 
 }
 
 HOT static void region_dealloc(Region *region) {
-    int ends = local.thread.root == region;
-    if (ends) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
+    int thread_ends = local.thread.root == region;
+    if (thread_ends) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
     Region *parent = region->parent;
     PyObject *subject = region->subject;
     if (region->tail) PyMem_RawFree(region->tail);
     if (region->counts.cells != region->first) map_clear(&region->counts);
-    if (idle.count < IDLE_REGIONS) {
-        region->parent = idle.first;
-        idle.first = region;
-        idle.count++;
+    if (free_regions.count < FREE_REGION_LIMIT) {
+        region->parent = free_regions.first;
+        free_regions.first = region;
+        free_regions.count++;
     } else
         PyObject_Free(region);
     Py_XDECREF(parent);
     Py_XDECREF(subject);
-    if (unlikely(ends)) Py_XDECREF(take_failure(&local.thread));
+    if (unlikely(thread_ends)) Py_XDECREF(take_failure(&local.thread));
 }
 
 PyTypeObject Region_Type = {
@@ -97,7 +97,7 @@ static int set_count(Region *region, uint64_t place, void *count) {
 
 static void forget_counts(Region *region) {
     if (!region->counts.used) return;
-    if (region->counts.size > KEPT_COUNTS) {
+    if (region->counts.size > KEPT_COUNTS_LIMIT) {
         map_clear(&region->counts);
         region->counts = (Map){region->first, AMANDA_FIRST_COUNTS, 0};
     }
@@ -137,8 +137,8 @@ static inline const Path *cached_path(Region *owner, const Named *named) {
     if (!owner->named) owner->named = named_at(owner->subject);
     if (!owner->named) return NULL;
     if (likely(named->path.owner == owner->named->ordinal)) return &named->path;
-    for (int i = 0; i < named->more_count; i++)
-        if (named->more[i].owner == owner->named->ordinal) return &named->more[i];
+    for (int i = 0; i < named->further_path_count; i++)
+        if (named->further_paths[i].owner == owner->named->ordinal) return &named->further_paths[i];
     return NULL;
 }
 
@@ -151,20 +151,21 @@ static int keep_path(PyObject *owner, PyObject *subject, uint64_t hash) {
         named->path = (Path){outer, hash};
         return 0;
     }
-    Path *more = PyMem_RawRealloc(named->more, (size_t)(named->more_count + 1) * sizeof(Path));
+    Path *more = PyMem_RawRealloc(named->further_paths, (size_t)(named->further_path_count + 1) * sizeof(Path));
     if (!more) {
         PyErr_NoMemory();
         return -1;
     }
-    more[named->more_count++] = (Path){outer, hash};
-    named->more = more;
+    more[named->further_path_count++] = (Path){outer, hash};
+    named->further_paths = more;
     return 0;
 }
 
-/* Hash of where `subject` lies in `owner`: asked of Python once, unless it is there for a while only. */
-static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *subject, uint64_t *hash) {
+/* The hash of the path of `subject` in `owner`, as Python's `path_of` returns it; cached unless the subject lies there for
+   this call alone. */
+static int path_hash(Thread *thread, PyObject *path_of, PyObject *owner, PyObject *subject, uint64_t *hash) {
     thread->suspensions++;
-    PyObject *reply = PyObject_CallFunctionObjArgs(ask, owner, subject, NULL);
+    PyObject *reply = PyObject_CallFunctionObjArgs(path_of, owner, subject, NULL);
     thread->suspensions--;
     unsigned long long answer;
     int lasting, failed = !reply || !PyArg_ParseTuple(reply, "Kp", &answer, &lasting);
@@ -174,20 +175,20 @@ static int path_hash(Thread *thread, PyObject *ask, PyObject *owner, PyObject *s
     return 0;
 }
 
-/* Make the region of a call of `subject`: its hash tells where the subject lies in the one around, and which repeat of
-   that this is. */
-static Region *enter_region(Thread *thread, PyObject *ask, PyObject *subject) {
+/* Make the region of a call of `subject`. Its hash is of the region around, of the subject's path there, and of the number
+   of earlier calls of the same. */
+static Region *enter_region(Thread *thread, PyObject *path_of, PyObject *subject) {
     Region *parent = cached_region(thread);
     if (unlikely(!parent) && !(parent = current_region(thread))) return NULL;
     const Named *named = named_at(subject);
     uint64_t name, repeats;
-    if (at_root(parent) || !parent->subject || !ask) {
+    if (at_root(parent) || !parent->subject || !path_of) {
         if (named) name = named->ordinal;
         else if (ordinal_of(subject, &name)) return NULL;
     } else {
         const Path *path = cached_path(parent, named);
         if (path) name = path->hash;
-        else if (path_hash(thread, ask, parent->subject, subject, &name)) return NULL;
+        else if (path_hash(thread, path_of, parent->subject, subject, &name)) return NULL;
     }
     uint64_t hash = mix(parent->hash, name);
     if (!at_root(parent)) {
@@ -203,8 +204,8 @@ static Region *enter_region(Thread *thread, PyObject *ask, PyObject *subject) {
     return region;
 }
 
-/* Go back to the region around one. Where stacks are switched, as greenlets are, calls do not end in the order in
-   which they nest: the region around may be over, and nothing but this one hold it. */
+/* Go back from a region to the region around it. Where stacks are switched, as greenlets do, calls do not end in the
+   order in which they nest: the region around may be over, and be held by this region alone. */
 static inline void leave_region(Thread *thread, Region *region, Region *outer) {
     region->is_over = 1;
     while (unlikely(outer && outer->is_over)) outer = outer->parent && outer->parent != thread->root ? outer->parent : NULL;
@@ -239,16 +240,16 @@ HOT static PyObject *enclosure_call(PyObject *self, PyObject *const *args, size_
 }
 
 static PyObject *enclosure_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *function, *ask = NULL;
-    if (!PyArg_ParseTuple(args, "O|O", &function, &ask)) return NULL;
-    return wrapped_new(type, enclosure_call, function, ask);
+    PyObject *function, *path_of = NULL;
+    if (!PyArg_ParseTuple(args, "O|O", &function, &path_of)) return NULL;
+    return wrapped_new(type, enclosure_call, function, path_of);
 }
 
 PyTypeObject Enclosure_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Enclosure",
     .tp_doc = "Enclosure(function, path=None): a method whose calls are regions, to which the ops in them belong.\n\n"
-              "path(owner, subject): 64 bits for where `subject` lies in `owner`, and whether it lies there to stay;\n"
-              "without it, objects are told apart by the order of their first use.",
+              "path(owner, subject): returns a hash of the path of `subject` in `owner`, and whether it lies there to stay;\n"
+              "without this function, objects are known by the order of their first use.",
     .tp_base = &Wrapped_Type,
     .tp_flags = WRAPPED_FLAGS,
     .tp_new = enclosure_new,
@@ -258,7 +259,7 @@ PyTypeObject Enclosure_Type = {
 
 typedef struct {
     PyObject_HEAD
-    Region *region; /* as it was: never on a stack itself */
+    Region *region; /* a copy from the moment of the snapshot, which is on no thread's stack */
 } Snapshot;
 
 static Region *copy_region(const Region *region, const uint64_t *tail, int tail_length, int way_length) {
@@ -328,14 +329,14 @@ static void snapshot_dealloc(Snapshot *self) {
 
 static PyMethodDef snapshot_methods[] = {
     {"replay", (PyCFunction)(void (*)(void))snapshot_replay, METH_VARARGS | METH_KEYWORDS,
-     "replay(function, *args, **kwargs): call it as if at the place of the snapshot."},
+     "replay(function, *args, **kwargs): call a function as if at the place of the snapshot."},
     {0}};
 
 PyTypeObject Snapshot_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Snapshot",
     .tp_basicsize = sizeof(Snapshot),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "The place and the counts of repeats at one moment, for a later replay.",
+    .tp_doc = "A place in the program, and the counts of repeats there, at one moment, for a later replay.",
     .tp_dealloc = (destructor)snapshot_dealloc,
     .tp_methods = snapshot_methods,
 };
@@ -357,9 +358,9 @@ static PyObject *subjects(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)
 }
 
 static PyMethodDef functions[] = {
-    {"snapshot", take_snapshot, METH_NOARGS, "The present place, to be replayed."},
+    {"snapshot", take_snapshot, METH_NOARGS, "Return a snapshot of the present place, for a replay."},
     {"reset_root", reset_root, METH_NOARGS, "Count repeats outside enclosing calls from zero."},
-    {"subjects", subjects, METH_NOARGS, "Objects of the enclosing calls, outermost first."},
+    {"subjects", subjects, METH_NOARGS, "Return the objects of the enclosing calls, the outermost first."},
     {0}};
 
 int region_boot(PyObject *names) {

@@ -237,10 +237,10 @@ static void site_dealloc(Site *self) {
 }
 
 static PyMethodDef site_methods[] = {
-    {"place", (PyCFunction)site_place, METH_NOARGS, "Let calls of the target pass the stub."},
-    {"remove", (PyCFunction)site_remove, METH_NOARGS, "Leave the target as it was."},
+    {"place", (PyCFunction)site_place, METH_NOARGS, "Put the stub in the place of the target's native code."},
+    {"remove", (PyCFunction)site_remove, METH_NOARGS, "Put the target's native code back."},
     {"invoke", (PyCFunction)site_invoke, METH_VARARGS,
-     "invoke(args, kwargs={}): call the target itself; what it calls in turn is intercepted."},
+     "invoke(args, kwargs={}): call the target itself, without a stub; calls within it are intercepted."},
     {0}};
 
 static PyMemberDef site_members[] = {
@@ -258,7 +258,7 @@ PyTypeObject Site_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Site",
     .tp_basicsize = sizeof(Site),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Site(target, op, key, hash, handler, flags=0, reader=None): one callable and who handles its calls.",
+    .tp_doc = "Site(target, op, key, hash, handler, flags=0, reader=None): one callable, and the handler of its calls.",
     .tp_new = site_new,
     .tp_dealloc = (destructor)site_dealloc,
     .tp_traverse = (traverseproc)site_traverse,

@@ -9,6 +9,7 @@ static int site_count;
 
 /* ---- which op a call is ---- */
 
+/* Mix the ordinals by which an argument tells ops apart into a place, and at the root those of leaves into the way. */
 static int mix_argument(Thread *thread, const Site *site, PyObject *value, uint64_t *place, uint64_t *way) {
     const Region *region = cached_region(thread);
     return mix_identities(place, value) || (region->ends_after && mix_leaf(way, site->reader, value));
@@ -41,7 +42,7 @@ static inline PyObject *plan_of(const Activation *activation, uint64_t id) {
     return activation->table ? map_get(&activation->table->map, id) : NULL;
 }
 
-/* A call of which the caches lack something, as the first of each op: the long way computes the id, and fills them. */
+/* Run a call whose id the caches do not give, such as the first of each op: compute the id, and fill the caches. */
 RARE static PyObject *run_unknown(Thread *thread, Activation *activation, Call *call) {
     PyObject *result = NULL;
     Py_INCREF(activation);
@@ -128,8 +129,8 @@ HOT __attribute__((noinline)) static PyObject *dispatch(Site *site, PyObject *se
     PyObject *key = thread->key;
     if (unlikely(key != NULL) && (key == site->key || site->flags & IMPLEMENTATION))
         return vanilla(site, self, a, b, c);
-    PyObject *few[2];
-    const Arguments arguments = read_arguments(site, few, self, a, b, c);
+    PyObject *room[2];
+    const Arguments arguments = read_arguments(site, room, self, a, b, c);
     uint64_t id = cached_id(running, thread, site, &arguments);
     PyObject *plan = likely(id) ? plan_of(activation, id) : NULL;
     if (plan != Py_None) {

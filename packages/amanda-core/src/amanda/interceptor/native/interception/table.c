@@ -104,8 +104,8 @@ static void table_dealloc(PlanTable *self) {
 }
 
 static PyMethodDef table_methods[] = {
-    {"get", (PyCFunction)table_get, METH_O, "The plan kept under an op id, or NotImplemented."},
-    {"set", (PyCFunction)table_set, METH_VARARGS, "Keep a plan; None means that nothing is inserted."},
+    {"get", (PyCFunction)table_get, METH_O, "Return the plan of an op by its id, or NotImplemented."},
+    {"set", (PyCFunction)table_set, METH_VARARGS, "Store the plan of an op id; None if nothing is inserted at the op."},
     {"discard", (PyCFunction)table_discard, METH_O, "Forget an op id."},
     {"clear", (PyCFunction)table_empty, METH_NOARGS, "Forget every op id."},
     {0}};

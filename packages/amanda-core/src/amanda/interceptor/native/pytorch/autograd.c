@@ -1,10 +1,11 @@
-/* A framework's graph of backward ops, read by the names of its attributes: marks that executions leave
-   there, and in a backward pass, which execution each op comes from. */
+/* A framework's graph of backward ops, read by the names of its attributes: executions leave marks at the ops that they
+   made, and a backward pass finds from these marks the execution of each op. */
 #include "execution/tensors.h"
 #include "pytorch/autograd.h"
 #include <structmember.h>
 
-#define SAMPLE 61 /* prime, so that no regular shape of a graph keeps a path clear of every sample */
+#define OPS_PER_SAMPLE 61 /* prime, so that no regular shape of a graph keeps a path clear of every sample */
+#define NESTING_LIMIT 3   /* of lists among the outputs of an op in which tensors are marked */
 
 /* ---- marks ---- */
 
@@ -50,14 +51,14 @@ static void mark_dealloc(Mark *self) {
 static PyObject *mark_alive(PyObject *Py_UNUSED(type), PyObject *Py_UNUSED(none)) { return PyLong_FromSsize_t(alive); }
 
 static PyMethodDef mark_methods[] = {
-    {"alive", mark_alive, METH_NOARGS | METH_STATIC, "How many marks there are."}, {0}};
+    {"alive", mark_alive, METH_NOARGS | METH_STATIC, "Return the number of living marks."}, {0}};
 
 static PyMemberDef mark_members[] = {
-    {"trace", T_OBJECT, offsetof(Mark, trace), READONLY, "What the execution left."},
-    {"begin", T_LONGLONG, offsetof(Mark, begin), READONLY, "The number before its routines, which may make ops too."},
-    {"start", T_LONGLONG, offsetof(Mark, start), READONLY, "The number before the op."},
-    {"end", T_LONGLONG, offsetof(Mark, end), READONLY, "The number after the op."},
-    {"shapes", T_OBJECT, offsetof(Mark, shapes), READONLY, "Those of the op's inputs and outputs; None: they were not asked for."},
+    {"trace", T_OBJECT, offsetof(Mark, trace), READONLY, "Trace that the execution left."},
+    {"begin", T_LONGLONG, offsetof(Mark, begin), READONLY, "Number before the routines of the execution, which may make ops too."},
+    {"start", T_LONGLONG, offsetof(Mark, start), READONLY, "Number before the op."},
+    {"end", T_LONGLONG, offsetof(Mark, end), READONLY, "Number after the op."},
+    {"shapes", T_OBJECT, offsetof(Mark, shapes), READONLY, "Shapes of the op's inputs and outputs; None if no routine takes them."},
     {"order", T_INT, offsetof(Mark, order), READONLY,
      "0 for the backward ops of an op, 1 for those of its backward ops, and so on."},
     {0}};
@@ -66,7 +67,7 @@ static PyTypeObject Mark_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Mark",
     .tp_basicsize = sizeof(Mark),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Mark(trace, begin, start, end, order=0, shapes=None): which execution made backward ops, told by their numbers.",
+    .tp_doc = "Mark(trace, begin, start, end, order=0, shapes=None): the execution that made backward ops, known by their numbers.",
     .tp_new = mark_new,
     .tp_dealloc = (destructor)mark_dealloc,
     .tp_methods = mark_methods,
@@ -81,9 +82,9 @@ typedef struct {
     PyObject *maker, *base, *next, *notes, *number, *key, *sampled; /* owned */
 } Graphs;
 
-/* Word of an op that Python has got hold of, of one in SAMPLE. */
+/* Call `sampled` with an op, of each OPS_PER_SAMPLE ops about one, by its address; -1: an exception. */
 static int sample_node(const Graphs *graphs, PyObject *op) {
-    if ((uintptr_t)op / 16 % SAMPLE) return 0;
+    if ((uintptr_t)op / 16 % OPS_PER_SAMPLE) return 0;
     PyObject *answer = PyObject_CallOneArg(graphs->sampled, op);
     Py_XDECREF(answer);
     return answer ? 0 : -1;
@@ -97,7 +98,7 @@ static int number_of(const Graphs *graphs, PyObject *op, long long *number) {
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Marks the op that made a tensor, if the mark's execution made it. */
+/* Mark the op that made a tensor, if its number says that the mark's execution made it. The first mark stays. */
 static int mark_maker(const Graphs *graphs, PyObject *tensor, Mark *mark) {
     long long number;
     disturb();
@@ -113,6 +114,7 @@ static int mark_maker(const Graphs *graphs, PyObject *tensor, Mark *mark) {
     return failed ? -1 : 0;
 }
 
+/* Mark the ops that made a value: a tensor, or the tensors in a list.  bases: also what the tensors are views of. */
 static int mark_value(const Graphs *graphs, PyObject *value, Mark *mark, int bases, int depth) {
     if (PyObject_TypeCheck(value, graphs->tensors)) {
         if (mark_maker(graphs, value, mark)) return -1;
@@ -137,7 +139,7 @@ static PyObject *graphs_mark(Graphs *self, PyObject *args) {
     Mark *mark;
     int bases = 1;
     if (!PyArg_ParseTuple(args, "OO!|p", &values, &Mark_Type, &mark, &bases)) return NULL;
-    if (mark_value(self, values, mark, bases, 3)) return NULL;
+    if (mark_value(self, values, mark, bases, NESTING_LIMIT)) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -146,8 +148,8 @@ static PyObject *graphs_mark(Graphs *self, PyObject *args) {
 typedef enum { NO_NUMBER = -1, UNNUMBERED, NUMBERED } Numbering; /* NO_NUMBER: an exception is set */
 
 typedef struct {
-    PyObject *op, *note;       /* owned; note: the mark among its notes, or NULL */
-    Mark *mark, *of_a_routine; /* its own, or another node's */
+    PyObject *op, *note;       /* owned; note: the mark in the op's notes, or NULL */
+    Mark *mark, *routine_mark; /* borrowed; of the execution whose op made this op, or whose routines made it; or NULL */
     long long number;
     Numbering numbering;
     int leaf;
@@ -174,7 +176,7 @@ static int grow(void **items, size_t *room, size_t size) {
     return 0;
 }
 
-/* The node of an op, counted from 1; 0 with an exception set. */
+/* The number of an op's node, counted from 1; the node is added if the op has none. 0 with an exception set. */
 static size_t node_of(GraphWalk *walk, PyObject *op) {
     size_t index = (size_t)(uintptr_t)map_get(&walk->index, (uint64_t)(uintptr_t)op);
     if (index) return index;
@@ -199,7 +201,8 @@ static int read_mark(GraphWalk *walk, size_t at) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int visit(GraphWalk *walk, size_t at) {
+/* Read the mark of a node, and add the ops that it leads on to. */
+static int visit_node(GraphWalk *walk, size_t at) {
     if (walk->nodes[at].leaf) return 0;
     if (read_mark(walk, at) || sample_node(walk->graphs, walk->nodes[at].op)) return -1;
     PyObject *next = PyObject_GetAttr(walk->nodes[at].op, walk->graphs->next);
@@ -220,7 +223,7 @@ static int visit(GraphWalk *walk, size_t at) {
     return failed ? -1 : 0;
 }
 
-/* Most nodes are never asked for their number: a call of Python each. */
+/* The number of an op, read at the first call: it takes a call of Python, and most nodes are never asked. */
 static inline long long node_number(GraphWalk *walk, Node *node) {
     if (node->numbering == UNNUMBERED)
         node->numbering = number_of(walk->graphs, node->op, &node->number) ? NO_NUMBER : NUMBERED;
@@ -229,26 +232,27 @@ static inline long long node_number(GraphWalk *walk, Node *node) {
 
 typedef enum { SPREAD_FAILED = -1, ALL_SPREAD, SPREADING } Spread; /* FAILED: an exception is set */
 
-/* One pass over the edges: SPREADING if a mark has spread from an op to one that leads on from it.
-   A leaf belongs to the op that used it first, be it through what a routine made of it. */
+/* One pass over the edges: give each op the mark of an op before it, if its number says that the same execution made it.
+   An op that the execution's routines made is not marked, but passes the mark on. A leaf belongs to the op that
+   used it first, also through ops of routines. SPREADING: some node got a mark, so another pass may find more. */
 static Spread spread_marks(GraphWalk *walk) {
     Spread state = ALL_SPREAD;
     for (size_t i = 0; i < walk->edge_count; i += 2) {
         Node *parent = &walk->nodes[walk->edges[i]], *child = &walk->nodes[walk->edges[i + 1]];
-        Mark *mark = parent->mark ? parent->mark : parent->of_a_routine;
+        Mark *mark = parent->mark ? parent->mark : parent->routine_mark;
         if (!mark) continue;
         if (child->leaf) {
             if (!child->mark || mark->start < child->mark->start) child->mark = mark;
             continue;
         }
-        if (child->mark && child->of_a_routine) continue;
+        if (child->mark && child->routine_mark) continue;
         long long number = node_number(walk, child);
         if (child->numbering == NO_NUMBER) return SPREAD_FAILED;
         if (!child->mark && mark->start <= number && number < mark->end) {
             child->mark = mark;
             state = SPREADING;
-        } else if (!child->of_a_routine && mark->begin <= number && number < mark->start) {
-            child->of_a_routine = mark;
+        } else if (!child->routine_mark && mark->begin <= number && number < mark->start) {
+            child->routine_mark = mark;
             state = SPREADING;
         }
     }
@@ -274,7 +278,7 @@ static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
     int failed = !roots;
     for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(roots); i++)
         failed = PyTuple_GET_ITEM(roots, i) != Py_None && !node_of(&walk, PyTuple_GET_ITEM(roots, i));
-    for (size_t at = 0; !failed && at < walk.count; at++) failed = visit(&walk, at); /* which adds nodes */
+    for (size_t at = 0; !failed && at < walk.count; at++) failed = visit_node(&walk, at); /* which adds nodes */
     Spread spread = failed ? SPREAD_FAILED : SPREADING;
     while (spread == SPREADING) spread = spread_marks(&walk);
     if (spread == ALL_SPREAD) marks = list_marks(&walk);
@@ -318,8 +322,8 @@ int mark_backward_nodes(PyObject *marker, uint64_t begin, uint64_t start, uint64
                PyObject *shapes) {
     BackwardMarker *self = (BackwardMarker *)marker;
     Mark *mark = make_mark(&Mark_Type, self->trace, (long long)begin, (long long)start, (long long)end, 0, shapes);
-    int failed = !mark || mark_value(self->graphs, outputs, mark, self->bases, 3) ||
-                (written && written != outputs && mark_value(self->graphs, written, mark, self->bases, 3));
+    int failed = !mark || mark_value(self->graphs, outputs, mark, self->bases, NESTING_LIMIT) ||
+                (written && written != outputs && mark_value(self->graphs, written, mark, self->bases, NESTING_LIMIT));
     Py_XDECREF(mark);
     return failed ? -1 : 0;
 }
@@ -341,7 +345,7 @@ PyTypeObject BackwardMarker_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.BackwardMarker",
     .tp_basicsize = sizeof(BackwardMarker),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_doc = "What a program leaves of an execution, with the backward ops that the op made.",
+    .tp_doc = "Marks the backward ops of executions that a program runs.",
     .tp_dealloc = (destructor)marker_dealloc,
     .tp_traverse = (traverseproc)marker_traverse,
 };
@@ -385,12 +389,13 @@ static void graphs_dealloc(Graphs *self) {
 
 static PyMethodDef graphs_methods[] = {
     {"mark", (PyCFunction)graphs_mark, METH_VARARGS,
-     "mark(values, mark, bases=True): mark the ops that made these tensors, and what they are views of."},
+     "mark(values, mark, bases=True): mark the ops that made these tensors, and those that made their bases."},
     {"marked", (PyCFunction)graphs_marked, METH_O,
-     "marked(ops): each op that leads on from these and comes from a known execution, its mark and its number.\n\n"
-     "One that an op made inside is told by the ops that lead to it; the number of a leaf is 0."},
+     "marked(ops): return (op, mark, number) of each op behind these whose execution is known.\n\n"
+     "An op without a mark of its own is found by its number and the marks of ops that lead to it; a leaf has number 0."},
     {"marker", (PyCFunction)graphs_marker, METH_VARARGS,
-     "marker(trace, writes): for a program, whose executions leave this trace; writes: into the first input."},
+     "marker(trace, writes): return a marker for a program, whose executions leave this trace.\n\n"
+     "writes: whether the op writes its first input, whose base has a new node then."},
     {0}};
 
 PyTypeObject Graphs_Type = {
@@ -400,10 +405,10 @@ PyTypeObject Graphs_Type = {
     .tp_doc = "Graphs(tensors, leaf, maker, base, next, notes, number, key, sampled): graphs of backward ops.\n\n"
               "tensors: their type.  leaf: type of the ops that store a gradient.\n"
               "maker, base: attributes of a tensor: the op that made it, None for a leaf; what it is a view of.\n"
-              "next, notes, number: attributes of an op: a tuple of pairs of an op, or None, and more; a dict that\n"
-              "lives with it; a method whose result grows with each op that is made on a thread.\n"
-              "key: of the marks among the notes.\n"
-              "sampled(op): hears of some of the ops that Python has got hold of.",
+              "next, notes, number: attributes of an op: a tuple of pairs, of a following op or None and more; a dict that\n"
+              "lives as long as the op; a method whose result grows with each op that is made on a thread.\n"
+              "key: of the marks in the notes.\n"
+              "sampled(op): called with some of the ops that are visited.",
     .tp_new = graphs_new,
     .tp_dealloc = (destructor)graphs_dealloc,
     .tp_traverse = (traverseproc)graphs_traverse,

@@ -1,4 +1,4 @@
-/* What native code may know of a framework's tensors: read by functions of the framework's own library. */
+/* The seam of execution/tensors.h for PyTorch: tensors are read by functions of PyTorch's libraries, or from memory. */
 #include "execution/tensors.h"
 
 #define DEPTH_LIMIT 3
@@ -12,14 +12,14 @@ int reader_is_plain(const Reader *reader, PyObject *value) {
            among(reader->plain, reader->plain_count, type);
 }
 
-/* What a key is made of, and of which. */
+/* A key as it is being computed, and what it depends on besides the values: in_transform says that layers count. */
 typedef struct {
     const Reader *reader;
-    int gradients, sized, transformed;
+    int gradients, sized, in_transform;
     uint64_t key;
 } KeyState;
 
-/* Extents, as Python sees them: a tensor that has none raises. */
+/* Mix the extents of a tensor into the key, as Python reads them. 0: the tensor has none. */
 static int mix_extents(KeyState *state, PyObject *value) {
     Py_INCREF(value); /* a list may lose it, if a collection runs */
     disturb();
@@ -52,7 +52,8 @@ static int is_wrapper_kind(const Reader *reader, const void *kind) {
     return 0;
 }
 
-/* Which of a tensor's wrappers, one within the other, and of the plain tensor in the innermost need a gradient. */
+/* Mix into the key which layers of a tensor need a gradient: its wrappers, and the plain tensor in the innermost. 0: a
+   layer is of an unknown class. */
 static int mix_layers(KeyState *state, PyObject *value) {
     const Reader *reader = state->reader;
     const char *layer = *(const char *const *)tensor_at(reader, value);
@@ -68,12 +69,12 @@ static int mix_layers(KeyState *state, PyObject *value) {
 
 static inline int mix_tensor(KeyState *state, PyObject *value) {
     const Reader *reader = state->reader;
-    if (unlikely(state->transformed)) return mix_layers(state, value);
+    if (unlikely(state->in_transform)) return mix_layers(state, value);
     const char *tensor = impl_with_layout(reader, value);
     if (!tensor) return mix_described(state, value);
-    uint64_t kind = *(const uint32_t *)(tensor + reader->layout.kind);
+    uint64_t kind = *(const uint32_t *)(tensor + reader->layout.dtype_and_device);
     uint64_t rank = *(const uint64_t *)(tensor + reader->layout.rank);
-    int needs_gradient = state->gradients && *(void *const *)(tensor + reader->layout.autodiff) && reader->needs_gradient(tensor);
+    int needs_gradient = state->gradients && *(void *const *)(tensor + reader->layout.autograd) && reader->needs_gradient(tensor);
     state->key = mix(state->key, (kind | rank << 32) << 1 | (uint64_t)needs_gradient);
     return !state->sized || mix_extents(state, value);
 }
@@ -123,29 +124,28 @@ static int mix_named(KeyState *state, PyObject *name, PyObject *value) {
 
 int python_mode_active(const Reader *reader) {
     for (int i = 0; i < reader->mode_count; i++)
-        if (reader->modes[i].ask(reader->modes[i].which)) return 1;
+        if (reader->modes[i].is_active(reader->modes[i].number)) return 1;
     return 0;
 }
 
-/* Whether the only mode that wants Python is that of transforms whose wrappers are known. */
+/* Whether function transforms, whose wrappers are known, are the only mode in force that needs Python. */
 static int only_transforms_active(const Reader *reader) {
     if (!reader->wrappers.count) return 0;
     for (int i = 0; i < reader->mode_count; i++)
-        if (i != reader->wrappers.mode && reader->modes[i].ask(reader->modes[i].which)) return 0;
+        if (i != reader->wrappers.mode && reader->modes[i].is_active(reader->modes[i].number)) return 0;
     return 1;
 }
 
-/* 64 bits for everything that what a call comes to may depend on: its form, the types of its
-   arguments, and of tensors also what `describe` says, their extents if `sized`, and which of them
-   need a gradient, if gradients are on. Under transforms instead what tells whether the call has
-   work at all: which layers of its tensors need a gradient. 0 where that cannot be told, or another
-   mode is in force that wants Python. */
+/* The key of a call's form: the types of its arguments, of tensors dtype, rank and device, their extents if `sized`, and
+   which of them need a gradient, if gradients are on. Under transforms a key only tells whether the call has work at
+   all: which layers of its tensors need a gradient. 0: the form cannot be told, or another mode that needs Python is in
+   force. */
 uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *arguments, int sized, int *gradients) {
-    int transformed = python_mode_active(reader);
-    if (unlikely(transformed) && !only_transforms_active(reader)) return 0;
+    int in_transform = python_mode_active(reader);
+    if (unlikely(in_transform) && !only_transforms_active(reader)) return 0;
     *gradients = reader_gradients(reader, thread);
     uint64_t count = (uint64_t)arguments->count + (arguments->receiver != NULL);
-    KeyState start = {reader, *gradients, sized, transformed, mix((uint64_t)(*gradients | transformed << 1), count)};
+    KeyState start = {reader, *gradients, sized, in_transform, mix((uint64_t)(*gradients | in_transform << 1), count)};
     KeyState *state = &start;
     if (arguments->receiver && !mix_argument(state, arguments->receiver)) return 0;
     PyObject *const *items = arguments->items, *name, *value;
@@ -159,17 +159,17 @@ uint64_t reader_key(const Reader *reader, Thread *thread, const Arguments *argum
     return state->key ? state->key : 1;
 }
 
-uint64_t reader_other_version(const Reader *reader, PyObject *value) {
+uint64_t reader_version_of_list(const Reader *reader, PyObject *value) {
     uint64_t versions = UNVERSIONED;
     if (!PyTuple_Check(value) && !PyList_Check(value)) return versions;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = PySequence_Fast_GET_ITEM(value, i);
-        versions = mix(versions, reader_is_tensor(reader, item) ? tensor_version(reader, item) : reader_other_version(reader, item));
+        versions = mix(versions, reader_is_tensor(reader, item) ? tensor_version(reader, item) : reader_version_of_list(reader, item));
     }
     return versions;
 }
 
-/* Extents of a tensor, of those in a list, or None: of what has none. */
+/* The extents of a tensor as a tuple, or of each tensor in a list; None for anything else. */
 static PyObject *shape_of(const Reader *reader, PyObject *value, int depth) {
     disturb();
     if (reader_is_tensor(reader, value)) {
@@ -207,7 +207,7 @@ static PyObject *shape_of(const Reader *reader, PyObject *value, int depth) {
     return all;
 }
 
-/* Whether a value, plain or a tensor, has this shape; 0 where that takes longer to tell. */
+/* Whether a value has this shape; also 0 where only a slower comparison could tell. */
 static int has_shape(const Reader *reader, PyObject *value, PyObject *shape) {
     if (!reader_is_tensor(reader, value)) return shape == Py_None && !PyTuple_Check(value) && !PyList_Check(value);
     int64_t rank = 0, *sizes = NULL;
@@ -287,7 +287,7 @@ int reader_needs_gradient(const Reader *reader, PyObject *tensor) {
 
 const void *reader_memory(const Reader *reader, PyObject *value) {
     const void *tensor = impl_if_plain(reader, value);
-    return tensor ? *(const void *const *)((const char *)tensor + reader->memory) : NULL;
+    return tensor ? *(const void *const *)((const char *)tensor + reader->storage) : NULL;
 }
 
 static inline int has_tangent(const Reader *reader, PyObject *value) {
@@ -298,13 +298,14 @@ static inline int has_tangent(const Reader *reader, PyObject *value) {
 Training reader_training(const Reader *reader, PyObject *value) {
     if (!reader->sizes) return ASK_PYTHON;
     const char *tensor = impl_with_layout(reader, value);
-    if (tensor && !*(void *const *)(tensor + reader->layout.autodiff)) return NOT_TRAINED;
+    if (tensor && !*(void *const *)(tensor + reader->layout.autograd)) return NOT_TRAINED;
     return reader_needs_gradient(reader, value) && reader->is_leaf(tensor_at(reader, value)) ? TRAINED : NOT_TRAINED;
 }
 
 int reader_is_leaf(const Reader *reader, PyObject *tensor) { return reader->is_leaf(tensor_at(reader, tensor)); }
 
-/* Whether a tensor that needs no gradient may stand in the place of another, but for gradients' way back. */
+/* Whether a value may take the place of a tensor: a plain tensor of the same form that needs no gradient. Gradients reach
+   the original by `with_straight_through`. */
 int can_substitute(const Reader *reader, PyObject *original, PyObject *value) {
     if (!reader_memory(reader, original) || !reader_memory(reader, value)) return 0;
     if (reader_needs_gradient(reader, value) || has_tangent(reader, original)) return 0;
@@ -322,12 +323,12 @@ int can_substitute(const Reader *reader, PyObject *original, PyObject *value) {
     return 1;
 }
 
-/* A value that fits, with the gradient's way back to the original. */
+/* A value that can substitute the original, as a result of the straight-through function if gradients are needed. */
 PyObject *with_straight_through(const Reader *reader, PyObject *original, PyObject *value, int gradients) {
     if (!gradients || !reader_needs_gradient(reader, original) || reader->unversioned(tensor_at(reader, original)))
         return Py_NewRef(value);
     disturb();
-    return PyObject_CallFunctionObjArgs(reader->through, original, value, NULL);
+    return PyObject_CallFunctionObjArgs(reader->straight_through, original, value, NULL);
 }
 
 static int read_types(PyObject *tuple, PyTypeObject **types, int *count) {
@@ -367,8 +368,8 @@ static int read_modes(Reader *reader, PyObject *tuple) {
             PyErr_Format(PyExc_ValueError, "up to %d functions' addresses are wanted", FUNCTION_LIMIT);
             return -1;
         }
-        reader->modes[reader->mode_count].ask = (AskMode)(uintptr_t)ask;
-        reader->modes[reader->mode_count++].which = which;
+        reader->modes[reader->mode_count].is_active = (ModePredicate)(uintptr_t)ask;
+        reader->modes[reader->mode_count++].number = which;
     }
     return 0;
 }
@@ -376,7 +377,7 @@ static int read_modes(Reader *reader, PyObject *tuple) {
 static int read_values(Reader *reader, PyObject *tuple) {
     unsigned long long sizes, rank, tangent, is_leaf;
     PyObject *sample, *through;
-    if (!PyArg_ParseTuple(tuple, "KKKKnOO", &sizes, &rank, &tangent, &is_leaf, &reader->memory, &sample, &through)) return -1;
+    if (!PyArg_ParseTuple(tuple, "KKKKnOO", &sizes, &rank, &tangent, &is_leaf, &reader->storage, &sample, &through)) return -1;
     if (!sizes || !rank || !tangent || !is_leaf || !reader_is_tensor(reader, sample)) {
         PyErr_Format(PyExc_ValueError, "four addresses, an offset, a tensor and a callable are wanted, not %R", tuple);
         return -1;
@@ -384,19 +385,19 @@ static int read_values(Reader *reader, PyObject *tuple) {
     const void *handle = tensor_at(reader, sample);
     reader->rank = (Describe)(uintptr_t)rank;
     reader->tangent = (Tangent)(uintptr_t)tangent;
-    reader->is_leaf = (Ask)(uintptr_t)is_leaf;
+    reader->is_leaf = (Predicate)(uintptr_t)is_leaf;
     reader->plain_kind = **(const void *const *const *)handle;
     reader->no_tangent = *reader->tangent(*(const void *const *)handle, 0, handle);
-    reader->through = Py_NewRef(through);
+    reader->straight_through = Py_NewRef(through);
     reader->sizes = (Sizes)(uintptr_t)sizes;
     return 0;
 }
 
 static int read_layout(Reader *reader, PyObject *tuple) {
     unsigned long long switches;
-    if (!PyArg_ParseTuple(tuple, "nnnnnKnb", &reader->layout.counter, &reader->layout.number, &reader->layout.kind,
-                          &reader->layout.rank, &reader->layout.autodiff, &switches, &reader->layout.byte,
-                          &reader->layout.bit))
+    if (!PyArg_ParseTuple(tuple, "nnnnnKnb", &reader->layout.version_counter, &reader->layout.version, &reader->layout.dtype_and_device,
+                          &reader->layout.rank, &reader->layout.autograd, &switches, &reader->layout.grad_mode_byte,
+                          &reader->layout.grad_mode_bit))
         return -1;
     if (!switches || !reader->plain_kind) {
         PyErr_SetString(PyExc_ValueError, "a layout goes with an address, and with values");
@@ -450,8 +451,8 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         PyErr_Format(PyExc_ValueError, "autodiff is six functions, not %d", count);
         goto failed;
     }
-    reader->needs_gradient = (Ask)functions[0];
-    reader->unversioned = (Ask)functions[1];
+    reader->needs_gradient = (Predicate)functions[0];
+    reader->unversioned = (Predicate)functions[1];
     reader->version = (int64_t(*)(const void *))functions[2];
     reader->gradients_on = (bool (*)(void))functions[3];
     reader->set_gradients = (void (*)(bool))functions[4];
@@ -469,7 +470,7 @@ static void reader_dealloc(Reader *self) {
     for (int i = 0; i < self->tensor_count; i++) Py_DECREF(self->tensors[i]);
     for (int i = 0; i < self->plain_count; i++) Py_DECREF(self->plain[i]);
     Py_XDECREF(self->extents);
-    Py_XDECREF(self->through);
+    Py_XDECREF(self->straight_through);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -503,10 +504,10 @@ static PyObject *reader_memory_of(Reader *self, PyObject *value) {
 static PyMethodDef reader_methods[] = {
     {"can_substitute", (PyCFunction)reader_can_substitute, METH_VARARGS,
      "can_substitute(original, value): whether native code may put a value in the place of a tensor."},
-    {"memory", (PyCFunction)reader_memory_of, METH_O, "What tells the memory of a plain tensor; 0 of anything else."},
+    {"memory", (PyCFunction)reader_memory_of, METH_O, "Return the address of a plain tensor's storage; 0 for any other value."},
     {"key", (PyCFunction)reader_key_of, METH_VARARGS,
-     "key(args, kwargs={}, sized=False): what decides what a call comes to, in 64 bits; 0 where that cannot be told."},
-    {"version", (PyCFunction)reader_version_of, METH_O, "What changes when a tensor, or one of a list, is written."},
+     "key(args, kwargs={}, sized=False): return the key of a call's form, 64 bits; 0 if only Python can tell the form."},
+    {"version", (PyCFunction)reader_version_of, METH_O, "Return a number that changes with each write into a tensor, or into one in a list."},
     {0}};
 
 PyTypeObject Reader_Type = {
@@ -514,27 +515,28 @@ PyTypeObject Reader_Type = {
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None, wrappers=None):\n"
-              "how native code reads tensors.\n\n"
+              "functions and offsets by which native code reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
-              "describe: addresses of `int32_t f(handle *, int64_t *out)`, such as dtype, rank and device; 0: done.\n"
+              "describe: addresses of `int32_t f(handle *, int64_t *out)` that write dtype, rank and device; 0: success.\n"
               "extents: name of a tensor's attribute that is hashable and equal for equal extents.\n"
-              "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: only Python may act.\n"
+              "modes: pairs of the address of `bool f(uint16_t)` and its argument; true: Python has to run the plans.\n"
               "autodiff: addresses of `bool needs_gradient(handle)`, `bool unversioned(handle *)`,\n"
               "`int64_t version(handle *)`, `bool gradients_on()`, `void set_gradients(bool)`, and\n"
               "`uint64_t clock()`, which goes on with each backward op that the framework makes.\n"
-              "values: what it takes to put values in the place of others: addresses of `int32_t sizes(handle *,\n"
-              "int64_t **out)`, `int32_t rank(handle *, int64_t *out)`, `handle *tangent(handle, uint64_t level,\n"
-              "handle *)` and `bool is_leaf(handle *)`, false where a backward op made the tensor; the offset, in what a handle points to, of the pointer to a tensor's memory; a plain tensor;\n"
-              "and through(original, value), which gives the value with its gradients' way back to the original.\n"
-              "layout: offsets in what the handle of a plain tensor points to, by which no function has to be called: of\n"
-              "the pointer to what counts its writes (NULL: nothing does), in that, of the 32 bits that count; of 32 bits\n"
-              "for dtype and device; of 64 for the rank; of a pointer that is NULL where it needs no gradient.  And the\n"
-              "address of `char *switches()` of a thread, which byte of these and which bit of that is set while\n"
-              "gradients are on.\n"
-              "wrappers: what function transforms put around tensors: the index of the mode in which one is in force, the\n"
-              "offset, in what the handle of a wrapper points to, of the handle of the tensor within, and a wrapper of\n"
-              "each kind.  In that mode a key tells whether a call has work, and no program may be learned under it.",
+              "values: for values of routines in the place of tensors: addresses of `int32_t sizes(handle *, int64_t **out)`,\n"
+              "`int32_t rank(handle *, int64_t *out)`, `handle *tangent(handle, uint64_t level, handle *)` and `bool\n"
+              "is_leaf(handle *)`, false if a backward op made the tensor; the offset, in the object that a handle points\n"
+              "to, of the pointer to a tensor's storage; a plain tensor; and straight_through(original, value), which\n"
+              "returns the value with its gradients' way back to the original.\n"
+              "layout: offsets in the object that the handle of a plain tensor points to, with which native code calls no\n"
+              "functions: of the pointer to the counter of writes (NULL: there is none), and in the counter of the 32 bits\n"
+              "that count; of 32 bits for dtype and device; of 64 for the rank; of a pointer that is NULL if the tensor needs\n"
+              "no gradient.  Then the address of `char *switches()` of a thread, and the byte and the bit of these that is\n"
+              "set while gradients are on.\n"
+              "wrappers: of function transforms around tensors: the index of their mode, the offset, in the object that the\n"
+              "handle of a wrapper points to, of the handle of the wrapped tensor, and a wrapper of each kind.  In that mode\n"
+              "a key tells whether a call has work, and no program may be learned under it.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,

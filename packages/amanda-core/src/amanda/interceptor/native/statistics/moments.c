@@ -289,14 +289,14 @@ static PyObject *moments_counts(Moments *self, void *Py_UNUSED(none)) {
 
 static PyMethodDef moments_methods[] = {
     {"add", (PyCFunction)moments_add, METH_O,
-     "add(array): take its numbers in, and return True; False if they are no float or double in one piece of memory."},
+     "add(array): add the numbers of an array; return False unless they are floats or doubles in contiguous memory."},
     {"merge", (PyCFunction)moments_merge, METH_O, "merge(moments): add the numbers of other Moments, of the same bins."},
     {0}};
 
 static PyGetSetDef moments_fields[] = {
     {"numbers", (getter)moments_numbers, NULL,
-     "Count, mean, squared distances from the mean, sum of magnitudes, least and most of what is finite; how many are\n"
-     "NaN, inf, -inf, zero.", NULL},
+     "Count, mean, squared distances from the mean, sum of magnitudes, least and largest of the finite numbers; then\n"
+     "the numbers of NaN, inf, -inf and zero.", NULL},
     {"counts", (getter)moments_counts, NULL, "How many are in each bin, int64 in bytes; None where nothing was counted.", NULL},
     {0}};
 
@@ -305,7 +305,7 @@ static PyTypeObject Moments_Type = {
     .tp_basicsize = sizeof(Moments),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_doc = "Moments(bits=-1): statistics of the numbers of arrays, read in one pass.\n\n"
-              "bits: of the mantissa that tell the bins of a histogram apart, up to 16; -1 for no histogram.",
+              "bits: number of bits of the mantissa by which the bins of a histogram differ, up to 16; -1 for no histogram.",
     .tp_new = moments_new,
     .tp_dealloc = (destructor)moments_dealloc,
     .tp_methods = moments_methods,

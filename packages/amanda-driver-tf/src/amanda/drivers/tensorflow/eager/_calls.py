@@ -67,7 +67,7 @@ class EagerCall(Call):
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op, and mark it on the tapes if a tool has routines for its backward ops."""
-        # TensorFlow converts an input that is no tensor by calling the op a second time, which tools would
+        # TensorFlow converts an input that is not a tensor by calling the op a second time, which tools would
         # see as another op.
         if inputs is not self.inputs:
             inputs = [

@@ -66,7 +66,7 @@ class Tape:
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
                 return original(*args, **kwargs)
-            # Without routines at backward points, a pass runs as without tools; its ops are no forward ops.
+            # Without routines at backward points, a pass runs as without tools; its ops are not forward ops.
             if not any(stack.wants_backward for stack in activation.state.stack.chain):
                 return _run_unmarked(original, *args, **kwargs)
             # With an outer tape the backward ops are recorded, and have backward ops themselves.

@@ -118,7 +118,7 @@ def executed_nodes(definition: Any) -> set[str]:
     executed: set[str] = set()
     while pending:
         name = pending.pop()
-        if name in executed or name not in nodes:  # arguments are no nodes
+        if name in executed or name not in nodes:  # arguments are not nodes
             continue
         executed.add(name)
         pending += [text.removeprefix("^").partition(":")[0] for text in nodes[name].input]

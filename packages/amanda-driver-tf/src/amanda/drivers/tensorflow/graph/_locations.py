@@ -201,7 +201,7 @@ def _index_layers(layers: Iterable[Any]) -> LayersByName:
     layers_by_name: dict[str, list[Any]] = {}
     for layer in layers:
         layers_by_name.setdefault(str(layer.name), []).append(layer)
-    # A Sequential contains a functional model of the same name, which is no layer of the user's.
+    # A Sequential contains a functional model of the same name, which is not a layer of the user's.
     for name, group in layers_by_name.items():
         inner_models = [id(vars(layer).get("_functional")) for layer in group]
         layers_by_name[name] = [layer for layer in group if id(layer) not in inner_models]

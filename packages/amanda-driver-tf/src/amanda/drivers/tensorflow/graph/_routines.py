@@ -53,7 +53,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Do nothing: nodes are edited once all routines are in place."""
 
     def can_give(self, symbol: Any) -> bool:
-        """Return True for a tensor that is no handle and no reference."""
+        """Return True for a tensor that is neither a handle nor a reference."""
         return is_plain(symbol)
 
     def group(self, action: Action) -> Hashable:
@@ -157,7 +157,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def _route_gradients_to_readers(self, facts: OpFacts, reads: Sequence[ForeignInput]) -> None:
         """Add places at the operations whose inputs a replacement reads, for gradients of these inputs."""
         replaced_place = self.rewriting.autodiff_places[facts.op_id][-1]
-        # -1 stands for a value that is no input of the reader: first for those of the replaced operation.
+        # -1 stands for a value that is not an input of the reader: first for those of the replaced operation.
         replaced_positions = [-1] * (len(replaced_place.input_positions) - len(reads))
         for reader_id in dict.fromkeys(foreign.op_id for foreign in reads):
             positions = [foreign.position if foreign.op_id == reader_id else -1 for foreign in reads]

@@ -124,7 +124,7 @@ def op_side(side: Side) -> OpSide:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Return True if Python can return a tensor: it is no handle and no reference."""
+    """Return True if Python can return a tensor: it is neither a handle nor a reference."""
     return tensor.dtype not in _OPAQUE and not tensor.dtype._is_ref_dtype
 
 

@@ -129,7 +129,7 @@ class Frames:
         (frame, guards), (inner_frame, inner_guards) = outer, inner
         if frame != inner_frame:
             return bool(inner_frame[: len(frame)] == frame)
-        # Each round tests the loop's condition, which is no branch.
+        # Each round tests the loop's condition, which is not a branch.
         loop_condition = f"{self._conditions.get(frame)}:0"
         return bool(guards < {(predicate, i) for predicate, i in inner_guards if predicate != loop_condition})
 

@@ -119,7 +119,7 @@ class ForwardOps:
                 if op._original_op is not forward:
                     self.second_order.add(op.name)
         scopes = self._scopes()
-        # In the scopes of recorded gradients an operation without a record is no gradient, whatever its name.
+        # In scopes of recorded gradients an operation without a record is not a gradient, whatever its name.
         self._map_by_names(
             [op for op in ops if op.name not in self.by_gradient and not _is_in(op.name, scopes)]
         )

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class ControlFlow(NamedTuple):
     """Positions among an op's arguments: of its bodies, and of the operands that each body takes last."""
 
-    bodies: tuple[int, ...]
-    operands: int
+    body_positions: tuple[int, ...]
+    operands_position: int
 
 
 _CONTROL_FLOW = {
@@ -44,21 +44,24 @@ _CONTROL_FLOW = {
 def find_bodies(
     node: Node,
     module: GraphModule,
-    ran: Mapping[Node, NodeRun],
+    node_runs: Mapping[Node, NodeRun],
     symbols: GraphSymbols,
-    make: Callable[[GraphModule, GraphSymbols], FxRewriting],
+    make_rewriting: Callable[[GraphModule, GraphSymbols], FxRewriting],
 ) -> ControlFlowBodies | None:
-    """Return the bodies of a control flow op; None for other nodes.
+    """Return the bodies of a control flow op, each run without data and brought to the tools.
 
-    None too if a body does not say what it is given.  make: returns the rewriting of a body.
+    None for other nodes, and if a body has no examples of its inputs.
+    make_rewriting: returns the rewriting of a body.
     """
     flow = _CONTROL_FLOW.get(str(node.target))
-    if flow is None or node.kwargs or len(node.args) != flow.operands + 1:
+    if flow is None or node.kwargs or len(node.args) != flow.operands_position + 1:
         return None
-    operands: Any = node.args[flow.operands]
-    weights = [symbols.parameter_of(ran[value].value) if value in ran else None for value in operands]
+    operands: Any = node.args[flow.operands_position]
+    weights = [
+        symbols.parameter_of(node_runs[value].value) if value in node_runs else None for value in operands
+    ]
     bodies: dict[str, Body] = {}
-    for i in flow.bodies:
+    for i in flow.body_positions:
         name = str(getattr(node.args[i], "target", ""))
         body = getattr(module, name, None)
         if not isinstance(body, GraphModule):
@@ -68,9 +71,10 @@ def find_bodies(
         ]
         if any(example is None for example in examples):
             return None
+        # Carried values and rows come first, of which none is a weight.
         inputs = [None] * (len(examples) - len(weights)) + weights
         body_symbols = GraphSymbols(body, inputs, examples, [value is not None for value in inputs])
-        bodies[name] = Body(make(body, body_symbols))
+        bodies[name] = Body(make_rewriting(body, body_symbols))
     return ControlFlowBodies(node, flow, bodies)
 
 
@@ -81,14 +85,14 @@ class Body:
         """Run the body without data, and bring its forward ops to the tools."""
         self.rewriting = rewriting
         with rewriting.symbols.without_data():
-            self._ran = run_graph(
+            self._node_runs = run_graph(
                 rewriting.module, rewriting.symbols.inputs, rewriting.symbols.attribute_symbol
             )
-        calls = (call for node_run in self._ran.values() for call in node_run.calls)
+        calls = (call for node_run in self._node_runs.values() for call in node_run.calls)
         self.backward_counts = Counter(type(node).__name__ for call in calls for node, _ in call.nodes)
         self._calls: dict[Node, InstrumentedCall] = {}
-        self._held: dict[Node, Sequence[torch.Tensor]] = {}
-        rewriting.analyse_forward(self._ran)
+        self._tensors_of_bodies: dict[Node, Sequence[torch.Tensor]] = {}
+        rewriting.analyse_forward(self._node_runs)
 
     def is_changed(self) -> bool:
         """Return True if routines are inserted into the body, or into a body in it."""
@@ -97,25 +101,29 @@ class Body:
 
     def try_routines(self) -> list[torch.Tensor]:
         """Try the routines of the body without data; return the tensors that they hold."""
-        self._calls = self.rewriting.tried_calls(self._ran)
-        self._held = {node: bodies.try_routines() for node, bodies in self.rewriting.bodies.items()}
+        self._calls = self.rewriting.try_calls(self._node_runs)
+        self._tensors_of_bodies = {
+            node: bodies.try_routines() for node, bodies in self.rewriting.bodies.items()
+        }
         tensors = [tensor for call in self._calls.values() for tensor in call.held_tensors.tensors]
-        return tensors + [tensor for held_tensors in self._held.values() for tensor in held_tensors]
+        return tensors + [
+            tensor for held_tensors in self._tensors_of_bodies.values() for tensor in held_tensors
+        ]
 
-    def write(self, held_tensors: Sequence[torch.Tensor]) -> GraphModule:
+    def write_copy(self, held_tensors: Sequence[torch.Tensor]) -> GraphModule:
         """Return a copy of the body with routines in it, whose last inputs are the held tensors."""
         copy = _BodyCopy(self.rewriting.module, self.rewriting.program, held_tensors)
         for node, call in self._calls.items():
-            copy.replace(node, call, list(self._ran[node].module_tensors))
+            copy.replace_node(node, call, list(self._node_runs[node].module_tensors))
         for node, bodies in self.rewriting.bodies.items():
-            bodies.write(copy, self._held[node])
-        for node_run in self._ran.values():
+            bodies.write_into(copy, self._tensors_of_bodies[node])
+        for node_run in self._node_runs.values():
             node_run.forget_symbols()
         return copy.finish()
 
     def report(self) -> None:
         """Report what is left out in transforms and bodies within the body."""
-        self.rewriting.report_left_out(self._ran)
+        self.rewriting.report_left_out(self._node_runs)
 
 
 class ControlFlowBodies:
@@ -135,10 +143,10 @@ class ControlFlowBodies:
         tensors = [tensor for body in self._bodies.values() for tensor in body.try_routines()]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
-    def write(self, copy: GraphCopy, held_tensors: Sequence[torch.Tensor]) -> None:
+    def write_into(self, copy: GraphCopy, held_tensors: Sequence[torch.Tensor]) -> None:
         """Put bodies with routines into a copy of the graph, and give them the held tensors."""
-        copies = {name: body.write(held_tensors) for name, body in self._bodies.items()}
-        copy.give_bodies(self.node, copies, self._flow.operands, held_tensors)
+        copies = {name: body.write_copy(held_tensors) for name, body in self._bodies.items()}
+        copy.replace_bodies(self.node, copies, self._flow.operands_position, held_tensors)
 
     def left_out(self) -> Counter[str]:
         """Count the ops, by name, at which routines do not run."""

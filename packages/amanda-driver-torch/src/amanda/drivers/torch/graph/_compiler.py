@@ -27,7 +27,7 @@ from .._modules import ParameterPaths, module_path, plain_module_calls
 from .._patches import TorchPatches
 from ._frames import SKIP_ONCE, skip_result
 from ._guards import guard_by_identity, guard_by_lifetime, guard_by_reads
-from ._inlining import inlined
+from ._inlining import inline_bodies
 from ._instrument import namespace
 from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory
@@ -88,23 +88,26 @@ _ENDED: list[_CacheEntries] = []
 """Entries of generations that have ended; kept for a while, as dynamo may be walking through a cache."""
 
 
-def choose_callback(callback: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Return the callback for frames of a compiled callable: an instrumenting one, or by `otherwise`."""
+def choose_callback(callback: Any, by_stance: Callable[[Any], Any]) -> Any:
+    """Return the callback for frames of a compiled callable: an instrumenting one if a scope asks for it.
+
+    Else the callback that `by_stance` returns, or, where tools are disabled, `callback` itself.
+    """
+    if isinstance(callback, InstrumentingConverter):
+        return callback
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
-    if not asks_for_graphs(state) or isinstance(callback, InstrumentingConverter):
-        return callback if isinstance(callback, InstrumentingConverter) else otherwise(callback)
-    if not TorchPatches.takes_no_stance(eval_frame._stance):
-        return otherwise(callback)
+    if not asks_for_graphs(state) or not TorchPatches.leaves_stance_to_scopes(eval_frame._stance):
+        return by_stance(callback)
     # Tools are disabled here, or a routine or an op runs.
     if interceptor.active() is None:
-        return otherwise(callback) if state.intercepts else callback
+        return by_stance(callback) if state.intercepts else callback
     if not isinstance(callback, CatchErrorsWrapper):
         state.report("a compiled callable", f"dynamo's {type(callback).__name__} captures no graph")
-        return otherwise(callback)
+        return by_stance(callback)
     _ENDED.clear()  # dynamo looks for an entry only once it has the callback
     converter = _converter_of(state, callback)
-    if converter.backend.apart:
+    if converter.backend.has_own_region:
         set_eval_frame_isolate_recompiles_id(converter.generation.region)
     return converter
 
@@ -120,8 +123,10 @@ def _converter_of(state: State, callback: Any) -> InstrumentingConverter:
     converters = generation.converters.setdefault(callback, {})
     if state.autodiff not in converters:
         # The frame is dynamo's, three calls out: it holds the compiled callable as `fn`.
-        apart = _has_compiled(unwrapped_backend(callback), sys._getframe(3).f_locals.get("fn"))
-        backend = InstrumentingBackend(callback, state.autodiff, generation, apart)
+        function = sys._getframe(3).f_locals.get("fn")
+        # In the user's region dynamo would find the code that it has compiled without tools.
+        needs_own_region = _has_compiled(unwrapped_backend(callback), function)
+        backend = InstrumentingBackend(callback, state.autodiff, generation, needs_own_region)
         converters[state.autodiff] = InstrumentingConverter(callback, backend, generation)
     return converters[state.autodiff]
 
@@ -148,7 +153,7 @@ def _codes_of(function: Any) -> Iterator[CodeType]:
 def _is_compiled_by(compiler: Any, backend: Any) -> bool:
     """Return True if a compiler is the user's backend, or instruments graphs for it in the user's region."""
     if isinstance(compiler, InstrumentingBackend):
-        return not compiler.apart and bool(compiler.original == backend)
+        return not compiler.has_own_region and bool(compiler.original == backend)
     return bool(compiler == backend)
 
 
@@ -247,17 +252,19 @@ class InstrumentingBackend:
 
     shared: whether compiled code serves outside of scopes too.  There the backend equals the user's backend,
     until a graph has routines in it, so that dynamo compiles the same code once.
-    apart: whether the code is in a region of dynamo's cache of its own.
+    has_own_region: whether the code is in a region of dynamo's cache of its own.
     """
 
-    def __init__(self, callback: Any, autodiff: bool, generation: GraphGeneration, apart: bool) -> None:
+    def __init__(
+        self, callback: Any, autodiff: bool, generation: GraphGeneration, has_own_region: bool
+    ) -> None:
         """Hold the user's backend, within dynamo's wrappers and without; the generation is held weakly."""
         self._compile = callback._torchdynamo_orig_backend._torchdynamo_orig_backend
         self.original = unwrapped_backend(callback)
         self._autodiff = autodiff
         self._generation = ref(generation)
-        self.apart = apart
-        self.shared = not apart
+        self.has_own_region = has_own_region
+        self.shared = not has_own_region
         self.__name__ = "amanda"
         self._failures = threading.local()  # dynamo compiles on whichever thread calls first
 
@@ -270,8 +277,10 @@ class InstrumentingBackend:
             generation = self._generation()
             if generation is None or generation is not other._generation():
                 return False
-            settings, other_settings = (self.apart, self._autodiff), (other.apart, other._autodiff)
-            return settings == other_settings and bool(self.original == other.original)
+            has_same_settings = (
+                self.has_own_region is other.has_own_region and self._autodiff is other._autodiff
+            )
+            return has_same_settings and bool(self.original == other.original)
         return self.shared and instrumenting_state() is None and bool(self.original == other)
 
     def __hash__(self) -> int:
@@ -319,10 +328,10 @@ class InstrumentingBackend:
             raise
         user_backend = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
         if instrumented is not None and not _is_from_torch(user_backend):
-            program.report(*_pattern_entry(user_backend, instrumented))
+            program.report(*_altered_nodes_entry(user_backend, instrumented))
         if instrumented is not None:
             self.shared = False
-            if program.gathering and _backend_name(self.original).startswith("inductor"):
+            if program.gathers_observers and _backend_name(self.original).startswith("inductor"):
                 program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
         targets = [] if instrumented is None else [node.target for node in instrumented.graph.nodes]
         # A graph without routines goes to the backend as it is, so that it stays the user's to the bit.
@@ -341,19 +350,18 @@ class InstrumentingBackend:
         self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram, late: LateObservers | None
     ) -> GraphModule | None:
         """Return the graph of the converted frame with routines in it; None if tools insert none."""
-        module = inlined(module) or module
+        module = inline_bodies(module) or module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         is_parameter = [isinstance(value, torch.nn.Parameter) for value in inputs]
-        is_static = [
-            "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in placeholders
+        is_weight = [
+            parameter or "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+            for node, parameter in zip(placeholders, is_parameter, strict=True)
         ]
-        weights = [static or parameter for static, parameter in zip(is_static, is_parameter, strict=True)]
         guard_by_identity(
             [node for node, parameter in zip(placeholders, is_parameter, strict=True) if parameter]
         )
-        symbols = GraphSymbols(
-            module, inputs, [node.meta.get("example_value") for node in placeholders], weights
-        )
+        examples = [node.meta.get("example_value") for node in placeholders]
+        symbols = GraphSymbols(module, inputs, examples, is_weight)
         rewriting = FxRewriting(
             module, symbols, program, namespace(), _frame.prefix, _frame.instance,
             history=self.generation.histories[_frame.code], path_of=_frame.path_of, late=late,
@@ -384,7 +392,7 @@ def _function_name(code: CodeType | None) -> str:
     return str(getattr(code, "co_qualname", getattr(code, "co_name", "a function")))
 
 
-def _pattern_entry(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
+def _altered_nodes_entry(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
     """Return a report's entry on a graph whose nodes a user's backend cannot all match by their targets."""
     altered = [node for node in graph.graph.nodes if isinstance(node.target, InstrumentedCall)]
     code = getattr(backend, "__code__", None)
@@ -435,14 +443,18 @@ class CompiledGraph:
 
 
 def _callable_for_dynamo(
-    graph: CompiledGraph, otherwise: Callable[..., Any] | None = None
+    graph: CompiledGraph, fallback: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function for dynamo that runs a graph; otherwise: runs once the graph's tools have ended."""
+    """Return a function for dynamo that runs a graph, and holds it weakly.
+
+    fallback: runs instead once the graph's tools have ended.
+    """
     reference = ref(graph)
 
     def run(*args: Any) -> Any:
-        call = reference() or otherwise
-        assert call is not None  # dynamo asks the backend, which is no other's once its tools have ended
+        call = reference() or fallback
+        # Once the tools have ended, the backend equals no other: dynamo does not take this code for it.
+        assert call is not None
         return call(*args)
 
     return run

@@ -29,8 +29,8 @@ class _ConstantFolder:
     """Folding of a program's constants.
 
     values: of nodes that depend on stored tensors alone.  sources: for each computed node that depends on a
-    new constant, the placeholders that the node depends on.  new_places: placeholders of new constants.
-    used_places: placeholders that have taken a folded value.
+    new constant, the placeholders that the node depends on.  new_placeholders: placeholders of new constants.
+    used_placeholders: placeholders that have taken a folded value.
     """
 
     def __init__(self, program: ExportedProgram, old_constants: Mapping[str, Any]) -> None:
@@ -47,14 +47,14 @@ class _ConstantFolder:
             for node, name in self.targets.items()
             if name and name not in changed
         }
-        self.new_places = {
+        self.new_placeholders = {
             node
             for node, value in self.values.items()
             if self.targets[node] in program.constants
             and not any(_are_equal(value, constant) for constant in old_constants.values())
         }
         self.sources: dict[Node, set[Node]] = {}
-        self.used_places: set[Node] = set()
+        self.used_placeholders: set[Node] = set()
 
     def fold(self) -> None:
         """Compute the values, store those that other nodes read, and drop what nothing reads any more."""
@@ -89,7 +89,7 @@ class _ConstantFolder:
             for node_input in inputs
             for source in ({node_input} if node_input in self.targets else self.sources.get(node_input, ()))
         }
-        if not sources & self.new_places:
+        if not sources & self.new_placeholders:
             return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         with torch.no_grad():
@@ -98,32 +98,39 @@ class _ConstantFolder:
 
     def _store_value(self, node: Node, last_nodes: Collection[Node]) -> None:
         """Replace a node, for all that reads it, by a weight or a new constant that holds its value."""
-        places = [place for place in self.sources[node] if self._can_take(place, node, last_nodes)]
-        if not places:
+        candidates = [
+            placeholder for placeholder in self.sources[node] if self._can_take(placeholder, node, last_nodes)
+        ]
+        if not candidates:
             return
         # Weights first: their names are those of the model.
-        place = min(places, key=lambda candidate: candidate in self.new_places)
-        self.used_places.add(place)
-        name = str(self.targets[place])
+        placeholder = min(candidates, key=lambda candidate: candidate in self.new_placeholders)
+        self.used_placeholders.add(placeholder)
+        name = str(self.targets[placeholder])
         old_value = self._stored_tensor(name)
         stored = self.values[node].detach().clone()
         if isinstance(old_value, torch.nn.Parameter):
             stored = torch.nn.Parameter(stored, old_value.requires_grad)
         holder = self.program.constants if name in self.program.constants else self.program.state_dict
         holder[name] = stored
-        place.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.sources)
+        placeholder.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(placeholder, delete_user_cb=lambda user: user not in self.sources)
 
-    def _can_take(self, place: Node, node: Node, last_nodes: Collection[Node]) -> bool:
-        """Return True if a stored tensor can take a node's value: only nodes of that value read it."""
-        value, stored_value = self.values[node], self.values[place]
-        if place in self.new_places:
-            return place not in self.used_places and all(user in self.sources for user in place.users)
+    def _can_take(self, placeholder: Node, node: Node, last_nodes: Collection[Node]) -> bool:
+        """Return True if a stored tensor can take a node's value: only nodes of that value read it.
+
+        A new constant takes one value at most; a weight the value of several nodes, if it is the same.
+        """
+        value, stored_value = self.values[node], self.values[placeholder]
+        is_used = placeholder in self.used_placeholders
+        only_folded_nodes_read = all(user in self.sources for user in placeholder.users)
+        if placeholder in self.new_placeholders:
+            return only_folded_nodes_read and not is_used
         if stored_value.shape != value.shape or stored_value.dtype != value.dtype:
             return False
-        sharing_nodes = [last_node for last_node in last_nodes if place in self.sources[last_node]]
-        is_free = all(user in self.sources or place in self.used_places for user in place.users)
-        return is_free and all(torch.equal(self.values[last_node], value) for last_node in sharing_nodes)
+        sharing_nodes = [last_node for last_node in last_nodes if placeholder in self.sources[last_node]]
+        has_one_value = all(torch.equal(self.values[last_node], value) for last_node in sharing_nodes)
+        return (only_folded_nodes_read or is_used) and has_one_value
 
     def _stored_tensor(self, name: Any) -> Any:
         """Return the weight, buffer or constant of a name."""
@@ -132,7 +139,7 @@ class _ConstantFolder:
 
     def _may_be_dropped(self, node: Node) -> bool:
         """Return True for a constant, new or old; weights stay in the program also if nothing reads them."""
-        return node in self.new_places or self.targets[node] in self.old_constants
+        return node in self.new_placeholders or self.targets[node] in self.old_constants
 
     def _drop_placeholders(self, nodes: Sequence[Node]) -> None:
         """Drop placeholders with their tensors and their entries in the signature."""

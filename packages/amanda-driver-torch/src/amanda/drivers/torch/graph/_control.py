@@ -43,7 +43,7 @@ class Control:
         """Return the comparison in one sentence."""
         if not self.differences:
             return f"{self.compared} tensors are those of the unobserved run, to the bit"
-        # A difference of nan, which is no number, counts as the largest.
+        # A difference of nan, which is not a number, counts as the largest.
         most = max(
             self.differences,
             key=lambda difference: (difference.largest != difference.largest, difference.largest),

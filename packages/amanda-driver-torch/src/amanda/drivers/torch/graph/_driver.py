@@ -55,7 +55,9 @@ class GraphDriver(Driver):
                 return original(callback)
             activation = interceptor.active()
             if activation is None:
-                return _PlainCallback(callback) if _runs_as_outside(module._stance) else original(callback)
+                return (
+                    _PlainCallback(callback) if _runs_uninstrumented(module._stance) else original(callback)
+                )
             caller = sys._getframe(1)  # dynamo's frame, which names the compiled callable
             if is_control_flow(caller.f_locals.get("fn")):
                 return original(callback)  # bodies run op by op: torch compiles them for eager mode
@@ -99,7 +101,7 @@ def _compiler_module(state: Any) -> ModuleType | None:
     return None
 
 
-def _runs_as_outside(stance: Any) -> bool:
+def _runs_uninstrumented(stance: Any) -> bool:
     """Return True if no scope is in force here, or its tools are disabled: compiled code runs as it is.
 
     False without the native interceptor, as dynamo would see stand-ins for torch's functions.
@@ -109,7 +111,7 @@ def _runs_as_outside(stance: Any) -> bool:
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and activation.state.intercepts:
         return False  # a routine, or an op, runs
-    return stance is TorchPatches.stance and TorchPatches.takes_no_stance(stance)
+    return stance is TorchPatches.stance and TorchPatches.leaves_stance_to_scopes(stance)
 
 
 class _PlainCallback:
@@ -129,7 +131,7 @@ def _callback_by_stance(
     """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it."""
     frame_callback = original(callback)
     if frame_callback is None:
-        if dynamo._stance is TorchPatches.stance and TorchPatches.takes_no_stance(dynamo._stance):
+        if dynamo._stance is TorchPatches.stance and TorchPatches.leaves_stance_to_scopes(dynamo._stance):
             report_op_by_op(state, caller)
         return frame_callback
     stance = getattr(dynamo._stance, "stance", dynamo._stance)

@@ -123,7 +123,7 @@ def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
 
 
 def _dynamic_sizes(value: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
-    """Return the dynamic dimensions of an input by axis; None if it has none, or is no tensor."""
+    """Return the dynamic dimensions of an input by axis; None if it has none, or is not a tensor."""
     if not isinstance(value, torch.Tensor):
         return None
     symbolic_sizes = {i: size for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
@@ -131,7 +131,10 @@ def _dynamic_sizes(value: Any, program: ExportedProgram, dims: dict[str, Any]) -
 
 
 def _dimension(size: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
-    """Return the dimension of a size: named, with its range, if the size is one symbol, else `Dim.AUTO`."""
+    """Return the dimension of a size: named, with its range, if the size is one symbol, else `Dim.AUTO`.
+
+    dims: dimensions by the text of the size; a new one is added, as equal sizes share a dimension.
+    """
     name = str(size)
     if not name.isidentifier():
         dims[name] = torch.export.Dim.AUTO
@@ -151,11 +154,11 @@ def _actions_on_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
     """Yield the actions at an op whose routines get weights alone."""
     for action in plan.before:
         values = [(facts.inputs or [])[i] for i in action.select or ()]
-        if values and all(_is_readable(value, facts) for value in values):
+        if values and all(_is_known_before_run(value, facts) for value in values):
             yield action
 
 
-def _is_readable(value: Any, facts: OpFacts) -> bool:
+def _is_known_before_run(value: Any, facts: OpFacts) -> bool:
     """Return True if a value is known before the graph runs."""
     try:
         facts.read_value(value)

@@ -45,7 +45,9 @@ class GraphCopy:
             with graph.inserting_before(self._first):
                 self._token = graph.call_function(custom_ops().begin.default, (program.number,))
 
-    def replace(self, node: Node, instrumented: InstrumentedCall, attributes: Sequence[str] = ()) -> None:
+    def replace_node(
+        self, node: Node, instrumented: InstrumentedCall, attributes: Sequence[str] = ()
+    ) -> None:
         """Replace a node by a call, with the node's inputs and attributes of the module."""
         twin = self._twins[node]
         inputs = list(twin.all_input_nodes)
@@ -58,7 +60,7 @@ class GraphCopy:
             self._first = call_node  # an erased node cannot mark where to insert others
         self._module.graph.erase_node(twin)
 
-    def read_through(self, node: Node, instrumented: InstrumentedCall) -> None:
+    def insert_before_readers(self, node: Node, instrumented: InstrumentedCall) -> None:
         """Insert a call between a node and all its readers."""
         twin = self._twins[node]
         readers = list(twin.users)
@@ -68,7 +70,7 @@ class GraphCopy:
         for reader in readers:
             reader.replace_input_with(twin, call_node)
 
-    def give_bodies(
+    def replace_bodies(
         self,
         node: Node,
         bodies: Mapping[str, GraphModule],
@@ -84,10 +86,10 @@ class GraphCopy:
             with self._module.graph.inserting_before(twin):
                 body_node = self._module.graph.get_attr(new_name)
             args = [body_node if getattr(arg, "target", None) == name else arg for arg in args]
-        args[position] = (*args[position], *(self._node_of_held(tensor) for tensor in held_tensors))
+        args[position] = (*args[position], *(self._node_of_held_tensor(tensor) for tensor in held_tensors))
         twin.args = tuple(args)
 
-    def end_with(self, instrumented: InstrumentedCall) -> bool:
+    def insert_before_output(self, instrumented: InstrumentedCall) -> bool:
         """Insert a call on the first output of the graph; return False if the graph has no output."""
         output = next(iter(reversed(self._module.graph.nodes)))
         outputs = output.all_input_nodes[:1]
@@ -106,10 +108,10 @@ class GraphCopy:
 
     def _insert_call(self, instrumented: InstrumentedCall, inputs: Sequence[Node]) -> Node:
         """Insert a call on the token, on the tensors that its routines hold, and on inputs."""
-        held_nodes = [self._node_of_held(tensor) for tensor in instrumented.held_tensors.tensors]
+        held_nodes = [self._node_of_held_tensor(tensor) for tensor in instrumented.held_tensors.tensors]
         return self._module.graph.call_function(instrumented, (self._token, *held_nodes, *inputs))
 
-    def _node_of_held(self, tensor: torch.Tensor) -> Node:
+    def _node_of_held_tensor(self, tensor: torch.Tensor) -> Node:
         """Return the node of a tensor that routines hold, which becomes an attribute of the module."""
         if id(tensor) not in self._held_nodes:
             name = f"amanda_held_{len(self._held_nodes)}"

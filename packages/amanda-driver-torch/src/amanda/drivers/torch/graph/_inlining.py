@@ -19,7 +19,7 @@ _REGION = "invoke_subgraph"
 _checkpoint_numbers = count(1 << 40)  # apart from those that torch gives to checkpoints
 
 
-def inlined(module: GraphModule) -> GraphModule | None:
+def inline_bodies(module: GraphModule) -> GraphModule | None:
     """Return a copy of a graph with the bodies of checkpoints and of compile regions in it.
 
     The nodes of a checkpoint's body are marked for recomputation, as torch marks what it traces of a
@@ -57,7 +57,7 @@ def _copy_nodes(
         if body is not None:
             twins[node] = _copy_body(node, body, target, twins, prefix, checkpoint)
             continue
-        source = _element_of(node, twins)
+        source = _returned_element(node, twins)
         if source is not None:
             twins[node] = source
             continue
@@ -93,13 +93,14 @@ def _body_of(node: Node, module: GraphModule) -> GraphModule | None:
     """Return the body of a checkpoint or of a region that can be put in its place; None for other nodes."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
-    if str(node.target) not in (_CHECKPOINT, _REGION) or any(
-        user.target is not getitem for user in node.users
-    ):
+    if str(node.target) not in (_CHECKPOINT, _REGION):
         return None
-    body = (
-        getattr(module, str(node.args[0].target), None) if isinstance(node.args[0], torch.fx.Node) else None
-    )
+    if any(user.target is not getitem for user in node.users):
+        return None  # something reads the returned tuple as a whole, which no node of the copy has
+    body_node = node.args[0]
+    if not isinstance(body_node, torch.fx.Node):
+        return None
+    body = getattr(module, str(body_node.target), None)
     if not isinstance(body, GraphModule) or "_checkpoint_context_fn" in body.meta:
         return None  # a policy of the user's decides by op what a selective checkpoint keeps
     places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
@@ -111,11 +112,14 @@ def _operands(node: Node) -> Any:
     return node.args[2:] if str(node.target) == _REGION else node.args[1:]
 
 
-def _element_of(node: Node, twins: dict[Node, Any]) -> Any:
+def _returned_element(node: Node, twins: dict[Node, Any]) -> Any:
     """Return the value that a node takes out of what a body returns; None for other nodes."""
-    if node.target is not getitem or not isinstance(twins.get(node.args[0]), (tuple, list)):  # type: ignore[arg-type]
+    if node.target is not getitem:
         return None
-    return twins[node.args[0]][node.args[1]]  # type: ignore[index]
+    arguments: Any = node.args
+    container, index = arguments
+    returned = twins.get(container)
+    return returned[index] if isinstance(returned, (tuple, list)) else None
 
 
 def _output_of(module: GraphModule) -> Node:

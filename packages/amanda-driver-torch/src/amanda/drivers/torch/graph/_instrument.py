@@ -14,7 +14,7 @@ from amanda.options import checked
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten
 
-from ._inlining import inlined
+from ._inlining import inline_bodies
 from ._ops import GraphProgram
 from ._rewrite import FxRewriting
 from ._symbols import GraphSymbols
@@ -67,7 +67,7 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
     # `every`: the copy runs its routines outside of scopes too, so the scope here is for the analysis alone.
     with apply(*tools) as scope:
         program = GraphProgram(State.current(), every=True)
-        body = inlined(module) or module
+        body = inline_bodies(module) or module
         rewriting = FxRewriting(body, GraphSymbols(body, inputs, symbols), program, namespace())
         instrumented = rewriting.rewrite()
         for entry in program.reports:

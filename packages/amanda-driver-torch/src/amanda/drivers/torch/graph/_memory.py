@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from amanda.errors import AmandaError
@@ -30,104 +30,123 @@ class SharedMemory(AmandaError):
         self.where = where
 
 
-def check_views(ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]) -> None:
+def check_views(node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]) -> None:
     """Raise SharedMemory if a routine may change a view whose memory is seen later through another value.
 
     That is memory that a node writes after the view is made, if another value in it is read after the write
     or by the caller, and memory in which several inputs and outputs of the graph lie.
     """
-    viewed = list(_changed_views(ran, steps))
-    if not viewed:
-        return
+    order = {node: i for i, node in enumerate(node_runs)}
     # Per storage the first changed view is enough: what is written after it is seen through it.
-    order = {node: i for i, node in enumerate(ran)}
-    first_views: dict[int, tuple[int, OpStep]] = {}
-    for node, step, memory in viewed:
-        first_views.setdefault(memory, (order[node], step))
-    for written, writer, memory in _written_tensors(ran):
-        first_view, changed = first_views.get(memory, (len(order), None))
-        if (
-            changed is not None
-            and first_view < order[writer]
-            and _is_read_later(ran, order, memory, written, order[writer])
-        ):
-            raise SharedMemory(f"{_target_name(writer)} writes into", changed.facts.source)
-    for memory, (_, step) in first_views.items():
-        outside = [
+    first_views: dict[int, _ChangedView] = {}
+    for node, step, memory in _changed_views(node_runs, steps):
+        first_views.setdefault(memory, _ChangedView(order[node], step.facts.source))
+    if not first_views:
+        return
+    for written, writer, memory in _written_tensors(node_runs):
+        view, write_position = first_views.get(memory), order[writer]
+        if view is None or write_position <= view.position:
+            continue
+        if _is_read_later(node_runs, order, memory, written, write_position):
+            raise SharedMemory(f"{_target_name(writer)} writes into", view.source)
+    for memory, view in first_views.items():
+        inputs_and_outputs = [
             node
-            for node, ran_node in ran.items()
-            if memory in _storage_ids(ran_node.value) and is_outside(node)
+            for node, node_run in node_runs.items()
+            if is_input_or_output(node) and memory in _storage_ids(node_run.value)
         ]
-        if len(outside) > 1:
-            raise SharedMemory("the graph is given, or gives, more than one value in", step.facts.source)
+        if len(inputs_and_outputs) > 1:
+            raise SharedMemory("the graph is given, or gives, more than one value in", view.source)
 
 
-def seen_and_written(
-    ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
+class _ChangedView(NamedTuple):
+    """A view that a routine may change: position of its node in the graph, and the user's line of the op."""
+
+    position: int
+    source: str
+
+
+def observers_of_written_memory(
+    node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[int, Action]]:
     """Yield ids of ops, and observers there, whose values lie in memory into which the graph writes."""
-    written = {memory for _, _, memory in _written_tensors(ran)}
-    for node, op_steps in steps.items() if written else ():
-        for call, step in zip(ran[node].calls, op_steps, strict=True):
+    written_storages = {memory for _, _, memory in _written_tensors(node_runs)}
+    if not written_storages:
+        return
+    for node, op_steps in steps.items():
+        for call, step in zip(node_runs[node].calls, op_steps, strict=True):
             for action in step.plan.inserted:
                 values = call.values if action.type.is_after else call.call.inputs
                 if action.select is not None:
                     values = [value for i, value in enumerate(values) if i in action.select]
-                if not written.isdisjoint(_storage_ids(values)):
+                if not written_storages.isdisjoint(_storage_ids(values)):
                     yield step.facts.op_id, action
 
 
+class BackwardOpWithRoutines(NamedTuple):
+    """Facts of a backward op with routines; is_called_in_graph: whether the graph calls one of them."""
+
+    facts: OpFacts
+    is_called_in_graph: bool
+
+
 def backward_views_unlike_eager(
-    ran: Mapping[Node, NodeRun], sites: Mapping[int, tuple[OpFacts, bool]], by_autograd: bool
+    node_runs: Mapping[Node, NodeRun], sites: Mapping[int, BackwardOpWithRoutines], by_autograd: bool
 ) -> Iterator[tuple[OpFacts, str]]:
     """Yield facts of backward ops of views that do not run as in eager mode, and the reason.
 
-    sites: by the id of autograd's node, facts of a backward op with routines, and whether the graph calls
-    one of the routines.  by_autograd: whether AOTAutograd compiles the graph.
+    sites: the backward ops with routines, by the id of autograd's node.  by_autograd: whether AOTAutograd
+    compiles the graph.
     """
-    for grad_node in _views_made_outside(ran) if by_autograd and sites else ():
-        facts, calls = sites.get(id(grad_node), (None, False))
-        if facts is not None and calls:
-            yield facts, "AOTAutograd makes the view outside of the graph: its routines are not called"
-    order = {node: i for i, node in enumerate(ran)}
-    for written, writer, _ in _written_tensors(ran) if sites else ():
-        facts, _ = sites.get(id(written.grad_fn), (None, False))
-        if facts is not None and written._base is not None:
-            readers = [
-                user for node, ran_node in ran.items() if ran_node.value is written for user in node.users
-            ]
-            if any(order.get(user, len(order)) > order[writer] for user in readers):
-                yield (
-                    facts,
-                    "a view is written and read: eager mode may have another backward op in its place",
-                )
+    if not sites:
+        return
+    for grad_node in _nodes_of_views_made_outside(node_runs) if by_autograd else ():
+        site = sites.get(id(grad_node))
+        if site is not None and site.is_called_in_graph:
+            reason = "AOTAutograd makes the view outside of the graph: its routines are not called"
+            yield site.facts, reason
+    order = {node: i for i, node in enumerate(node_runs)}
+    for written, writer, _ in _written_tensors(node_runs):
+        site = sites.get(id(written.grad_fn))
+        if site is None or written._base is None:
+            continue
+        readers = [
+            user for node, node_run in node_runs.items() if node_run.value is written for user in node.users
+        ]
+        # The output node is not a key of `order`: it comes after all nodes.
+        if any(order.get(user, len(order)) > order[writer] for user in readers):
+            reason = "a view is written and read: eager mode may have another backward op in its place"
+            yield site.facts, reason
 
 
-def _views_made_outside(ran: Mapping[Node, NodeRun]) -> Iterator[Any]:
-    """Yield autograd's nodes of views that a graph gives beside another value in their memory."""
-    outside = [(node, item.value) for node, item in ran.items() if is_outside(node)]
-    count = Counter(memory for _, value in outside for memory in set(_storage_ids(value)))
-    for node, value in outside:
-        view = (
-            value
-            if isinstance(value, torch.Tensor) and any(item.op == "output" for item in node.users)
-            else None
-        )
-        if view is None or view._base is None or not any(count[memory] > 1 for memory in _storage_ids(view)):
+def _nodes_of_views_made_outside(node_runs: Mapping[Node, NodeRun]) -> Iterator[Any]:
+    """Yield autograd's nodes of views that a graph returns beside another value in their memory.
+
+    AOTAutograd makes such a view after the graph has run, so that both values share memory.
+    """
+    outside_values = [
+        (node, node_run.value) for node, node_run in node_runs.items() if is_input_or_output(node)
+    ]
+    value_counts = Counter(memory for _, value in outside_values for memory in set(_storage_ids(value)))
+    for node, value in outside_values:
+        is_output = any(user.op == "output" for user in node.users)
+        if not is_output or not isinstance(value, torch.Tensor) or value._base is None:
+            continue
+        if not any(value_counts[memory] > 1 for memory in _storage_ids(value)):
             continue
         # A node for each op by which the view comes from its base.
-        grad_node, base = view.grad_fn, view._base.grad_fn
-        while grad_node is not None and grad_node is not base:
+        grad_node, base_node = value.grad_fn, value._base.grad_fn
+        while grad_node is not None and grad_node is not base_node:
             yield grad_node
             grad_node = grad_node.next_functions[0][0] if grad_node.next_functions else None
 
 
 def _changed_views(
-    ran: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
+    node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[Node, OpStep, int]]:
     """Yield the nodes that make views which routines may change, with the op's step and the storage."""
     for node, op_steps in steps.items():
-        for call, step in zip(ran[node].calls, op_steps, strict=True):
+        for call, step in zip(node_runs[node].calls, op_steps, strict=True):
             if any(action.select != () and not action.observer for action in step.plan.inserted):
                 yield from ((node, step, memory) for memory in _viewed_memory(call))
 
@@ -141,10 +160,10 @@ def _viewed_memory(call: NativeCall) -> set[int]:
     return input_memory & set(_storage_ids(outputs))
 
 
-def _written_tensors(ran: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, int]]:
+def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, int]]:
     """Yield each tensor that an op of the graph writes, with the node and the tensor's storage."""
-    for node, ran_node in ran.items():
-        for call in ran_node.calls:
+    for node, node_run in node_runs.items():
+        for call in node_run.calls:
             for i in call.call.mutable:
                 yield from (
                     (call.call.inputs[i], node, memory) for memory in _storage_ids(call.call.inputs[i])
@@ -152,21 +171,28 @@ def _written_tensors(ran: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, i
 
 
 def _is_read_later(
-    ran: Mapping[Node, NodeRun], order: Mapping[Node, int], memory: int, written: Any, write_index: int
+    node_runs: Mapping[Node, NodeRun],
+    order: Mapping[Node, int],
+    memory: int,
+    written: Any,
+    write_position: int,
 ) -> bool:
-    """Return whether the memory is read by another value after the write, or by the caller."""
-    for node, ran_node in ran.items():
-        if ran_node.value is written or memory not in _storage_ids(ran_node.value):
+    """Return True if the memory is read by another value after the write, or by the caller.
+
+    write_position: position, in `order`, of the node that writes.
+    """
+    for node, node_run in node_runs.items():
+        if node_run.value is written or memory not in _storage_ids(node_run.value):
             continue
-        # The output node is no key of `order`: it comes after all nodes.
+        # The output node is not a key of `order`: it comes after all nodes.
         users = [order.get(user, len(order)) for user in node.users]
-        if node.op in ("placeholder", "get_attr") or any(user > write_index for user in users):
+        if node.op in ("placeholder", "get_attr") or any(user > write_position for user in users):
             return True
     return False
 
 
-def is_outside(node: Node) -> bool:
-    """Return whether a value is an input or an output of the graph."""
+def is_input_or_output(node: Node) -> bool:
+    """Return True if the value of a node is an input or an output of the graph."""
     return node.op in ("placeholder", "get_attr") or any(user.op == "output" for user in node.users)
 
 

@@ -268,7 +268,7 @@ class NodeRun:
             self.replay.forget_symbols()
 
 
-def _is_of_transform(target: Any) -> bool:
+def _is_step_of_transform(target: Any) -> bool:
     """Return True for a function by which torch.func enters, leaves and differentiates at a level."""
     module = getattr(target, "__module__", None) or ""
     return module.startswith(("torch._functorch", "torch._C._functorch", "torch.autograd.forward_ad"))
@@ -286,12 +286,14 @@ def _backward_counts(outputs: Any) -> Counter[str]:
     return Counter(type(node).__name__ for node in visited if type(node) is not AccumulateGrad)
 
 
-def run_graph(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str], Any]) -> dict[Node, NodeRun]:
+def run_graph(
+    module: GraphModule, inputs: Sequence[Any], attribute_value: Callable[[str], Any]
+) -> dict[Node, NodeRun]:
     """Run a graph on tensors without data, whose mode is in force, and return the run of each node.
 
-    fetch: returns the value of a `get_attr` node.
+    attribute_value: returns the value of a `get_attr` node by its target.
     """
-    ran: dict[Node, NodeRun] = {}
+    node_runs: dict[Node, NodeRun] = {}
     values = iter(inputs)
     grad_enabled = torch.is_grad_enabled()
     # Nodes may switch gradients and enter transforms; if a node raises, its counterpart never runs.
@@ -299,31 +301,27 @@ def run_graph(module: GraphModule, inputs: Sequence[Any], fetch: Callable[[str],
     try:
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                ran[node] = NodeRun(node, next(values), [])
+                node_runs[node] = NodeRun(node, next(values), [])
             elif node.op == "get_attr":
-                ran[node] = NodeRun(node, fetch(node.target), [])
+                node_runs[node] = NodeRun(node, attribute_value(node.target), [])
             elif node.op != "output":
-                ran[node] = _run_node(node, module, ran)
+                node_runs[node] = _run_node(node, module, node_runs)
     finally:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
         torch._C._set_grad_enabled(grad_enabled)
-    return ran
+    return node_runs
 
 
-def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> NodeRun:
+def _run_node(node: Node, module: GraphModule, node_runs: Mapping[Node, NodeRun]) -> NodeRun:
     """Run a node, and record its native calls, or the obstacle to instrumenting it."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda input_node: ran[input_node].value)
+    args, kwargs = torch.fx.node.map_arg(
+        (node.args, node.kwargs), lambda input_node: node_runs[input_node].value
+    )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        # Not run: dynamo, or the export, has noted a value without data.
-        node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
-        inner_counts = _ops_inside(node, module)
-        names = ", ".join(f"{count} {name}" for name, count in inner_counts.items())
-        names = f": {names}" if names else ""
-        node_run.obstacle = f"ops inside of a higher-order op are not instrumented{names}"
-        return node_run
+        return _run_of_higher_order_op(node, module)
     if _reads_number(node, args):
         return NodeRun(node, callee(node, module)(*args, **kwargs), [])
-    if _is_of_transform(node.target):
+    if _is_step_of_transform(node.target):
         value = callee(node, module)(*args, **kwargs)
         node_run = NodeRun(node, value, [])
         if getattr(node.target, "__name__", "") == "_autograd_grad":
@@ -338,7 +336,7 @@ def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> N
         node_run.module_tensors = {f"{node.target}.{name}": tensor for name, tensor in named_tensors}
     if recorder.calls and recorder.bind is not None:
         inputs = [
-            *(ran[input_node].value for input_node in node.all_input_nodes),
+            *(node_runs[input_node].value for input_node in node.all_input_nodes),
             *node_run.module_tensors.values(),
         ]
         try:
@@ -348,7 +346,17 @@ def _run_node(node: Node, module: GraphModule, ran: Mapping[Node, NodeRun]) -> N
     return node_run
 
 
-def _ops_inside(node: Node, module: GraphModule) -> Counter[str]:
+def _run_of_higher_order_op(node: Node, module: GraphModule) -> NodeRun:
+    """Return the run of a higher-order op, which is not run: dynamo, or the export, has noted its value."""
+    node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
+    inner_counts = _count_ops_inside(node, module)
+    names = ", ".join(f"{count} {name}" for name, count in inner_counts.items())
+    names = f": {names}" if names else ""
+    node_run.obstacle = f"ops inside of a higher-order op are not instrumented{names}"
+    return node_run
+
+
+def _count_ops_inside(node: Node, module: GraphModule) -> Counter[str]:
     """Count the ops, by name, of the graphs among a higher-order op's inputs, and of graphs within these."""
     counts: Counter[str] = Counter()
     for input_node in node.all_input_nodes:
@@ -356,7 +364,7 @@ def _ops_inside(node: Node, module: GraphModule) -> Counter[str]:
         if isinstance(body, torch.fx.GraphModule):
             for inner_node in body.graph.nodes:
                 if isinstance(inner_node.target, torch._ops.HigherOrderOperator):
-                    counts += _ops_inside(inner_node, body)
+                    counts += _count_ops_inside(inner_node, body)
                 elif inner_node.op.startswith("call_") and inner_node.target is not getitem:
                     counts[getattr(inner_node.target, "__name__", str(inner_node.target))] += 1
     return counts

@@ -102,22 +102,22 @@ class ObserverBatch:
         """Group the calls by tool and gathered form; observers without such a form are called singly."""
         self._calls = calls
         self._counts = counts
-        self._single: list[int] = []
-        self._batches: dict[Any, list[int]] = {}
+        self._called_singly: list[int] = []
+        self._gathered_calls: dict[Any, list[int]] = {}
         for i, call in enumerate(calls):
             (action,) = call.actions
             if action.gathered is None:
-                self._single.append(i)
+                self._called_singly.append(i)
             else:
-                self._batches.setdefault((action.gathered, id(action.tool)), []).append(i)
-        self._prepared: dict[Any, dict[Any, Any]] = {key: {} for key in self._batches}
+                self._gathered_calls.setdefault((action.gathered, id(action.tool)), []).append(i)
+        self._prepared_by_group: dict[Any, dict[Any, Any]] = {key: {} for key in self._gathered_calls}
 
-    def take_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> list[Sequence[Any]]:
+    def store_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> list[Sequence[Any]]:
         """Return the tensors of each observer, and store the numbers of a run in the calls."""
         tensors_by_call, start, number_start = [], 0, 0
         for call, (tensor_count, number_count) in zip(self._calls, self._counts, strict=True):
             tensors_by_call.append(
-                call.take_numbers(
+                call.store_numbers(
                     values[start : start + tensor_count], numbers[number_start : number_start + number_count]
                 )
             )
@@ -126,13 +126,13 @@ class ObserverBatch:
 
     def run(self, execution: GraphExecution, flat: Sequence[Sequence[Any]]) -> list[Any]:
         """Call the observers whose tools' scopes are open; those with a gathered form after the others."""
-        for i in self._single:
+        for i in self._called_singly:
             self._calls[i].run(execution, flat[i])
-        for key, members in self._batches.items():
+        for key, members in self._gathered_calls.items():
             (action,) = self._calls[members[0]].actions
             if execution.runs_action(action):
                 observed = [self._observed(self._calls[i], flat[i]) for i in members]
-                Executions(observed, prepared=self._prepared[key]).observe(action)
+                Executions(observed, prepared=self._prepared_by_group[key]).observe(action)
         return []
 
     @staticmethod
@@ -170,7 +170,7 @@ class LateObservers:
         """
         late_actions = []
         for action in actions.all:
-            tool_actions = [other for other in actions.all if other.tool is action.tool]
+            tool_actions = [candidate for candidate in actions.all if candidate.tool is action.tool]
             if all(can_wait(tool_action) and tool_action.select == () for tool_action in tool_actions):
                 late_actions.append(action)
         if not late_actions:

@@ -71,9 +71,9 @@ class GraphProgram:
     state: in force when the program was made.  every: whether routines are called outside of scopes too.
     traced: traceable routines, with the tensors that they hold.  reads: other values that they read.
     called_as_python: traceable routines that cannot be traced: at which op, and why.
-    gathering: whether a compiler traces the graph to its end, so that observers may wait until then.
-    in_turn: ids of tools with routines other than observers, whose observers must see ops in order.
-    at_once: op ids with observers of memory into which the graph writes; these observers cannot wait.
+    gathers_observers: whether a compiler traces the graph to its end, so that observers may wait until then.
+    ordered_tools: ids of tools with routines other than observers, whose observers must see ops in order.
+    prompt_observers: op ids with observers of memory into which the graph writes, and which cannot wait.
     leaves: with routines at their AccumulateGrad, each a position among the graph's inputs, or a parameter
     that the graph holds; with a name, and the tools.
     """
@@ -91,9 +91,9 @@ class GraphProgram:
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
         self._slots: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []
-        self.gathering = False
-        self.in_turn: set[int] = set()
-        self.at_once: set[tuple[int, Action]] = set()
+        self.gathers_observers = False
+        self.ordered_tools: set[int] = set()
+        self.prompt_observers: set[tuple[int, Action]] = set()
         self.leaves: list[tuple[int | torch.Tensor, str, Sequence[Any]]] = []
         self.living[self.number] = self
 
@@ -106,9 +106,9 @@ class GraphProgram:
 
     def can_gather(self, action: Action, facts: OpFacts) -> bool:
         """Return True for an observer that may be called with others, later than its op."""
-        if not self.gathering or id(action.tool) in self.in_turn:
+        if not self.gathers_observers or id(action.tool) in self.ordered_tools:
             return False
-        return (facts.op_id, action) not in self.at_once
+        return (facts.op_id, action) not in self.prompt_observers
 
     def report(self, subject: str, reason: str, where: str = "") -> None:
         """Note something that cannot be instrumented, for the reports of scopes in which the graph runs."""
@@ -170,7 +170,7 @@ class GraphExecution(Execution):
         """Run the call at a slot, and return its outputs."""
         called: Any = self.table[slot]
         with interceptor.Suspension():
-            return called.run(self, called.take_numbers(values, numbers))  # type: ignore[no-any-return]
+            return called.run(self, called.store_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 class TapedCall(NamedTuple):
@@ -192,7 +192,7 @@ def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
     """Call a routine, and return its outputs in memory of their own; likes: tensors of their layouts."""
-    return _own_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes, slot)
+    return _own_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
 
 
 def _call_taped(
@@ -205,7 +205,7 @@ def _call_taped(
         inputs = [_as_leaf(value) for value in values]
         outputs = execution.call_at(slot, inputs, numbers)
     execution.stores[slot] = [TapedCall(inputs, outputs)]
-    return _own_memory([output.detach() for output in outputs], likes, slot)
+    return _own_memory([output.detach() for output in outputs], likes)
 
 
 def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
@@ -226,7 +226,7 @@ def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slo
         torch.zeros_like(like) if tensor is None else tensor
         for tensor, like in zip(input_gradients, likes, strict=True)
     ]
-    return _own_memory(results, likes, slot)
+    return _own_memory(results, likes)
 
 
 def _as_leaf(value: torch.Tensor) -> torch.Tensor:
@@ -235,9 +235,10 @@ def _as_leaf(value: torch.Tensor) -> torch.Tensor:
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
 
-def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor], slot: int) -> Tensors:
-    """Copy results into new tensors: a custom op must not return memory of its inputs.
+def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
+    """Copy results into new tensors, like those of the graph if there are any.
 
+    A custom op must not return memory of its inputs.
     Raises AmandaError for a result of another shape than that in the graph.
     """
     if not likes:
@@ -263,7 +264,7 @@ def _call_without_data(
     called: Any = GraphProgram.living[program].table[slot]
     if not hasattr(called, "compute"):
         return []
-    return called.outputs_without_data(called.take_numbers(values, numbers))  # type: ignore[no-any-return]
+    return called.outputs_without_data(called.store_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 _CALL = "(Tensor token, Tensor[] values, SymInt[] numbers, Tensor[] likes, int program, int slot) -> Tensor[]"

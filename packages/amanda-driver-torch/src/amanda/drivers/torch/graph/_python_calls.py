@@ -27,21 +27,27 @@ def holds_tensors(value: Any) -> bool:
 class PlaceValues:
     """The values at a place, split into tensors and numbers that a graph hands over, and constants.
 
-    given: positions of the tensors.  floats: a tensor for each symbol of a float.  numbers: the integers,
-    which may be symbols; in a run the floats follow them.  constants: templates of the other values.
+    tensor_positions: of the values that are a tensor or a list of tensors.  list_lengths: of those lists,
+    None for a tensor.  floats: a tensor for each symbol of a float.  numbers: the integers, which may be
+    symbols; in a run the floats follow them.  constants: templates of the other values.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
         """Split the values; all integers but bools are handed over, as in another run they may be symbols."""
         self.all = list(values)
-        self.given = [i for i, value in enumerate(values) if holds_tensors(value)]
-        self.sizes = [len(values[i]) if isinstance(values[i], (list, tuple)) else None for i in self.given]
-        self.tensors: list[torch.Tensor] = [value for i in self.given for value in _as_list(values[i])]
+        self.tensor_positions = [i for i, value in enumerate(values) if holds_tensors(value)]
+        tensor_values = [values[i] for i in self.tensor_positions]
+        self.list_lengths = [
+            len(value) if isinstance(value, (list, tuple)) else None for value in tensor_values
+        ]
+        self.tensors: list[torch.Tensor] = [tensor for value in tensor_values for tensor in _as_list(value)]
         self.numbers: list[int | torch.SymInt] = []
         self.floats: list[torch.Tensor] = []
         self._float_templates: list[TemplateSlot] = []
         self.constants = {
-            i: tree_map(self._split_number, value) for i, value in enumerate(values) if i not in self.given
+            i: tree_map(self._split_number, value)
+            for i, value in enumerate(values)
+            if i not in self.tensor_positions
         }
         # In a run the floats come after all integers, whose number is known only now.
         for template in self._float_templates:
@@ -66,15 +72,15 @@ class PlaceValues:
     @property
     def pattern(self) -> Hashable:
         """Return which of the values are tensors, as a key."""
-        return tuple(self.given), tuple(self.sizes), len(self.floats)
+        return tuple(self.tensor_positions), tuple(self.list_lengths), len(self.floats)
 
     def with_tensors(self, flat: Sequence[torch.Tensor]) -> list[Any]:
         """Return the values with other tensors."""
         tensors = iter(flat)
-        placed = list(self.all)
-        for i, size in zip(self.given, self.sizes, strict=True):
-            placed[i] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
-        return placed
+        values = list(self.all)
+        for i, length in zip(self.tensor_positions, self.list_lengths, strict=True):
+            values[i] = next(tensors) if length is None else [next(tensors) for _ in range(length)]
+        return values
 
 
 def with_clones(values: Sequence[Any], targets: Sequence[int]) -> list[Any]:
@@ -89,7 +95,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 class PythonCall(Insertion):
     """Call of one routine at a place.
 
-    constants: the values that are no tensors.  numbers: those of a run, of which the last are floats.
+    constants: the values that are not tensors.  numbers: those of a run, of which the last are floats.
     """
 
     __slots__ = ("constants", "floats", "numbers")
@@ -100,12 +106,19 @@ class PythonCall(Insertion):
         """Bind a routine to the values of its place, of which it returns those at `output_positions`."""
         # The action gets all values of the place, so it selects none of them again.
         unselective = Action(action.type, action.func, action.tool, select=None, kwargs=action.kwargs)
-        super().__init__([unselective], facts, len(values.all), values.given, values.sizes, output_positions)
+        super().__init__(
+            [unselective],
+            facts,
+            len(values.all),
+            values.tensor_positions,
+            values.list_lengths,
+            output_positions,
+        )
         self.constants: Mapping[int, Any] = values.constants
         self.floats = len(values.floats)
         self.numbers: Sequence[float] = ()
 
-    def take_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    def store_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
         """Store the numbers of a run, and return the tensors without those that stand for floats."""
         count = len(values) - self.floats
         self.numbers = (*numbers, *(float(value) for value in values[count:]))
@@ -119,7 +132,7 @@ class PythonCall(Insertion):
         return values
 
     def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
-        """Raise RoutineError if the routine changed a value that is no tensor: graphs take tensors alone."""
+        """Raise RoutineError if a routine changed a value other than a tensor: graphs take tensors alone."""
         for position in self.constants:
             if _is_changed(values[position], before[position]):
                 changed = f"value {position}, {before[position]!r}, to {values[position]!r}"
@@ -192,13 +205,13 @@ class ReplacementCall(PythonCall):
 
 
 class GradientReplacementCall(PythonCall):
-    """Call of a routine that replaces a backward op; leaving: which of its gradients something reads."""
+    """Call of a routine that replaces a backward op; is_read: for each outgoing gradient, if it is read."""
 
     __slots__ = ()
 
-    def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, leaving: Sequence[bool]) -> None:
-        super().__init__(action, facts, values, range(len(leaving)))
-        self.read_gradients = tuple(i for i, is_read in enumerate(leaving) if is_read)
+    def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, is_read: Sequence[bool]) -> None:
+        super().__init__(action, facts, values, range(len(is_read)))
+        self.read_gradients = tuple(i for i, something_reads in enumerate(is_read) if something_reads)
         self.actions = (action,)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
@@ -206,17 +219,19 @@ class GradientReplacementCall(PythonCall):
         (action,) = self.actions
         # Last come the gradients that kernels computed, which are the result if the routine declines.
         count = len(flat) - len(self.read_gradients)
-        entering, kernels = flat[:count], flat[count:]
+        incoming, kernel_gradients = flat[:count], flat[count:]
         if not execution.runs_action(action):
-            return list(kernels)
+            return list(kernel_gradients)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})
-        result = run_replacement(execution.ops, action, self.values(entering), self.facts, run)
+        result = run_replacement(execution.ops, action, self.values(incoming), self.facts, run)
         if result is NotImplemented:
-            return list(kernels)
-        return read_gradients(result, len(self.output_positions), self.read_gradients, action, self.facts)
+            return list(kernel_gradients)
+        return select_read_gradients(
+            result, len(self.output_positions), self.read_gradients, action, self.facts
+        )
 
 
-def read_gradients(
+def select_read_gradients(
     result: Any, count: int, read_positions: Sequence[int], action: Action, facts: OpFacts
 ) -> list[Any]:
     """Return the gradients that something reads; a replacement returns all gradients, or only these.

@@ -24,7 +24,13 @@ from ._instrumented import (
     OpStep,
     WaitingObserversCall,
 )
-from ._memory import backward_views_unlike_eager, check_views, is_outside, seen_and_written
+from ._memory import (
+    BackwardOpWithRoutines,
+    backward_views_unlike_eager,
+    check_views,
+    is_input_or_output,
+    observers_of_written_memory,
+)
 from ._node_runs import NativeCall, NodeRun, run_graph, uninstrumented
 from ._node_source import scope_of, source_of
 from ._observers import can_wait
@@ -92,8 +98,8 @@ class FxRewriting:
         self._steps: dict[Node, list[OpStep]] = {}
         self._leaves: dict[int, BackwardSite] = {}
         self._leaf_actions: dict[int, Sequence[Action]] = {}
-        self._sites: dict[int, tuple[OpFacts, bool]] = {}
-        self._seen_leaves: set[int] = set()
+        self._backward_ops: dict[int, BackwardOpWithRoutines] = {}
+        self._analysed_leaves: set[int] = set()
         self._leaf_count = 0
         self._trials = RoutineTrials(self._routines, symbols, history)
 
@@ -103,24 +109,24 @@ class FxRewriting:
             with uninstrumented():
                 # Once, without data: which native ops each node calls, and which nodes of autograd they make.
                 with self.symbols.without_data():
-                    ran = run_graph(self.module, self.symbols.inputs, self.symbols.attribute_symbol)
-                self.analyse_forward(ran)
+                    node_runs = run_graph(self.module, self.symbols.inputs, self.symbols.attribute_symbol)
+                self.analyse_forward(node_runs)
                 if any(stack.wants_backward for stack in self._analysis.stack.chain):
-                    self._reached = _reached_nodes(ran)
+                    self._reached = _reached_nodes(node_runs)
                     # From the outputs to the inputs, as a backward pass goes.
-                    for node_run in reversed(ran.values()):
+                    for node_run in reversed(node_runs.values()):
                         self._analyse_backward(node_run)
-                    self.program.leaves = list(self._watched_leaves(ran))
+                    self.program.leaves = list(self._watched_leaves(node_runs))
                     for facts, reason in backward_views_unlike_eager(
-                        ran, self._sites, self._late is not None
+                        node_runs, self._backward_ops, self._late is not None
                     ):
                         self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
-                check_views(ran, self._steps)
+                check_views(node_runs, self._steps)
                 bodies_change = any(bodies.are_changed() for bodies in self.bodies.values())
                 is_changed = any(self.steps()) or self._leaves or bodies_change
                 with self.symbols.without_data():
-                    copy = self._write_copy(ran) if is_changed else None
-                self.report_left_out(ran)
+                    copy = self._write_copy(node_runs) if is_changed else None
+                self.report_left_out(node_runs)
                 return copy
         except BaseException:
             self._analysis.forget()  # plans of a graph that will not run must not be cached
@@ -128,11 +134,11 @@ class FxRewriting:
         finally:
             self._analysis.finish()
 
-    def analyse_forward(self, ran: Mapping[Node, NodeRun]) -> None:
+    def analyse_forward(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Bring the forward ops of the graph to the tools, in order."""
-        self.symbols.record_runs(ran)
-        for node, node_run in ran.items():
-            bodies = find_bodies(node, self.module, ran, self.symbols, self._rewriting_of_body)
+        self.symbols.record_runs(node_runs)
+        for node, node_run in node_runs.items():
+            bodies = find_bodies(node, self.module, node_runs, self.symbols, self._rewriting_of_body)
             if bodies is None:
                 self._analyse_node(node_run)
             else:
@@ -172,10 +178,10 @@ class FxRewriting:
                 )
                 raise facts.explain(error, plan.replace)
             actions = plan if self._late is None else self._late.take_over(plan, facts)
-            self._steps[node].append(OpStep(facts, self._only_inlined(actions, facts, call)))
+            self._steps[node].append(OpStep(facts, self._without_python_calls(actions, facts, call)))
 
-    def _only_inlined(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
-        """Return the actions that can run at an op; count it if some are left out.
+    def _without_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
+        """Return the actions that can run at an op; refuse others, and count the op if there are any.
 
         Within a transform a call of Python would get wrappers of a level that has ended; a body takes none.
         """
@@ -189,13 +195,15 @@ class FxRewriting:
         self.left_out[facts.op_type] += bool(refused)
         return inlined
 
-    def report_left_out(self, ran: Mapping[Node, NodeRun]) -> None:
+    def report_left_out(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Report the ops in transforms and in bodies at which routines do not run, and backward ops there."""
         wants_backward = any(stack.wants_backward for stack in self._analysis.stack.chain)
         if not self._inlines_only:
             self._report_counts(IN_TRANSFORM, "", NO_PYTHON, self.left_out)
         if wants_backward:
-            backward_counts: Counter[str] = sum((run.backward_counts for run in ran.values()), Counter())
+            backward_counts: Counter[str] = sum(
+                (run.backward_counts for run in node_runs.values()), Counter()
+            )
             self._report_counts(IN_TRANSFORM, "", NO_BACKWARD, backward_counts)
         for node, bodies in self.bodies.items():
             name, where = str(node.target), source_of(node)
@@ -215,18 +223,12 @@ class FxRewriting:
         eager_call = call.call
         variables = [self.symbols.parameter_of(value) for value in eager_call.inputs]
         pairs = zip(eager_call.inputs, variables, strict=True)
-        ordinals = tuple(
+        read_parameters = tuple(
             self._read_parameter(value, variable) for value, variable in pairs if variable is not None
         )
-        read_parts = (part for pair in ordinals for part in pair)
-        place = digest(
-            "graph",
-            self._instance,
-            scope,
-            eager_call.op_type(),
-            node.meta.get("stack_trace") or "",
-            *read_parts,
-        )
+        call_site = node.meta.get("stack_trace") or ""
+        ordinals_and_parts = (item for read_parameter in read_parameters for item in read_parameter)
+        place = digest("graph", self._instance, scope, eager_call.op_type(), call_site, *ordinals_and_parts)
         # Ops of equal places are told apart by their order, as repeats in eager mode are.
         self._occurrences[place] += 1
         return OpFacts(
@@ -234,7 +236,7 @@ class FxRewriting:
             list(eager_call.inputs), attributes=eager_call.attributes(), scope=scope, source=source,
             op_type=eager_call.op_type(), parameters=eager_call.parameters(),
             graph=("graph", self.program.number),
-            read_variables=lambda: ordinals, read_value=self.symbols.read_value,
+            read_variables=lambda: read_parameters, read_value=self.symbols.read_value,
             variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
             device_of=_device_of, compute=eager_call.computation(),
             samples=call.samples,
@@ -254,26 +256,26 @@ class FxRewriting:
         ):
             for node, place in call.nodes:
                 with self.symbols.without_data():
-                    entering, leaving = _gradients_without_data(node)
-                plan, facts = self._backward_plan(step.facts, node, place, entering, leaving)
+                    incoming, outgoing = _gradients_without_data(node)
+                plan, facts = self._backward_plan(step.facts, node, place, incoming, outgoing)
                 if plan:
                     step.backward[place] = BackwardSite(facts, plan)
             for leaf in call.leaves:
-                if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._seen_leaves:
-                    self._seen_leaves.add(id(leaf))
+                if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._analysed_leaves:
+                    self._analysed_leaves.add(id(leaf))
                     place = self._leaf_place(leaf)
                     with self.symbols.without_data():
-                        entering = [_empty_like(leaf)]
-                    plan, facts = self._backward_plan(step.facts, leaf, place, entering, [])
+                        incoming = [_empty_like(leaf)]
+                    plan, facts = self._backward_plan(step.facts, leaf, place, incoming, [])
                     if plan:
                         self._leaves[id(leaf)] = BackwardSite(facts, plan)
 
     def _watched_leaves(
-        self, ran: Mapping[Node, NodeRun]
+        self, node_runs: Mapping[Node, NodeRun]
     ) -> Iterator[tuple[int | torch.Tensor, str, Sequence[Any]]]:
         """Yield the leaves whose gradients routines see, in the form of `Program.leaves`."""
         for i, (node, node_run) in enumerate(
-            ran.items()
+            node_runs.items()
         ):  # placeholders come first, so `i` is an input's index
             actions = self._leaf_actions.get(id(node_run.value))
             if actions is None:
@@ -289,74 +291,90 @@ class FxRewriting:
         variable = self.symbols.parameter_of(leaf)
         if variable is not None:
             return LEAF_PLACE + self.symbols.ordinal(variable)
-        # Leaves that are no parameters come above all parameters, in the order of the pass.
+        # Leaves that are not parameters come above all parameters, in the order of the pass.
         self._leaf_count += 1
         return 2 * LEAF_PLACE + self._leaf_count - 1
 
     def _backward_plan(
-        self, forward: OpFacts, node: Any, place: int, entering: list[Any], leaving: list[Any]
+        self, forward: OpFacts, node: Any, place: int, incoming: list[Any], outgoing: list[Any]
     ) -> tuple[Actions, OpFacts]:
-        """Return the actions and the facts of a backward op; node: of autograd, or a leaf."""
+        """Return the actions of a backward op that the graph calls, and its facts.
+
+        Records the op if it has actions, also if late observers take them all over.
+        node: of autograd, or a leaf.  incoming, outgoing: gradients without data.
+        """
         node_type = AccumulateGrad if isinstance(node, torch.Tensor) else type(node)
         identity = forward.backward_id(node_type.__name__, place)
         facts = forward.at_backward(node_type, identity, node_type is not AccumulateGrad)
-        facts.grad_outputs = entering
-        plan = self._analysis.backward(facts, leaving)
+        facts.grad_outputs = incoming
+        plan = self._analysis.backward(facts, outgoing)
         has_actions = bool(plan)
         if has_actions and node_type is AccumulateGrad:
             self._leaf_actions[id(node)] = plan.all
         if self._late is not None:
-            plan = self._late.take_over(plan, facts, self._reached is None or id(node) in self._reached)
+            # Compiled code leaves out backward ops that no output of the graph leads to.
+            is_run = self._reached is None or id(node) in self._reached
+            plan = self._late.take_over(plan, facts, is_run)
         if has_actions:
-            self._sites[id(node)] = facts, bool(plan)
+            self._backward_ops[id(node)] = BackwardOpWithRoutines(facts, bool(plan))
         return plan, facts
 
-    def tried_calls(self, ran: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
-        """Return the calls in the place of nodes with routines, after a trial of the traceable ones."""
+    def try_calls(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+        """Return the calls in the place of nodes with routines; try the traceable routines first.
+
+        Drops from each step the actions that the trial has shown not to run there.
+        """
         calls: dict[Node, InstrumentedCall] = {}
         for node, steps in self._steps.items():
-            replay = ran[node].replay
+            replay = node_runs[node].replay
             if not any(steps) or replay is None:
                 continue
             instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
-            self._trials.try_node(instrumented, ran[node], steps)
-            for call, step in zip(ran[node].calls, steps, strict=True):
-                step.plan = self._only_inlined(step.plan, step.facts, call)  # what could not be traced is out
+            self._trials.try_routines_of_node(instrumented, node_runs[node], steps)
+            for call, step in zip(node_runs[node].calls, steps, strict=True):
+                step.plan = self._without_python_calls(step.plan, step.facts, call)
         return calls
 
-    def _write_copy(self, ran: dict[Node, NodeRun]) -> GraphModule:
+    def _write_copy(self, node_runs: dict[Node, NodeRun]) -> GraphModule:
         """Return the copy of the graph in which nodes with routines are replaced.
 
         Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
         Python need a token in the copy.
         """
         changed = {node: steps for node, steps in self._steps.items() if any(steps)}
-        calls = self.tried_calls(ran)
+        calls = self.try_calls(node_runs)
         changed_bodies = [bodies for bodies in self.bodies.values() if bodies.are_changed()]
         held_by_bodies = [bodies.try_routines() for bodies in changed_bodies]
-        leaves: dict[Node, InstrumentedCall] = {}
-        for node, node_run in ran.items():
-            site = self._leaves.get(id(node_run.value))
-            if site is not None:
-                leaves[node] = InstrumentedLeaf(node.name, self.program, site)
-                self._trials.try_backward_op(leaves[node], site)
+        leaves = self._try_leaves(node_runs)
         actions = self._remaining_actions(changed.values())
         calls_python = not all(self._routines.is_inlined(action) for action in actions)
         copy = GraphCopy(self.module, self.program, calls_python)
         for node, call in calls.items():
-            copy.replace(node, call, list(ran[node].module_tensors))
+            copy.replace_node(node, call, list(node_runs[node].module_tensors))
         for bodies, held_tensors in zip(changed_bodies, held_by_bodies, strict=True):
-            bodies.write(copy, held_tensors)
+            bodies.write_into(copy, held_tensors)
         for node, call in leaves.items():
-            copy.read_through(node, call)
+            copy.insert_before_readers(node, call)
         if calls_python and self._late is not None:
-            self.program.gathering = copy.end_with(WaitingObserversCall("outputs", self.program))
-            self.program.in_turn.update(id(action.tool) for action in actions if not can_wait(action))
-            self.program.at_once.update(seen_and_written(ran, changed))
+            self.program.gathers_observers = copy.insert_before_output(
+                WaitingObserversCall("outputs", self.program)
+            )
+            self.program.ordered_tools.update(id(action.tool) for action in actions if not can_wait(action))
+            self.program.prompt_observers.update(observers_of_written_memory(node_runs, changed))
         # The tensors without data, and autograd's graph of them, end here: the copy keeps templates alone.
-        for node_run in ran.values():
+        for node_run in node_runs.values():
             node_run.forget_symbols()
         return copy.finish()
+
+    def _try_leaves(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+        """Return the calls behind leaves with routines; try the traceable routines first."""
+        calls: dict[Node, InstrumentedCall] = {}
+        for node, node_run in node_runs.items():
+            site = self._leaves.get(id(node_run.value))
+            if site is not None:
+                calls[node] = InstrumentedLeaf(node.name, self.program, site)
+                self._trials.try_routines_of_backward_op(calls[node], site)
+        return calls
 
     def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
         """Return the actions that the graph calls."""
@@ -366,16 +384,17 @@ class FxRewriting:
         return [action for plan in plans for action in plan.all]
 
 
-def _reached_nodes(ran: Mapping[Node, NodeRun]) -> set[int] | None:
+def _reached_nodes(node_runs: Mapping[Node, NodeRun]) -> set[int] | None:
     """Return ids of the nodes and leaves behind the graph's outputs and written inputs.
 
     None if a higher-order op hides the way.
     """
     # Higher-order ops are not run without data, so autograd's graph has gaps there.
-    if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in ran):
+    if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in node_runs):
         return None
-    outside = [node_run.value for node, node_run in ran.items() if is_outside(node)]
-    outputs = [tensor for tensor in tree_flatten(outside)[0] if isinstance(tensor, torch.Tensor)]
+    # Inputs too: the graph may write them, and they then lead to nodes that it made.
+    values = [node_run.value for node, node_run in node_runs.items() if is_input_or_output(node)]
+    outputs = [tensor for tensor in tree_flatten(values)[0] if isinstance(tensor, torch.Tensor)]
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     reached: dict[int, Any] = {
         id(tensor): tensor for tensor in outputs if tensor.requires_grad and tensor.is_leaf
@@ -391,17 +410,17 @@ def _reached_nodes(ran: Mapping[Node, NodeRun]) -> set[int] | None:
 
 
 def _gradients_without_data(node: Any) -> tuple[list[Any], list[Any]]:
-    """Return the gradients, without data, that enter and that leave a backward op; None for an absent one."""
-    entering = [_empty_like_metadata(metadata) for metadata in node._input_metadata]
-    leaving: list[Any] = []
+    """Return a backward op's incoming and outgoing gradients without data; None for an absent one."""
+    incoming = [_empty_like_metadata(metadata) for metadata in node._input_metadata]
+    outgoing: list[Any] = []
     for child, position in node.next_functions:
         if child is None:
-            leaving.append(None)
+            outgoing.append(None)
         elif type(child) is AccumulateGrad:
-            leaving.append(_empty_like(child.variable))
+            outgoing.append(_empty_like(child.variable))
         else:
-            leaving.append(_empty_like_metadata(child._input_metadata[position]))
-    return entering, leaving
+            outgoing.append(_empty_like_metadata(child._input_metadata[position]))
+    return incoming, outgoing
 
 
 def _empty_like_metadata(metadata: Any) -> torch.Tensor:

@@ -52,10 +52,10 @@ class _CollectingMode(TorchFunctionMode):
         self._stand_ins: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(self._without_data, (args, kwargs or {}))
+        args, kwargs = tree_map(self._note_and_stand_in, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _without_data(self, leaf: Any) -> Any:
+    def _note_and_stand_in(self, leaf: Any) -> Any:
         """Note a tensor with data, and return its stand-in without data; return other leaves as they are."""
         # Tensors without data are values of the graph; one with data comes from outside of the routine.
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):

@@ -34,7 +34,9 @@ class RoutineTrials:
         self._symbols = symbols
         self._history = history
 
-    def try_node(self, instrumented: InstrumentedNode, node_run: NodeRun, steps: Sequence[OpStep]) -> None:
+    def try_routines_of_node(
+        self, instrumented: InstrumentedNode, node_run: NodeRun, steps: Sequence[OpStep]
+    ) -> None:
         """Try the routines at a node's ops and at the backward ops of these."""
         for call, step in zip(node_run.calls, steps, strict=True):
             plan, facts = step.plan, step.facts
@@ -43,16 +45,16 @@ class RoutineTrials:
                 self._try_routine(plan.replace, inputs, facts, instrumented.held_tensors)
             self._try_all(plan.after, call.values, facts, instrumented.held_tensors)
             for site in step.backward.values():
-                self.try_backward_op(instrumented, site)
+                self.try_routines_of_backward_op(instrumented, site)
 
-    def try_backward_op(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
+    def try_routines_of_backward_op(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
         """Try the routines at a backward op."""
         facts, plan = site
-        entering, leaving = list(facts.grad_outputs or ()), list(facts.grad_inputs or ())
-        entering = self._try_all(plan.before, entering, facts, instrumented.held_tensors)
+        incoming, outgoing = list(facts.grad_outputs or ()), list(facts.grad_inputs or ())
+        incoming = self._try_all(plan.before, incoming, facts, instrumented.held_tensors)
         if plan.replace is not None:
-            self._try_routine(plan.replace, entering, facts, instrumented.held_tensors)
-        self._try_all(plan.after, leaving, facts, instrumented.held_tensors)
+            self._try_routine(plan.replace, incoming, facts, instrumented.held_tensors)
+        self._try_all(plan.after, outgoing, facts, instrumented.held_tensors)
 
     def _try_all(
         self, actions: Sequence[Action], values: list[Any], facts: OpFacts, held_tensors: HeldTensors
@@ -83,7 +85,7 @@ class RoutineTrials:
             with program.reads.tracing([action]), used_tensors.collecting(self._make_stand_in), patch.object(
                 self._symbols.fakes, "allow_non_fake_inputs", False
             ):  # fmt: skip
-                changed = self._run_action(action, values, facts)
+                changed = self._run_without_data(action, values, facts)
         except RoutineError:  # the routine breaks a rule, as it would in Python
             raise
         except Exception as error:  # of any kind: routines may do what only values allow
@@ -106,8 +108,8 @@ class RoutineTrials:
         program.called_as_python[action] = facts, reason
         program.report(f"traceable {action}", f"{reason}, so it runs as Python")
 
-    def _run_action(self, action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
-        """Run a routine, and return the values after it: the same after a replacement."""
+    def _run_without_data(self, action: Action, values: list[Any], facts: OpFacts) -> list[Any]:
+        """Run a routine, and return the values after it; those of a replacement are not used."""
         if action.type.is_replacement:
             run_replacement(TENSORS, action, values, facts, {})
             return values

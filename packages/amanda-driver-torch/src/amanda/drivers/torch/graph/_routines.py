@@ -19,7 +19,7 @@ from ._python_calls import (
     PlaceValues,
     PythonCall,
     ReplacementCall,
-    read_gradients,
+    select_read_gradients,
     with_clones,
 )
 
@@ -27,7 +27,7 @@ from ._python_calls import (
 class NodeRoutines:
     """Routines of one call of a node, and of the backward pass of that call.
 
-    token: of the execution, if routines are called as Python.  standing_in: makes a context in which values
+    token: of the execution, if routines are called as Python.  substituting: makes a context in which values
     of the graph replace the tensors that the routines hold.
     """
 
@@ -35,16 +35,16 @@ class NodeRoutines:
         self,
         program: GraphProgram,
         token: torch.Tensor | None,
-        standing_in: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        substituting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.program = program
         self.token = token
-        self._standing_in = standing_in
+        self._substituting = substituting
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Enter a context for routines, in which nothing is instrumented."""
-        with uninstrumented(), self._standing_in():
+        with uninstrumented(), self._substituting():
             yield
 
     def is_inlined(self, action: Action) -> bool:
@@ -62,7 +62,7 @@ class NodeRoutines:
         if action.opening:
             return values
         if not self.is_inlined(action):
-            action = self._as_call(action, facts)
+            action = self._as_python_call(action, facts)
         return run_routine(tensor_ops(), action, values, facts, {}, self.program.state.autodiff, mutable)
 
     def run_all(
@@ -89,7 +89,7 @@ class NodeRoutines:
         slot = self._slot_of_call(
             action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
         )
-        results = self._call_taped(slot, values, [])
+        results = self._call_in_autograd(slot, values, [])
         if call.targets:
             for target, result in zip(call.targets, results, strict=True):
                 inputs[target].copy_(result)
@@ -99,42 +99,45 @@ class NodeRoutines:
 
     def hook_node(self, node: Any, facts: OpFacts, plan: Actions) -> None:
         """Put routines around a backward op of autograd's graph."""
-        entered: list[Any] = []
+        incoming: list[Any] = []
 
         def before(gradients: Sequence[Any]) -> Any:
-            """Return the entering gradients after the routines, and hold them for a replacement."""
+            """Return the incoming gradients after the routines, and hold them for a replacement."""
             with self.running():
-                entered[:] = self.run_all(plan.before, list(gradients), facts)
-            return tuple(entered)
+                incoming[:] = self.run_all(plan.before, list(gradients), facts)
+            return tuple(incoming)
 
-        def after(gradients: Sequence[Any], outer: Sequence[Any]) -> Any:
-            """Return the leaving gradients, those of a replacement if there is one, after the routines."""
+        def after(gradients: Sequence[Any], _: Sequence[Any]) -> Any:
+            """Return the outgoing gradients, those of a replacement if there is one, after the routines."""
             with self.running():
-                leaving = list(gradients)
+                outgoing = list(gradients)
                 if plan.replace is not None:
-                    leaving = self._replace_gradients(plan.replace, leaving, entered, facts)
-                return tuple(self.run_all(plan.after, leaving, facts))
+                    outgoing = self._replace_gradients(plan.replace, outgoing, incoming, facts)
+                return tuple(self.run_all(plan.after, outgoing, facts))
 
-        # A replacement takes the entering gradients and returns the leaving ones: it needs both hooks.
+        # A replacement takes the incoming gradients and returns the outgoing ones: it needs both hooks.
         if plan.before or plan.replace:
             node.register_prehook(before)
         if plan.after or plan.replace:
             node.register_hook(after)
 
     def _replace_gradients(
-        self, action: Action, leaving: list[Any], entered: list[Any], facts: OpFacts
+        self, action: Action, outgoing: list[Any], incoming: list[Any], facts: OpFacts
     ) -> list[Any]:
-        """Return the gradients that leave a backward op, with those of a routine that replaces the op."""
-        read_positions = [i for i, gradient in enumerate(leaving) if gradient is not None]
+        """Return the outgoing gradients of a backward op, computed by the routine that replaces the op.
+
+        Gradients that nothing reads stay None; all are the kernel's if the routine returns NotImplemented.
+        """
+        read_positions = [i for i, gradient in enumerate(outgoing) if gradient is not None]
         if self.is_inlined(action):
-            result = run_replacement(tensor_ops(), action, entered, facts, {})
+            result = run_replacement(tensor_ops(), action, incoming, facts, {})
             if result is NotImplemented:
-                return leaving
-            results = read_gradients(result, len(leaving), read_positions, action, facts)
+                return outgoing
+            results = select_read_gradients(result, len(outgoing), read_positions, action, facts)
         else:
-            values = PlaceValues(entered)
-            likes = [leaving[i] for i in read_positions]
-            is_read = tuple(gradient is not None for gradient in leaving)
+            values = PlaceValues(incoming)
+            likes = [outgoing[i] for i in read_positions]
+            is_read = tuple(gradient is not None for gradient in outgoing)
             slot = self._slot_of_call(
                 action,
                 facts,
@@ -145,19 +148,19 @@ class NodeRoutines:
             results = call_python(
                 "call", self.token, [*values.flat, *likes], values.numbers, likes, self.program.number, slot
             )
-        placed = list(leaving)
+        gradients = list(outgoing)
         for i, gradient in zip(read_positions, results, strict=True):
-            placed[i] = gradient
-        return placed
+            gradients[i] = gradient
+        return gradients
 
-    def _as_call(self, action: Action, facts: OpFacts) -> Action:
+    def _as_python_call(self, action: Action, facts: OpFacts) -> Action:
         """Return an action whose routine inserts a custom op that calls the action's routine as Python."""
         is_taped = (action.differentiable or self.program.state.autodiff) and not action.observer
 
         def call(*place_values: Any) -> Any:
             """Insert the custom op, and return its results as a routine returns them; None if it observes."""
             values = PlaceValues(place_values)
-            result_positions = () if action.observer else values.given
+            result_positions = () if action.observer else values.tensor_positions
             slot = self._slot_of_call(
                 action, facts, values, lambda: PythonCall(action, facts, values, result_positions)
             )
@@ -168,15 +171,17 @@ class NodeRoutines:
                 return None
             likes = list(values.tensors) if result_positions else []
             if is_taped:
-                results = self._call_taped(slot, values, likes)
+                results = self._call_in_autograd(slot, values, likes)
             else:
                 results = call_python(
                     "call", self.token, values.flat, values.numbers, likes, self.program.number, slot
                 )
             if not result_positions:
                 return None
-            placed = values.with_tensors(results)
-            return placed if len(placed) > 1 or isinstance(placed[0], list) else placed[0]
+            new_values = values.with_tensors(results)
+            # A routine of one value returns the value itself; a list of tensors stays in the list of values.
+            is_one_tensor = len(new_values) == 1 and not isinstance(new_values[0], list)
+            return new_values[0] if is_one_tensor else new_values
 
         # Without the keyword arguments, which `PythonCall` passes.
         call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
@@ -201,7 +206,9 @@ class NodeRoutines:
         called.constants = values.constants
         return slot
 
-    def _call_taped(self, slot: int, values: PlaceValues, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _call_in_autograd(
+        self, slot: int, values: PlaceValues, likes: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Call the routine at a slot as Python, as a part of autograd's graph."""
         return list(
             TapedRoutine.apply(  # type: ignore[no-untyped-call]
@@ -229,10 +236,14 @@ class TapedRoutine(torch.autograd.Function):
         """Return the gradients of the values that need one, and None for all other arguments."""
         token, *values = ctx.saved_tensors
         pulled = call_python("pull", token, list(gradients), values, ctx.slot)
-        # Five arguments come before the values.
-        needs_gradient = ctx.needs_input_grad[5 : 5 + len(values)]
+        first = _ARGUMENTS_BEFORE_VALUES
+        needs_gradient = ctx.needs_input_grad[first : first + len(values)]
         input_gradients = [
             gradient if needs else None for gradient, needs in zip(pulled, needs_gradient, strict=True)
         ]
-        # For token, program, slot, count and numbers; then the values; then the likes.
-        return None, None, None, None, None, *input_gradients, *[None] * ctx.count
+        # Before the values come other arguments, after them the likes, of which none has a gradient.
+        return *[None] * first, *input_gradients, *[None] * ctx.count
+
+
+_ARGUMENTS_BEFORE_VALUES = 5
+"""Arguments of `TapedRoutine` before the values: token, program, slot, count and numbers."""

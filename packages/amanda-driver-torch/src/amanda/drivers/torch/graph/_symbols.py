@@ -41,17 +41,17 @@ class GraphSymbols:
         self.module = module
         fake_modes = [value.fake_mode for value in (symbols or ()) if isinstance(value, FakeTensor)]
         self.fakes: FakeTensorMode = fake_modes[0] if fake_modes else FakeTensorMode(shape_env=ShapeEnv())
-        self._real: dict[int, torch.Tensor] = {}
+        self._data_by_symbol: dict[int, torch.Tensor] = {}
         self._nodes: dict[int, Node] = {}
-        self._alive: list[Any] = []
+        self._held_symbols: list[Any] = []
         self._leaves: set[int] = set()
-        self._ran: Mapping[Node, NodeRun] = {}
+        self._node_runs: Mapping[Node, NodeRun] = {}
         self._attributes: dict[str, Any] = {}
         is_weight = weights or [isinstance(value, torch.nn.Parameter) for value in inputs]
         with uninstrumented(), self.without_data():
             self.inputs = [
-                self._make_symbol(value, like, weight)
-                for value, like, weight in zip(inputs, symbols or inputs, is_weight, strict=True)
+                self._make_symbol(value, like, holds_weight)
+                for value, like, holds_weight in zip(inputs, symbols or inputs, is_weight, strict=True)
             ]
 
     @contextmanager
@@ -70,8 +70,11 @@ class GraphSymbols:
                 with unnamed:
                     yield mode
 
-    def _make_symbol(self, value: Any, like: Any, weight: bool) -> Any:
-        """Return a tensor without data for a value, with its place in autograd; a number as it is."""
+    def _make_symbol(self, value: Any, like: Any, is_weight: bool) -> Any:
+        """Return a tensor without data for a value, a leaf or a result as the value is; a number as it is.
+
+        like: the value as dynamo or export has it.  is_weight: whether the symbol's data is the value.
+        """
         if not isinstance(like, torch.Tensor):
             return like
         without_data = (
@@ -86,9 +89,9 @@ class GraphSymbols:
                 symbol = symbol.clone()  # so that it has a node, as the value has
         if getattr(without_data, "item_memo", None) is not None:
             symbol.item_memo = without_data.item_memo  # of a number that dynamo has for a tensor
-        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and weight:
-            self._real[id(symbol)] = value
-        self._alive.append(symbol)  # the dicts above go by `id`
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and is_weight:
+            self._data_by_symbol[id(symbol)] = value
+        self._held_symbols.append(symbol)  # the dicts above go by `id`
         return symbol
 
     def attribute_symbol(self, target: str) -> Any:
@@ -97,24 +100,24 @@ class GraphSymbols:
             value: Any = self.module
             for part in target.split("."):
                 value = getattr(value, part)
-            self._attributes[target] = self._make_symbol(value, like=value, weight=True)
+            self._attributes[target] = self._make_symbol(value, like=value, is_weight=True)
         return self._attributes[target]
 
-    def record_runs(self, ran: Mapping[Node, NodeRun]) -> None:
+    def record_runs(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Record the runs of the nodes, from which values of weights are computed later."""
-        self._ran = ran
-        for node, node_run in ran.items():
+        self._node_runs = node_runs
+        for node, node_run in node_runs.items():
             if isinstance(node_run.value, torch.Tensor):
                 self._nodes.setdefault(id(node_run.value), node)
             for tensor in node_run.module_tensors.values():
-                self._real[id(tensor)] = tensor
+                self._data_by_symbol[id(tensor)] = tensor
 
     def parameter_of(self, value: Any) -> Any:
         """Return the parameter that a value is, or is a view of."""
         if not isinstance(value, torch.Tensor):
             return None
         base = value if value._base is None else value._base
-        real = self._real.get(id(value), self._real.get(id(base)))
+        real = self._data_by_symbol.get(id(value), self._data_by_symbol.get(id(base)))
         return real if isinstance(real, torch.nn.Parameter) else None
 
     def is_leaf(self, value: torch.Tensor) -> bool:
@@ -142,15 +145,15 @@ class GraphSymbols:
 
         Raises AmandaError for a tensor that depends on an input of the graph.
         """
-        real = self._real.get(id(value))
+        real = self._data_by_symbol.get(id(value))
         if real is not None:
             return real
         node = self._nodes.get(id(value))
         if node is None or node.op in ("placeholder", "get_attr"):
             raise AmandaError("this value is known when the graph runs; give a routine to insert_before_op")
-        node_run = self._ran[node]
+        node_run = self._node_runs[node]
         args, kwargs = torch.fx.node.map_arg(
-            (node.args, node.kwargs), lambda input_node: self._ran[input_node].value
+            (node.args, node.kwargs), lambda input_node: self._node_runs[input_node].value
         )
         args, kwargs = tree_map_only(torch.Tensor, self._compute_value, (args, kwargs))
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Kernels of PyTorch and TensorFlow for fake quantisation, and ops as functions of their inputs."""
+"""TensorFlow: a kernel for fake quantisation, recorded on tapes, and ops of eager mode as functions."""
 
 from __future__ import annotations
 
@@ -9,139 +9,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
-from amanda.errors import AmandaError
 from amanda.tools.kit import RequiredNames, tensors_of
 from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from amanda.tools.quantize._fake_quantize import Grid
-
-
-_TORCH_NAMES = RequiredNames("amanda.tools.quantize", "torch", "torch:_C._are_functorch_transforms_active")
-
-
-SMALL = 1 << 15
-"""Elements up to which calls of Python take longer than one pass over the elements."""
-
-
-def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Sequence[int]) -> Tensor | None:
-    """Return fake-quantised values with a gradient, by PyTorch's kernel on CUDA, elsewhere by its operators.
-
-    On the host PyTorch's kernel is five times as slow as its operators.
-    Returns None for a tensor of another type than float32, for several axes, and for gradients of float8.
-    """
-    import torch
-
-    # PyTorch's kernels take one axis; half types are computed in float32 by the general formula.
-    if x.dtype != torch.float32 or len(axes) > 1:
-        return None
-    # The cast to float8 has no straight-through gradient.
-    if grid.dtype and torch.is_grad_enabled() and x.requires_grad:
-        return None
-    shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
-    # Fixed scales: without it autograd would record what nothing asks for.
-    scale, zero_point = scale.detach(), zero_point.detach()
-    if x.is_cuda and not grid.dtype:
-        return _run_fused_kernel(x, scale, zero_point, grid, axes, shape)
-    s, z = (qparam.to(x.device, x.dtype).reshape(shape) for qparam in (scale, zero_point))
-    if grid.dtype:
-        codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
-        return codes.to(x.dtype).mul_(s)
-    if torch.is_grad_enabled() and x.requires_grad:
-        _TORCH_NAMES.check()
-        # A large tensor pays for its passes, a small one for calls of Python: each has its own way.
-        if x.numel() > SMALL or torch._C._are_functorch_transforms_active():
-            result: Tensor = _straight_through().apply(x, s, z, grid.low, grid.high)[0]
-            return result
-        return _with_native_gradient(x, s, z, grid)
-    # In place on the new tensor: one allocation instead of four.
-    return _unclipped_integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
-
-
-def _run_fused_kernel(
-    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], shape: Sequence[int]
-) -> Tensor:
-    """Return the result of PyTorch's kernel, corrected for NaN, and for integers beyond int64 per channel.
-
-    The kernel makes both the least value; here NaN stays, and large values become an end of the grid.
-    """
-    import torch
-
-    integers = zero_point.to(torch.int32)
-    if axes:
-        # The kernel converts to int64, where larger numbers wrap round; 2 ** 62 leaves room for zero points.
-        most = (scale * 2.0**62).reshape(shape)
-        clamped = x.clamp(-most, most)
-        quantised = torch.fake_quantize_per_channel_affine(
-            clamped, scale, integers, axes[0], grid.low, grid.high
-        )
-    else:
-        quantised = torch.fake_quantize_per_tensor_affine(x, scale, integers, grid.low, grid.high)
-    with torch.no_grad():
-        # Between equal bounds everything becomes the bound, and NaN stays NaN.
-        return torch.clamp(x, min=quantised, max=quantised, out=quantised)
-
-
-def _with_native_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-    """Return fake-quantised values with a straight-through gradient, which autograd computes by a product.
-
-    That takes one pass over the elements more, and no call of Python in the backward pass.
-    """
-    import torch
-
-    with torch.no_grad():
-        integers = _unclipped_integers(x, scale, zero_point)
-        clipped = integers.clamp(grid.low, grid.high)
-        passes = clipped == integers
-    # The gradient of this product is the gradient where values pass: autograd needs no function of Python.
-    result = x * passes
-    with torch.no_grad():
-        # Only the values are replaced, outside autograd, which keeps the node of the product.
-        return torch.mul(clipped.sub_(zero_point), scale, out=result)
-
-
-def _unclipped_integers(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Return x / scale, rounded, plus the zero point."""
-    # The reciprocal as in torch.ao, see `fake_quantize`.
-    return (x * (1 / scale)).round_().add_(zero_point)
-
-
-@functools.cache
-def _straight_through() -> Any:
-    """Return the straight-through estimator, whose gradient passes where values were not clipped.
-
-    It is for large tensors, and for torch.func's transforms, which take no `out=`.
-    """
-    import torch
-
-    class StraightThroughRounding(torch.autograd.Function):
-        """Fake quantisation, and a mask of the values that were not clipped, where the gradient passes."""
-
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
-            integers = _unclipped_integers(x, scale, zero_point)
-            clipped = integers.clamp(low, high)
-            passes = clipped == integers
-            return clipped.sub_(zero_point).mul_(scale), passes
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.mark_non_differentiable(output[1])
-            ctx.save_for_backward(output[1])
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any, _: Any) -> Any:
-            (passes,) = ctx.saved_tensors
-            # The op of a gradient is no op of the program.
-            with amanda.disabled():
-                return gradient * passes, None, None, None, None
-
-    return StraightThroughRounding
 
 
 _TENSORFLOW_NAMES = RequiredNames(
@@ -250,19 +124,6 @@ def _new_tensor_and_array(shape: Any) -> tuple[Any, NDArray[Any]]:
 def _constant_shape(shape: tuple[int, ...]) -> Any:
     # Cached: each constant is an op of TensorFlow to run.
     return _tf().constant(shape, "int32", (len(shape),))
-
-
-def recompute_function(context: amanda.OpContext) -> Any:
-    """Return the op as a function of its inputs; None for one that is random, in place, or not repeatable."""
-    if "recompute" in context:
-        return context["recompute"]
-    # A second run would write twice, or draw other numbers.
-    if context["in_place"] or context.get_attrs().get("dropout_p"):
-        return None
-    try:
-        return context.get_computation()
-    except AmandaError:
-        return None
 
 
 def write_recompute(context: amanda.OpContext) -> None:
