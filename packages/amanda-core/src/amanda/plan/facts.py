@@ -31,6 +31,13 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 class OpFacts:
     """Facts of one execution of an op, from its driver; the contexts of all tools read them.
 
+    op: the operator, an object whose `__name__` and equality tools use.  op_id: its id, which the core sets.
+    names: names of the inputs.  attributes: the arguments that are no tensors, by name.
+    scope: path of the module that calls the op, within the outermost module, as a user writes it.
+    source: "file:line" of the user's call, which the core sets for eager ops.
+    op_type: the framework's own name for what the op computes; "" for the name of `op`.
+    parameters: positions of the inputs that were read from a variable, where the values do not show it.
+    read_value: returns the present value of an input, where the input is a symbol.
     graph: an object that the ops of one graph share; None where there is no graph.
     read_variables: returns names of the variables that an op of a graph reads, the same names in each graph.
     original: returns a function that computes the op of a graph and keeps nothing of the graph alive.
