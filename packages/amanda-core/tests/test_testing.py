@@ -105,7 +105,7 @@ def test_a_failure_says_what_was_expected_and_what_a_driver_implements() -> None
         def bind(self, site: Any, args: Any, kwargs: Any) -> Any:
             raise NotImplementedError
 
-    sample: Any = SimpleNamespace(tensor=fake.tensor, relu=lambda x: fake.relu(x))
+    sample: Any = SimpleNamespace(numbers=list, tensor=fake.tensor, relu=lambda x: fake.relu(x))
     with attached(Forgetful), pytest.raises(NotImplementedError) as caught:
         DriverTests().test_an_op_computes_in_a_scope_what_it_computes_without_one(sample)
     note = "\n".join(notes(caught.value))

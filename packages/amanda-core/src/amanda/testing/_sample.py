@@ -30,7 +30,7 @@ class Sample(ABC):
     tensors can be complex.
     relu_backward, leaf_backward: `__name__` of relu's backward op and of what stores a leaf's gradient.
     model_backward_ops: how many backward ops a step of `model` has at least, without those of leaves.
-    many_backward_ops: how many backward ops `many` has, without those of leaves.
+    many_backward_ops: how many backward ops `many` has at least, without those of leaves.
     outlive: names of the framework's attributes that the driver replaces for longer than a scope: as long
     as something that was instrumented lives.
     """

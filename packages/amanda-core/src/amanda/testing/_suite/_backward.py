@@ -82,9 +82,9 @@ class BackwardTests(Rung):
             sample.backward(sample.many(x, y))
         of_many = [context for context in contexts if context.get_op().__name__ == sample.name("many")]
         inner = [context for context in of_many if op_name(context) != sample.leaf_backward]
-        assert len(inner) == sample.many_backward_ops, (
+        assert len(inner) >= sample.many_backward_ops, (
             f"`many` has the backward ops {[op_name(context) for context in inner]}, where "
-            f"Sample.many_backward_ops declares {sample.many_backward_ops}"
+            f"Sample.many_backward_ops declares at least {sample.many_backward_ops}"
         )
         assert len({context.get_backward_op_id() for context in of_many}) == len(of_many)
         assert len({context.get_op_id() for context in of_many}) == 1

@@ -54,11 +54,11 @@ class SampleTests(Rung):
         assert_numbers(sample, "add(x, y)", sample.add(x, y), [9.0, 22.0])
         assert_numbers(sample, "add(x, 1.0)", sample.add(x, 1.0), [0.0, 3.0])
         assert_numbers(sample, "cat([x, y])", sample.cat([x, y]), [-1.0, 2.0, 10.0, 20.0])
-        product = sample.linear(sample.tensor([[2.0]]), sample.parameter([[3.0]]))
-        assert_numbers(sample, "linear([[2]], [[3]])", product, [6.0])
         square = sample.tensor([[1.0, 2.0], [3.0, 4.0]])
         assert len(sample.pair(square)) == 2, "Sample.pair gives two tensors"
         assert sample.numbers(sample.many(square, square)), "Sample.many gives a tensor"
+        product = sample.linear(sample.tensor([[2.0]]), sample.parameter([[3.0]]))
+        assert_numbers(sample, "linear([[2]], [[3]])", product, [6.0])
 
     @needs("schema")
     def test_add_takes_its_arguments_by_name(self, sample: Sample) -> None:
