@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
+from amanda import backend
 from amanda.backend import BackwardStep, Call, EagerDriver, OpFacts
 from amanda.plan.facts import add_note
 
@@ -111,7 +112,8 @@ class Rung(Gaps):
     """A class of tests that one step of writing a driver makes pass; a failure says what the step is.
 
     title: what is shown, in the field's words.
-    implement: names of the driver, or of its `Call`, that the step is about: "bind", "Call.invoke".
+    implement: names of the driver, of its `Call`, or of `amanda.backend`, that the step is about: "bind",
+    "Call.invoke", "recomputed".
     """
 
     title: ClassVar[str] = ""
@@ -168,9 +170,16 @@ HOLDERS: Mapping[str, type] = {"Call": Call, "OpFacts": OpFacts, "BackwardStep":
 
 def summary(name: str) -> str:
     """Return the first sentence about a name that a driver implements: "bind", "Call.invoke"."""
+    if callable(function := vars(backend).get(name)):
+        return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     holder, _, member = name.rpartition(".")
-    kind = HOLDERS.get(holder, EagerDriver)
+    return member_summary(HOLDERS.get(holder, EagerDriver), member)
+
+
+def member_summary(kind: type, member: str) -> str:
+    """Return the first paragraph about a member of a class, from its docstring or that of the class."""
     value = inspect.getattr_static(kind, member, None)
+    value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
     if isinstance(value, (types.FunctionType, property, functools.cached_property)):
         return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
     # Attributes have their sentences in the docstring of their class.

@@ -46,6 +46,7 @@ class IdentityTests(Rung):
         "introduce",
         "skip",
         "slot_of",
+        "recomputed",
     )
 
     def test_an_op_has_the_same_id_in_the_next_iteration(self, sample: Sample) -> None:

@@ -241,7 +241,7 @@ class ThreadTests(Rung):
     """A scope reaches the threads that start in it."""
 
     title = "threads"
-    implement = ("attach",)
+    implement = ("attach", "replayed")
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
