@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from amanda import AmandaError
-from amanda.testing._sample import CAPABILITIES
+from amanda.testing._ladder import CAPABILITIES
 from amanda_docs.checks import problems, undocumented
 from amanda_docs.fields import as_markdown
 from amanda_docs.gaps import capabilities, gaps_table, meanings, suites

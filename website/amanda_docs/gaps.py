@@ -35,19 +35,29 @@ def suites() -> list[Suite]:
 
 def capabilities() -> dict[str, str]:
     """Return the capabilities of drivers that tests of the suite may need, each with its description."""
-    module = ast.parse((SUITE.parent / "_sample.py").read_text())
-    (found,) = (node.value for node in module.body if isinstance(node, ast.AnnAssign) and node.value)
-    return dict(ast.literal_eval(found))
+    module = ast.parse((SUITE.parent / "_ladder.py").read_text())
+    (descriptions,) = (
+        node.value
+        for node in module.body
+        if isinstance(node, ast.AnnAssign) and _name(node.target) == "CAPABILITIES" and node.value
+    )
+    return dict(ast.literal_eval(descriptions))
 
 
 def meanings() -> dict[str, dict[str, frozenset[str]]]:
-    """Return the tests of the suite by section, which its class is named for, and what each needs."""
-    found = {}
-    for path in sorted(SUITE.glob("_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and (tests := dict(_tests_of(node))):
-                found[_words(node.name.removesuffix("Tests"))] = tests
-    return found
+    """Return the tests of the suite by rung of the ladder, from its foot, and what each test needs."""
+    classes = {
+        node.name: node
+        for path in SUITE.glob("_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    # The tests of the sample show nothing of a driver.
+    names = [
+        name for base in reversed(classes["DriverTests"].bases) if (name := _name(base)) != "SampleTests"
+    ]
+    rungs = {_title(classes[name]): dict(_tests_of(classes[name])) for name in names if name in classes}
+    return {**rungs, "The whole suite": dict(_tests_of(classes["DriverTests"]))}
 
 
 def gaps_table() -> str:
@@ -90,6 +100,16 @@ def _row(cells: list[str]) -> str:
 def _words(name: str) -> str:
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.removeprefix("test_")).replace("_", " ").strip()
     return words[:1].upper() + words[1:].lower()
+
+
+def _title(rung: ast.ClassDef) -> str:
+    """Return the title of a rung, as the heading of a section."""
+    (title,) = (
+        ast.literal_eval(node.value)
+        for node in rung.body
+        if isinstance(node, ast.Assign) and _name(node.targets[0]) == "title"
+    )
+    return _words(title)
 
 
 def _tests_of(section: ast.ClassDef) -> Iterator[tuple[str, frozenset[str]]]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import children
 import pytest
 
 import amanda
-from amanda.testing import DriverTests, FakeDriver, attached, fake, never, notimpl, notyet
+from amanda.testing import DriverTests, FakeDriver, Sample, attached, fake, never, notimpl, notyet
+from amanda.testing._ladder import Rung, summary
+from amanda.testing._suite import RUNGS
+from amanda.testing._tools import notes
 
 GAP = "test_none_means_no_change"
 
@@ -61,8 +67,66 @@ def test_tests_of_a_capability_that_a_driver_lacks_are_not_collected() -> None:
 
 
 def test_a_capability_that_no_test_knows_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"Tests.lacks names flight; there are backward, .*values"):
+    with pytest.raises(TypeError, match=r"Tests.lacks names flight; there are auxiliary_state, .*values"):
         type("Tests", (DriverTests,), {"lacks": {"flight": "no wings"}})
+
+
+def test_the_tests_of_a_suite_are_collected_from_the_foot_of_the_ladder_to_its_top() -> None:
+    suite = f"{Path(__file__).with_name('test_fake_driver.py')}::TestFakeDriver"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "",
+        suite,
+    ]
+    listed = children.run(command, cwd=Path(__file__).parents[3]).stdout
+    names = re.findall(r"::(test_\w+)", listed)
+    # The suite marks its gaps anew, so they come after what it inherits.
+    order = dict.fromkeys(
+        rung_of(name) for name in names if name != "test_an_op_looked_up_before_the_scope_is_seen"
+    )
+    assert [*order] == [*RUNGS, None]
+    assert [rung.title for rung in RUNGS[:3]] == ["the sample", "seeing ops", "contexts"]
+
+
+def rung_of(test: str) -> type[Rung] | None:
+    """Return the rung that a test is on; None for the test of the suite as a whole."""
+    return next((rung for rung in RUNGS if test in vars(rung)), None)
+
+
+def test_a_failure_says_what_was_expected_and_what_a_driver_implements() -> None:
+    class Forgetful(FakeDriver):
+        def bind(self, site: Any, args: Any, kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    sample: Any = SimpleNamespace(numbers=list, tensor=fake.tensor, relu=lambda x: fake.relu(x))
+    with attached(Forgetful), pytest.raises(NotImplementedError) as caught:
+        DriverTests().test_an_op_computes_in_a_scope_what_it_computes_without_one(sample)
+    note = "\n".join(notes(caught.value))
+    assert 'on the rung "seeing ops": an op computes in a scope what it computes' in note
+    assert "To be written: Forgetful.bind in " in note
+    assert "  bind: Return the call with its inputs in schema order." in note
+
+
+def test_each_rung_names_what_drivers_have() -> None:
+    for rung in RUNGS:
+        for name in rung.implement:
+            assert summary(name), f"no docstring says what {name} is"
+
+
+def test_a_method_that_a_sample_does_not_have_says_how_to_declare_that() -> None:
+    class Poor(Sample):
+        pass
+
+    Poor.__abstractmethods__ = frozenset()
+    with pytest.raises(NotImplementedError, match=r'no checkpoint; .*lacks = \{"checkpoints": "reason"\}'):
+        Poor().checkpoint(fake.relu, fake.tensor([1.0]))
 
 
 def test_an_attached_driver_is_used_within_its_context_alone() -> None:

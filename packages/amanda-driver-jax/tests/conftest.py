@@ -1,4 +1,4 @@
-"""The driver for a test, and `--conformance`, which ends the run with what the driver fulfils, by meaning."""
+"""The driver for a test, and `--conformance`, which ends the run with what the driver fulfils, by rung."""
 
 from collections.abc import Iterator
 

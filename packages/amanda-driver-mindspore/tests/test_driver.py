@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import mindspore as ms
@@ -58,6 +59,11 @@ def _assign_add(x: Any, y: Any) -> Any:
     return x
 
 
+def _batch_norm(x: Any, mean: Any, variance: Any) -> Any:
+    ones, zeros = Tensor(np.ones(2, np.float32)), Tensor(np.zeros(2, np.float32))
+    return ops.batch_norm(x.astype(ms.float32), mean, variance, ones, zeros, training=True)
+
+
 @ms.jit
 def compiled(x: Any) -> Any:
     return x + 1
@@ -86,17 +92,25 @@ class MindSporeSample(Sample):
     pair = property(lambda self: lambda x: mint.max(x, 1))
     item = property(lambda self: Tensor.item)
     many = property(lambda self: Tensor.logaddexp)
+    batch_norm = property(lambda self: _batch_norm)
+
+    def statistics(self) -> Sequence[Any]:
+        return [self.tensor([0.0, 0.0], ms.float32), self.tensor([1.0, 1.0], ms.float32)]
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
-        executor.set_grad_flag(True)
         tensor = Tensor(np.array(values, np.float64)).astype(dtype or ms.float64)
         if requires_grad:
             tensor.requires_grad_()
         return tensor
 
     def parameter(self, values: Sequence[Any]) -> Any:
-        executor.set_grad_flag(True)
         return Parameter(Tensor(np.array(values, np.float64)), name="weight")
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        executor.set_grad_flag(True)
+        yield
+        executor.set_grad_flag(False)
 
     def bits(self, tensor: Any) -> bytes:
         return bytes(tensor.asnumpy().tobytes())
@@ -120,7 +134,6 @@ class MindSporeSample(Sample):
         native.run_backward((tensor,), (ops.ones_like(tensor),), True, False, ())
 
     def model(self) -> Any:
-        executor.set_grad_flag(True)
         return Network()
 
     def module(self, forward: Any) -> Any:

@@ -48,6 +48,10 @@ class Calling(torch.nn.Module):
         return self.function(*args)
 
 
+def _batch_norm(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> Any:
+    return F.batch_norm(x, mean, variance, training=True)
+
+
 class TorchSample(Sample):
     """PyTorch."""
 
@@ -65,6 +69,10 @@ class TorchSample(Sample):
     pair = property(lambda self: torch.aminmax)
     item = property(lambda self: torch.Tensor.item)
     many = property(lambda self: F.linear)
+    batch_norm = property(lambda self: _batch_norm)
+
+    def statistics(self) -> Sequence[Any]:
+        return [self.tensor([0.0, 0.0]), self.tensor([1.0, 1.0])]
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
         dtype = dtype or torch.float64

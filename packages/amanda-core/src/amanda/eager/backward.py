@@ -115,7 +115,14 @@ class BackwardStep:
         self, ops: EagerDriver, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
         order: int = 1, shapes: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
-        """shapes: shapes of the op in this execution, where the mark at the node has them."""
+        """ops: the driver.  trace: what `attach_trace` was given for the op's execution.
+
+        op: the type of the backward op, whose `__name__` tools see.
+        place: a number that tells the backward ops of one execution apart, the same in each execution.
+        state: the state at the start of the pass.  replaceable: whether tools may replace the backward op.
+        order: 2 for a backward op of a backward op.
+        shapes: shapes of the op in this execution, where the mark at the node has them.
+        """
         assert trace.facts is not None
         self._ops = ops
         self._trace = trace

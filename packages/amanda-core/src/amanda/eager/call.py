@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 class Call(ABC):
     """One call of an op: its inputs in schema order, and a repetition of the call with other inputs.
 
+    op: the operator that tools see, with a `__name__`; as a rule `Site.op`.
+    inputs: the arguments in the order of the operator's schema, without trailing defaults; a list of tensors
+    is one input.
+    names: names of the inputs in the schema, as many as there are inputs.
     mutable: positions of the inputs that the op writes into.
     targets: positions of the inputs that the op writes and returns: `self` of an in-place op, `out=`.
     """
@@ -276,6 +280,8 @@ class EagerOps(TensorOps):
 class Trace:
     """The record that an execution leaves for its backward ops; it lives as long as their graph.
 
+    op_id: id of the op.  stack: the tools of the scope of the execution.
+    run: the dict that routines of this execution share.
     gradients: which inputs needed a gradient.
     plan: the op's plan in the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.

@@ -31,15 +31,28 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 class OpFacts:
     """Facts of one execution of an op, from its driver; the contexts of all tools read them.
 
+    op: the operator, an object whose `__name__` and equality tools use.  op_id: its id, which the core sets.
+    namespace: tags of the driver's ops.
+    inputs, outputs: the values of this execution, which the core sets; None where they are not known.
+    backward_op, backward_op_id: the type of a backward op, and its id; None at the op itself.
+    backward_order: 1 at a backward op, 2 at a backward op of a backward op.
+    grad_outputs, grad_inputs: gradients that enter and leave the backward op; the core sets them.
+    names: names of the inputs.  attributes: the arguments that are no tensors, by name.
+    scope: path of the module that calls the op, within the outermost module, as a user writes it.
+    source: "file:line" of the user's call, which the core sets for eager ops.
+    op_type: the framework's own name for what the op computes; "" for the name of `op`.
+    parameters: positions of the inputs that were read from a variable, where the values do not show it.
+    read_value: returns the present value of an input, where the input is a symbol.
     graph: an object that the ops of one graph share; None where there is no graph.
     read_variables: returns names of the variables that an op of a graph reads, the same names in each graph.
     original: returns a function that computes the op of a graph and keeps nothing of the graph alive.
-    variable_of: returns the variable that holds an input's value.  path_of: its path in the model.
+    variable_of: returns the variable that holds an input's value.
+    path_of: returns the path of such a variable in the model.
     part_of: names the part of a variable that a value is, "" for all of it.
     device_of: names the device of a value, "" where the device is unknown.
     aliases: other paths of the module of `scope`.  input_shapes: shapes of the inputs of an eager op.
     reads_shapes: whether an analysis routine has read the shapes.
-    samples: that an execution computes at once, of an op of a graph within a vmap.
+    samples: number of samples that an execution computes at once, of an op of a graph within a vmap.
     compute: runs an eager op on other inputs; None where nothing can.
     replaceable: whether a tool may replace the backward op.  dropped: whether the values were dropped.
     """

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class State:
     """The stack of tools, open scopes and switches; immutable: a scope or a switch activates another state.
 
+    stack: the tools of the open scopes; None without a scope.  scopes: the open scopes.
+    enabled, cache, autodiff: the switches of `amanda.enabled`, `cache_enabled` and `autodiff_enabled`.
     records: records of the enclosing checkpoints, which a framework may recompute.
     recall: the executions that are recomputed here; None outside of a recomputation.
     """

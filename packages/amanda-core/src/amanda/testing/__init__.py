@@ -26,13 +26,8 @@ pytest.register_assert_rewrite(
 from amanda.testing._fake_driver import FakeDriver  # noqa: E402
 from amanda.testing._fake_graph_driver import FakeGraphDriver  # noqa: E402
 from amanda.testing._graph_suite import GraphDriverTests, GraphSample  # noqa: E402
-from amanda.testing._sample import (  # noqa: E402
-    Sample,
-    attached,
-    never,
-    notimpl,
-    notyet,
-)
+from amanda.testing._ladder import never, notimpl, notyet  # noqa: E402
+from amanda.testing._sample import Sample, attached  # noqa: E402
 from amanda.testing._suite import DriverTests  # noqa: E402
 from amanda.testing._tools import (  # noqa: E402
     Fresh,

@@ -110,6 +110,10 @@ def _fitting(original: Tensor, value: Tensor) -> Tensor:
     return value.astype(original.dtype)
 
 
+_WRITTEN = {"add_": "input", "batch_norm": "running_mean"}
+"""Names of the inputs that an operator writes into, beside `out`."""
+
+
 class FakeCall(Call):
     """A call bound to the operator's signature; trailing defaults are left out."""
 
@@ -121,10 +125,14 @@ class FakeCall(Call):
         self.op = site.op
         self.inputs = list(bound.arguments.values())
         self.names = list(bound.arguments)
-        self.mutable = (
-            [0] if site.key == "add_" else [i for i, name in enumerate(self.names) if name == "out"]
-        )
-        self.targets = self.mutable
+        written = ("out", _WRITTEN.get(site.key))
+        self.mutable = [i for i, name in enumerate(self.names) if name in written]
+        # The running mean of a batch normalization is written, and not returned.
+        self.targets = [] if site.key == "batch_norm" else self.mutable
+
+    def unreturned(self, outputs: Any) -> Sequence[int]:
+        """Return the positions of what the operator has written and not returned."""
+        return [i for i in self.mutable if i not in self.targets]
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the operator."""

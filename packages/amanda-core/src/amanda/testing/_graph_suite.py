@@ -13,7 +13,7 @@ from amanda.action import traceable
 from amanda.context import OpContext
 from amanda.scope.scope import Scope, apply
 from amanda.scope.state import cache_disabled
-from amanda.testing._sample import Gaps
+from amanda.testing._ladder import Gaps
 from amanda.testing._tools import (
     ByName,
     Hidden,

@@ -1,15 +1,12 @@
-"""The description of a framework by its driver's author, for the conformance suite: sample, gaps."""
+"""The description of a framework by its driver's author, for the conformance suite."""
 
 from __future__ import annotations
 
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
-
-import pytest
+from typing import Any, ClassVar, NoReturn
 
 from amanda.backend import Driver
 from amanda.scope.attachment import attachment
@@ -21,24 +18,32 @@ class Sample(ABC):
     """A framework's tensors, a handful of its ops, and a tiny model.
 
     Ops are properties that look the framework's callable up at each use, so that the suite's own
-    lines are the call sites. Tensors support `tensor * number` and `tensor + number`, and can be
-    referenced weakly. Importing the file that the class is in must have no other effect.
+    lines are the call sites. Tensors support `tensor * number` and `tensor + number`. What a framework
+    lacks by the suite's `lacks` needs no method here. Importing the file that the class is in must have no
+    other effect.
 
     driver: the driver under test.
     names: `__name__` of the ops for which it differs from the name here.
+    argument_names: names of the two inputs of `add` in the framework's schema.
     weight_index: position of the weight among the inputs of `linear`.
-    dtypes: two floating types, the wider first (tensors are made in it), an integer and a complex one.
+    dtypes: two floating types, the wider first (tensors are made in it), an integer, and a complex one where
+    tensors can be complex.
     relu_backward, leaf_backward: `__name__` of relu's backward op and of what stores a leaf's gradient.
+    model_backward_ops: how many backward ops a step of `model` has at least, without those of leaves.
+    many_backward_ops: how many backward ops `many` has at least, without those of leaves.
     outlive: names of the framework's attributes that the driver replaces for longer than a scope: as long
     as something that was instrumented lives.
     """
 
     driver: ClassVar[type[Driver]]
     names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    argument_names: ClassVar[tuple[str, str]] = ("input", "other")
     weight_index: ClassVar[int] = 1
-    dtypes: ClassVar[tuple[Any, Any, Any, Any]]
-    relu_backward: ClassVar[str]
-    leaf_backward: ClassVar[str]
+    dtypes: ClassVar[Sequence[Any]]
+    relu_backward: ClassVar[str] = "none"
+    leaf_backward: ClassVar[str] = "none"
+    model_backward_ops: ClassVar[int] = 3
+    many_backward_ops: ClassVar[int] = 2
     outlive: ClassVar[Collection[str]] = ()
 
     # Tests use one name for each op; a framework's own may differ.
@@ -46,9 +51,16 @@ class Sample(ABC):
         """`__name__` of an op."""
         return self.names.get(op, op)
 
+    def recording(self) -> AbstractContextManager[Any]:
+        """Context in which the framework records for autodiff, if it does so on demand; around each test."""
+        return nullcontext()
+
+    def settle(self) -> None:  # noqa: B027 - most frameworks compute and free where they are called
+        """Wait for what the framework computes or frees on threads of its own."""
+
     @abstractmethod
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
-        """A tensor of nested lists of numbers, or of one number, without axes; a leaf."""
+        """A tensor of nested lists of numbers; a leaf.  Under `grad` also one without axes, of a number."""
 
     @abstractmethod
     def parameter(self, values: Sequence[Any]) -> Any:
@@ -70,9 +82,9 @@ class Sample(ABC):
     def cast(self, tensor: Any, dtype: Any) -> Any:
         """A tensor in another of `dtypes`."""
 
-    @abstractmethod
     def overwrite(self, tensor: Any) -> None:
         """Write into a tensor's memory."""
+        self._raise_missing("overwrite", "mutable_tensors")
 
     def dtype(self, tensor: Any) -> Any:
         """A tensor's dtype."""
@@ -88,7 +100,7 @@ class Sample(ABC):
 
     @abstractmethod
     def backward(self, tensor: Any) -> None:
-        """Run the backward pass of the sum of a tensor's elements."""
+        """Run the backward pass of the sum of a tensor's elements; do nothing where gradients are lacking."""
 
     @abstractmethod
     def model(self) -> Any:
@@ -118,12 +130,21 @@ class Sample(ABC):
     @property
     @abstractmethod
     def add(self) -> Op:
-        """add(x, y, out=tensor), whose inputs are named `input`, `other`, `out`."""
+        """add(x, y), where y is a tensor or a number; add(x, y, out=tensor)."""
 
     @property
-    @abstractmethod
     def add_(self) -> Op:
         """add_(x, y), in place."""
+        self._raise_missing("add_", "in_place")
+
+    @property
+    def batch_norm(self) -> Op:
+        """batch_norm(x, *statistics), for x of shape (n, 2): an op that updates running statistics."""
+        self._raise_missing("batch_norm", "auxiliary_state")
+
+    def statistics(self) -> Sequence[Any]:
+        """New running statistics of two features, for `batch_norm`."""
+        self._raise_missing("statistics", "auxiliary_state")
 
     @property
     @abstractmethod
@@ -136,34 +157,41 @@ class Sample(ABC):
         """pair(x): a namedtuple of two differentiable tensors."""
 
     @property
-    @abstractmethod
     def item(self) -> Op:
         """item(x): the Python number of a tensor of one element."""
+        self._raise_missing("item", "numbers")
 
     @property
     @abstractmethod
     def many(self) -> Op:
         """many(x, y), for x and y of one square shape: an op with several backward ops."""
 
-    @abstractmethod
     def checkpoint(self, function: Op, tensor: Any) -> Any:
         """function(tensor), computed again in the backward pass."""
+        self._raise_missing("checkpoint", "checkpoints")
 
     def vmap(self, function: Op) -> Op:
         """Return `function` of a tensor, mapped over the first axis of a tensor."""
-        raise NotImplementedError(_TRANSFORM.format("vmap"))
+        self._raise_missing("vmap", "vmap")
 
     def grad(self, function: Op) -> Op:
         """Return the gradient of a function of a tensor without axes that gives such a tensor."""
-        raise NotImplementedError(_TRANSFORM.format("grad"))
+        self._raise_missing("grad", "grad")
 
     def jvp(self, function: Op) -> Op:
         """Return the function of a tensor and its tangent that gives the tangent of `function` there."""
-        raise NotImplementedError(_TRANSFORM.format("jvp"))
+        self._raise_missing("jvp", "jvp")
 
     @abstractmethod
     def beyond(self) -> None:
         """Run an op that the driver cannot instrument, and reports."""
+
+    def _raise_missing(self, method: str, capability: str) -> NoReturn:
+        """Raise NotImplementedError for a method that a framework of this capability has."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no {method}; write it, or declare in the suite why there is none: "
+            f'lacks = {{"{capability}": "reason"}}'
+        )
 
 
 @contextmanager
@@ -178,93 +206,3 @@ def attached(driver: type[Driver]) -> Iterator[None]:
         yield
     finally:
         attachment.guests.remove(driver)
-
-
-T = TypeVar("T", bound=Callable[..., Any])
-
-_TRANSFORM = 'a Sample has the method {0}, or the suite says why not: lacks = {{"{0}": "reason"}}'
-
-CAPABILITIES: Mapping[str, str] = {
-    "backward": "the framework computes gradients",
-    "batched_values": "under `vmap` a routine is called once, for a value that gives no numbers",
-    "call_sites": "an op is a call in the program, which loops and lines tell apart, not a node of a graph",
-    "fork": "a forked child can use the framework",
-    "grad": "functions are transformed to their gradients",
-    "in_place": "ops write into tensors that they are given",
-    "jvp": "functions are transformed to their forward-mode derivatives",
-    "leaves": "a backward pass stores gradients on the tensors that need them",
-    "mutable_tensors": "a routine can write into a tensor",
-    "numbers": "an op gives a number of Python",
-    "out": "ops take a tensor to write their result into",
-    "schema": "an op is given its arguments in the order and under the names of its schema",
-    "traceable_calls": "a traceable routine is called at each execution, not once to be traced",
-    "values": "analysis routines see the values of an execution, not symbols",
-    "vmap": "functions of a sample are transformed to functions of a batch",
-}
-"""Abilities of a framework, or of a mode of it, by the names that `needs` and `lacks` give them."""
-
-
-def needs(*capabilities: str) -> Callable[[T], T]:
-    """Mark a test of a suite that only drivers with these capabilities are given."""
-
-    def mark(test: T) -> T:
-        test.__dict__["needs"] = frozenset(capabilities)
-        return test
-
-    return mark
-
-
-class Gaps:
-    """A suite whose subclasses say what their driver lacks, and what they do not pass.
-
-    lacks: capabilities that the driver does not have, with the reason; tests that need one are not collected.
-    gaps: marks of other tests that do not pass, by name: `notimpl`, `notyet` or `never`.
-    """
-
-    lacks: ClassVar[dict[str, str]] = {}
-    gaps: ClassVar[dict[str, pytest.MarkDecorator]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A misspelt capability would take no test away, and these tests would fail without a hint.
-        unknown = cls.lacks.keys() - CAPABILITIES.keys()
-        if unknown:
-            capabilities = ", ".join(CAPABILITIES)
-            raise TypeError(
-                f"{cls.__name__}.lacks names {', '.join(sorted(unknown))}; there are {capabilities}"
-            )
-        for name in dir(cls):
-            if getattr(getattr(cls, name), "needs", frozenset()) & cls.lacks.keys():
-                # None hides a test of a base class from pytest; a skip would count as one.
-                setattr(cls, name, None)
-        for name, mark in vars(cls).get("gaps", {}).items():
-            test = getattr(cls, name, None)
-            if not isinstance(test, types.FunctionType):
-                raise TypeError(f"{cls.__name__}.gaps names {name}, which is no test that it has")
-            setattr(cls, name, mark(_copied(test)))
-
-
-def _copied(test: types.FunctionType) -> types.FunctionType:
-    """Return a copy of a test, which may be marked without its original."""
-    # A copy, since the mark must not reach other drivers' subclasses of the same suite.
-    copy = types.FunctionType(
-        test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
-    )
-    copy.__kwdefaults__ = test.__kwdefaults__
-    copy.__dict__.update({**vars(test), "pytestmark": list(getattr(test, "pytestmark", []))})
-    return copy
-
-
-def notimpl(reason: str) -> pytest.MarkDecorator:
-    """A gap that this driver could close."""
-    return pytest.mark.xfail(strict=True, reason=f"not implemented: {reason}")
-
-
-def notyet(reason: str) -> pytest.MarkDecorator:
-    """A gap that waits for the framework, or for the core."""
-    return pytest.mark.xfail(strict=True, reason=f"not yet: {reason}")
-
-
-def never(reason: str) -> pytest.MarkDecorator:
-    """A gap that the framework's nature leaves open."""
-    return pytest.mark.xfail(strict=True, reason=f"never: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ from amanda.tool import Tool
 
 if TYPE_CHECKING:
     from amanda.testing._graph_suite import GraphSample
+    from amanda.testing._sample import Sample
 
 Callback = Callable[[OpContext], Any]
 
@@ -69,6 +71,22 @@ def inserting(action: Insertion, only: str, routine: Callable[..., Any], *select
         only,
         backward="backward" in action,
     )
+
+
+def trained(sample: Sample) -> list[bytes]:
+    """Return the bits of the model's result, and of the gradients of its weights."""
+    model, x = sample.model(), sample.input()
+    result = model(x)
+    sample.backward(result)
+    gradients = [sample.gradient(layer.weight) for layer in (model.first, model.second)]
+    return [sample.bits(value) for value in (result, *gradients)]
+
+
+def collect(sample: Sample) -> None:
+    """Free what nothing refers to any more, also where a framework frees on threads of its own."""
+    sample.settle()
+    gc.collect()
+    sample.settle()
 
 
 class Referent:

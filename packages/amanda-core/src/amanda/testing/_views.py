@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from amanda.scope.scope import apply
-from amanda.testing._sample import Gaps, Op, Sample, attached
+from amanda.testing._ladder import Gaps
+from amanda.testing._sample import Op, Sample, attached
 from amanda.testing._tools import inserting, tool
 
 

@@ -1,4 +1,4 @@
-"""Pytest hooks of the option `--conformance`, which ends a run with what the driver fulfils, by meaning.
+"""Pytest hooks of the option `--conformance`, which ends a run with what the driver fulfils, by rung.
 
 A driver's conftest.py imports them: `from amanda.testing.conformance import *`.
 """
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from amanda.testing._suite import DriverTests
+from amanda.testing._suite import RUNGS, DriverTests
 
 __all__ = ["pytest_addoption", "pytest_terminal_summary"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
-    parser.addoption("--conformance", action="store_true", help="report the conformance suite by meaning")
+    parser.addoption("--conformance", action="store_true", help="report the conformance suite by rung")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Count what passed, failed and is expected to fail, by class of the suite, with the reasons of gaps."""
+    """Count what passed, failed and is expected to fail, by rung of the suite, with the reasons of gaps."""
     if not config.getoption("--conformance"):
         return
     counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -30,25 +30,25 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for report in terminalreporter.stats.get(outcome, ()):
             # Without the parameters of a test, which come in brackets.
             name = report.nodeid.rpartition("::")[2].partition("[")[0]
-            meaning = _meaning_of(name)
-            counts[meaning][outcome] += 1
+            rung = _rung_of(name)
+            counts[rung][outcome] += 1
             if outcome == "xfailed":
-                reasons[meaning].add(report.wasxfail.removeprefix("reason: "))
+                reasons[rung].add(report.wasxfail.removeprefix("reason: "))
     terminalreporter.section("conformance")
-    for meaning, outcomes in counts.items():
+    for rung, outcomes in counts.items():
         summary = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        terminalreporter.write_line(f"{meaning:<16} {summary}")
-        for reason in sorted(reasons[meaning]):
-            terminalreporter.write_line(f"{'':<16} {reason}")
+        terminalreporter.write_line(f"{rung:<20} {summary}")
+        for reason in sorted(reasons[rung]):
+            terminalreporter.write_line(f"{'':<20} {reason}")
     total = sum(counts.values(), Counter())
     terminalreporter.write_line(
-        f"{'total':<16} {', '.join(f'{count} {outcome}' for outcome, count in total.items())}"
+        f"{'total':<20} {', '.join(f'{count} {outcome}' for outcome, count in total.items())}"
     )
 
 
-def _meaning_of(test: str) -> str:
-    """Return which class of the suite a test is of: "Inputs", "Isolation"."""
-    for kind in DriverTests.__mro__[1:]:
-        if test in vars(kind):
-            return kind.__name__.removesuffix("Tests")
+def _rung_of(test: str) -> str:
+    """Return the title of the rung that a test is on: "contexts", "backward ops"."""
+    for rung in RUNGS:
+        if test in vars(rung):
+            return rung.title
     return "whole suite" if hasattr(DriverTests, test) else "the driver's own"

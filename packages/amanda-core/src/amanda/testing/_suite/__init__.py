@@ -1,4 +1,4 @@
-"""The conformance suite: the numbered meanings of the design, each as tests of a driver."""
+"""The conformance suite: tests of a driver, from a look at the sample to function transforms."""
 
 from __future__ import annotations
 
@@ -11,35 +11,45 @@ import pytest
 
 from amanda import interceptor
 from amanda.plan.action import ActionType
-from amanda.testing._sample import Gaps, Sample, attached
+from amanda.testing._ladder import Rung
+from amanda.testing._sample import Sample, attached
+from amanda.testing._suite._backward import BackwardTests, GradientTests
 from amanda.testing._suite._caching import CachingTests
-from amanda.testing._suite._contexts import ContextTests, InputTests
+from amanda.testing._suite._contexts import ContextTests, SeeingTests
 from amanda.testing._suite._identity import IdentityTests
-from amanda.testing._suite._isolation import IsolationTests
-from amanda.testing._suite._order import OrderTests, PartialTests
-from amanda.testing._suite._routines import RoutineTests
+from amanda.testing._suite._order import OrderTests
+from amanda.testing._suite._routines import AfterTests, BeforeTests, ReplacementTests
+from amanda.testing._suite._samples import SampleTests
 from amanda.testing._suite._scopes import ScopeTests, ThreadTests
 from amanda.testing._suite._transforms import TransformTests
-from amanda.testing._suite._transparency import FailureTests, TransparencyTests
+from amanda.testing._suite._transparency import FailureTests, MemoryTests, TransparencyTests
 
 
+# The ladder from its top to its foot: pytest collects the bases of a class from the last to the first.
 class DriverTests(
-    InputTests,
-    ContextTests,
-    IdentityTests,
-    CachingTests,
-    IsolationTests,
-    RoutineTests,
-    OrderTests,
-    ScopeTests,
-    PartialTests,
-    ThreadTests,
+    TransformTests,
+    MemoryTests,
     TransparencyTests,
     FailureTests,
-    TransformTests,
-    Gaps,
+    ThreadTests,
+    ScopeTests,
+    OrderTests,
+    CachingTests,
+    IdentityTests,
+    GradientTests,
+    BackwardTests,
+    ReplacementTests,
+    AfterTests,
+    BeforeTests,
+    ContextTests,
+    SeeingTests,
+    SampleTests,
+    Rung,
 ):
-    """Meanings that hold for every eager driver; a subclass has a fixture `sample` of type `Sample`."""
+    """Meanings that hold for every eager driver; a subclass has a fixture `sample` of type `Sample`.
+
+    The tests are a ladder: with `pytest -x` the first failure shows what to write next.
+    """
 
     @pytest.fixture
     def sample(self) -> Sample:
@@ -60,7 +70,7 @@ class DriverTests(
 
     @pytest.fixture(autouse=True)
     def _attached(self, sample: Sample) -> Iterator[None]:
-        with attached(sample.driver):
+        with attached(sample.driver), sample.recording():
             yield
 
     def test_the_suite_passes_on_the_pure_python_interceptor(self, request: pytest.FixtureRequest) -> None:
@@ -80,3 +90,9 @@ class DriverTests(
             check=False,
         )
         assert done.returncode == 0, done.stdout[-8000:]
+
+
+RUNGS: tuple[type[Rung], ...] = tuple(
+    kind for kind in reversed(DriverTests.__mro__) if "title" in vars(kind) and kind is not Rung
+)
+"""The rungs of the ladder, from its foot to its top."""

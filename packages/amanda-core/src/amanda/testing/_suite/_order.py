@@ -11,13 +11,60 @@ import pytest
 
 import amanda
 from amanda.context import OpContext
-from amanda.errors import DependencyCycleError
-from amanda.testing._sample import Gaps, Sample, needs
-from amanda.testing._tools import FORWARD_POINTS, POINTS, Insertion, also, inserting, tool
+from amanda.errors import (
+    DependencyCycleError,
+)
+from amanda.testing._ladder import Rung, needs
+from amanda.testing._sample import Sample
+from amanda.testing._tools import (
+    FORWARD_POINTS,
+    POINTS,
+    Insertion,
+    also,
+    inserting,
+    tool,
+)
+
+SCOPES = [
+    ("tu", "tu", "t", "t"),
+    ("tu", "tu", "u", "u"),
+    ("ut", "ut", "t", "t"),
+    ("t", "t", "tu", "t"),
+    ("u", "u", "t", ""),
+    ("t>u", "tu", "t", "t"),
+    ("t>u", "tu", "u", "u"),
+    ("tu", "tu", "u>t", "tu"),
+    ("cd", "bcd", "d", "bd"),
+    ("b>d", "bd", "d", "bd"),
+    ("b>d", "bd", "b", "b"),
+    ("d", "ed", "b>d", "ed"),
+]
+"""Tools of a forward and of a backward pass, each with those whose routines run in the backward pass.
+
+Those after ">" are of a scope within.  c depends on b, d on e; b and e stand for each other.
+"""
+
+NESTS = [["bt"], ["b>t"], ["b", "b>t"], ["t", "b>t", "bt"], ["e>t"], ["e", "e>t"], ["f>t"], ["f>g>t"]]
+"""Scopes of passes that follow each other: t and f depend on b, g on e, which stands for b.
+
+f and g are at forward ops alone.
+"""
 
 
-class OrderTests:
-    """Dependencies, nesting and namespaces."""
+class Following(amanda.Tool):
+    """A tool whose routines run where those of its dependents do."""
+
+    follows_dependents = True
+
+
+class OrderTests(Rung):
+    """Tools, nested scopes and passes with some of the tools have an order."""
+
+    title = "order"
+    implement = (
+        "BackwardStep.before",
+        "BackwardStep.after",
+    )
 
     def test_tools_act_in_the_order_of_apply(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
@@ -169,54 +216,6 @@ class OrderTests:
             sample.backward(sample.relu(x))
         # (1 + 1) * 10: the outer scope's routine runs first, as in the forward pass.
         assert sample.numbers(sample.gradient(x)) == [20.0]
-
-    def test_an_op_is_in_the_namespace_of_its_driver(self, sample: Sample) -> None:
-        recorded: list[amanda.Namespace] = []
-        with amanda.apply(tool(lambda context: recorded.append(context.namespace))):
-            sample.relu(sample.tensor([1.0]))
-        framework, version, mode = recorded[0]
-        assert mode in sample.driver.modes
-        assert recorded[0].matches(framework)
-        assert recorded[0].matches(f"{framework}/{version}")
-        assert recorded[0].matches(f"*/*/{mode}")
-        assert not recorded[0].matches(f"{framework}/0.0.0")
-        assert not recorded[0].matches("nowhere")
-
-
-SCOPES = [
-    ("tu", "tu", "t", "t"),
-    ("tu", "tu", "u", "u"),
-    ("ut", "ut", "t", "t"),
-    ("t", "t", "tu", "t"),
-    ("u", "u", "t", ""),
-    ("t>u", "tu", "t", "t"),
-    ("t>u", "tu", "u", "u"),
-    ("tu", "tu", "u>t", "tu"),
-    ("cd", "bcd", "d", "bd"),
-    ("b>d", "bd", "d", "bd"),
-    ("b>d", "bd", "b", "b"),
-    ("d", "ed", "b>d", "ed"),
-]
-"""Tools of a forward and of a backward pass, each with those whose routines run in the backward pass.
-
-Those after ">" are of a scope within.  c depends on b, d on e; b and e stand for each other.
-"""
-
-NESTS = [["bt"], ["b>t"], ["b", "b>t"], ["t", "b>t", "bt"], ["e>t"], ["e", "e>t"], ["f>t"], ["f>g>t"]]
-"""Scopes of passes that follow each other: t and f depend on b, g on e, which stands for b.
-
-f and g are at forward ops alone.
-"""
-
-
-class Following(amanda.Tool):
-    """A tool whose routines run where those of its dependents do."""
-
-    follows_dependents = True
-
-
-class PartialTests(Gaps):
-    """Tools see what their dependencies wrote, and backward ops are seen by the tools that are open."""
 
     @pytest.mark.parametrize("base", [amanda.Tool, Following])
     @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])

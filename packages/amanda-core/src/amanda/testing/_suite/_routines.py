@@ -1,4 +1,4 @@
-"""Meanings 6 and 7: routines run at every execution; a replacement computes instead of the op."""
+"""Meanings 1, 5, 6 and 7: routines before, after and instead of an op."""
 
 from __future__ import annotations
 
@@ -8,13 +8,36 @@ from typing import Any
 import pytest
 
 import amanda
-from amanda.errors import ActionError, ReplaceConflictError
-from amanda.testing._sample import Sample, needs
-from amanda.testing._tools import also, inserting, op_name, tool
+from amanda.errors import (
+    ActionError,
+    MutationError,
+    ReplaceConflictError,
+    RoutineError,
+)
+from amanda.testing._ladder import Rung, needs
+from amanda.testing._sample import Sample
+from amanda.testing._tools import (
+    also,
+    inserting,
+    notes,
+    op_name,
+    tool,
+)
 
 
-class RoutineTests:
-    """The six actions."""
+class BeforeTests(Rung):
+    """Routines before an op see its inputs, and change them."""
+
+    title = "before an op"
+    implement = (
+        "Call.invoke",
+        "isolated",
+        "is_tensor",
+        "version",
+        "straight_through",
+        "Call.mutable",
+        "write",
+    )
 
     def test_a_routine_runs_at_every_execution_with_runtime_values(self, sample: Sample) -> None:
         recorded: list[Any] = []
@@ -27,6 +50,65 @@ class RoutineTests:
             for number in (1.0, 2.0, 3.0):
                 module(sample.tensor([number]))
         assert recorded == [[1.0], [2.0], [3.0]]
+
+    @needs("schema")
+    def test_a_routine_is_given_the_inputs_that_it_selects(self, sample: Sample) -> None:
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        arguments: list[tuple[Any, ...]] = []
+
+        def routine(*values: Any) -> None:
+            arguments.append(values)
+
+        # By position, by name, all, and in an order of the routine's own.
+        for select in ([1], [sample.argument_names[1]], None, [1, 0]):
+            with amanda.apply(inserting("insert_before_op", sample.name("add"), routine, select)):
+                sample.add(x, y)
+        assert arguments == [(y,), (y,), (x, y), (y, x)]
+
+    def test_none_means_no_change(self, sample: Sample) -> None:
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        with amanda.apply(inserting("insert_before_op", sample.name("add"), lambda *_: None)):
+            assert sample.numbers(sample.add(x, y)) == [3.0]
+
+    def test_a_selected_input_is_replaced_by_what_the_routine_returns(self, sample: Sample) -> None:
+        x, y, ten = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([10.0])
+        results = []
+        # One value may be returned as it is, or in a sequence of one.
+        for result in (ten, [ten], (ten,)):
+            change = inserting("insert_before_op", sample.name("add"), lambda _, r=result: r, [1])
+            with amanda.apply(change):
+                results.append(sample.numbers(sample.add(x, y)))
+        assert results == [[11.0]] * 3
+
+    def test_a_routine_that_takes_all_returns_as_many(self, sample: Sample) -> None:
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        swap = inserting("insert_before_op", sample.name("add"), lambda a, b: (b * 2, a))
+        with amanda.apply(swap):
+            assert sample.numbers(sample.add(x, y)) == [5.0]
+
+    def test_a_list_of_tensors_is_one_input(self, sample: Sample) -> None:
+        x, y, ten = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([10.0])
+        arguments: list[tuple[Any, ...]] = []
+
+        def routine(tensors: Any) -> Any:
+            arguments.append(tensors)
+            return [tensors[0], ten]
+
+        with amanda.apply(inserting("insert_before_op", sample.name("cat"), routine, [0])):
+            result = sample.cat([x, y])
+        assert list(arguments[0]) == [x, y]
+        assert sample.numbers(result) == [1.0, 10.0]
+
+    def test_a_value_handed_back_unchanged_adds_nothing(self, sample: Sample) -> None:
+        x = sample.tensor([1.0], requires_grad=True)
+        recorded: list[Any] = []
+        keep = inserting("insert_before_op", sample.name("relu"), lambda value: value)
+        with amanda.apply(keep):
+            result = sample.relu(x)
+            with amanda.apply(inserting("insert_before_op", sample.name("add"), recorded.append, [0])):
+                sample.add(result, 1.0)
+        # The same object: a new one would have a node of autodiff more.
+        assert recorded[0] is result, "what a routine gives back is wrapped or copied, not the same object"
 
     def test_a_tool_injects_arguments_into_its_routine(self, sample: Sample) -> None:
         def scale(value: Any, factor: float) -> Any:
@@ -42,6 +124,135 @@ class RoutineTests:
     @needs("traceable_calls")
     def test_a_traceable_routine_is_accepted_and_run(self, sample: Sample) -> None:
         assert _runs_twice_in_each_of_two_executions(sample, amanda.traceable)
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_a_wrong_count_is_an_error_that_says_what_was_expected(self, sample: Sample, count: int) -> None:
+        x, y = sample.tensor([1.0]), sample.tensor([2.0])
+        wrong = inserting("insert_before_op", sample.name("add"), lambda *_: [x] * count)
+        with (
+            amanda.apply(wrong),
+            pytest.raises(RoutineError, match=rf"returned {count} values.* given 2 values.* sequence of 2"),
+        ):
+            sample.add(x, y)
+
+    def test_several_values_for_one_are_an_error(self, sample: Sample) -> None:
+        x = sample.tensor([1.0])
+        wrong = inserting("insert_before_op", sample.name("relu"), lambda *_: (x, x), [0])
+        with amanda.apply(wrong), pytest.raises(RoutineError, match=r"returned 2 values.*that one value"):
+            sample.relu(x)
+
+    def test_a_number_for_a_tensor_is_an_error(self, sample: Sample) -> None:
+        x = sample.tensor([1.0])
+        wrong = inserting("insert_before_op", sample.name("relu"), lambda _: 3.0, [0])
+        with amanda.apply(wrong), pytest.raises(RoutineError, match="returned float where a tensor"):
+            sample.relu(x)
+
+    @pytest.mark.parametrize("select", [[7], ["nonsense"], [-7]])
+    def test_selecting_what_is_not_there_is_an_error_at_analysis(self, sample: Sample, select: Any) -> None:
+        wrong = inserting("insert_before_op", sample.name("relu"), lambda _: None, select)
+        with amanda.apply(wrong), pytest.raises(ActionError, match="was asked for"):
+            sample.relu(sample.tensor([1.0]))
+
+    def test_a_change_of_shape_is_an_error_at_the_routine(self, sample: Sample) -> None:
+        def widen(value: Any) -> Any:
+            return sample.cat([value, value])
+
+        with (
+            amanda.apply(inserting("insert_before_op", sample.name("relu"), widen)),
+            pytest.raises(RoutineError, match=r"shape \(4,\) where shape \(2,\).*differentiable") as caught,
+        ):
+            sample.relu(sample.tensor([1.0, 2.0]))
+        assert "widen" in "".join(notes(caught.value))
+
+    @needs("complex")
+    def test_a_change_from_real_to_complex_is_an_error(self, sample: Sample) -> None:
+        wide, imaginary = sample.dtypes[0], sample.dtypes[3]
+        change = inserting("insert_before_op", sample.name("add"), lambda v: sample.cast(v, imaginary), [0])
+        with amanda.apply(change), pytest.raises(RoutineError, match="complex"):
+            sample.add(sample.tensor([1.0], wide), 1.0)
+
+    @needs("mutable_tensors")
+    @pytest.mark.parametrize("action", ["insert_before_op", "insert_after_op"])
+    def test_writing_into_a_given_value_is_an_error(self, sample: Sample, action: Any) -> None:
+        with (
+            amanda.apply(inserting(action, sample.name("relu"), sample.overwrite)),
+            pytest.raises(MutationError, match="return a new value"),
+        ):
+            sample.relu(sample.tensor([1.0]))
+
+    @needs("in_place")
+    def test_a_changed_input_of_an_in_place_op_is_written_to_the_users_tensor(self, sample: Sample) -> None:
+        x = sample.tensor([1.0])
+        with amanda.apply(inserting("insert_before_op", sample.name("add_"), lambda y: y * 10, [0])):
+            result = sample.add_(x, 1.0)
+        assert result is x
+        assert sample.numbers(x) == [11.0]
+
+    def test_an_action_at_the_wrong_point_says_where_it_belongs(self, sample: Sample) -> None:
+        wrong = tool(
+            lambda context: context.insert_before_backward_op(lambda grad: grad), sample.name("relu")
+        )
+        with amanda.apply(wrong), pytest.raises(ActionError, match="backward=True"):
+            sample.relu(sample.tensor([1.0]))
+
+
+class AfterTests(Rung):
+    """Routines after an op see its outputs, and change them."""
+
+    title = "after an op"
+    implement = (
+        "flatten",
+        "Call.targets",
+        "write",
+        "Call.unreturned",
+    )
+
+    def test_outputs_of_a_namedtuple_keep_its_type(self, sample: Sample) -> None:
+        x = sample.tensor([[1.0, 2.0], [3.0, 4.0]])
+        plain = sample.pair(x)
+
+        def routine(*outputs: Any) -> Any:
+            assert len(outputs) == 2
+            return outputs[0] * 2, outputs[1]
+
+        with amanda.apply(inserting("insert_after_op", sample.name("pair"), routine)):
+            result = sample.pair(x)
+        assert type(result) is type(plain)
+        assert sample.numbers(result[0]) == [2 * number for number in sample.numbers(plain[0])]
+        assert sample.numbers(result[1]) == sample.numbers(plain[1])
+
+    def test_one_of_several_outputs_is_changed(self, sample: Sample) -> None:
+        x = sample.tensor([[1.0, 2.0], [3.0, 4.0]])
+        plain = sample.pair(x)
+        change = inserting("insert_after_op", sample.name("pair"), lambda value: value * 3, [1])
+        with amanda.apply(change):
+            result = sample.pair(x)
+        # The output that the routine did not select has every bit as before.
+        assert sample.bits(result[0]) == sample.bits(plain[0])
+        assert sample.numbers(result[1]) == [3 * number for number in sample.numbers(plain[1])]
+
+    @needs("numbers")
+    def test_an_output_that_is_no_tensor_is_seen_and_changed(self, sample: Sample) -> None:
+        x = sample.tensor([5.0])
+        change = inserting("insert_after_op", sample.name("item"), lambda number: number + 1)
+        with amanda.apply(change):
+            assert sample.item(x) == 6.0
+
+    @needs("in_place")
+    def test_a_changed_output_of_an_in_place_op_is_in_the_users_tensor(self, sample: Sample) -> None:
+        x = sample.tensor([1.0])
+        with amanda.apply(inserting("insert_after_op", sample.name("add_"), lambda y: y * 10)):
+            result = sample.add_(x, 1.0)
+        assert result is x
+        assert sample.numbers(x) == [20.0]
+
+    @needs("out")
+    def test_a_changed_output_is_in_the_tensor_given_as_out(self, sample: Sample) -> None:
+        x, y, out = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([0.0])
+        with amanda.apply(inserting("insert_after_op", sample.name("add"), lambda y: y * 10)):
+            result = sample.add(x, y, out=out)
+        assert result is out
+        assert sample.numbers(out) == [30.0]
 
     def test_what_a_traceable_routine_reads_of_its_tool_may_be_set_anew(self, sample: Sample) -> None:
         class SettableScaling(amanda.Tool):
@@ -65,81 +276,41 @@ class RoutineTests:
                     recorder.factor = factor
                     assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [factor]
 
-    @needs("backward")
-    def test_all_points_of_an_op_run_in_order(self, sample: Sample) -> None:
-        order: list[str] = []
-        recorder = tool(lambda _: None)
-        for action in ("insert_before_op", "insert_after_op"):
-            also(recorder, _recording(action, order), sample.name("relu"))
-        for action in ("insert_before_backward_op", "insert_after_backward_op"):
-            also(recorder, _recording(action, order), sample.relu_backward, backward=True)
-        module = sample.module(lambda x: sample.relu(x))
-        with amanda.apply(recorder):
-            for _ in range(2):
-                sample.backward(module(sample.tensor([1.0], requires_grad=True)))
-        one_run = [
-            "insert_before_op", "insert_after_op", "insert_before_backward_op", "insert_after_backward_op",
-        ]  # fmt: skip
-        # Twice, since the second execution may run in native code.
-        assert order == one_run * 2
+    def test_an_action_before_an_op_that_has_run_says_where_it_belongs(self, sample: Sample) -> None:
+        modes: list[str] = []
+        recorded: list[Any] = []
 
-    @needs("backward")
-    def test_gradients_are_changed_before_and_after_a_backward_op(self, sample: Sample) -> None:
-        x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        before = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
-        after = inserting("insert_after_backward_op", sample.relu_backward, lambda grad: grad + 1)
-        with amanda.apply(before, after):
-            sample.backward(sample.relu(x))
-        # relu passes no gradient at -1 and the whole at 2: 3 * 0 + 1 and 3 * 1 + 1.
-        assert sample.numbers(sample.gradient(x)) == [1.0, 4.0]
+        def late(context: amanda.OpContext) -> None:
+            modes.append(context.namespace[-1])
+            context.insert_before_op(recorded.append)
 
-    @needs("backward")
-    def test_changed_gradients_hold_for_every_backward_pass(self, sample: Sample) -> None:
-        module = sample.module(lambda x: sample.relu(x))
-        gradients = []
-        with amanda.apply(
-            inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
-        ):
-            for _ in range(3):
-                x = sample.tensor([2.0], requires_grad=True)
-                sample.backward(module(x))
-                gradients.append(sample.numbers(sample.gradient(x)))
-        assert gradients == [[3.0]] * 3
+        errors: list[ActionError] = []
+        with amanda.apply(tool(late, sample.name("relu"), require_outputs=True)):
+            try:
+                sample.relu(sample.tensor([1.0]))
+            except ActionError as error:
+                errors.append(error)
+        # A graph is analysed before it runs.
+        assert (modes == ["eager"]) == bool(errors)
+        assert len(recorded) + len(errors) == 1
+        assert all("require_outputs=False" in str(error) for error in errors)
+
+
+class ReplacementTests(Rung):
+    """Routines compute instead of an op."""
+
+    title = "instead of an op"
+    implement = (
+        "Call.compute",
+        "Call.formed",
+        "Call.targets",
+    )
 
     def test_a_replacement_computes_instead_of_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0])
         with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value * 10)):
             assert sample.numbers(sample.relu(x)) == [-10.0, 20.0]
         assert sample.numbers(sample.relu(x)) == [0.0, 2.0]
-
-    @needs("backward")
-    def test_a_replacement_takes_part_in_the_backward_pass(self, sample: Sample) -> None:
-        x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value * 10)):
-            sample.backward(sample.relu(x))
-        assert sample.numbers(sample.gradient(x)) == [10.0, 10.0]
-
-    @needs("backward")
-    def test_the_identity_as_a_replacement_removes_the_op(self, sample: Sample) -> None:
-        x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value)):
-            result = sample.relu(x)
-            sample.backward(result)
-        assert sample.numbers(result) == [-1.0, 2.0]
-        assert sample.numbers(sample.gradient(x)) == [1.0, 1.0]
-
-    @needs("backward")
-    def test_a_replacement_is_given_what_computes_the_op(self, sample: Sample) -> None:
-        # The negation is a part of the replacement, so its gradient is, too.
-        def negated(value: Any, original: Any) -> Any:
-            return original(value * -1)
-
-        x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserting("replace_op", sample.name("relu"), negated)):
-            result = sample.relu(x)
-            sample.backward(result)
-        assert sample.numbers(result) == [1.0, 0.0]
-        assert sample.numbers(sample.gradient(x)) == [-1.0, 0.0]
 
     def test_before_and_after_routines_run_around_a_replacement(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
@@ -157,17 +328,6 @@ class RoutineTests:
             result = sample.add_(x, 1.0)
         assert result is x
         assert sample.numbers(x) == [7.0]
-
-    @needs("backward")
-    def test_a_replacement_of_a_backward_op_gives_the_gradients(self, sample: Sample) -> None:
-        module = sample.module(lambda x: sample.relu(x))
-        gradients = []
-        with amanda.apply(inserting("replace_backward_op", sample.relu_backward, lambda grad: grad * 100)):
-            for _ in range(2):
-                x = sample.tensor([-1.0, 2.0], requires_grad=True)
-                sample.backward(module(x))
-                gradients.append(sample.numbers(sample.gradient(x)))
-        assert gradients == [[100.0, 100.0]] * 2
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_two_tools_that_replace_one_op_are_both_named(self, sample: Sample, nested: bool) -> None:
@@ -190,59 +350,6 @@ class RoutineTests:
                     sample.relu(sample.tensor([1.0]))
         assert "Rounding" in str(caught.value)
         assert "Pruner" in str(caught.value)
-
-    @needs("backward")
-    def test_two_tools_that_replace_one_backward_op_are_both_named(self, sample: Sample) -> None:
-        class Rounding(amanda.Tool):
-            pass
-
-        class Pruner(amanda.Tool):
-            pass
-
-        tools = [
-            also(
-                kind(),
-                lambda context: context.replace_backward_op(lambda grad: grad),
-                sample.relu_backward,
-                backward=True,
-            )
-            for kind in (Rounding, Pruner)
-        ]
-        with (
-            amanda.apply(*tools),
-            pytest.raises(ReplaceConflictError, match=r"Pruner.*Rounding|Rounding.*Pruner"),
-        ):
-            sample.backward(sample.relu(sample.tensor([1.0], requires_grad=True)))
-
-    def test_an_action_at_the_wrong_point_says_where_it_belongs(self, sample: Sample) -> None:
-        wrong = tool(
-            lambda context: context.insert_before_backward_op(lambda grad: grad), sample.name("relu")
-        )
-        with amanda.apply(wrong), pytest.raises(ActionError, match="backward=True"):
-            sample.relu(sample.tensor([1.0]))
-
-    def test_an_action_before_an_op_that_has_run_says_where_it_belongs(self, sample: Sample) -> None:
-        modes: list[str] = []
-        recorded: list[Any] = []
-
-        def late(context: amanda.OpContext) -> None:
-            modes.append(context.namespace[-1])
-            context.insert_before_op(recorded.append)
-
-        errors: list[ActionError] = []
-        with amanda.apply(tool(late, sample.name("relu"), require_outputs=True)):
-            try:
-                sample.relu(sample.tensor([1.0]))
-            except ActionError as error:
-                errors.append(error)
-        # A graph is analysed before it runs.
-        assert (modes == ["eager"]) == bool(errors)
-        assert len(recorded) + len(errors) == 1
-        assert all("require_outputs=False" in str(error) for error in errors)
-
-
-def _recording(action: str, order: list[str]) -> Any:
-    return lambda context: getattr(context, action)(lambda *_: order.append(action))
 
 
 def _runs_twice_in_each_of_two_executions(sample: Sample, mark: Callable[[Any], Any]) -> bool:

@@ -19,12 +19,24 @@ import pytest
 
 import amanda
 from amanda.context import OpContext
-from amanda.testing._sample import Sample, needs
-from amanda.testing._tools import Executed, also, inserting, tool
+from amanda.testing._ladder import Rung, needs
+from amanda.testing._sample import Sample
+from amanda.testing._tools import (
+    Executed,
+    also,
+    inserting,
+    tool,
+)
 
 
-class ScopeTests:
-    """Scopes, tasks and processes."""
+class ScopeTests(Rung):
+    """A scope reaches its own tasks and backward passes, and no others."""
+
+    title = "scopes"
+    implement = (
+        "attach",
+        "detach",
+    )
 
     def test_ops_of_a_routine_are_not_instrumented(self, sample: Sample) -> None:
         recorded: list[str] = []
@@ -60,21 +72,6 @@ class ScopeTests:
         also(relu, lambda context: context.replace_op(lambda value: sample.relu(value)), sample.name("relu"))
         with amanda.apply(relu):
             sample.relu(sample.tensor([1.0]))
-        assert len(relu.ids) == 1
-
-    def test_nothing_is_seen_outside_a_scope(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
-        with amanda.apply(relu):
-            pass
-        sample.relu(sample.tensor([1.0]))
-        assert relu.ids == []
-
-    def test_an_op_looked_up_before_the_scope_is_seen(self, sample: Sample) -> None:
-        # The program's own reference, as by `from framework import relu`.
-        early = sample.relu
-        relu = Executed(sample.name("relu"))
-        with amanda.apply(relu):
-            early(sample.tensor([1.0]))
         assert len(relu.ids) == 1
 
     def test_disabled_instruments_nothing_until_enabled(self, sample: Sample) -> None:
@@ -173,7 +170,7 @@ class ScopeTests:
             sample.backward(inside)
         assert len(grads) == 1
 
-    @needs("backward", "call_sites")
+    @needs("backward", "call_sites", "checkpoints")
     def test_a_checkpoint_whose_scope_has_closed_runs_with_the_tools_of_the_backward_pass(
         self, sample: Sample
     ) -> None:
@@ -240,8 +237,11 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
         os._exit(status)
 
 
-class ThreadTests:
-    """Tests of the threads to which a scope applies."""
+class ThreadTests(Rung):
+    """A scope reaches the threads that start in it."""
+
+    title = "threads"
+    implement = ("attach", "replayed")
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))

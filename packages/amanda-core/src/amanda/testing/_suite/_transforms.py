@@ -8,14 +8,22 @@ from typing import Any
 import pytest
 
 import amanda
-from amanda.testing._sample import Op, Sample, needs
+from amanda.testing._ladder import Rung, needs
+from amanda.testing._sample import Op, Sample
 from amanda.testing._tools import Executed, Seen, Unchanged, inserting, notes, tool
 
 NUMBERS = [1.0, -2.0, 3.0]
 
 
-class TransformTests:
-    """Function transforms."""
+class TransformTests(Rung):
+    """Under function transforms an op is one op."""
+
+    title = "function transforms"
+    implement = (
+        "unwrapped",
+        "shapes",
+        "tracing",
+    )
 
     @needs("vmap")
     def test_an_op_under_vmap_is_one_op_with_the_values_of_a_sample(self, sample: Sample) -> None:

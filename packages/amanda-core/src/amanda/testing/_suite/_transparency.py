@@ -1,4 +1,4 @@
-"""Meanings 11 and 12: a scope leaves no trace; a tool's mistake reaches the user as itself."""
+"""Meanings 11 and 12: a scope leaves no trace and no memory; a tool's mistake reaches the user as itself."""
 
 from __future__ import annotations
 
@@ -9,234 +9,55 @@ import pickle
 import re
 import sys
 import types
+import weakref
 from typing import Any
 
 import pytest
 
 import amanda
 from amanda import interceptor
+from amanda.context import OpContext
+from amanda.errors import (
+    AmandaError,
+)
 from amanda.plugins.self_test import self_test
 from amanda.scope.attachment import attachment
-from amanda.testing._sample import Sample, needs
-from amanda.testing._tools import POINTS, also, inserting, no_op, notes, op_name, tool
+from amanda.testing._ladder import Rung, needs
+from amanda.testing._sample import Sample
+from amanda.testing._suite._samples import BATCH
+from amanda.testing._tools import (
+    POINTS,
+    Referent,
+    also,
+    collect,
+    inserting,
+    no_op,
+    notes,
+    op_name,
+    tool,
+    trained,
+)
 
 
-class TransparencyTests:
-    """Bit-identity, and restoring."""
+class FailureTests(Rung):
+    """Exceptions reach the user as themselves, and reports name what is not seen."""
 
-    @pytest.mark.parametrize("cached", [True, False])
-    def test_a_tool_that_changes_nothing_leaves_every_bit(self, sample: Sample, cached: bool) -> None:
-        plain = _trained(sample)
-        with amanda.apply(no_op()):
-            if cached:
-                assert _trained(sample) == plain
-            else:
-                with amanda.cache_disabled():
-                    assert _trained(sample) == plain
-        assert _trained(sample) == plain
-
-    def test_the_self_test_of_the_driver_passes(self, sample: Sample) -> None:
-        with amanda.apply(amanda.Tool()):
-            (driver,) = (driver for driver in attachment.attached if type(driver) is sample.driver)
-            verdict = self_test(driver)
-        assert verdict.failure == "", "Driver.exercise does not do what it says, or ops are not seen"
-
-    def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
-        plain = _trained(sample)
-        looking = amanda.Tool()
-        for point in POINTS:
-            looking.add_inst_for_op(lambda context: None, **point)
-        with amanda.apply(looking):
-            assert _trained(sample) == plain
-
-    @needs("out")
-    def test_every_op_gives_what_it_gave(self, sample: Sample) -> None:
-        def results() -> list[bytes]:
-            x = sample.tensor([[1.0, -2.0], [3.0, 4.0]])
-            y, out = sample.tensor([[0.5, 2.0], [1.0, -1.0]]), sample.tensor([[0.0, 0.0], [0.0, 0.0]])
-            first, second = sample.pair(x)
-            sample.add(x, y, out=out)
-            results = [sample.add(x, y), sample.cat([x, y]), first, second, out, sample.many(x, y)]
-            results.append(sample.add_(y, x))
-            return [sample.bits(value) for value in results]
-
-        plain = results()
-        with amanda.apply(no_op()):
-            assert results() == plain
-
-    def test_nothing_is_left_on_tensors_and_modules(self, sample: Sample) -> None:
-        model, x = sample.model(), sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
-        sample.backward(model(x))
-        objects = [model, model.first, model.first.weight, x]
-        plain = [_visible(value) for value in [*objects, model(x)]]
-        with amanda.apply(no_op()):
-            result = model(x)
-            sample.backward(result)
-            assert [_visible(value) for value in [*objects, result]] == plain
-        assert [_visible(value) for value in [*objects, result]] == plain
-
-    def test_models_are_copied_and_pickled_in_a_scope(self, sample: Sample) -> None:
-        model, x = sample.model(), sample.input()
-        with amanda.apply(no_op()):
-            plain = sample.bits(model(x))
-            # Models hold functions of the framework, which a scope has replaced by stand-ins.
-            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                assert sample.bits(twin(x)) == plain
-
-    def test_a_scope_leaves_the_framework_as_it_was(self, sample: Sample) -> None:
-        _trained(sample)
-        with amanda.apply(no_op()):
-            _trained(sample)
-        before = _framework(sample)
-        with amanda.apply(no_op()):
-            _trained(sample)
-        assert _changes(sample, before) == []
-
-    def test_an_exception_in_an_analysis_leaves_the_framework_as_it_was(
-        self, sample: Sample, point: int
-    ) -> None:
-        plain = _trained(sample)
-        before = _framework(sample)
-        with pytest.raises(ZeroDivisionError), amanda.apply(tool(_divide_by_zero, **POINTS[point])):
-            _trained(sample)
-        assert _changes(sample, before) == []
-        assert _trained(sample) == plain
-        with amanda.apply(no_op()):
-            assert _trained(sample) == plain
-
-    def test_an_exception_in_a_routine_leaves_the_framework_as_it_was(
-        self, sample: Sample, insertion: Any
-    ) -> None:
-        plain = _trained(sample)
-        name = sample.relu_backward if "backward" in insertion else sample.name("relu")
-        before = _framework(sample)
-        failing = inserting(insertion, name, _divide_by_zero)
-        with pytest.raises(ZeroDivisionError), amanda.apply(failing):
-            _trained(sample)
-        assert _changes(sample, before) == []
-        assert interceptor.active() is None
-        assert _trained(sample) == plain
-        with amanda.apply(no_op()):
-            assert _trained(sample) == plain
-
-    def test_a_scope_goes_on_after_an_exception_was_caught_in_it(self, sample: Sample) -> None:
-        fails = [True, False]
-        recorded: list[Any] = []
-
-        def routine(value: Any) -> None:
-            recorded.append(value)
-            if fails.pop(0):
-                raise ZeroDivisionError
-
-        x = sample.tensor([1.0])
-        with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
-            with pytest.raises(ZeroDivisionError):
-                sample.relu(x)
-            sample.relu(x)
-        assert len(recorded) == 2
+    title = "failure"
+    implement = (
+        "obstacle",
+        "detach",
+        "describe",
+        "OpFacts.scope",
+    )
 
     def test_an_exception_of_the_op_itself_passes_as_it_is(self, sample: Sample) -> None:
         bad = sample.tensor([[1.0, 2.0, 3.0, 4.0]]), sample.parameter([[1.0]])
         with pytest.raises(Exception) as plain:  # noqa: PT011
-            sample.linear(*bad)
+            sample.bits(sample.linear(*bad))
         with amanda.apply(no_op()), pytest.raises(type(plain.value)) as instrumented:
-            sample.linear(*bad)
+            sample.bits(sample.linear(*bad))
         assert str(instrumented.value) == str(plain.value)
-        assert notes(instrumented.value) == []
-
-    def test_memory_does_not_grow_over_iterations(self, sample: Sample) -> None:
-        model, x = sample.model(), sample.input()
-
-        def objects() -> int:
-            gc.collect()
-            return len(gc.get_objects())
-
-        with amanda.apply(no_op()):
-            # The first passes analyse, cache programs and warm up the framework.
-            for _ in range(5):
-                sample.backward(model(x))
-            before = objects()
-            for _ in range(50):
-                sample.backward(model(x))
-            # Fifty passes that kept an object each would be twice over this.
-            assert objects() - before < 25
-
-
-def _trained(sample: Sample) -> list[bytes]:
-    """Return the bits of a model's result and gradients."""
-    model, x = sample.model(), sample.input()
-    result = model(x)
-    sample.backward(result)
-    gradients = [sample.gradient(layer.weight) for layer in (model.first, model.second)]
-    return [sample.bits(value) for value in (result, *gradients)]
-
-
-def _divide_by_zero(*_: Any, **__: Any) -> Any:
-    raise ZeroDivisionError("a tool's own mistake")
-
-
-def _visible(value: Any) -> Any:
-    """Return what Python shows of an object: type, attributes, hooks."""
-    values = getattr(value, "__dict__", {})
-    hooks = {name: len(value) for name, value in values.items() if isinstance(value, dict)}
-    return type(value), sorted(values), sorted(dir(value)), hooks
-
-
-def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
-    """Return the attributes of a framework's modules and classes."""
-    root = sample.driver.framework
-    attributes: dict[Any, dict[str, Any]] = {}
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and (name == root or name.startswith(f"{root}.")):
-            attributes[name] = dict(vars(module))
-            for value in list(vars(module).values()):
-                if issubclass(type(value), type) and _home(value).startswith(root):
-                    attributes[value] = dict(vars(value))
-    return attributes
-
-
-def _home(kind: type) -> str:
-    """Name of the module that a class is of; some of native code have none."""
-    return str(getattr(kind, "__module__", ""))
-
-
-def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
-    """Return the attributes that are not as they were."""
-    after = _framework(sample)
-    # A framework's own counters and caches change while it runs.
-    mutable = (int, float, bool, str, tuple, type(None), dict, list)
-    return [
-        (holder, name)
-        for holder, names in before.items()
-        for name, value in names.items()
-        if name not in sample.outlive
-        and (
-            holder not in after
-            or name not in after[holder]
-            or (after[holder][name] is not value and not isinstance(value, mutable))
-        )
-    ]
-
-
-# A driver must raise the very object: a new one of this class cannot be made from its text.
-class Mistake(Exception):
-    """The error of the suite's faulty tools; it cannot be made again from its message."""
-
-    def __init__(self, code: int, *, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-class Faulty(amanda.Tool):
-    """Fails where it is told to."""
-
-
-def _raise_mistake(*_: Any, **__: Any) -> Any:
-    raise Mistake(7, reason="not enough bits")
-
-
-class FailureTests:
-    """Exceptions and reports."""
+        assert notes(instrumented.value) == notes(plain.value)
 
     def test_an_exception_of_an_analysis_reaches_the_user_as_itself(self, sample: Sample, point: int) -> None:
         backward = "backward" in POINTS[point]
@@ -285,6 +106,49 @@ class FailureTests:
         assert "module part" in note
         assert re.search(rf"{re.escape(__file__)}:\d+", note)
 
+    def test_a_scope_goes_on_after_an_exception_was_caught_in_it(self, sample: Sample) -> None:
+        fails = [True, False]
+        recorded: list[Any] = []
+
+        def routine(value: Any) -> None:
+            recorded.append(value)
+            if fails.pop(0):
+                raise ZeroDivisionError
+
+        x = sample.tensor([1.0])
+        with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
+            with pytest.raises(ZeroDivisionError):
+                sample.relu(x)
+            sample.relu(x)
+        assert len(recorded) == 2
+
+    def test_an_exception_in_an_analysis_leaves_the_framework_as_it_was(
+        self, sample: Sample, point: int
+    ) -> None:
+        plain = trained(sample)
+        before = _framework(sample)
+        with pytest.raises(ZeroDivisionError), amanda.apply(tool(_divide_by_zero, **POINTS[point])):
+            trained(sample)
+        assert _changes(sample, before) == []
+        assert trained(sample) == plain
+        with amanda.apply(no_op()):
+            assert trained(sample) == plain
+
+    def test_an_exception_in_a_routine_leaves_the_framework_as_it_was(
+        self, sample: Sample, insertion: Any
+    ) -> None:
+        plain = trained(sample)
+        name = sample.relu_backward if "backward" in insertion else sample.name("relu")
+        before = _framework(sample)
+        failing = inserting(insertion, name, _divide_by_zero)
+        with pytest.raises(ZeroDivisionError), amanda.apply(failing):
+            trained(sample)
+        assert _changes(sample, before) == []
+        assert interceptor.active() is None
+        assert trained(sample) == plain
+        with amanda.apply(no_op()):
+            assert trained(sample) == plain
+
     def test_what_cannot_be_instrumented_is_reported_and_logged_once(
         self, sample: Sample, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -302,3 +166,274 @@ class FailureTests:
             sample.backward(sample.model()(sample.input()))
         assert scope.report == []
         assert str(scope.report) == "everything that ran was instrumented"
+
+
+class TransparencyTests(Rung):
+    """A scope changes no bit and leaves nothing behind."""
+
+    title = "transparency"
+    implement = (
+        "attach",
+        "detach",
+        "exercise",
+        "same",
+    )
+
+    def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
+        plain = trained(sample)
+        looking = amanda.Tool()
+        for point in POINTS:
+            looking.add_inst_for_op(lambda context: None, **point)
+        with amanda.apply(looking):
+            assert trained(sample) == plain
+
+    @pytest.mark.parametrize("cached", [True, False])
+    def test_a_tool_that_changes_nothing_leaves_every_bit(self, sample: Sample, cached: bool) -> None:
+        plain = trained(sample)
+        with amanda.apply(no_op()):
+            if cached:
+                assert trained(sample) == plain
+            else:
+                with amanda.cache_disabled():
+                    assert trained(sample) == plain
+        assert trained(sample) == plain
+
+    def test_every_op_gives_what_it_gave(self, sample: Sample) -> None:
+        def results() -> list[bytes]:
+            x, y = sample.tensor([[1.0, -2.0], [3.0, 4.0]]), sample.tensor([[0.5, 2.0], [1.0, -1.0]])
+            results = [sample.add(x, y), sample.cat([x, y]), *sample.pair(x), sample.many(x, y)]
+            if "out" not in self.lacks:
+                results.append(sample.add(x, y, out=sample.tensor([[0.0, 0.0], [0.0, 0.0]])))
+            if "in_place" not in self.lacks:
+                results.append(sample.add_(y, x))
+            return [sample.bits(value) for value in results]
+
+        plain = results()
+        with amanda.apply(no_op()):
+            assert results() == plain
+
+    @needs("auxiliary_state")
+    def test_state_that_an_op_updates_is_updated_as_without_tools(self, sample: Sample) -> None:
+        def normalized() -> list[bytes]:
+            x, statistics = sample.tensor(BATCH, requires_grad=True), sample.statistics()
+            results = [sample.batch_norm(x, *statistics) for _ in range(2)]
+            sample.backward(results[1])
+            tensors = [*results, *statistics]
+            if "backward" not in self.lacks:
+                tensors.append(sample.gradient(x))
+            return [sample.bits(tensor) for tensor in tensors]
+
+        kind = type(sample.statistics()[0])
+
+        def fresh(*values: Any) -> list[Any]:
+            """Return equal new tensors for the statistics, and the other values as they are."""
+            return [value * 1.0 if type(value) is kind else value for value in values]
+
+        plain, name = normalized(), sample.name("batch_norm")
+        for looking in (no_op(), inserting("insert_before_op", name, fresh)):
+            with amanda.apply(looking):
+                assert normalized() == plain, (
+                    "results, statistics and gradient differ: `Call.mutable` has the positions of "
+                    "the inputs that an op updates"
+                )
+
+    def test_nothing_is_left_on_tensors_and_modules(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+        sample.backward(model(x))
+        objects = [model, model.first, model.first.weight, x]
+        plain = [_visible(value) for value in [*objects, model(x)]]
+        with amanda.apply(no_op()):
+            result = model(x)
+            sample.backward(result)
+            assert [_visible(value) for value in [*objects, result]] == plain
+        assert [_visible(value) for value in [*objects, result]] == plain
+
+    @needs("pickles")
+    def test_models_are_copied_and_pickled_in_a_scope(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+        with amanda.apply(no_op()):
+            plain = sample.bits(model(x))
+            # Models hold functions of the framework, which a scope has replaced by stand-ins.
+            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert sample.bits(twin(x)) == plain
+
+    def test_a_scope_leaves_the_framework_as_it_was(self, sample: Sample) -> None:
+        trained(sample)
+        with amanda.apply(no_op()):
+            trained(sample)
+        before = _framework(sample)
+        with amanda.apply(no_op()):
+            trained(sample)
+        assert _changes(sample, before) == []
+
+    def test_the_self_test_of_the_driver_passes(self, sample: Sample) -> None:
+        with amanda.apply(amanda.Tool()):
+            (driver,) = (driver for driver in attachment.attached if type(driver) is sample.driver)
+            verdict = self_test(driver)
+        assert verdict.failure == "", "Driver.exercise does not do what it says, or ops are not seen"
+
+
+class MemoryTests(Rung):
+    """Plans, contexts and values live no longer than they are needed."""
+
+    title = "memory"
+    implement = (
+        "storable",
+        "describe",
+        "attach_trace",
+    )
+
+    @needs("backward", "weak_references")
+    def test_forward_values_are_dropped_after_the_first_execution(self, sample: Sample) -> None:
+        contexts: list[OpContext] = []
+        x = sample.tensor([-1.0, 2.0], requires_grad=True)
+        both = also(tool(contexts.append, sample.name("relu")), contexts.append, backward=True)
+        with amanda.apply(both):
+            result = sample.relu(x)
+            sample.backward(result)
+            dead = weakref.ref(x), weakref.ref(result)
+            del x, result
+            collect(sample)
+            assert [reference() for reference in dead] == [None, None]
+        assert len(contexts) > 1
+        with pytest.raises(AmandaError, match="keep what you need of them in the context"):
+            contexts[0].get_inputs()
+
+    @needs("backward")
+    def test_run_is_freed_with_the_graph_of_its_execution(self, sample: Sample) -> None:
+        values: list[weakref.ref[Referent]] = []
+
+        def forward(_: Any, run: dict[str, Any]) -> None:
+            run["value"] = value = Referent()
+            values.append(weakref.ref(value))
+
+        recorder = tool(lambda context: context.insert_before_op(forward, [0]), sample.name("relu"))
+        also(recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
+        with amanda.apply(recorder):
+            for _ in range(2):
+                result = sample.relu(sample.tensor([1.0], requires_grad=True))
+                assert values[-1]() is not None
+                sample.backward(result)
+                del result
+                collect(sample)
+        assert [reference() for reference in values] == [None, None]
+
+    def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
+        references: list[weakref.ref[Referent]] = []
+        model, x = sample.model(), sample.input()
+        recorder = tool(lambda context: _keep(context, references), sample.name("linear"))
+        with amanda.apply(recorder):
+            model(x)
+        del recorder
+        collect(sample)
+        assert [reference() for reference in references] == [None, None]
+
+    def test_a_plan_dies_with_its_model(self, sample: Sample) -> None:
+        references: list[weakref.ref[Referent]] = []
+        model, x = sample.model(), sample.input()
+        recorder = tool(lambda context: _keep(context, references))
+        also(recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
+        with amanda.apply(recorder):
+            sample.backward(model(x))
+            of_model = references[:3]
+            del model
+            collect(sample)
+            assert [reference() for reference in of_model] == [None, None, None]
+
+    def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
+        references: list[weakref.ref[Referent]] = []
+        weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
+        with amanda.apply(tool(lambda context: _keep(context, references), sample.name("linear"))):
+            sample.linear(x, weight)
+            del weight
+            collect(sample)
+            assert [reference() for reference in references] == [None]
+
+    def test_memory_does_not_grow_over_iterations(self, sample: Sample) -> None:
+        model, x = sample.model(), sample.input()
+
+        def objects() -> int:
+            collect(sample)
+            return len(gc.get_objects())
+
+        with amanda.apply(no_op()):
+            # The first passes analyse, cache programs and warm up the framework.
+            for _ in range(5):
+                sample.backward(model(x))
+            before = objects()
+            for _ in range(50):
+                sample.backward(model(x))
+            # Fifty passes that kept an object each would be twice over this.
+            assert objects() - before < 25
+
+
+# A driver must raise the very object: a new one of this class cannot be made from its text.
+class Mistake(Exception):
+    """The error of the suite's faulty tools; it cannot be made again from its message."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Faulty(amanda.Tool):
+    """Fails where it is told to."""
+
+
+def _raise_mistake(*_: Any, **__: Any) -> Any:
+    raise Mistake(7, reason="not enough bits")
+
+
+def _divide_by_zero(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("a tool's own mistake")
+
+
+def _keep(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
+    """Store an object in the context that dies with the plan, and a reference to it."""
+    # In the context, which lives exactly as long as the plan.
+    value = context["kept"] = Referent()
+    references.append(weakref.ref(value))
+    context.insert_before_op(lambda *_: None)
+
+
+def _visible(value: Any) -> Any:
+    """Return what Python shows of an object: type, attributes, hooks."""
+    values = getattr(value, "__dict__", {})
+    hooks = {name: len(value) for name, value in values.items() if isinstance(value, dict)}
+    return type(value), sorted(values), sorted(dir(value)), hooks
+
+
+def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
+    """Return the attributes of a framework's modules and classes."""
+    root = sample.driver.framework
+    attributes: dict[Any, dict[str, Any]] = {}
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and (name == root or name.startswith(f"{root}.")):
+            attributes[name] = dict(vars(module))
+            for value in list(vars(module).values()):
+                if issubclass(type(value), type) and _home(value).startswith(root):
+                    attributes[value] = dict(vars(value))
+    return attributes
+
+
+def _home(kind: type) -> str:
+    """Name of the module that a class is of; some of native code have none."""
+    return str(getattr(kind, "__module__", ""))
+
+
+def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
+    """Return the attributes that are not as they were."""
+    after = _framework(sample)
+    # A framework's own counters and caches change while it runs.
+    mutable = (int, float, bool, str, tuple, type(None), dict, list)
+    return [
+        (holder, name)
+        for holder, names in before.items()
+        for name, value in names.items()
+        if name not in sample.outlive
+        and (
+            holder not in after
+            or name not in after[holder]
+            or (after[holder][name] is not value and not isinstance(value, mutable))
+        )
+    ]

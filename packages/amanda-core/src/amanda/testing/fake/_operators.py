@@ -181,7 +181,35 @@ def opaque(input: Tensor) -> Tensor:
     return input.detach()
 
 
-OPERATORS = (add, add_, mul, muladd, matmul, relu, split, cat, sum, item, opaque)
+# An operator with auxiliary state, which is neither returned nor on the tape.
+def batch_norm(input: Tensor, running_mean: Tensor) -> Tensor:
+    """Return the rows less their mean; move the running mean halfway to it."""
+    mean = _mean_of_rows(input)
+    running = [(old + new) / 2 for old, new in zip(running_mean.numbers, mean, strict=True)]
+    running_mean.assign(Tensor(running, running_mean.shape, running_mean.dtype))
+
+    def backward(grads: Gradients) -> Gradients:
+        (grad,) = grads
+        assert grad is not None
+        return _less(grad, _mean_of_rows(grad)), None
+
+    result = _less(input, mean)
+    record("BatchNormBackward", [input, None], [result], backward)
+    return result
+
+
+OPERATORS = (add, add_, mul, muladd, matmul, relu, split, cat, sum, item, batch_norm, opaque)
+
+
+def _mean_of_rows(tensor: Tensor) -> list[Number]:
+    rows, columns = tensor.shape
+    return [sum_of(tensor.numbers[i::columns]) / rows for i in range(columns)]
+
+
+def _less(tensor: Tensor, row: Sequence[Number]) -> Tensor:
+    """Return a matrix with a row subtracted from each of its rows."""
+    numbers = [number - row[i % len(row)] for i, number in enumerate(tensor.numbers)]
+    return Tensor(numbers, tensor.shape, tensor.dtype)
 
 
 def _product(tensor: Tensor | None, factor: Tensor | Number) -> Tensor:
