@@ -184,7 +184,8 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         import torch
         from torchao.quantization import Int8Tensor
     except ImportError as error:
-        raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
+        hint = "pip install 'amanda-compress[torchao]'"
+        raise QuantizeError(f"convert makes tensors of torchao: {hint}") from error
     layers, skipped = linear_layers(model, tool)
     before, rows = model_bytes(model), []
     converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
