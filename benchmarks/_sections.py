@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from _estimates import difference, median, percent
+from _estimates import difference, median, percent, quotient
 from _figures import MODE, Results, bare_seconds, bare_step, framework_share, share, to_mode, worth
 from _tables import against, grid
 
@@ -14,6 +14,36 @@ STATES = (
     "before + after", "TorchFunctionMode", "TorchDispatchMode", "monkey-patch", "module hooks",
 )  # fmt: skip
 """Rows of the tables of instructions."""
+
+
+PEERS = {
+    "flops": "FlopCounterMode", "profile": "torch.profiler", "nan": "detect_anomaly", "trace": "TorchLens",
+    "prune": "torch.nn.utils.parametrize", "quantize": "torch.ao FakeQuantize",
+}  # fmt: skip
+"""Tools, and what else does the same work."""
+PROGRAMS = (
+    "ResNet-50, training", "Llama of 4 layers, training", "Llama of 4 layers, 16 new tokens",
+    "BERT-tiny, training",
+)  # fmt: skip
+"""Programs with much and with little to compute in each op, of those that tools and peers run in."""
+
+
+def costs(peers: Results) -> str:
+    """Return a table of processor time under tools over the bare program's, and under the peers."""
+
+    def ratio(times: dict[str, Any], name: str) -> str:
+        return f"{quotient(times[name], times['bare']).middle:.2f}"
+
+    programs = {**peers["programs"], **peers["small"]}
+    columns = {}
+    for title in PROGRAMS:
+        if times := programs.get(title):
+            milliseconds = median(times["bare"]).middle * 1e3
+            columns[title] = {"alone": f"{milliseconds:.0f} ms"} | {
+                f"{tool} ({peer})": ratio(times, tool) + (f" ({ratio(times, peer)})" if peer in times else "")
+                for tool, peer in PEERS.items()
+            }
+    return grid(columns)
 
 
 def by_pass(models: Results) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+SECTIONS = ("Args:\n", "Returns:\n", "Raises:\n", "Yields:\n")
+"""Beginnings of sections that editors and griffe read as they are."""
 SENTENCES = r"Raises|Returns|Source:|Gives"
 
 
@@ -32,7 +34,7 @@ def _paragraph(text: str, names: set[str]) -> str:
         return f"```sh\n{text}\n```"
     if _is_code(text):
         return f"```python\n{text}\n```"
-    if text.startswith(("- ", "```", "|")):
+    if text.startswith(("- ", "```", "|", *SECTIONS)):
         return text
     one_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     if names:

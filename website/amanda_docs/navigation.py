@@ -14,7 +14,9 @@ LINE = "`      - Its title: {page}` in a section of nav"
 
 def listed() -> list[str]:
     """The pages in the order of the navigation."""
-    return list(_leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    # The builders of the site put the values of environment variables in for `!ENV`, which YAML lacks.
+    text = (ROOT / "mkdocs.yml").read_text().replace("!ENV ", "")
+    return list(_leaves(yaml.safe_load(text)["nav"]))
 
 
 def unlisted() -> list[str]:

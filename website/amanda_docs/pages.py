@@ -33,6 +33,8 @@ API = """
       members: {members}
 """
 TOOLS = "tools/all.md"
+REPOSITORY = "AMANDA_REPOSITORY"
+"""Environment variable with the address of the repository, which mkdocs.yml reads too."""
 GENERATED = (*ELSEWHERE.values(), TOOLS)
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 
@@ -49,12 +51,17 @@ def write_pages() -> None:
         for marker, table in ((gaps.MARKER, gaps.gaps_table), (contents.MARKER, contents.contents)):
             if marker in text:
                 text = text.replace(marker, table())
-        page.write_text(relinked(text + _api_of(at), at, page))
+        page.write_text(relinked(_addressed(text) + _api_of(at), at, page))
     (PAGES / TOOLS).write_text(relinked(_list_of_tools(), DOCS / "tools.md", PAGES / TOOLS))
     for guide in sorted(ROOT.glob("*.md")):
         if guide.name in ELSEWHERE:
             page = PAGES / ELSEWHERE[guide.name]
             page.write_text(relinked(guide.read_text(), guide, page))
+
+
+def _addressed(text: str) -> str:
+    """Put the address of the repository in its place, where AMANDA_REPOSITORY gives it."""
+    return text.replace("git+ADDRESS", f"git+{os.environ.get(REPOSITORY, 'ADDRESS')}")
 
 
 def relinked(text: str, at: Path, page: Path) -> str:

@@ -101,11 +101,14 @@ class Tool:
         """Register an analysis routine: it runs once per op and may record actions.
 
         In an open scope the ops that were analysed before are analysed anew at their next execution.
-        backward: at backward ops.  require_outputs: after the op, when its outputs are known.
-        guard: facts by which the routine decides beyond the op and its inputs' dtype, rank and device; for
-        other facts it runs again.  "shape": the shapes of the inputs.  "read": their shapes, at the ops at
-        which the routine calls `context.get_input_shapes()`.  A callable: its result for the list of inputs,
-        a hashable.
+
+        Args:
+            backward: At backward ops.
+            require_outputs: After the op, when its outputs are known.
+            guard: Facts by which the routine decides beyond the op and its inputs' dtype, rank and device;
+                for other facts it runs again.  "shape": the shapes of the inputs.  "read": their shapes, at
+                the ops at which the routine calls `context.get_input_shapes()`.  A callable: its result for
+                the list of inputs, a hashable.
         """
         self._register(callback, backward, require_outputs, guard, closing=False)
 
@@ -234,9 +237,12 @@ class Tool:
         """Write the model in a file as several files; called by `amanda.instrument`.
 
         For a tool that cuts models instead of inserting routines; a tool that overrides it is applied alone.
-        source: the model, which stays as it is.  folder: an empty one, which is in its place once all is
-        written.  analyse: brings every op of the model to the analysis routines of a tool.
-        about: what the metadata of the files say of the tools.
+
+        Args:
+            source: The model, which stays as it is.
+            folder: An empty one, which is in its place once all is written.
+            analyse: Brings every op of the model to the analysis routines of a tool.
+            about: What the metadata of the files say of the tools.
         """
         raise NotImplementedError
 
@@ -244,8 +250,9 @@ class Tool:
     def identity_of(variable: Any, owner: Any = None) -> int:
         """Return the number of a parameter or variable, the same as long as the variable lives.
 
-        owner: the module that holds it.  With it, a parameter that is put into the module anew for each call,
-        as accelerate does, has the number of the one that was there before.
+        Args:
+            owner: The module that holds it.  With it, a parameter that is put into the module anew for each
+                call, as accelerate does, has the number of the one that was there before.
         """
         if isinstance(variable, ParameterSlot):
             return variable.identity
@@ -274,13 +281,19 @@ class Tool:
 
         The state is keyed by `place(context)` and `name`.  A value that `load_state_dict` was given under the
         key is taken instead of `make()`; `load` converts the value, as an array of a file into a variable.
-        variable: the result of `context.get_variable`, for state of a variable instead of an op.  The key has
-        the variable's path in the model, if that is known; loaded state is also found under the op's key.
+
         Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
-        renew: called with a parameter that was the state before `load_state_dict`, which an optimizer may
-        hold, and with the loaded value; writes the value into the parameter and returns it, or returns
-        another value. Call this method in an analysis routine.
-        Raises ToolError where `load_state_dict` was given other state without this key, unless not strict.
+
+        Args:
+            variable: The result of `context.get_variable`, for state of a variable instead of an op.  The key
+                has the variable's path in the model, if that is known; loaded state is also found under the
+                op's key.
+            renew: Called with a parameter that was the state before `load_state_dict`, which an optimizer may
+                hold, and with the loaded value; writes the value into the parameter and returns it, or
+                returns another value. Call this method in an analysis routine.
+
+        Raises:
+            ToolError: Where `load_state_dict` was given other state without this key, unless not strict.
         """
         path = None if variable is None else context.get_variable_path(variable)
         # A caller that names the part itself, as in "mask@64", knows better.
@@ -359,7 +372,8 @@ class Tool:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Replace the state by the result of `state_dict`, maybe of another process; ops are analysed anew.
 
-        strict: whether `keep` raises ToolError for a key that the state lacks, unless the state is empty.
+        Args:
+            strict: Whether `keep` raises ToolError for a key that the state lacks, unless the state is empty.
         """
         tool_state = self._amanda
         tool_state.names_loaded = sorted(state) if strict else []

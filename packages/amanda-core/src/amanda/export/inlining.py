@@ -226,16 +226,21 @@ def instrument(
 ) -> Instrumented:
     """Write a copy of a model's file that contains the routines of tools, and runs without Amanda.
 
-    model: an ONNX file, a folder with a SavedModel, a file of torch.export, or another file that a driver
-    reads; it is never changed.  out: path of the copy, written completely or not at all.
-    force: replace an existing file.
-    about: description of the tools in the file's metadata; by default the names of their classes.
-
     Only `@amanda.traceable` routines can be written; a tool sees by `context.is_static()` that its
     routines have to be traceable.  Backward ops are not in a file, so their analyses do not run.
     A tool that overrides `write_parts` writes a folder of files instead.
-    Raises NotTraceableError, which lists the other routines, ArtefactError, and FileError where `out` cannot
-    be written.
+
+    Args:
+        model: An ONNX file, a folder with a SavedModel, a file of torch.export, or another file that a driver
+            reads; it is never changed.
+        out: Path of the copy, written completely or not at all.
+        force: Replace an existing file.
+        about: Description of the tools in the file's metadata; by default the names of their classes.
+
+    Raises:
+        NotTraceableError: If a routine is Python that cannot be written into a file; it lists them.
+        ArtefactError: If the model cannot be read or written.
+        FileError: Where `out` cannot be written.
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)

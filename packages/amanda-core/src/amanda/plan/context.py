@@ -272,9 +272,12 @@ class OpContext(dict[str, Any]):
     def insert_before_op(self, func: Routine, inputs: Selection = None, **kwargs: Any) -> None:
         """Call `func` on the op's inputs before each execution; what it returns takes their place.
 
-        inputs: positions or names; None for all.  kwargs: given to every call of `func`.
         In graphs, analysis routines that require outputs may call it, too: `func` runs behind the routines
         that those without outputs have recorded, also of tools that depend on this one.
+
+        Args:
+            inputs: Positions or names; None for all.
+            **kwargs: Given to every call of `func`.
         """
         self._record_action(ActionType.INSERT_BEFORE_OP, func, inputs, kwargs)
 
@@ -302,10 +305,15 @@ class OpContext(dict[str, Any]):
         the replacement, that is an error.  A parameter named `original` gets a function that computes the op
         itself, in any mode: `original(*inputs)`, with as many inputs as the op has here.
 
-        reads: in a graph, inputs of other ops that have been analysed before, by op id and position: `func`
-        gets their values as the list `reads`, and gradients go to them, past the ops in between.
         Graphs of TensorFlow and ONNX Runtime support `reads`, those of PyTorch do not.
-        Raises ReplaceConflictError when another tool replaces the op already.
+
+        Args:
+            reads: In a graph, inputs of other ops that have been analysed before, by op id and position:
+                `func` gets their values as the list `reads`, and gradients go to them, past the ops in
+                between.
+
+        Raises:
+            ReplaceConflictError: When another tool replaces the op already.
         """
         if reads and self._facts.graph is None:
             raise ActionError(

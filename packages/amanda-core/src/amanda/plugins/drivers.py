@@ -40,7 +40,8 @@ _ANY = "amanda-driver-FRAMEWORK"
 def list_drivers(load: bool = False) -> list[Plugin]:
     """Return the drivers that are installed, with their state.
 
-    load: import the frameworks and their drivers to find out; otherwise nothing is imported.
+    Args:
+        load: Import the frameworks and their drivers to find out; otherwise nothing is imported.
     """
     return [candidate.plugin for candidate in _candidates(registry.entries(DRIVERS), load)]
 

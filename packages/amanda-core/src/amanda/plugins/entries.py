@@ -228,7 +228,10 @@ OFFERS = {
     "compress": Offer(
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
         ("sweep",),
-        ("axes", "dataflow", "dynamic_prune", "effective_flops", "onnx_graph", "trials", "weights"),
+        (
+            "axes", "checkpoints", "dataflow", "dynamic_prune", "effective_flops", "onnx_graph", "trials",
+            "weights",
+        ),
     ),
     "labs": Offer(
         ("effective_path", "inject", "partition", "patch", "remat", "rewrite", "search", "sentinel"),

@@ -43,7 +43,8 @@ __all__ = [
 def list_tools(load: bool = False) -> list[Plugin]:
     """Return the tools that are installed, with their state.
 
-    load: import the tools to find out; otherwise nothing is imported.
+    Args:
+        load: Import the tools to find out; otherwise nothing is imported.
     """
     entries_by_name = _tool_entries()
     return [_plugin_state(entry, entries, load) for entries in entries_by_name.values() for entry in entries]

@@ -279,8 +279,14 @@ def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
     """Apply tools to what runs in a scope: every op of every supported framework, forward and backward.
 
     Tools that they depend on join by themselves.
-    compiled: "eager" runs what torch.compile made op by op; "instrument" compiles it with routines in it.
-    Raises ToolError for what is not a tool, DependencyCycleError, and ScopeError for another `compiled`.
+
+    Args:
+        compiled: "eager" runs what torch.compile made op by op; "instrument" compiles it with routines in it.
+
+    Raises:
+        ToolError: For what is not a tool.
+        DependencyCycleError: If tools depend on each other in a circle.
+        ScopeError: For another `compiled`.
 
     >>> import amanda
     >>> with amanda.apply(amanda.Tool()) as scope:

@@ -143,16 +143,20 @@ class _ResidualSum:
 class AttentionPruneTool(DynamicPruneTool):
     """Drop tokens from later layers, by the attention that the tokens receive.
 
-    unit: "token", or "block" of `block` adjacent tokens.  by: "attention": each attention keeps the share
-    `keep` of its tokens that all heads and queries together attend to most; "learned": a predictor of two
-    layers chooses, from the attention that a token receives and pays to itself in each head; then `keep` is
-    the target of `loss()`, the mean share of tokens in all attentions.
-    protect: number of first tokens that are always kept.  strength: factor of the loss.  hidden: neurons of
-    the predictor.
-
     A dropped token is neither key nor query of later attentions, and residual connections keep its state.
     In training learned decisions are sampled (Gumbel, straight through).
+
     Sources: Guan et al. 2022, "Block-skim" and "Transkimmer"; Goyal et al. 2020, "PoWER-BERT", for the score.
+
+    Args:
+        unit: "token", or "block" of `block` adjacent tokens.
+        by: "attention": each attention keeps the share `keep` of its tokens that all heads and queries
+            together attend to most; "learned": a predictor of two layers chooses, from the attention that a
+            token receives and pays to itself in each head; then `keep` is the target of `loss()`, the mean
+            share of tokens in all attentions.
+        protect: Number of first tokens that are always kept.
+        strength: Factor of the loss.
+        hidden: Neurons of the predictor.
     """
 
     @checked

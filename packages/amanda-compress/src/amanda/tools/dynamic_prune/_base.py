@@ -174,12 +174,14 @@ _NOISE = "amanda.tools.dynamic_prune: noise"
 class DynamicPruneTool(amanda.Tool):
     """Base of tools that prune parts of ops, chosen for each input by predictors.
 
-    seed: of the predictors' initial values, and of the noise in training.  training: True if methods with
-    noise add it; set by `train`, as for a module.
-
     Predictors are made as their ops are analysed; `prepare(model, *example)` analyses beforehand, so that
     `parameters()` returns them for an optimizer.  Add `loss()` to the loss of the model.  `result` has the
     shares that were pruned since `clear()`.
+
+    Args:
+        seed: Of the predictors' initial values, and of the noise in training.
+
+    `training` is True if methods with noise add it; `train` sets it, as for a module.
     """
 
     purpose = "compress"

@@ -67,8 +67,10 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     saliency replaces the normalisation's scale.  Otherwise it multiplies the convolution's output, divided by
     its mean over the kept channels, without which activations would grow with their own size.
 
-    penalty: factor of the mean saliencies in `loss()`.
     Source: Gao et al. 2019, "Dynamic channel pruning: feature boosting and suppression".
+
+    Args:
+        penalty: Factor of the mean saliencies in `loss()`.
     """
 
     @checked
@@ -264,15 +266,20 @@ class ActivationPruneTool(DynamicPruneTool):
     convolution: a 3x3 convolution plus a linear function of the channel means.  Inner convolutions keep the
     positions that the next convolution reads.  In training the mask is sampled (Gumbel, straight through).
 
-    budget: share of the branches' multiply-accumulates that `loss()` aims at.  strength: factor of `loss()`.
-    temperature: of the mask's sigmoid, for its gradient.  seed: of mask units and training noise.
+    In PyTorch, and in TensorFlow's eager mode, a branch is recognised when its last op runs, so the first
+    pass of a model is dense; `prepare` may be that pass.
+
     The attribute `progress` is the finished share of the training: at 0 the budget binds each branch, at 1
     (the default) only all branches together.
 
-    In PyTorch, and in TensorFlow's eager mode, a branch is recognised when its last op runs, so the first
-    pass of a model is dense; `prepare` may be that pass.
     Source: Verelst & Tuytelaars 2020, "Dynamic convolutions: exploiting spatial sparsity for faster
     inference".
+
+    Args:
+        budget: Share of the branches' multiply-accumulates that `loss()` aims at.
+        strength: Factor of `loss()`.
+        temperature: Of the mask's sigmoid, for its gradient.
+        seed: Of mask units and training noise.
     """
 
     progress = 1.0

@@ -96,9 +96,13 @@ def effective(
 ) -> EffectiveResult:
     """Return effective MACs and bit operations of each op of the forward pass, pruned and quantised.
 
-    flops, prune, quantize: `result` of the three tools, from one scope or from several over the same model.
     Ops are matched by type, module and source.
     Source of bit operations: van Baalen et al. 2020, "Bayesian Bits", sec. 3; Baskin et al. 2021, "UNIQ".
+
+    Args:
+        flops: `result` of the three tools, from one scope or from several over the same model.
+        prune: See `flops`.
+        quantize: See `flops`.
     """
     density, bits = _density_of_ops(prune), _bits_of_ops(quantize)
     totals: dict[_Key, list[int]] = {}

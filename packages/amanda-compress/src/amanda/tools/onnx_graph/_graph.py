@@ -27,9 +27,13 @@ def read_onnx(
 ) -> ModelProto:
     """Read an ONNX model; its external data from regular files in its folder alone.
 
-    kind: of the error.  data: whether external data are read, which else are checked alone.
-    Raises FileError where the file cannot be read, and an error of the kind for another file, and where onnx
-    is not installed.
+    Args:
+        kind: Of the error.
+        data: Whether external data are read, which else are checked alone.
+
+    Raises:
+        FileError: Where the file cannot be read, and an error of the kind for another file, and where onnx is
+            not installed.
     """
     try:
         import onnx
@@ -63,8 +67,12 @@ def _tensors(message: Any) -> Iterator[TensorProto]:
 def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_external: bool = False) -> int:
     """Write a model, with its data in one file beside it where these are large.
 
-    folder: that of external data, which are read first.  is_external: data lie beside the model in any case.
-    Returns the bytes of the initializers.
+    Args:
+        folder: That of external data, which are read first.
+        is_external: Data lie beside the model in any case.
+
+    Returns:
+        The bytes of the initializers.
     """
     import onnx
     from onnx import external_data_helper
@@ -189,7 +197,9 @@ def remove_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
     """Remove initializers that nothing reads, and nodes that only move them; in bodies too.
 
     Types of values between nodes are removed as well: runtimes infer them, and edits may change them.
-    kept: names of initializers that stay, read or not.
+
+    Args:
+        kept: Names of initializers that stay, read or not.
     """
     del graph.value_info[:]
     read = {*kept, *(value.name for value in graph.output)}

@@ -53,9 +53,14 @@ def _for_any_framework(keep_mask: Callable[..., Array]) -> Callable[..., Any]:
 def element_mask(weight: Any, sparsity: Share = 0.5) -> Any:
     """Drop the round(sparsity * elements) smallest magnitudes.
 
-    weight: of any shape.  Raises PruneError for a sparsity outside [0, 1].
     Source: Han et al. 2015, "Learning both weights and connections"; equals torch.nn.utils.prune's
     `l1_unstructured`.
+
+    Args:
+        weight: Of any shape.
+
+    Raises:
+        PruneError: For a sparsity outside [0, 1].
     """
     return element_keep_masks([abs(weight)], sparsity)[0]
 
@@ -64,8 +69,13 @@ def element_mask(weight: Any, sparsity: Share = 0.5) -> Any:
 def n_m_mask(weight: Any, n: PositiveInt = 2, m: PositiveInt = 4) -> Any:
     """Keep the n largest magnitudes of every m consecutive values along the last axis.
 
-    weight: (..., k), k divisible by m.  Raises ShapeError otherwise, and for n above m.
     Source: Mishra et al. 2021, "Accelerating sparse deep neural networks" (2:4); Zhou et al. 2021, sec. 3.1.
+
+    Args:
+        weight: (..., k), k divisible by m.
+
+    Raises:
+        ShapeError: Otherwise, and for n above m.
     """
     return n_m_keep_mask(abs(weight), n, m)
 
@@ -74,10 +84,14 @@ def n_m_mask(weight: Any, n: PositiveInt = 2, m: PositiveInt = 4) -> Any:
 def tile_mask(weight: Any, sparsity: Share = 0.5, granularity: PositiveInt = 128) -> Any:
     """Drop columns, and then rows of each tile of `granularity` remaining columns.
 
-    weight: (k, n), the second factor of a product: k is summed over, n are outputs.  Columns and rows are
-    dropped in equal shares, 1 - sqrt(1 - sparsity) of each, by the root of the mean of their squares.
-    Raises ShapeError for a weight that is not a matrix.
     Source: Guo et al. 2020, "Accelerating sparse DNN models without hardware-support via tile-wise sparsity".
+
+    Args:
+        weight: (k, n), the second factor of a product: k is summed over, n are outputs.  Columns and rows are
+            dropped in equal shares, 1 - sqrt(1 - sparsity) of each, by the root of the mean of their squares.
+
+    Raises:
+        ShapeError: For a weight that is not a matrix.
     """
     return tile_keep_masks([abs(weight)], sparsity, granularity)[0]
 
@@ -86,9 +100,12 @@ def tile_mask(weight: Any, sparsity: Share = 0.5, granularity: PositiveInt = 128
 def channel_mask(weight: Any, sparsity: Share = 0.5, norm: Literal[1, 2] = 2, axis: int = 0) -> Any:
     """Drop the round(sparsity * channels) channels of the smallest norm.
 
-    weight: channels along `axis`.  norm: 1 or 2.
     Source: Li et al. 2017, "Pruning filters for efficient ConvNets" (L1); equals torch.nn.utils.prune's
     `ln_structured`.
+
+    Args:
+        weight: Channels along `axis`.
+        norm: 1 or 2.
     """
     (keep_mask,) = channel_keep_masks([do("moveaxis", abs(weight), axis, 0)], sparsity, norm)
     return do("moveaxis", keep_mask, 0, axis)
@@ -103,9 +120,14 @@ def block_mask(
 ) -> Any:
     """Drop the round(sparsity * blocks) blocks of the smallest norm.
 
-    weight: (k, n), of whole blocks.  norm: 1 or 2.
-    Raises ShapeError for a weight of another shape.
     Source: Narang et al. 2017, "Block-sparse recurrent neural networks" (with the largest magnitude there).
+
+    Args:
+        weight: (k, n), of whole blocks.
+        norm: 1 or 2.
+
+    Raises:
+        ShapeError: For a weight of another shape.
     """
     return block_keep_masks([abs(weight)], sparsity, block, norm)[0]
 
@@ -300,11 +322,18 @@ def input_permutation(
 ) -> NDArray[np.intp]:
     """Return an order of the channels along the last axis in which an n:m mask keeps more magnitude.
 
-    weight: an array (..., k), k divisible by m.  Returns k positions: an n:m mask of
-    `weight[..., permutation]` keeps at least as much as one of `weight`.  Each round swaps the pairs of
-    channels that gain most, no group of m twice, until no swap gains or `rounds` are over.
-    Raises ShapeError as `n_m_mask` does.
     Source: Pool & Yu 2021, "Channel permutations for N:M sparsity" (greedy channel swaps).
+
+    Args:
+        weight: An array (..., k), k divisible by m.
+
+    Returns:
+        k positions: an n:m mask of `weight[..., permutation]` keeps at least as much as one of `weight`.
+        Each round swaps the pairs of channels that gain most, no group of m twice, until no swap gains or
+        `rounds` are over.
+
+    Raises:
+        ShapeError: As `n_m_mask` does.
     """
     channels = np.abs(np.asarray(weight, np.float64)).reshape(-1, np.shape(weight)[-1]).T.copy()
     k = len(channels)

@@ -226,26 +226,35 @@ class PruneOptions:
 class PruneTool(WeightTool[PrunedWeight]):
     """Prune weights of convolutions and linear layers by masks; `finalize(model)` makes the zeros permanent.
 
-    sparsity: the dropped share of each weight (scope "local"), or of all weights together ("global").
-    pattern: "unstructured"; "2:4" or another n:m, which keeps n of each m consecutive input channels whatever
-        the sparsity; "block"; "tile"; "structured", whole output filters by their norm.
-    importance: "magnitude"; "gradient", |w * g|; "movement", the sum of -w * g over steps; "wanda", |w| times
-        the norm of the input, ranked for each output; "sparsegpt", which also changes the kept elements;
-        "random".
-    schedule: "constant", or "linear" or "cubic" from `initial_sparsity` at step `begin` to `sparsity` at
-        step `end`.
-    begin, end, frequency: masks are updated at step `begin`, at each `frequency`th step after it, and at
-        `end`; with a constant schedule and no frequency at `begin` alone.  A step is a call of the model,
-        unless the program calls `step()`.
-    regrow: how dropped elements come back when masks are updated.  None: never.  "importance": all elements
-        are ranked again.  "gradient" (RigL), "random" (SET): the share `regrow_fraction` of the kept
-        elements is exchanged for dropped ones.
-    type, module, exclude: globs of types of ops and of module paths; None for every convolution and product.
-    norm: of filters and blocks, 1 or 2.  block: outputs and inputs of a block.  granularity: columns of a
-        tile.  permute: search the order of input channels in which n:m keeps most.  mask_gradients: also mask
-        the gradients of weights.  seed: of importance and regrow "random".
+    Args:
+        sparsity: The dropped share of each weight (scope "local"), or of all weights together ("global").
+        pattern: "unstructured"; "2:4" or another n:m, which keeps n of each m consecutive input channels
+            whatever the sparsity; "block"; "tile"; "structured", whole output filters by their norm.
+        importance: "magnitude"; "gradient", |w * g|; "movement", the sum of -w * g over steps; "wanda", |w|
+            times the norm of the input, ranked for each output; "sparsegpt", which also changes the kept
+            elements; "random".
+        schedule: "constant", or "linear" or "cubic" from `initial_sparsity` at step `begin` to `sparsity` at
+            step `end`.
+        begin: Masks are updated at step `begin`, at each `frequency`th step after it, and at `end`; with a
+            constant schedule and no frequency at `begin` alone.  A step is a call of the model, unless the
+            program calls `step()`.
+        end: See `begin`.
+        frequency: See `begin`.
+        regrow: How dropped elements come back when masks are updated.  None: never.  "importance": all
+            elements are ranked again.  "gradient" (RigL), "random" (SET): the share `regrow_fraction` of the
+            kept elements is exchanged for dropped ones.
+        type: Globs of types of ops and of module paths; None for every convolution and product.
+        module: See `type`.
+        exclude: See `type`.
+        norm: Of filters and blocks, 1 or 2.
+        block: Outputs and inputs of a block.
+        granularity: Columns of a tile.
+        permute: Search the order of input channels in which n:m keeps most.
+        mask_gradients: Also mask the gradients of weights.
+        seed: Of importance and regrow "random".
 
-    Raises PruneError for options that contradict each other.
+    Raises:
+        PruneError: For options that contradict each other.
     """
 
     purpose = "compress"
@@ -438,10 +447,17 @@ class PruneTool(WeightTool[PrunedWeight]):
     def finalize(self, model: Any, semi_structured: bool = False) -> Any:
         """Write the masks into the weights of a model, which then computes the same without the tool.
 
-        semi_structured: also compress weights that are pruned 2:4 by torch.sparse.to_sparse_semi_structured,
-        for inference on GPUs; `result.dense` lists the weights that stay dense.
-        Returns `result`, see `WeightTool.finalize`.  Raises PruneError as that method does, and where no
-        weight can be compressed; without a GPU before any weight is changed.
+        Args:
+            semi_structured: Also compress weights that are pruned 2:4 by
+                torch.sparse.to_sparse_semi_structured, for inference on GPUs; `result.dense` lists the
+                weights that stay dense.
+
+        Returns:
+            `result`, see `WeightTool.finalize`.
+
+        Raises:
+            PruneError: As that method does, and where no weight can be compressed; without a GPU before any
+                weight is changed.
         """
         if not semi_structured:
             return super().finalize(model)

@@ -59,8 +59,11 @@ class Grid:
     def of(cls, bits: Bits, symmetric: bool) -> Grid:
         """Return the grid of signed integers of so many bits if symmetric, else of unsigned ones.
 
-        bits: or "e4m3" or "e5m2" for the numbers of a floating type, which always are symmetric.
-        Raises QuantizeError for other than 2 to 16 bits.
+        Args:
+            bits: Or "e4m3" or "e5m2" for the numbers of a floating type, which always are symmetric.
+
+        Raises:
+            QuantizeError: For other than 2 to 16 bits.
 
         >>> Grid.of(4, symmetric=True)
         Grid(low=-8, high=7, symmetric=True)
@@ -151,12 +154,15 @@ class Groups:
 def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half_even") -> tuple[Any, Any]:
     """Return the scale and zero point for a range, after it is widened to include zero.
 
-    least, most: scalars or (channels,) in float32, of any framework.  The scale is
-    (most - least) / (high - low), of a symmetric grid 2 max(-least, most) / (high - low), and at least
-    EPSILON.  The zero point low - least / scale is rounded as in torch.ao with "half_even", otherwise as in
-    TensorFlow: half away from zero.
     Sources: torch.ao.quantization.observer.UniformQuantizationObserverBase of PyTorch 2.13; Nudge in
     fake_quant_ops_functor.h of TensorFlow 2.21; Jacob et al. 2018, sec. 2.1.
+
+    Args:
+        least: Scalars or (channels,) in float32, of any framework.  The scale is (most - least) / (high -
+            low), of a symmetric grid 2 max(-least, most) / (high - low), and at least EPSILON.  The zero
+            point low - least / scale is rounded as in torch.ao with "half_even", otherwise as in TensorFlow:
+            half away from zero.
+        most: See `least`.
     """
     xp = tensors_of(least)
     # A difference gives a zero of the type and on the device of the range, in each framework.
@@ -218,13 +224,17 @@ def fake_quantize(
     """Return (clip(round(x / scale) + zero_point, low, high) - zero_point) * scale, in the type of `x`.
 
     NaN stays, and infinity is clipped.
-    x: of any framework and shape.  scale, zero_point: float32, scalars, or (channels,) with `axes` of the
-    channels in x.  rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by
-    1 / scale; "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it
-    rounds, divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as
-    C's round does.  A floating grid gives the number of the type that is nearest to x / scale, times scale:
-    bit-equal to torchao's float8 tensors.  kernel: True to use a kernel of the framework if there is one;
-    results are bit-equal.
+
+    Args:
+        x: Of any framework and shape.
+        scale: float32, scalars, or (channels,) with `axes` of the channels in x.
+        zero_point: See `scale`.
+        rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by 1 / scale;
+            "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it rounds,
+            divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as C's
+            round does.  A floating grid gives the number of the type that is nearest to x / scale, times
+            scale: bit-equal to torchao's float8 tensors.
+        kernel: True to use a kernel of the framework if there is one; results are bit-equal.
     """
     xp = tensors_of(x)
     kernel_result = _run_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None

@@ -32,16 +32,22 @@ class KVCacheTool(amanda.Tool):
     A cache is a tensor (batch, heads, tokens, channels) that torch.cat extends by the keys or values of new
     tokens, beginning with an empty tensor.  All ops read quantised tokens, also attention over the prompt.
 
-    bits: 2 to 8, of unsigned integers that span the range of each group.
-    group_size: number of consecutive numbers that share a scale.
-    keys, values: "token" for groups of channels of a token; "channel" for groups of consecutive tokens of a
-        channel, which are quantised once a group is complete.
-    residual: number of the newest tokens that stay unquantised.
-    module, exclude: globs of module paths to quantise, and to skip; a path includes its submodules.
-
     Gradients pass rounding straight through.
-    Raises QuantizeError for invalid options, and for channels that are not a multiple of `group_size`.
+
     Source: Liu et al. 2024 (KIVI), sec. 3.
+
+    Args:
+        bits: 2 to 8, of unsigned integers that span the range of each group.
+        group_size: Number of consecutive numbers that share a scale.
+        keys: "token" for groups of channels of a token; "channel" for groups of consecutive tokens of a
+            channel, which are quantised once a group is complete.
+        values: See `keys`.
+        residual: Number of the newest tokens that stay unquantised.
+        module: Globs of module paths to quantise, and to skip; a path includes its submodules.
+        exclude: See `module`.
+
+    Raises:
+        QuantizeError: For invalid options, and for channels that are not a multiple of `group_size`.
 
     >>> cache = KVCacheTool(bits=2, keys="channel", residual=32)
     """
@@ -233,11 +239,14 @@ class CachedStates:
 def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis) -> Tensor:
     """Return keys or values rounded to integers of so many bits, in their own dtype.
 
-    states: (..., tokens, channels).  axis: "token" for groups of channels, "channel" for groups of tokens,
-    of which both have to be a multiple of `group_size`.  A number x of a group becomes
-    round((x - least) / scale) * scale + least, scale being (most - least) / (2^bits - 1); scale and least are
-    kept in the dtype of the states.
     Source: Liu et al. 2024 (KIVI), sec. 3.1, and Frantar et al. 2022 for groups.
+
+    Args:
+        states: (..., tokens, channels).
+        axis: "token" for groups of channels, "channel" for groups of tokens, of which both have to be a
+            multiple of `group_size`.  A number x of a group becomes round((x - least) / scale) * scale +
+            least, scale being (most - least) / (2^bits - 1); scale and least are kept in the dtype of the
+            states.
     """
     import torch
 

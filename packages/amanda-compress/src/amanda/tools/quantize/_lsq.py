@@ -107,8 +107,11 @@ def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
 def lsq_quantize(x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Sequence[int] = ()) -> Any:
     """Return round(clip((x - offset) / scale, low, high)) * scale + offset, half to even, in `x`'s type.
 
-    scale, offset: scalars, or (channels,) with `axes` of the channels in x; without an offset it is LSQ's.
     Sources: Esser et al. 2020, eqs. 1 and 2; Bhalgat et al. 2020, eqs. 1 and 2.
+
+    Args:
+        scale: A scalar, or (channels,) with `axes` of the channels in x; without an offset it is LSQ's.
+        offset: Of the shape of the scale; None for LSQ.
     """
     xp = tensors_of(x)
     s, shift, v = _divide_by_scale(x, scale, offset, axes)
@@ -125,8 +128,11 @@ def lsq_gradients(
     With v = (x - offset) / scale, inside where low < v < high: x's gradient is `gradient` inside, else 0.
     The scale's is the sum of `gradient` times round(v) - v inside, and times the nearest end of the grid
     outside.  The offset's is the sum of `gradient` outside.
-    factor: `gradient_scale`, which multiplies the gradients of scale and offset.
+
     Sources: Esser et al. 2020, eqs. 3 and 5; Bhalgat et al. 2020, eqs. 3 to 5.
+
+    Args:
+        factor: `gradient_scale`, which multiplies the gradients of scale and offset.
     """
     xp = tensors_of(x)
     wide = xp.wide(gradient)
@@ -146,8 +152,10 @@ def lsq_gradients(
 def gradient_scale(count: int, grid: Grid) -> float:
     """Return 1 / sqrt(count * high), which balances the updates of a scale with those of weights.
 
-    count: of the weights, or of the features of one example, that share the scale.
     Source: Esser et al. 2020, sec. 2.2.
+
+    Args:
+        count: Number of weights, or of features of one example, that share the scale.
     """
     return 1 / sqrt(count * grid.high)
 

@@ -230,8 +230,9 @@ class MinMaxObserver(Observer):
 class HistogramObserver(Observer):
     """Range with the least squared error in a histogram of all batches; torch.ao's HistogramObserver.
 
-    levels: the number of integers of the grid.  torch.ao's observer takes 256 also where quant_min and
-    quant_max leave fewer.
+    Args:
+        levels: The number of integers of the grid.  torch.ao's observer takes 256 also where quant_min and
+            quant_max leave fewer.
     """
 
     @checked(error=QuantizeError)
@@ -299,7 +300,8 @@ class MseObserver(HistogramObserver):
 class PerChannelObserver(Observer):
     """Ranges by channel: a separate observer for each channel.
 
-    axes: of the channels; several axes count as one, the last varies fastest.
+    Args:
+        axes: Of the channels; several axes count as one, the last varies fastest.
     """
 
     @checked(error=QuantizeError)

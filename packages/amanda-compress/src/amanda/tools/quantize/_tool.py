@@ -175,29 +175,36 @@ def _write_operands(context: amanda.OpContext) -> None:
 class QuantizeTool(amanda.Tool):
     """Simulate quantisation of the weights and activations that ops read.
 
-    method: where scales come from.  "static": a calibration, then they are fixed; "dynamic": for activations
-        the values of each execution; "qat": training with the straight-through estimator, where scales
-        follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of activations.
-    weight_bits, activation_bits: 2 to 16, or "e4m3" or "e5m2" for 8-bit floating-point types; None leaves
-        weights or activations unquantised.  {"layer1": 8, "*": 4} gives bits by globs of module paths; the
-        first matching glob applies, and an op without a match is not quantised.
-    type: globs of op types, as StandardMapping or the framework names them; None for convolutions, linear
-        layers, matrix products and attention.
-    module, exclude: globs of module paths to quantise, and to skip; a path includes its submodules.
-    observer, weight_observer: how a calibration chooses the range of activations, and of weights: "minmax",
-        "percentile" (from 100 - `percentile` to `percentile`), "mse" (least squared error), "histogram" (as
-        in torch.ao).
-    per_channel: True for a scale for each output channel of a weight, False for one scale.
-    group_size: number of consecutive input channels of a weight that share a scale, such as 32, 64 or 128;
-        None for no groups.
-    symmetric_weights, symmetric_activations: True for signed integers with zero point 0, False for unsigned
-        integers with any zero point.
-    rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
-    averaging: weight of each new batch in the moving averages of "qat".
-    calibration: number of executions that calibrate an op; 0: only executions in `with calibrating()`.
-    sqnr: measure signal-to-quantisation-noise ratios; each op then runs twice.
+    Args:
+        method: Where scales come from.  "static": a calibration, then they are fixed; "dynamic": for
+            activations the values of each execution; "qat": training with the straight-through estimator,
+            where scales follow the values until `freeze`; "lsq", "lsq+": learned scales, and offsets of
+            activations.
+        weight_bits: 2 to 16, or "e4m3" or "e5m2" for 8-bit floating-point types; None leaves weights or
+            activations unquantised.  {"layer1": 8, "*": 4} gives bits by globs of module paths; the first
+            matching glob applies, and an op without a match is not quantised.
+        activation_bits: See `weight_bits`.
+        type: Globs of op types, as StandardMapping or the framework names them; None for convolutions, linear
+            layers, matrix products and attention.
+        module: Globs of module paths to quantise, and to skip; a path includes its submodules.
+        exclude: See `module`.
+        observer: How a calibration chooses the range of activations, and of weights: "minmax", "percentile"
+            (from 100 - `percentile` to `percentile`), "mse" (least squared error), "histogram" (as in
+            torch.ao).
+        weight_observer: See `observer`.
+        per_channel: True for a scale for each output channel of a weight, False for one scale.
+        group_size: Number of consecutive input channels of a weight that share a scale, such as 32, 64 or
+            128; None for no groups.
+        symmetric_weights: True for signed integers with zero point 0, False for unsigned integers with any
+            zero point.
+        symmetric_activations: See `symmetric_weights`.
+        rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
+        averaging: Weight of each new batch in the moving averages of "qat".
+        calibration: Number of executions that calibrate an op; 0: only executions in `with calibrating()`.
+        sqnr: Measure signal-to-quantisation-noise ratios; each op then runs twice.
 
-    Raises QuantizeError for options that contradict each other.
+    Raises:
+        QuantizeError: For options that contradict each other.
 
     >>> quantize = QuantizeTool(activation_bits=None)
     """

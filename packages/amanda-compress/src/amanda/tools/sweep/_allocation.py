@@ -76,7 +76,9 @@ class OpCosts(amanda.Tool):
     ) -> float:
         """Return FLOPs of the forward pass; what an op does besides products, such as a bias, stays.
 
-        shares: what is left of an op's products, and of its weight, by op id.  skipped: ops that do not run.
+        Args:
+            shares: What is left of an op's products, and of its weight, by op id.
+            skipped: Ops that do not run.
         """
         total = 0.0
         for op_id, cost in self._flops.items():

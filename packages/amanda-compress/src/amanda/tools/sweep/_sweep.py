@@ -34,22 +34,29 @@ class _Measurement(NamedTuple):
 class Sweep(Generic[Level]):
     """Evaluate a program with a tool at one op alone, and at all ops together, at each level.
 
-    evaluate: function that runs the model and returns a number, such as an accuracy; each point calls it
-    once, and it must return the same number each time.
-    make: function that returns a new tool for a level.  levels: from mild to harsh.
-    prepare: function that is called with each tool in its scope before the evaluation, such as a calibration.
-    level, metric: names of the two in results.  progress: True for a progress bar on stderr, lines in a file.
-    compiled: what happens to callables that torch.compile made, as in `amanda.apply`.
-    cost: the cost that `search` keeps within a budget. "size" or "flops" need `left(level, weight)`, which
-    returns the share of the cost that remains at a level. A function returns a number, such as a latency; it
-    is called with the tools in force after each evaluation, and without tools for the unchanged model.
-
     The program is evaluated first without a tool; then at each level with the tool at all ops, which shows
     where the tool acts; then with the tool at each of these ops alone (`Tool.restrict`). The tools leave
     weights unchanged, unless `evaluate` changes them.
 
-    Raises SweepError without levels, and for two that are equal in six digits; `run` where the metric without
-    a tool is not a finite number.
+    Args:
+        evaluate: Function that runs the model and returns a number, such as an accuracy; each point calls it
+            once, and it must return the same number each time.
+        make: Function that returns a new tool for a level.
+        levels: From mild to harsh.
+        prepare: Function that is called with each tool in its scope before the evaluation, such as a
+            calibration.
+        level: Names of the two in results.
+        metric: See `level`.
+        progress: True for a progress bar on stderr, lines in a file.
+        compiled: What happens to callables that torch.compile made, as in `amanda.apply`.
+        cost: The cost that `search` keeps within a budget. "size" or "flops" need `left(level, weight)`,
+            which returns the share of the cost that remains at a level. A function returns a number, such as
+            a latency; it is called with the tools in force after each evaluation, and without tools for the
+            unchanged model.
+
+    Raises:
+        SweepError: Without levels, and for two that are equal in six digits; `run` where the metric without a
+            tool is not a finite number.
     """
 
     @checked(error=SweepError)
@@ -98,12 +105,13 @@ class Sweep(Generic[Level]):
     def run(self, retries: NonNegativeInt = 0) -> SweepResult:
         """Measure all points that are not measured yet, and return the result.
 
-        retries: number of further evaluations of a point that failed, now or in an earlier run.
-
         An exception, NaN or infinity in the evaluation of a point is logged and recorded as `Point.error`.
         Exceptions of the evaluation without a tool, Amanda's errors, such as for options of a tool, and
         KeyboardInterrupt reach the caller: `result` has the points measured before, and another `run`
         measures the rest.
+
+        Args:
+            retries: Number of further evaluations of a point that failed, now or in an earlier run.
         """
         with Progress(self._progress) as progress:
             if self._dense is None:
@@ -132,8 +140,6 @@ class Sweep(Generic[Level]):
     ) -> SearchResult:
         """Choose a level for each op within a cost budget, and evaluate the choice.
 
-        budgets: shares of the cost without the tool, such as 0.25.  retries: as in `run`.
-
         Each op gets a level, or "keep" for no change. The choice has the least sum of drops, each measured at
         one op alone; a drop below 0 counts as 0. Ops that read a weight in common get the same level.
 
@@ -141,7 +147,12 @@ class Sweep(Generic[Level]):
         trials of the Pareto front are marked. `tools(trial.architecture)` returns the tools of a trial.
         `run` measures missing points first.
 
-        Raises SweepError without a cost, and for a budget below the cost of the harshest levels.
+        Args:
+            budgets: Shares of the cost without the tool, such as 0.25.
+            retries: As in `run`.
+
+        Raises:
+            SweepError: Without a cost, and for a budget below the cost of the harshest levels.
         """
         name = self._cost_model.name
         if self._cost_model.cost is None:
@@ -281,13 +292,20 @@ Number = TypeVar("Number", int, float)
 class SparsitySweep(Sweep[float]):
     """Measure a metric against sparsity: prune the weight of one op at a time, and all together.
 
-    evaluate, metric, progress, compiled: see `Sweep`.  sparsities: shares of each weight that become zero.
-    options: of `PruneTool`, such as pattern and type.
-    cost: "size" (bytes of weights that are not zero, without indices), "flops" or a function: see `Sweep`.
     With scope="global" a first evaluation of each point ranks the weights together. An importance by inputs
     reads the inputs of that evaluation; one by gradients needs an evaluation with a backward pass.
 
     Raises PruneTool's errors for invalid options and levels.
+
+    Args:
+        evaluate: See `Sweep`.
+        metric: See `evaluate`.
+        progress: See `evaluate`.
+        compiled: See `evaluate`.
+        sparsities: Shares of each weight that become zero.
+        options: Of `PruneTool`, such as pattern and type.
+        cost: "size" (bytes of weights that are not zero, without indices), "flops" or a function: see
+            `Sweep`.
 
     >>> sweep = SparsitySweep(lambda: 1.0, sparsities=[0.5, 0.9], pattern="structured", progress=False)
     """
@@ -322,14 +340,20 @@ class SparsitySweep(Sweep[float]):
 class BitsSweep(Sweep[int]):
     """Measure a metric against bits: quantise the inputs of one op at a time, and all together.
 
-    evaluate, metric, progress, compiled: see `Sweep`.  bits: of each quantised number.
-    weights, activations: True to quantise them.
-    calibrate: function that runs the model on examples to choose scales of activations; None to choose them
-    at each execution.
-    cost: "size" (bytes of weights at their bits, without scales) or a function: see `Sweep`.
-    options: of `QuantizeTool`, such as type, observer, per_channel.
-
     Raises QuantizeTool's errors for invalid options and levels.
+
+    Args:
+        evaluate: See `Sweep`.
+        metric: See `evaluate`.
+        progress: See `evaluate`.
+        compiled: See `evaluate`.
+        bits: Of each quantised number.
+        weights: True to quantise them.
+        activations: See `weights`.
+        calibrate: Function that runs the model on examples to choose scales of activations; None to choose
+            them at each execution.
+        cost: "size" (bytes of weights at their bits, without scales) or a function: see `Sweep`.
+        options: Of `QuantizeTool`, such as type, observer, per_channel.
 
     >>> sweep = BitsSweep(lambda: 1.0, bits=[8, 4], activations=False, progress=False)
     """

@@ -71,8 +71,10 @@ class Progress:
 def check_number(value: Any, evaluate: Any, error: type[AmandaError], name: str = "") -> float:
     """Return a number, from the value that a function of the user, `evaluate`, returned.
 
-    name: of the number, where it has to be finite; "" for a number that may be NaN or infinite.
     Raises an `error` for a value that is not a number, and ValueError for one that is not finite.
+
+    Args:
+        name: Of the number, where it has to be finite; "" for a number that may be NaN or infinite.
     """
     try:
         number = float(value.item() if hasattr(value, "item") else value)

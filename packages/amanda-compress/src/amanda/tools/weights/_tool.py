@@ -44,8 +44,10 @@ class WeightTool(amanda.Tool, Generic[W]):
     initializers of ONNX files.  A parameter that several ops read is one weight.  `left` has the reason for
     each selected weight that stays unchanged.  State is saved by the path of the parameter in the model.
 
-    type: globs of op types; None for every convolution and product.
-    module, exclude: globs of module paths to change, and to leave unchanged.
+    Args:
+        type: Globs of op types; None for every convolution and product.
+        module: Globs of module paths to change, and to leave unchanged.
+        exclude: See `module`.
     """
 
     elementwise: ClassVar[bool] = False
@@ -107,7 +109,8 @@ class WeightTool(amanda.Tool, Generic[W]):
     def on_read(self, weight: W, present: Present) -> None:
         """Update the state before an op reads a weight; by default call `update` at the first read.
 
-        present: returns the value that the op reads.
+        Args:
+            present: Returns the value that the op reads.
         """
         # Loaded state is ready, and is not computed anew.
         if not weight.is_ready:
@@ -119,8 +122,10 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Compute the state of a weight from its value, by `weight[name] = ...`.
 
         Called at the first read of a weight, and again after `clear`; does nothing unless overridden.
-        value: an array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order of
-        outputs, inputs, window; of an elementwise tool as ops read it.
+
+        Args:
+            value: An array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order
+                of outputs, inputs, window; of an elementwise tool as ops read it.
         """
 
     transform: Callable[..., Any]
@@ -189,13 +194,20 @@ class WeightTool(amanda.Tool, Generic[W]):
     def finalize(self, model: Any) -> Any:
         """Write changed weights into a model, which then computes the same without the tool.
 
-        model: a module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables; those
-        of a session's graph within `with session.as_default()`; in JAX a module of Flax or Equinox, or a
-        pytree of parameters.
-        Returns `result` with the model as `result.model`: in JAX a new pytree, unless it is a module of Flax
-        NNX or of Keras.  Raises the tool's error for a computed weight, which no parameter holds, and for a
-        model without a weight that the tool has changed.  An exception restores the model: a copy of the old
-        values is kept until all weights are written.
+        An exception restores the model: a copy of the old values is kept until all weights are written.
+
+        Args:
+            model: A module of PyTorch, a model of Keras, a tf.Module, or a list of parameters or variables;
+                those of a session's graph within `with session.as_default()`; in JAX a module of Flax or
+                Equinox, or a pytree of parameters.
+
+        Returns:
+            `result` with the model as `result.model`: in JAX a new pytree, unless it is a module of Flax NNX
+            or of Keras.
+
+        Raises:
+            AmandaError: Of the tool's own kind, for a computed weight, which no parameter holds, and for a
+                model without a weight that the tool has changed.
         """
         weights = [weight for weight in self.weights if weight.is_ready]
         computed = [weight.module or weight.source for weight in weights if weight.holder is None]

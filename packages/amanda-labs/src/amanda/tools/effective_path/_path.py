@@ -103,7 +103,8 @@ class Layer:
 class EffectivePath:
     """The layers of a path, from input to output; `|` is the union of two paths.
 
-    label: the neuron of the output that the path explains; None for a union of paths with several labels.
+    Args:
+        label: The neuron of the output that the path explains; None for a union of paths with several labels.
     """
 
     def __init__(self, layers: Mapping[str, Layer], label: int | None = None) -> None:

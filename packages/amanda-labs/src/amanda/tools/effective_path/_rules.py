@@ -82,11 +82,14 @@ def leading(
 ) -> NDArray[np.bool_]:
     """Return True for the fewest positive contributions whose sum is at least theta times a neuron's value.
 
-    contributions: (neurons, terms).  value: (neurons,); NaN stands for the sum of the positive contributions,
-    and a neuron whose value is not positive has none.  If the positive contributions do not reach the value,
-    all of them are returned; of equal contributions the first comes first.  mode "absolute": all
-    contributions of theta or more.
     Source: Qiu et al. 2019, sec. 3.1; Gan et al. 2020 (Ptolemy), sec. 3.
+
+    Args:
+        contributions: (neurons, terms).
+        value: (neurons,); NaN stands for the sum of the positive contributions, and a neuron whose value is
+            not positive has none.  If the positive contributions do not reach the value, all of them are
+            returned; of equal contributions the first comes first.  mode "absolute": all contributions of
+            theta or more.
     """
     # What lowers a neuron does not explain its value.
     positive = contributions > 0

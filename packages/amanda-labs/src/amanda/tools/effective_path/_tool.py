@@ -49,15 +49,19 @@ _MAX_EXECUTIONS = 64
 class EffectivePathTool(amanda.Tool):
     """Extract the neurons, synapses and weights that explain each output of a model.
 
-    theta, mode: a neuron is explained by the fewest inputs whose contributions sum to the share theta of its
-    value ("cumulative"), or by all inputs that contribute theta or more ("absolute").
-    output: pattern for the module path of the op with the classes; by default the last op that makes
-    (samples, classes).  rules: functions that return the terms of an op's outputs, by the word of
-    StandardMapping or the framework's own name of an op; they replace built-in rules.
-
     `paths` and `result` are of the last pass.  A pass begins when an op runs again on the same inputs as
     before, or on new inputs; a loop over results of other ops continues the pass.
+
     Source: Qiu et al. 2019, Adversarial Defense Through Network Profiling Based Path Extraction.
+
+    Args:
+        theta: A neuron is explained by the fewest inputs whose contributions sum to the share theta of its
+            value ("cumulative"), or by all inputs that contribute theta or more ("absolute").
+        mode: See `theta`.
+        output: Pattern for the module path of the op with the classes; by default the last op that makes
+            (samples, classes).
+        rules: Functions that return the terms of an op's outputs, by the word of StandardMapping or the
+            framework's own name of an op; they replace built-in rules.
     """
 
     purpose = "look"
@@ -145,8 +149,11 @@ class EffectivePathTool(amanda.Tool):
     def paths(self, labels: Sequence[int] | None = None) -> list[EffectivePath]:
         """Return a path for each sample of the last pass.
 
-        labels: the class to explain for each sample; by default the one with the largest output.
-        Raises PathError if no pass has made (samples, classes), or no path leads back from there.
+        Args:
+            labels: The class to explain for each sample; by default the one with the largest output.
+
+        Raises:
+            PathError: If no pass has made (samples, classes), or no path leads back from there.
         """
         graph = self._trace.graph
         steps = self._executed_steps(graph)

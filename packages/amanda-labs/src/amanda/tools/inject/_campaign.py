@@ -288,17 +288,21 @@ class _HangWatch(amanda.Tool):
 class Campaign:
     """Run a program many times with faults, and classify the outcomes.
 
-    tool: injects the faults; its seed and the number of a trial determine them.  trials: number of runs.
-    compare: function of the output without faults and the output of a trial; returns True for a corrupted
-        output: `differs`, `differs_by(...)`, `top1_changed` or a function of yours.  Outputs are NumPy arrays
-        in the structure that the program returned.
-    sample: "ops": each trial picks one execution of one op, all equally likely; "elements": with a likelihood
-        proportional to the number of elements; "all": each execution can have faults, by the tool's options.
-    hang_factor: stop a program that executes this many times the ops of the run without faults.
-    timeout: stop a program after so many seconds.  Both are checked as ops begin, so a kernel that does not
-        return is not stopped.  With None for both, ops that are not selected are not instrumented.
+    Args:
+        tool: Injects the faults; its seed and the number of a trial determine them.
+        trials: Number of runs.
+        compare: Function of the output without faults and the output of a trial; returns True for a corrupted
+            output: `differs`, `differs_by(...)`, `top1_changed` or a function of yours.  Outputs are NumPy
+            arrays in the structure that the program returned.
+        sample: "ops": each trial picks one execution of one op, all equally likely; "elements": with a
+            likelihood proportional to the number of elements; "all": each execution can have faults, by the
+            tool's options.
+        hang_factor: Stop a program that executes this many times the ops of the run without faults.
+        timeout: Stop a program after so many seconds.  Both are checked as ops begin, so a kernel that does
+            not return is not stopped.  With None for both, ops that are not selected are not instrumented.
 
-    Raises InjectError for options that are not valid.
+    Raises:
+        InjectError: For options that are not valid.
     """
 
     @checked(error=InjectError)

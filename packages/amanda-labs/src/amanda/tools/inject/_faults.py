@@ -83,8 +83,11 @@ def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
 def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
     """Return a row of bytes for each number, rounded, and for integers clipped to the range of the type.
 
-    like: a tensor of the type, whose library rounds if NumPy lacks the type.
-    Raises ValueError for NaN in integers.
+    Args:
+        like: A tensor of the type, whose library rounds if NumPy lacks the type.
+
+    Raises:
+        ValueError: For NaN in integers.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         # The framework rounds as it does elsewhere; ml_dtypes may round ties otherwise.

@@ -49,36 +49,43 @@ Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", 
 class InjectTool(amanda.Tool):
     """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` empties it.
 
-    fault: "bit_flip", "stuck_at_0", "stuck_at_1" change `flips` bits of an element, by default 1; "multi_bit"
-        flips adjacent bits, by default 2; "value", "zero", "nan" write `value`, 0, NaN; "gaussian" adds noise
-        of standard deviation `scale`; "uniform" adds noise of at most `scale`; "relative" multiplies by
-        1 + gaussian; "wrong_row" copies elements from another index of `axis`, by default -2.
-    target: "outputs"; "inputs" that are not parameters; "weights", parameters as the op reads them (the
-        stored parameters stay unchanged); "grad_outputs", which enter a backward op; "grad_inputs", which
-        leave it; "weight_grads", the gradient of the weight.
-    type, module, exclude: globs of op types ("conv2d", "conv*"), as StandardMapping or the framework names
-        them, and of module paths ("layer1"): see `amanda.tools.select.Selection`.  A backward op has a type
-        of its own ("linear_backward"); the type of a forward op selects its first backward op, or for
-        "weight_grads" the one that computes the weight's gradient.
-    index: position of the tensor among the op's inputs, outputs or gradients; None for all targets.
-    probability: chance of a fault in an element, at each execution.  count: faults at each execution, by
-        default 1.  Give at most one of the two.
-    bits: positions of the bits that may change, 0 the least significant; None for all.  field: part of the
-        number in which they lie: "sign", "exponent", "mantissa" or "any".
-    axis: a fault changes the same bits in a whole slice, all elements with one index of this axis; `count`
-        and `probability` count slices.  None: a fault changes one element.
-    seed: faults depend on the seed, the op's id and the number of the execution alone; the framework's random
-        generators are not touched.
-    permanent: inject the same faults at every execution of an op.
-    start, end, frequency: faults hit the executions in `range(start, end, frequency)` of each op.
-    limit: maximum number of changed elements that `result` lists.
-
     On fault models: in Tyagi et al. 2026 (arXiv 2605.04213), stuck-at faults in the gates of a GPU gave NaN
     or Inf in 1.01 % of corruptions, one flipped bit in under 40 % of the corruptions with flipped bits, and
     periodic addresses.  Fernandes dos Santos et al. 2022 (arXiv 2211.13094) show why single flips are too
     simple.  Choose bits and period yourself: no distribution is built in.
 
-    Raises InjectError for contradictory options.
+    Args:
+        fault: "bit_flip", "stuck_at_0", "stuck_at_1" change `flips` bits of an element, by default 1;
+            "multi_bit" flips adjacent bits, by default 2; "value", "zero", "nan" write `value`, 0, NaN;
+            "gaussian" adds noise of standard deviation `scale`; "uniform" adds noise of at most `scale`;
+            "relative" multiplies by 1 + gaussian; "wrong_row" copies elements from another index of `axis`,
+            by default -2.
+        target: "outputs"; "inputs" that are not parameters; "weights", parameters as the op reads them (the
+            stored parameters stay unchanged); "grad_outputs", which enter a backward op; "grad_inputs", which
+            leave it; "weight_grads", the gradient of the weight.
+        type: Globs of op types ("conv2d", "conv*"), as StandardMapping or the framework names them, and of
+            module paths ("layer1"): see `amanda.tools.select.Selection`.  A backward op has a type of its own
+            ("linear_backward"); the type of a forward op selects its first backward op, or for "weight_grads"
+            the one that computes the weight's gradient.
+        module: See `type`.
+        exclude: See `type`.
+        index: Position of the tensor among the op's inputs, outputs or gradients; None for all targets.
+        probability: Chance of a fault in an element, at each execution.
+        count: Faults at each execution, by default 1.  Give at most one of the two.
+        bits: Positions of the bits that may change, 0 the least significant; None for all.
+        field: Part of the number in which they lie: "sign", "exponent", "mantissa" or "any".
+        axis: A fault changes the same bits in a whole slice, all elements with one index of this axis;
+            `count` and `probability` count slices.  None: a fault changes one element.
+        seed: Faults depend on the seed, the op's id and the number of the execution alone; the framework's
+            random generators are not touched.
+        permanent: Inject the same faults at every execution of an op.
+        start: Faults hit the executions in `range(start, end, frequency)` of each op.
+        end: See `start`.
+        frequency: See `start`.
+        limit: Maximum number of changed elements that `result` lists.
+
+    Raises:
+        InjectError: For contradictory options.
     """
 
     purpose = "change"

@@ -414,8 +414,12 @@ class Plan:
     ) -> Pipeline:
         """Return the model of PyTorch, cut into the stages of this plan.
 
-        mb_args, mb_kwargs: an example of the model's inputs, of the size of one micro-batch.
-        Raises PartitionError for another model than the traced one, or one that cannot be cut at these ops.
+        Args:
+            mb_args: An example of the model's inputs, of the size of one micro-batch.
+            mb_kwargs: See `mb_args`.
+
+        Raises:
+            PartitionError: For another model than the traced one, or one that cannot be cut at these ops.
         """
         from amanda.tools.partition._pytorch_pipeline import Pipeline
 

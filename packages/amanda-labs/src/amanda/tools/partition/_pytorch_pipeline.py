@@ -161,7 +161,9 @@ class Pipeline:
         """Return the schedule of the plan for a stage, a `ScheduleGPipe` or `Schedule1F1B`.
 
         Its `step` also adds up the gradients of parameters that several stages hold.
-        options: those of PyTorch's schedules, such as `scale_grads`.
+
+        Args:
+            **options: Those of PyTorch's schedules, such as `scale_grads`.
         """
         count = self.plan.microbatches if microbatches is None else microbatches
         pipeline_schedule = schedule_class(self.plan.schedule)(stage, count, loss_fn, **options)

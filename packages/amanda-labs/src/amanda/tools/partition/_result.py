@@ -373,8 +373,13 @@ class PartsResult(PartitionResult):
 class StageChain:
     """Sessions of the files that `PartitionTool` wrote into a folder, run in the order of `partition.json`.
 
-    options, providers: of each session, as onnxruntime.InferenceSession has them.
-    Raises FileError for a folder without such a file, ArtefactError for another file of this name.
+    Args:
+        options: Of each session, as onnxruntime.InferenceSession has them.
+        providers: See `options`.
+
+    Raises:
+        FileError: For a folder without such a file.
+        ArtefactError: For another file of this name.
     """
 
     @checked(error=ArtefactError)
@@ -393,7 +398,8 @@ class StageChain:
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
         """Run the parts in order, and return outputs of the whole model.  output_names: None for all.
 
-        feeds: inputs of the whole model.  A value is dropped once no later part reads it.
+        Args:
+            feeds: Inputs of the whole model.  A value is dropped once no later part reads it.
         """
         requested = self.outputs if output_names is None else list(output_names)
         unknown_names = [name for name in requested if name not in self.outputs]

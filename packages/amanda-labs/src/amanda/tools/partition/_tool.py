@@ -110,24 +110,32 @@ ResultT = TypeVar("ResultT", PartitionResult, ProtectedResult)
 class PartitionTool(amanda.Tool, Generic[ResultT]):
     """Plan pipeline stages of a model for several devices, with balanced loads and few bytes between stages.
 
-    stages: number of stages, 2 if None.  cost: the cost of an op: its FLOPs, or its measured "time".
-    method: "order" cuts the order of execution to make the slowest stage as fast as possible; "min_cut"
-    cuts into two sides with the fewest bytes between them.
-    microbatches, schedule: the pipeline, which determines its bubble and the memory of activations.
-    memory: bytes of each device, None for no limit.  copies: device memory of a parameter, as a multiple of
-    its bytes; None for 4 in training (value, gradient, two moments of Adam) and 1 otherwise.
-    byte_cost: FLOPs, or seconds, to send a byte between stages; a link can then be the slowest part.
-    tolerance: allowed slowdown of the slowest stage, as a share, to send fewer bytes; with "min_cut" the
-    allowed difference of a side from half.
-    protect: ops that another process runs, which alone holds their parameters; there are no stages then, and
-    `result` is a `ProtectedResult`.  Select them by "module=classifier|layer4.*" or "type=...".  This
-    separates processes; it is no defence against programs of the same user, which can read their memory.
+    `clear` forgets what was executed.
+
+    Args:
+        stages: Number of stages, 2 if None.
+        cost: The cost of an op: its FLOPs, or its measured "time".
+        method: "order" cuts the order of execution to make the slowest stage as fast as possible; "min_cut"
+            cuts into two sides with the fewest bytes between them.
+        microbatches: The pipeline, which determines its bubble and the memory of activations.
+        schedule: See `microbatches`.
+        memory: Bytes of each device, None for no limit.
+        copies: Device memory of a parameter, as a multiple of its bytes; None for 4 in training (value,
+            gradient, two moments of Adam) and 1 otherwise.
+        byte_cost: FLOPs, or seconds, to send a byte between stages; a link can then be the slowest part.
+        tolerance: Allowed slowdown of the slowest stage, as a share, to send fewer bytes; with "min_cut" the
+            allowed difference of a side from half.
+        protect: Ops that another process runs, which alone holds their parameters; there are no stages then,
+            and `result` is a `ProtectedResult`.  Select them by "module=classifier|layer4.*" or "type=...".
+            This separates processes; it is no defence against programs of the same user, which can read
+            their memory.
+
     `amanda.instrument` of an ONNX file with this tool writes `partition.json` and a file for each stage, or
     for the ops before, in and after the protected part; `StageChain` runs these files, and `result` is then
     a `PartsResult`.
 
-    `clear` forgets what was executed.  Raises OptionError for invalid options; `result` raises PartitionError
-    if no cut meets the options.
+    Raises:
+        OptionError: For invalid options; `result` raises PartitionError if no cut meets the options.
     """
 
     purpose = "change"

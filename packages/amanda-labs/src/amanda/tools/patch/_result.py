@@ -57,7 +57,11 @@ class Region(NamedTuple):
     def mask(self, shape: Sequence[int], name: str) -> NDArray[np.bool_] | None:
         """Return True for elements in the region, to be broadcast; None if no position exists.
 
-        name: of the tensor, for errors.  Raises PatchError for a shape without such an axis or heads.
+        Args:
+            name: Of the tensor, for errors.
+
+        Raises:
+            PatchError: For a shape without such an axis or heads.
         """
         # Extents of 1 broadcast, so the mask is as large as what is selected alone.
         mask = np.ones([1] * len(shape), bool)
@@ -161,8 +165,9 @@ class PatchResult(Result):
 class PatchSweep(PlottedResult):
     """The metric with an intervention at each place.
 
-    along: second dimension of the sweep, "positions" or "heads"; None for modules only.  baseline: the
-    metric without an intervention.
+    Args:
+        along: Second dimension of the sweep, "positions" or "heads"; None for modules only.
+        baseline: The metric without an intervention.
     """
 
     name: ClassVar[str] = "patch_sweep"

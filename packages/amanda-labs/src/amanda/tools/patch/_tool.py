@@ -39,23 +39,31 @@ Value: TypeAlias = (
 class PatchTool(amanda.Tool):
     """Save or change tensors at modules or ops; `saved` holds the saved values, `result` lists the points.
 
-    points: paths of modules whose calls are the points: "model.layers.1", "model.layers.*", where `*` matches
-        no dot; "" is the model.  side: the "output" of the calls, or the "input", their positional arguments.
-    index: position of the tensor after nested tuples and dicts are flattened; None for all.
-    type: op types, as StandardMapping or the framework names them.  The points are then the ops of these
-        types, in the modules of `points` and in their submodules.
-    module, exclude: globs of module paths; only points in `module` and not in `exclude` are used.  Without
-        `points` and `type` the points are the calls of all modules in `module`.
-    set: the new value.  add: a value to add.  scale: a factor.  Give at most one; without any, values are
-        saved.  A value is a number (or nan, inf), a tensor that broadcasts, a list with one value for each
-        execution, a dict from point names to these, or a `PatchTool` that has saved values.
-    positions: indices to change along `axis`, the token axis; negative indices count from the end.  heads:
-        indices of heads to change, of `num_heads` equal parts of the last axis.  None for all.
-    steps: executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
-    differentiable: include changes and saved values in autodiff.  By default the gradient of a changed value
-        goes to the old value.
+    Args:
+        points: Paths of modules whose calls are the points: "model.layers.1", "model.layers.*", where `*`
+            matches no dot; "" is the model.
+        side: The "output" of the calls, or the "input", their positional arguments.
+        index: Position of the tensor after nested tuples and dicts are flattened; None for all.
+        type: Op types, as StandardMapping or the framework names them.  The points are then the ops of these
+            types, in the modules of `points` and in their submodules.
+        module: Globs of module paths; only points in `module` and not in `exclude` are used.  Without
+            `points` and `type` the points are the calls of all modules in `module`.
+        exclude: See `module`.
+        set: The new value.
+        add: A value to add.
+        scale: A factor.  Give at most one; without any, values are saved.  A value is a number (or nan, inf),
+            a tensor that broadcasts, a list with one value for each execution, a dict from point names to
+            these, or a `PatchTool` that has saved values.
+        positions: Indices to change along `axis`, the token axis; negative indices count from the end.
+            None for all.
+        heads: Indices of heads to change, of `num_heads` equal parts of the last axis.  None for all.
+        num_heads: See `heads`.
+        steps: Executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
+        differentiable: Include changes and saved values in autodiff.  By default the gradient of a changed
+            value goes to the old value.
 
-    Raises PatchError for contradictory options, and if nothing was selected when the scope closes.
+    Raises:
+        PatchError: For contradictory options, and if nothing was selected when the scope closes.
     """
 
     purpose = "change"
@@ -359,10 +367,15 @@ def patch_sweep(
 ) -> PatchSweep:
     """Return the metric with an intervention at one module at a time, and at one position or head of it.
 
-    metric: function that runs the model and returns a number.  points: paths of modules, as of `PatchTool`.
-    positions, heads: places within each module; None for the whole module.  options: of `PatchTool`, such as
-    `set=clean`.
-    Raises PatchError if both positions and heads are given, or if nothing is selected.
+    Args:
+        metric: Function that runs the model and returns a number.
+        points: Paths of modules, as of `PatchTool`.
+        positions: Places within each module; None for the whole module.
+        heads: See `positions`.
+        **options: Of `PatchTool`, such as `set=clean`.
+
+    Raises:
+        PatchError: If both positions and heads are given, or if nothing is selected.
     """
     if positions is not None and heads is not None:
         raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")

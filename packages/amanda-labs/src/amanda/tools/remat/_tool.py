@@ -34,13 +34,18 @@ Budget: TypeAlias = Annotated[
 class RematTool(amanda.Tool):
     """Train within a memory budget: evict tensors that autograd saves, and recompute them when needed.
 
-    budget: bytes of the storages that recorded ops make, or a string, "2GiB" or "512 MB"; None: no bound.
-    heuristic: name in `HEURISTICS` of the score by which storages are evicted.
-    cost: of an op, its "time" or, for reproducible evictions, "count" (each op costs 1).
-    strict: raise BudgetError if the budget cannot be held, instead of a warning.
-    `result` has the evictions, `clear` resets the counts.  Raises OptionError for other options.
-
     Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization".
+
+    Args:
+        budget: Bytes of the storages that recorded ops make, or a string, "2GiB" or "512 MB"; None: no bound.
+        heuristic: Name in `HEURISTICS` of the score by which storages are evicted.
+        cost: Of an op, its "time" or, for reproducible evictions, "count" (each op costs 1).
+        strict: Raise BudgetError if the budget cannot be held, instead of a warning.
+
+    `result` has the evictions, `clear` resets the counts.
+
+    Raises:
+        OptionError: For other options.
     """
 
     purpose = "change"

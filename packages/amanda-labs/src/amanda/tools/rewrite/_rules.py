@@ -41,12 +41,16 @@ class Capture:
 class Op:
     """A pattern of an op, with patterns for its first inputs.
 
-    type: words of StandardMapping ("conv2d"), or names of the framework; `*` and `?` are wildcards, so "*" is
-    any op.  inputs: an Op or a Maybe that makes the input, a Capture, or None for any input; the op may have
-    more inputs.  name: of the op in the match.  where: called once with the context, as the op is analysed.
-    commutative: True if the inputs may be in any order; by default for add, mul and similar ops.
-
     An Op that is an input of several patterns fits one op, whose output all of them read.
+
+    Args:
+        type: Words of StandardMapping ("conv2d"), or names of the framework; `*` and `?` are wildcards, so
+            "*" is any op.
+        inputs: An Op or a Maybe that makes the input, a Capture, or None for any input; the op may have more
+            inputs.
+        name: Of the op in the match.
+        where: Called once with the context, as the op is analysed.
+        commutative: True if the inputs may be in any order; by default for add, mul and similar ops.
     """
 
     @checked(error=PatternError)

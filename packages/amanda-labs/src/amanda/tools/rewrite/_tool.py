@@ -46,8 +46,11 @@ CONDITION_FAILED = "the rule's condition does not hold"
 class RewriteTool(amanda.Tool):
     """Replace subgraphs of a model, such as a convolution with its batch norm, by other computations.
 
-    rules: a `Rule`, the name of a built-in rule ("fold_batch_norm"), or a list of these.  Of overlapping
-    matches, the one that begins first is replaced; of these the longest; of these the one of the first rule.
+    Args:
+        rules: A `Rule`, the name of a built-in rule ("fold_batch_norm"), or a list of these.  Of overlapping
+            matches, the one that begins first is replaced; of these the longest; of these the one of the
+            first rule.
+
     `result` lists the matches, with the number of replacements or the reason for none; `clear` empties it.
     """
 

@@ -343,15 +343,20 @@ _SHARED_PREFIX = "all "
 class Choice:
     """Candidates for the ops of a selection; the first candidate is the default.
 
-    candidates: "keep", the op itself; "skip", its input, or for an addition that ends a residual block the
-        input of the block; an activation, such as "gelu"; "conv5", another kernel size, and "conv3g2", other
-        groups too; "width0.5", half of the output channels, the rest masked; "bits4", the weight quantised;
-        or a function of the op's inputs that returns its output.
-    type, module, exclude: see `amanda.tools.select.Selection`.
-    shared: True if all ops have the same candidate, among those that each of them can have; `name` is then
-        the name of the decision in architectures. Otherwise each op has a decision of its own.
+    Args:
+        candidates: "keep", the op itself; "skip", its input, or for an addition that ends a residual block
+            the input of the block; an activation, such as "gelu"; "conv5", another kernel size, and
+            "conv3g2", other groups too; "width0.5", half of the output channels, the rest masked; "bits4",
+            the weight quantised; or a function of the op's inputs that returns its output.
+        type: See `amanda.tools.select.Selection`.
+        module: See `type`.
+        exclude: See `type`.
+        shared: True if all ops have the same candidate, among those that each of them can have; `name` is
+            then the name of the decision in architectures. Otherwise each op has a decision of its own.
 
-    Raises SearchError for an unknown candidate, and SelectionError.
+    Raises:
+        SearchError: For an unknown candidate.
+        SelectionError: For a selection that fits no op.
 
     >>> choice = Choice(["keep", "conv5", "conv3g2"], type="conv2d", module="features")
     """

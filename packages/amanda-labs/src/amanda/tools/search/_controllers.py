@@ -50,10 +50,12 @@ class Random:
 class Evolution(Random):
     """Regularised evolution (Real et al. 2019, algorithm 1): the best of some has a child, the oldest dies.
 
-    population: its size.  sample: number of members that compete to be the parent; they are drawn without
-    replacement (the paper draws with replacement).  A child differs from its parent at one op.  With costs,
-    the parent is the member of the sample that the fewest of the sample dominate, and the oldest dominated
-    member dies.
+    Args:
+        population: Its size.
+        sample: Number of members that compete to be the parent; they are drawn without replacement (the paper
+            draws with replacement).  A child differs from its parent at one op.  With costs, the parent is
+            the member of the sample that the fewest of the sample dominate, and the oldest dominated member
+            dies.
     """
 
     @checked(error=SearchError)
@@ -101,7 +103,10 @@ class PolicyGradient:
     """A policy trained by REINFORCE with a moving average as baseline (Williams 1992; Pham et al. 2018).
 
     The probabilities of each op's candidates are a softmax of the op's logits; ENAS has an LSTM instead.
-    rate: of learning.  decay: of the baseline.  The reward is the metric.
+
+    Args:
+        rate: Of learning.
+        decay: Of the baseline.  The reward is the metric.
     """
 
     @checked(error=SearchError)
@@ -274,9 +279,12 @@ class StudyTrials:
 class OptunaController(Random):
     """Proposes what the sampler of a study of Optuna proposes; the study keeps the trials.
 
-    study: a study with the direction "maximize" for the metric, and "minimize" for each cost; or a sampler
-    for a study that the search creates.  trials: of the search that uses this controller, which sets them.
-    Raises SearchError if Optuna is not installed, and for another object.
+    Args:
+        study: A study with the direction "maximize" for the metric, and "minimize" for each cost; or a
+            sampler for a study that the search creates.
+
+    Raises:
+        SearchError: If Optuna is not installed, and for another object.
     """
 
     def __init__(self, study: Study | BaseSampler | None = None) -> None:

@@ -32,21 +32,27 @@ _MAX_DRAWS = 1000
 class Search:
     """Evaluates architectures of a tool, and records the metric and the costs of each.
 
-    tool: after `prepare`, so that its ops are known.  evaluate: a function without arguments that returns a
-        number, the higher the better, for the tool's current architecture; parameters that it trains stay
-        trained for later architectures.
-    controller: "random", "evolution", "policy", "optuna", or a `Controller`.
-    train: called ahead of each evaluation with the current architecture, to train shared parameters.
-    costs: "flops", "size", or functions without arguments, such as a measurement of latency; they are called
-        with the current architecture, and the lower the better.
-    limits: for "flops" or "size"; architectures above a limit are not evaluated.
-    study: a study of Optuna that keeps the trials, and that `run` continues; or a storage of Optuna or its
-        URL, in which a study is created.  Searches in several processes may share one study, and each has
-        the trials of all.
-    metric: name of the number.  seed: of the controller.  progress: write progress to stderr.
-    compiled: see `amanda.apply`.
+    No architecture is evaluated twice, unless `train` is given.
 
-    No architecture is evaluated twice, unless `train` is given.  Raises SearchError for invalid options.
+    Args:
+        tool: After `prepare`, so that its ops are known.
+        evaluate: A function without arguments that returns a number, the higher the better, for the tool's
+            current architecture; parameters that it trains stay trained for later architectures.
+        controller: "random", "evolution", "policy", "optuna", or a `Controller`.
+        train: Called ahead of each evaluation with the current architecture, to train shared parameters.
+        costs: "flops", "size", or functions without arguments, such as a measurement of latency; they are
+            called with the current architecture, and the lower the better.
+        limits: For "flops" or "size"; architectures above a limit are not evaluated.
+        study: A study of Optuna that keeps the trials, and that `run` continues; or a storage of Optuna or
+            its URL, in which a study is created.  Searches in several processes may share one study, and each
+            has the trials of all.
+        metric: Name of the number.
+        seed: Of the controller.
+        progress: Write progress to stderr.
+        compiled: See `amanda.apply`.
+
+    Raises:
+        SearchError: For invalid options.
     """
 
     @checked(error=SearchError)

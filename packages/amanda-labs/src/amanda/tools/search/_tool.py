@@ -29,13 +29,19 @@ _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsq
 class SearchTool(amanda.Tool):
     """Replace ops of a model by alternatives, such as other kernel sizes, activations or bit widths.
 
-    choices: `Choice`s, or strings such as "conv2d@features=keep|conv5"; the first that selects an op counts.
-    mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et al.
-        2019), which an optimizer trains; `settle` then picks the candidates with the largest weights.
-    architecture: a file that `save` wrote.  seed: of the initial mixture weights.
-
     Parameters of candidates, and mixture weights, are created when an op first runs, or by `prepare`, and are
-    among `parameters()`.  Raises SearchError for invalid choices.
+    among `parameters()`.
+
+    Args:
+        choices: `Choice`s, or strings such as "conv2d@features=keep|conv5"; the first that selects an op
+            counts.
+        mixture: True if ops compute the sum of their candidates, weighted by a softmax of `alphas` (Liu et
+            al. 2019), which an optimizer trains; `settle` then picks the candidates with the largest weights.
+        architecture: A file that `save` wrote.
+        seed: Of the initial mixture weights.
+
+    Raises:
+        SearchError: For invalid choices.
 
     >>> search = SearchTool(["conv2d=keep|conv5", "sigmoid=keep|relu"])
     """
@@ -119,9 +125,13 @@ class SearchTool(amanda.Tool):
     def gradients(self, parameters: Iterable[Any]) -> list[Any]:
         """Return the gradients of parameters that JAX and functions of TensorFlow computed, and reset them.
 
-        parameters: some of `weights()` and `alphas()`.  Each gradient is a sum over the steps since the last
-        call; None if there was none, as in eager PyTorch and TensorFlow, where a tape leads to the
-        parameters.  Raises SearchError for another object.
+        Args:
+            parameters: Some of `weights()` and `alphas()`.  Each gradient is a sum over the steps since the
+                last call; None if there was none, as in eager PyTorch and TensorFlow, where a tape leads to
+                the parameters.
+
+        Raises:
+            SearchError: For another object.
         """
         owners = [(site, name) for site in self._sites.values() for name in site.parameters]
         gradients = []
@@ -143,9 +153,13 @@ class SearchTool(amanda.Tool):
     ) -> dict[str, str]:
         """Choose the candidate with the largest mixture weight at each op; return the architecture.
 
-        limits: for `flops` or `size`.  While the architecture is above a limit, an op changes to a cheaper
-        candidate: the change that loses the least log probability for each unit saved.  No change breaks an
-        earlier limit.  Raises SearchError if no such change remains.
+        Args:
+            limits: For `flops` or `size`.  While the architecture is above a limit, an op changes to a
+                cheaper candidate: the change that loses the least log probability for each unit saved.  No
+                change breaks an earlier limit.
+
+        Raises:
+            SearchError: If no such change remains.
         """
         measures = {"flops": self.flops, "size": self.size}
         probabilities = {name: decision.probabilities() for name, decision in self._decisions.items()}

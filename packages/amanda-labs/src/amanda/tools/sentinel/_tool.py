@@ -52,16 +52,19 @@ class SentinelTool(amanda.Tool):
     the tool computes norms of the outputs of a share of the forward and backward ops, and runs these again on
     the same inputs.  In other steps no driver of Amanda is attached.
 
-    budget: share of the training time that watching may take; None to watch every step.
-    share: share of the ops of a watched step that are checked; in one step after the first NaN, all ops.
-    threshold: robust deviations above the median at which a norm is a spike.  window: number of executions
-        in the median.
-    ranks: compare gradients and parameters of the ranks of torch.distributed.
-    stop: raise SentinelError at the first alarm, at the end of the step.
-    compiled: treatment of compiled functions in watched steps, as in `amanda.apply`.
-    seed: seed of the choice of ops.  limit: number of alarms that the result keeps.
+    Args:
+        budget: Share of the training time that watching may take; None to watch every step.
+        share: Share of the ops of a watched step that are checked; in one step after the first NaN, all ops.
+        threshold: Robust deviations above the median at which a norm is a spike.
+        window: Number of executions in the median.
+        ranks: Compare gradients and parameters of the ranks of torch.distributed.
+        stop: Raise SentinelError at the first alarm, at the end of the step.
+        compiled: Treatment of compiled functions in watched steps, as in `amanda.apply`.
+        seed: Seed of the choice of ops.
+        limit: Number of alarms that the result keeps.
 
-    Raises OptionError for options that are not valid.
+    Raises:
+        OptionError: For options that are not valid.
     """
 
     purpose = "debug"

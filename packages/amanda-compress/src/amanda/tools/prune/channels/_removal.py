@@ -23,6 +23,12 @@ _RATIO_NAMES = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
 """Names of attributes with sizes; of these, with a number of heads; and with no size, such as a ratio."""
 
 
+def is_size_name(name: str) -> bool:
+    """Return True for the name of an attribute that a removal of channels may set anew."""
+    is_extent = name in _EXTENTS or name in ("groups", "normalized_shape")
+    return is_extent or bool(_SIZE_NAMES.search(name) and not _RATIO_NAMES.search(name))
+
+
 class ModuleRemoval:
     """Removes what is not kept, of parameters, buffers, gradients, attributes and an optimizer's state.
 

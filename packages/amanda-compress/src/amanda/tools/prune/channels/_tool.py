@@ -115,17 +115,21 @@ class ChannelPruneTool(amanda.Tool):
     one group: `prepare` finds the groups in a call of the model.  In a scope of the tool the removed channels
     are masked in all parameters of their group, until `finalize` removes them for good.
 
-    sparsity: the removed share of each group (scope "local"), or of all groups together ("global").
-    importance: "l2", "l1", "taylor" (of gradients that the parameters have), "random", or a function that is
-        given the weights of a group, {"path of the weight:axis": (channels, elements)}, and returns a number
-        for each channel; the smallest are removed first.
-    of: what the sparsity is the share of: "channels", "flops" of convolutions and products with weights, or
-        "latency", the time of the call that `prepare` is given, measured on the device where the model is.
-    round_to: keep a multiple of so many along an axis.
-    module, exclude: globs of paths of modules: the output channels of the layers in them are pruned, or not.
-    seed: of "random".
+    Args:
+        sparsity: The removed share of each group (scope "local"), or of all groups together ("global").
+        importance: "l2", "l1", "taylor" (of gradients that the parameters have), "random", or a function that
+            is given the weights of a group, {"path of the weight:axis": (channels, elements)}, and returns a
+            number for each channel; the smallest are removed first.
+        of: What the sparsity is the share of: "channels", "flops" of convolutions and products with weights,
+            or "latency", the time of the call that `prepare` is given, measured on the device where the model
+            is.
+        round_to: Keep a multiple of so many along an axis.
+        module: Globs of paths of modules: the output channels of the layers in them are pruned, or not.
+        exclude: See `module`.
+        seed: Of "random".
 
-    Raises PruneError for options that make no sense.
+    Raises:
+        PruneError: For options that make no sense.
     """
 
     # The plan refers to the tensors of one model, which a copy or a pickled tool would not share.
@@ -165,12 +169,20 @@ class ChannelPruneTool(amanda.Tool):
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
         """Find the groups in a call of the model, choose channels, and try the removal out.
 
-        model: a module of PyTorch, a functional or sequential model of Keras on TensorFlow, or an ONNX model
-        as a ModelProto or the path of a file.  example: what it is called with; of Keras and ONNX arrays, in
-        the order of the inputs, and of ONNX also by their names.
         The model is in evaluation mode meanwhile, and as it was afterwards.  Ops that do not suit fewer
-        channels are left whole, see `result.left`.  Returns what the masked model returns.
-        Raises PruneError where the smaller model would not compute what the masked one does.
+        channels are left whole, see `result.left`.
+
+        Args:
+            model: A module of PyTorch, a functional or sequential model of Keras on TensorFlow, or an ONNX
+                model as a ModelProto or the path of a file.
+            *example: What it is called with; of Keras and ONNX arrays, in the order of the inputs, and of
+                ONNX also by their names.
+
+        Returns:
+            What the masked model returns.
+
+        Raises:
+            PruneError: Where the smaller model would not compute what the masked one does.
         """
         subject = _prunable_model(model)
         if self._choice.importance == "taylor" and not subject.has_gradients:
@@ -200,10 +212,16 @@ class ChannelPruneTool(amanda.Tool):
         A module of PyTorch is changed in place.  A Keras model stays with remove=True, and `result.model` is
         a new one.  An ONNX model or its file stays, and `result.model` is a new ModelProto, to be saved with
         `onnx.save`.
-        remove: weights become smaller, and so do attributes such as `out_channels` and `num_heads`.
-        optimizer: one of PyTorch's whose state is to follow; the parameters stay the same objects.
-        Returns `result`, whose `model` is the pruned model.  Raises PruneError before `prepare`, for another
-        model, and where masks do not compute what removal does.
+
+        Args:
+            remove: Weights become smaller, and so do attributes such as `out_channels` and `num_heads`.
+            optimizer: One of PyTorch's whose state is to follow; the parameters stay the same objects.
+
+        Returns:
+            `result`, whose `model` is the pruned model.
+
+        Raises:
+            PruneError: Before `prepare`, for another model, and where masks do not compute what removal does.
         """
         plan = self._plan
         if plan is None or not plan.subject.is_of(model):

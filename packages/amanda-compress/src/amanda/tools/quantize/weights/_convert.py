@@ -28,16 +28,20 @@ def convert(
 ) -> ConvertResult:
     """Convert simulated integers to real ones; outputs equal the simulation within kernels' rounding.
 
-    model: a torch.nn.Module that a NearestTool, GPTQTool or AWQTool has quantised.  Without `path` its linear
-        layers get tensors of torchao in place; with `path` the module stays unchanged, and a checkpoint of
-        compressed-tensors for vLLM and transformers is written into that folder.
-        Or the path of an ONNX file, with a QuantizeTool that was calibrated in a session of the file: a copy
-        with integer weights, QuantizeLinear and DequantizeLinear nodes is written to `path`.
-    path: of the new file or folder; the former name `out` is deprecated.  force: replace an existing file.
-
     The result has a row for each converted tensor.  A module that is converted in place is for inference.
-    Raises QuantizeError for another model or tool, a missing package, scales of another model, and a `path`
-    that cannot be written; an error leaves existing files unchanged.
+
+    Args:
+        model: A torch.nn.Module that a NearestTool, GPTQTool or AWQTool has quantised.  Without `path` its
+            linear layers get tensors of torchao in place; with `path` the module stays unchanged, and a
+            checkpoint of compressed-tensors for vLLM and transformers is written into that folder. Or the
+            path of an ONNX file, with a QuantizeTool that was calibrated in a session of the file: a copy
+            with integer weights, QuantizeLinear and DequantizeLinear nodes is written to `path`.
+        path: Of the new file or folder; the former name `out` is deprecated.
+        force: Replace an existing file.
+
+    Raises:
+        QuantizeError: For another model or tool, a missing package, scales of another model, and a `path`
+            that cannot be written; an error leaves existing files unchanged.
     """
     # Files need onnx, which is imported for them alone.
     if isinstance(model, (str, os.PathLike)):
@@ -184,7 +188,8 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         import torch
         from torchao.quantization import Int8Tensor
     except ImportError as error:
-        raise QuantizeError("convert makes tensors of torchao: pip install torchao") from error
+        hint = "pip install 'amanda-compress[torchao]'"
+        raise QuantizeError(f"convert makes tensors of torchao: {hint}") from error
     layers, skipped = linear_layers(model, tool)
     before, rows = model_bytes(model), []
     converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}

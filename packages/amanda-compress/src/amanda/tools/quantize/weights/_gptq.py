@@ -29,18 +29,23 @@ Damping: TypeAlias = Annotated[float, Range(above=0, below=1)]
 class GPTQTool(IntegerTool, CalibratedTool):
     """Quantise weights by GPTQ: the least error of outputs for the inputs of a calibration.
 
-    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None for all.
-    symmetric: True for signed integers with zero point 0, False for unsigned integers.
-    damping: share of the mean of the Hessian's diagonal that is added to the diagonal.  block: number of
-    columns whose errors are passed on together.
-    act_order: True to round columns with larger inputs first.  Groups stay groups of consecutive inputs, with
-    scales of the unrounded weight, so that integers are stored in the order of the inputs.
-    type: globs of op types; None for every convolution and product.
-    module, exclude: globs of module paths to change, and to leave unchanged.
-
     The Hessian of each weight comes from a calibration of the unquantised model, or in `calibrate_in_order`
     of the model whose earlier weights are quantised.
-    Raises QuantizeError for invalid options.
+
+    Args:
+        bits: 2 to 8.
+        group_size: Number of consecutive inputs of an output that share a scale; None for all.
+        symmetric: True for signed integers with zero point 0, False for unsigned integers.
+        damping: Share of the mean of the Hessian's diagonal that is added to the diagonal.
+        block: Number of columns whose errors are passed on together.
+        act_order: True to round columns with larger inputs first.  Groups stay groups of consecutive inputs,
+            with scales of the unrounded weight, so that integers are stored in the order of the inputs.
+        type: Globs of op types; None for every convolution and product.
+        module: Globs of module paths to change, and to leave unchanged.
+        exclude: See `module`.
+
+    Raises:
+        QuantizeError: For invalid options.
 
     >>> gptq = GPTQTool(bits=4, group_size=32)
     """
@@ -64,12 +69,18 @@ class GPTQTool(IntegerTool, CalibratedTool):
     def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
         """Quantise weights in the order of their first reads, each by inputs from already quantised weights.
 
-        run: executes all batches with the model; it is called once for each weight, or for several weights
-        that multiply one input, such as those of queries, keys and values.
-        progress: True to show progress on stderr.
-        Use it inside of a scope of the tool.  Raises QuantizeError as `calibrating` does, and if a call runs
-        no op whose weight waits; then no weight has integers.
+        Use it inside of a scope of the tool.
+
         Source: Frantar et al. 2022, sec. 4; `true_sequential` of the authors' code.
+
+        Args:
+            run: Executes all batches with the model; it is called once for each weight, or for several
+                weights that multiply one input, such as those of queries, keys and values.
+            progress: True to show progress on stderr.
+
+        Raises:
+            QuantizeError: As `calibrating` does, and if a call runs no op whose weight waits; then no weight
+                has integers.
         """
         batch_run: _BatchRun | None = None
         calls = done_count = 0
@@ -171,14 +182,18 @@ def gptq(
 ) -> Codes:
     """Return the integers of a matrix of weights, column by column.
 
-    matrix: (outputs, K).  hessian: (K, K), 2 / n times the sum of products of pairs of the n inputs.
-    act_order: True to round columns by decreasing diagonal of the Hessian, as `act_order` with
-    `static_groups` of the authors' code does: the scales of all groups are those of the matrix before any
-    column is rounded.
     Otherwise the scales of a group that does not span the matrix are those of its columns when the block that
     it begins in has been reached, as in the authors' code.
     Integers and scales are in the order of the matrix.  Inputs that are always 0 have weights 0.
+
     Source: Frantar et al. 2022, algorithm 1.
+
+    Args:
+        matrix: (outputs, K).
+        hessian: (K, K), 2 / n times the sum of products of pairs of the n inputs.
+        act_order: True to round columns by decreasing diagonal of the Hessian, as `act_order` with
+            `static_groups` of the authors' code does: the scales of all groups are those of the matrix before
+            any column is rounded.
     """
     import torch
 

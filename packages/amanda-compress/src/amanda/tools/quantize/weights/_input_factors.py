@@ -28,18 +28,23 @@ Steps: TypeAlias = Annotated[int, Range(1, 10_000)]
 class AWQTool(IntegerTool, FoldingTool):
     """Quantise weights by AWQ: weights of inputs with large activations are scaled up before rounding.
 
-    bits: 2 to 8.  group_size: number of consecutive inputs of an output that share a scale; None for all.
-    symmetric: True for signed integers with zero point 0, False for unsigned integers.
-    steps: number of exponents between 0 and 1 to try, for scales that are powers of activations.
-    clip: True to shrink the range of each group too: see `awq_clipped`.  The authors' code does so for all
-    layers but queries and keys, which `exclude` and a second tool leave out.
-    type: globs of op types; None for every convolution and product.
-    module, exclude: globs of module paths to change, and to leave unchanged.
-
     Ops read the dequantised weight divided by the scales of its inputs.  Each weight has scales of its own;
     after `prepare` weights of one input share scales, which `finalize` folds into the layers that compute the
     input.
-    Raises QuantizeError for invalid options.
+
+    Args:
+        bits: 2 to 8.
+        group_size: Number of consecutive inputs of an output that share a scale; None for all.
+        symmetric: True for signed integers with zero point 0, False for unsigned integers.
+        steps: Number of exponents between 0 and 1 to try, for scales that are powers of activations.
+        clip: True to shrink the range of each group too: see `awq_clipped`.  The authors' code does so for
+            all layers but queries and keys, which `exclude` and a second tool leave out.
+        type: Globs of op types; None for every convolution and product.
+        module: Globs of module paths to change, and to leave unchanged.
+        exclude: See `module`.
+
+    Raises:
+        QuantizeError: For invalid options.
 
     >>> awq = AWQTool(bits=4, group_size=32)
     """
@@ -139,10 +144,17 @@ def awq_scales(
 
     The scales are powers of the magnitudes, with exponents 0, 1 / steps, ..., 1 - 1 / steps, divided by the
     root of their largest times their smallest.
-    matrix: (outputs, K).  magnitudes: (K,), mean magnitudes of the inputs.  gram: (K, K), mean products of
-    pairs of inputs.  rounded: quantises and dequantises a matrix.
-    Raises QuantizeError if no error is a finite number.
+
     Sources: Lin et al. 2023, eqs. 4 and 5; `auto_scale` of the authors' code.
+
+    Args:
+        matrix: (outputs, K).
+        magnitudes: (K,), mean magnitudes of the inputs.
+        gram: (K, K), mean products of pairs of inputs.
+        rounded: Quantises and dequantises a matrix.
+
+    Raises:
+        QuantizeError: If no error is a finite number.
     """
     best_scales, least_loss = None, float("inf")
     for step in range(steps):
@@ -173,9 +185,13 @@ def awq_clipped(
 
     The limits are 1, 1 - 1 / steps, ... of the largest magnitude of a group, to above a half of it; the error
     is that of the part of an output that comes from the group.
-    matrix: (outputs, K).  gram: (K, K), mean products of pairs of the inputs.  rounded: quantises and
-    dequantises a matrix.
+
     Source: `auto_clip_layer` of the authors' code of Lin et al. 2023, with all inputs instead of a sample.
+
+    Args:
+        matrix: (outputs, K).
+        gram: (K, K), mean products of pairs of the inputs.
+        rounded: Quantises and dequantises a matrix.
     """
     import torch
 
@@ -199,11 +215,14 @@ class SmoothQuantTool(FoldingTool):
     outliers.  Each weight has factors of its own; after `prepare` weights of one input share factors, which
     `finalize` folds into the layers that compute the input.
 
-    alpha: exponent between 0 (activations unchanged) and 1 (outliers move into weights completely).
-    type: globs of op types; None for every convolution and product.
-    module, exclude: globs of module paths to change, and to leave unchanged.
+    Args:
+        alpha: Exponent between 0 (activations unchanged) and 1 (outliers move into weights completely).
+        type: Globs of op types; None for every convolution and product.
+        module: Globs of module paths to change, and to leave unchanged.
+        exclude: See `module`.
 
-    Raises QuantizeError for an alpha that is not between 0 and 1.
+    Raises:
+        QuantizeError: For an alpha that is not between 0 and 1.
 
     >>> smooth = SmoothQuantTool(alpha=0.5)
     """
@@ -287,10 +306,14 @@ class SmoothQuantTool(FoldingTool):
 def smoothing(most: Tensor, weight: Tensor, alpha: Share = 0.5) -> Tensor:
     """Return max|x|^alpha / max|w|^(1 - alpha) of each input channel, (channels,).
 
-    most: (channels,), largest magnitudes of the inputs.  weight: (outputs, channels, ...).
     Both maxima and the factors are at least 1e-5, as in the authors' code, so that no factor is 0.  A channel
     whose weights are all 0 has the factor 1, since the quotient may overflow float16.
+
     Source: Xiao et al. 2022, eq. 4.
+
+    Args:
+        most: (channels,), largest magnitudes of the inputs.
+        weight: (outputs, channels, ...).
     """
     weight_maxima = weight.abs().amax([axis for axis in range(weight.dim()) if axis != 1])
     factors = most.clamp(min=1e-5).pow(alpha) / weight_maxima.clamp(min=1e-5).pow(1 - alpha)
