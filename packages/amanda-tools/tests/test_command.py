@@ -238,10 +238,20 @@ def test_a_word_may_name_several_tools(word: str, tools: list[str]) -> None:
         ("-t flops nan", "-t flops -- nan"),
         ("--config a.toml torchrun train.py", "--config a.toml -- torchrun train.py"),
         ("train.py", "-- train.py"),
+        ("flops train.py --device meta -q", "-t flops -- train.py --device meta -q"),
+        ("flops --device meta hf:bert", "-t flops -- hf:bert --device meta"),
+        ("--backward flops --steps=2 -- hf:bert", "-t flops -- hf:bert --backward --steps=2"),
+        ("flops hf:bert --full --device meta -o a", "-t flops --full -o a -- hf:bert --device meta"),
+        ("flops hf:bert --help", "-t flops -- hf:bert --help"),
     ],
 )
-def test_tools_may_be_the_first_word(line: str, long: str) -> None:
+def test_tools_may_be_the_first_word_and_options_of_models_anywhere(line: str, long: str) -> None:
     assert _in_long_form(line.split()) == long.split()
+
+
+def test_an_option_of_models_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["flops", "--device", "meta", "train.py"]) == 2
+    assert "--device is an option of models (hf:bert --device meta)" in capsys.readouterr().err
 
 
 def test_a_model_is_a_program(tmp_path: Path) -> None:

@@ -194,7 +194,8 @@ class QuantizeTool(amanda.Tool):
         integers with any zero point.
     rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
     averaging: weight of each new batch in the moving averages of "qat".
-    calibration: number of executions that calibrate an op; 0: only executions in `with calibrating()`.
+    calibration: number of executions that calibrate an op; 0: only executions in `with calibrating()`, so
+        that the command line takes method "dynamic" then.
     sqnr: measure signal-to-quantisation-noise ratios; each op then runs twice.
 
     Raises QuantizeError for options that contradict each other.
@@ -203,6 +204,20 @@ class QuantizeTool(amanda.Tool):
     """
 
     purpose = "compress"
+
+    @classmethod
+    def command_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options with method "dynamic" unless a method, or executions to calibrate, are given.
+
+        Raises QuantizeError for a method whose scales would never be calibrated.
+        """
+        if options.get("calibration") or options.get("activation_bits", 8) is None:
+            return options
+        if (method := options.get("method")) in ("static", "lsq", "lsq+"):
+            raise QuantizeError(
+                f"method={method} needs executions that calibrate each op: calibration=N; method=dynamic needs none"
+            )
+        return {"method": "dynamic", **options}
 
     @checked(error=QuantizeError)
     def __init__(

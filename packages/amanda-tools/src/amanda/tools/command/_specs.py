@@ -306,9 +306,10 @@ class ToolSpec:
         ]
         return f"{self.name}:{','.join(options)}" if options else self.name
 
-    def make(self, steps: Steps) -> Tooling:
+    def make(self, steps: Steps, alone: bool = False) -> Tooling:
         """Return a new tool, restricted to its selection.
 
+        alone: whether no program calls the tool's methods, so that its options have to do without.
         Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, the given and
         the expected value.
         """
@@ -322,7 +323,9 @@ class ToolSpec:
         # A tool that has an option of that name itself gets the value.
         selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
         try:
-            tool = kind(**values)
+            # What is registered may be a function that makes a tool.
+            adapted = getattr(kind, "command_options", dict)(values) if alone else values
+            tool = kind(**adapted)
             keys = selectors.keys() & {"type", "module", "exclude", "phase"}
             selection = Selection(**{key: selectors[key] for key in keys})
             window = None
@@ -382,16 +385,17 @@ def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[Tool
     return specs
 
 
-def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
+def made(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
     """Return tools that count the same steps; the second of a kind is named "flops-2".
 
+    alone: whether no program calls the tools' methods.
     Raises what `ToolSpec.make` raises.
     """
     # One counter for all tools, or each would watch every op for its own.
     steps, counts = Steps(), Counter[str]()
     toolings = []
     for spec in specs:
-        tooling = spec.make(steps)
+        tooling = spec.make(steps, alone)
         counts[spec.name] += 1
         if counts[spec.name] > 1:
             tooling.name = f"{spec.name}-{counts[spec.name]}"
