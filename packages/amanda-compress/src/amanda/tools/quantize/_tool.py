@@ -209,13 +209,13 @@ class QuantizeTool(amanda.Tool):
     def command_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options with method "dynamic" unless a method, or executions to calibrate, are given.
 
-        Raises QuantizeError for a method whose scales would never be calibrated.
+        Raises QuantizeError for method "static" without such executions: activations would have no scale.
         """
         if options.get("calibration") or options.get("activation_bits", 8) is None:
             return options
-        if (method := options.get("method")) in ("static", "lsq", "lsq+"):
+        if options.get("method") == "static":
             raise QuantizeError(
-                f"method={method} needs executions that calibrate each op: calibration=N; method=dynamic needs none"
+                "method=static needs calibration=N, executions that calibrate each op; method=dynamic does not"
             )
         return {"method": "dynamic", **options}
 
