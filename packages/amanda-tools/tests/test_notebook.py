@@ -68,9 +68,7 @@ def test_display_in_the_middle_of_a_cell_is_not_counted(shell: Any) -> None:
     assert "format" not in vars(shell.display_formatter)
 
 
-def test_an_error_closes_the_scope_and_fails_the_cell(
-    shell: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_closes_the_scope_and_fails_the_cell(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     execution = shell.run_cell("%%amanda flops\nmodel(x)\n1 / 0")
     output = capsys.readouterr().out
     assert output.count("division by zero") == 1

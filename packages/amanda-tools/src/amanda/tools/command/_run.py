@@ -75,8 +75,8 @@ def _command(
     amanda run --config amanda.toml -- torchrun --nproc-per-node 2 train.py
     amanda run flops timm:resnet50 --input-shape 8,3,224,224
 
-    Models are hf:TYPE or hf:CONFIG.json (of transformers), timm:NAME, torch:MODULE:FUNCTION, keras:NAME and
-    FILE.onnx, with random weights and inputs; `amanda run flops hf:bert --help` lists options of models.
+    Models are hf:TYPE, hf:CONFIG.json or hf:CHECKPOINT (of transformers), timm:NAME, torch:MODULE:FUNCTION,
+    keras:NAME and FILE.onnx, on random inputs; `amanda run flops hf:bert --help` lists options of models.
 
     `amanda tools` lists the tools, `amanda info TOOL` their options. Every tool also takes type, module and
     phase (which ops), start, end and frequency (which steps), and out (a file for its result).
@@ -132,7 +132,9 @@ def _in_long_form(arguments: Sequence[str]) -> list[str]:
         return [*ours, "--", word, *of_model]
     if of_model:
         example = " ".join(["hf:bert", *of_model])
-        raise SpecError(f"{of_model[0]} is an option of models ({example}); a program's own options follow it")
+        raise SpecError(
+            f"{of_model[0]} is an option of models ({example}); a program's own options follow it"
+        )
     return [*ours, "--", *program] if waiting else ours
 
 

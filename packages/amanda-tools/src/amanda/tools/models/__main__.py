@@ -20,7 +20,7 @@ from amanda.tools.models import made
 @click.option("--device", default="cpu", help="cpu, cuda, or meta: shapes without values, for large models.")
 @click.option("--steps", default=1, type=click.IntRange(min=1), help="Number of runs.")
 def command(model: str, shapes: Sequence[str], backward: bool, device: str, steps: int) -> int:
-    """Run a model with random weights on random inputs."""
+    """Run a model, with random weights unless a file or a checkpoint has them, on random inputs."""
     subject = made(model, shapes, backward, device)
     sys.stderr.write(f"amanda: {subject}\n")
     for _ in range(steps):
