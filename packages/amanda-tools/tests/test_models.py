@@ -131,7 +131,6 @@ def test_a_checkpoint_runs_with_its_weights(transformers: Any, folder: Path, dty
     nan = NanTool()
     with amanda.apply(nan):
         subject.run()
-    print(nan.result)
     assert len(nan.result.entered) == 1
     assert made("hf:checkpoint:n_layer=2").weights == made("hf:checkpoint", device="meta").weights
     assert made("hf:checkpoint:architectures=GPT2ForSequenceClassification").weights == "random weights"
@@ -245,9 +244,9 @@ def test_models_of_keras_run_on_inputs_of_their_own() -> None:
     [
         ("hf:lama", [], "has no type of model 'lama', and there is no such file; did you mean llama?"),
         ("hf:unknown", [], "give a type such as llama, or the path of a config.json"),
-        ("hf:some/model", [], "some/model is neither a file nor in the cache of the Hugging Face hub: `hf download"),
-        ("hf:llama:architectures=LlamaForCausalLn", [], "architectures is 'LlamaForCausalLn', no model of llama; did"),
-        ("hf:llama:architectures=BertModel", [], "architectures is 'BertModel', no model of llama; there are Llama"),
+        ("hf:some/model", [], "is neither a file nor in the cache of the Hugging Face hub: `hf download some/"),
+        ("hf:llama:architectures=LlamaForCausalLn", [], "is 'LlamaForCausalLn', no model of llama; did you mean"),
+        ("hf:llama:architectures=BertModel", [], "is 'BertModel', no model of llama; there are LlamaFor"),
         ("hf:llama:hiden_size=8", [], "of llama has no 'hiden_size'; did you mean hidden_size?"),
         (f"hf:llama:{SMALL}", ["ids=2"], "has no input 'ids'; there are input_ids"),
         (f"hf:llama:{SMALL}", ["2x"], "2x is no shape; give sizes, as in 2,3,224,224 or NAME=2,64"),
@@ -302,8 +301,8 @@ def test_a_torchvision_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatc
     outer = ModuleNotFoundError("Could not import module 'BertModel'")
     outer.__cause__ = error
     assert import_failure(outer) == (
-        "operator torchvision::nms does not exist; torchvision does not fit this torch: install both from one "
-        "index, or uninstall torchvision"
+        "operator torchvision::nms does not exist; torchvision does not fit this torch: install both from "
+        "one index, or uninstall torchvision"
     )
 
 

@@ -215,7 +215,7 @@ class QuantizeTool(amanda.Tool):
             return options
         if options.get("method") == "static":
             raise QuantizeError(
-                "method=static needs calibration=N, executions that calibrate each op; method=dynamic does not"
+                "method=static needs calibration=N, executions to calibrate each op; method=dynamic does not"
             )
         return {"method": "dynamic", **options}
 

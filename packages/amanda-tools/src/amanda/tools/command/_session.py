@@ -350,8 +350,8 @@ def show_program_alone() -> None:
 def strip(error: BaseException | None) -> None:
     """Remove Amanda's frames from an exception that an op or a routine raised, and from its causes.
 
-    An exception that a tool's own code raised keeps the frames of tools.  Interrupts and errors of Amanda, whose
-    messages name the op and the tool, lose all of Amanda's frames.  Others of Amanda itself keep them.
+    An exception that a tool's own code raised keeps the frames of tools.  Interrupts and errors of Amanda,
+    whose messages name the op and the tool, lose all of Amanda's frames.  Others of Amanda itself keep them.
     """
     # Causes and contexts may lead in a circle.
     visited: set[int] = set()
@@ -365,7 +365,7 @@ def strip(error: BaseException | None) -> None:
         of_tool = any(note.startswith("[amanda]") for note in notes)
         if isinstance(link, KeyboardInterrupt) and notes:
             notes[:] = [note for note in notes if not note.startswith("[amanda]")]
-        is_removed = _is_op_call
+        is_removed: Callable[[list[TracebackType]], bool] = _is_op_call
         if isinstance(link, (KeyboardInterrupt, AmandaError)):
             is_removed = bool
         elif of_tool:
@@ -380,7 +380,7 @@ def _without_our_frames(
 ) -> TracebackType | None:
     """Return a traceback without some of Amanda's frames.
 
-    is_removed: called with each frame of Amanda's and with those after it, up to a frame that is not Amanda's.
+    is_removed: called with each frame of Amanda's and the frames after it, up to one that is not Amanda's.
     """
     remaining: list[TracebackType] = []
     frames: list[TracebackType] = []

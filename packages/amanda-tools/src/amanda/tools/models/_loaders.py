@@ -1,4 +1,4 @@
-"""Models of timm, Keras and ONNX files, with inputs that they take, and the loaders of all kinds of models."""
+"""Models of timm, Keras and ONNX files, with inputs that they take; the loader of each kind of model."""
 
 from __future__ import annotations
 

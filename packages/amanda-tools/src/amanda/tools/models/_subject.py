@@ -183,5 +183,6 @@ def import_failure(error: BaseException) -> str:
         error = error.__cause__
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "torchvision::" in reason:  # it finds no operators where it was built for another torch
-        return f"{reason}; torchvision does not fit this torch: install both from one index, or uninstall torchvision"
+        fix = "install both from one index, or uninstall torchvision"
+        return f"{reason}; torchvision does not fit this torch: {fix}"
     return reason

@@ -1,4 +1,4 @@
-"""Models of transformers: of a type, of a configuration, or of a checkpoint, in a folder or the hub's cache."""
+"""Models of transformers: of a type, a configuration, or a checkpoint in a folder or in the hub's cache."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from amanda.tools.models._pytorch import (
 )
 from amanda.tools.models._subject import Input, ModelError, Request, Subject, import_failure
 
-
 TOKENS = 128
 """Length of texts, if the model takes as many."""
 
 
 def transformers_model(request: Request) -> Subject:
-    """Return the model of a checkpoint with its weights, or one of a configuration or a type, with random ones.
+    """Return the model of a checkpoint, or one of a configuration or a type, with random weights.
 
     Raises ModelError if the model cannot be made.
     """
@@ -59,9 +58,10 @@ def _configuration(transformers: Any, request: Request) -> Any:
     except OSError as error:
         if Path(name).exists():
             raise
+        command = f"hf download {name}"
         raise ModelError(
-            f"{name} is neither a file nor in the cache of the Hugging Face hub: `hf download {name}` brings it there, "
-            f"`hf download {name} config.json` its configuration alone, for random weights"
+            f"{name} is neither a file nor in the cache of the Hugging Face hub: `{command}` brings it "
+            f"there, `{command} config.json` its configuration alone, for random weights"
         ) from error
     # transformers keeps an unknown option as an attribute, without a word.
     for option in request.options:

@@ -19,7 +19,7 @@ RESULTS = "amanda_results"
 
 
 class CellError(AmandaError):
-    """A cell under tools raised an error, which IPython has shown; without this one, the cell would succeed."""
+    """A cell under tools raised an error, which IPython has shown and does not count as one of the magic."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(f"the cell raised {kind}, shown above")
@@ -60,9 +60,9 @@ def load_ipython_extension(shell: Any) -> None:
         ):
             execution = shell.run_cell(statement if cell is None else cell)
         _show(shell, tools)
-        error = execution.error_before_exec or execution.error_in_exec
-        if error is not None:
-            raise CellError(type(error).__name__)
+        cause = execution.error_before_exec or execution.error_in_exec
+        if cause is not None:
+            raise CellError(type(cause).__name__)
 
     shell.register_magic_function(magic, "line_cell", "amanda")
 
