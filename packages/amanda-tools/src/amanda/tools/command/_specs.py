@@ -63,7 +63,8 @@ class CommandOption:
     def __str__(self) -> str:
         if not self.readable:
             return f"{self.name}, and {_NOT_TEXT}"
-        default = "" if self.default is REQUIRED else f" = {_default_text(self.default)}"
+        option = options.Option(self.name, self.type, self.default)
+        default = "" if self.default is REQUIRED else f" = {option.default_as_text}"
         return f"{self.name}: {kind_of(self.type).text}{default}"
 
 
@@ -94,6 +95,8 @@ def _convert(value: Given, annotation: Any) -> Any:
         return _read_literal(value, members, annotation)
     if _is_list(plain):
         return _read_list(value, origin or plain, members, annotation)
+    if isinstance(value, Mapping) and isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: read(item, members[-1]) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         if len(value) != 1:
             raise Unreadable(f"expected {kind_of(annotation).text}, not several values")
@@ -221,13 +224,6 @@ def _annotation_of(option: options.Option) -> Any:
     if option.annotation is not inspect.Parameter.empty:
         return option.annotation
     return type(option.default) if type(option.default) in _READERS and option.default is not None else str
-
-
-def _default_text(value: Any) -> str:
-    """Return a default as a command line has it: "true", "none", "a+b"."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 SELECTORS: Mapping[str, CommandOption] = {
