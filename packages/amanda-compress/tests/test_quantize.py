@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import amanda
+from amanda.tools.command import SpecError, ToolSpec, made
 from amanda.tools.quantize import (
     Grid,
     QuantizeError,
@@ -879,3 +880,27 @@ def test_modules_are_selected_with_all_that_lies_in_them() -> None:
     with amanda.apply(tool):
         net(x)
     assert "no op was selected by module=nine" in tool.unmatched()[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "method"),
+    [
+        ("quantize", "dynamic"),
+        ("quantize:weight_bits=4", "dynamic"),
+        ("quantize:calibration=2", "static"),
+        ("quantize:activation_bits=none", "static"),
+        ("quantize:method=qat", "qat"),
+        ("quantize:method=lsq", "lsq"),
+    ],
+)
+def test_the_command_line_takes_a_method_that_needs_no_call_of_the_program(spec: str, method: str) -> None:
+    (tooling,) = made([ToolSpec.parse(spec)], alone=True)
+    assert isinstance(tooling.tool, QuantizeTool)
+    assert tooling.tool.options.method == method
+
+
+def test_the_command_line_refuses_scales_that_would_never_be_calibrated() -> None:
+    spec = ToolSpec("quantize", {"method": "static"})
+    with pytest.raises(SpecError, match="tool quantize: method=static needs calibration=N"):
+        made([spec], alone=True)
+    made([spec])

@@ -326,8 +326,8 @@ def test_info_tells_the_options_of_a_tool(run: Run) -> None:
     assert done.returncode == 0
     assert "Has one option that it needs and one with a default." in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["limit", "required", "an", "integer"] in lines
-    assert ["label", "'ops'", "a", "string"] in lines
+    assert ["limit", "required", "integer"] in lines
+    assert ["label", "ops", "string"] in lines
 
 
 def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:
@@ -372,4 +372,4 @@ def test_doctor_says_what_is_wrong_and_the_fix(run: Run) -> None:
     assert advice in verdicts["fake-outdated"]
     assert "not-installed" not in done.stdout
     assert verdicts["fake-good"].split()[0] == "ok"
-    assert "things are wrong" in done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"\d+ problems? found \(\d+ checks\)\.", done.stdout.splitlines()[-1])

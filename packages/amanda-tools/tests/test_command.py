@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 import amanda
+from amanda.__main__ import COMMON_OPTIONS, main
 from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._line import read_config
 from amanda.tools.command._run import _in_long_form, command_of
-from amanda.tools.command._specs import Unreadable, combined, made, read, split_tools
+from amanda.tools.command._specs import SELECTORS, Unreadable, combined, made, read, split_tools
 from amanda.tools.coverage import CoverageResult, OpCoverage
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
@@ -65,7 +66,7 @@ def test_options_are_those_of_the_constructor() -> None:
         "limit: integer >= 1 = 20",
     ]  # fmt: skip
     assert not options_of(FlopsTool)["formulas"].readable
-    assert str(options_of(StatsTool)["quantiles"]) == "quantiles: list of number from 0 to 1 = 0.01+0.5+0.99"
+    assert str(options_of(StatsTool)["quantiles"]) == "quantiles: list of numbers from 0 to 1 = 0.01+0.5+0.99"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
         ("nan:stap", ["tool nan has no option 'stap'", "did you mean stop?"]),
         ("nan:limit=few", ["tool nan, option limit", "expected an integer", "'few'"]),
         ("flops:formulas=x", ["tool flops, option formulas", "make the tool in Python"]),
-        ("flops:phase=front", ["option phase", "forward or backward", "'front'"]),
+        ("flops:phase=front", ["option phase", "expected forward, backward, ", "'front'"]),
         ("flops:start=5,end=2", ["tool flops: end is 2, start 5"]),
         ("stats:every=0", ["tool stats", "every"]),
         ("flops:module='a", ["quotation mark"]),
@@ -238,16 +239,45 @@ def test_a_word_may_name_several_tools(word: str, tools: list[str]) -> None:
         ("-t flops nan", "-t flops -- nan"),
         ("--config a.toml torchrun train.py", "--config a.toml -- torchrun train.py"),
         ("train.py", "-- train.py"),
+        ("flops train.py --device meta -q", "-t flops -- train.py --device meta -q"),
+        ("flops --device meta hf:bert", "-t flops -- hf:bert --device meta"),
+        ("--backward flops --steps=2 -- hf:bert", "-t flops -- hf:bert --backward --steps=2"),
+        ("flops hf:bert --full --device meta -o a", "-t flops --full -o a -- hf:bert --device meta"),
+        ("flops hf:bert --help", "-t flops -- hf:bert --help"),
     ],
 )
-def test_tools_may_be_the_first_word(line: str, long: str) -> None:
+def test_tools_may_be_the_first_word_and_options_of_models_anywhere(line: str, long: str) -> None:
     assert _in_long_form(line.split()) == long.split()
+
+
+def test_an_option_of_models_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["flops", "--device", "meta", "train.py"]) == 2
+    assert "--device is an option of models (hf:bert --device meta)" in capsys.readouterr().err
 
 
 def test_a_model_is_a_program(tmp_path: Path) -> None:
     assert command_of(["hf:llama", "--steps", "2"]) == (
         [sys.executable, "-m", "amanda.tools.models", "hf:llama", "--steps", "2"], True,
     )  # fmt: skip
+
+
+def test_info_lists_the_options_of_every_tool(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["info", "nan"]) == 0
+    output = capsys.readouterr().out
+    lines = [line.split()[0] for line in output.partition("on the command line:")[2].splitlines() if line]
+    assert [line for line in lines if line in SELECTORS] == list(SELECTORS) == list(COMMON_OPTIONS)
+    assert "  stop      false  true or false\n" in output
+    assert max(len(line) for line in output.partition("Options")[2].splitlines()) <= 80
+
+
+def test_a_table_of_a_configuration_file_is_a_mapping() -> None:
+    kind = int | Mapping[str, int | None] | None
+    assert read({"a": "3", "b": None}, kind) == {"a": 3, "b": None}
+    with pytest.raises(Unreadable, match="expected integer or none; by name in a configuration file"):
+        read({"a": "x"}, kind)
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,10 +47,15 @@ def test_a_model_runs_under_tools_by_its_name(tmp_path: Path) -> None:
         tmp_path, "flops,nan", "-o", "results", tiny, "--input-shape", "2,8", "--backward", "--steps", "3",
         PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", HF_HUB_OFFLINE="1",
     )  # fmt: skip
-    assert "BertModel, 1,002,816 parameters, input_ids (2, 8)" in done.stderr
+    assert "BertModel, 1,002,816 parameters, random weights, input_ids (2, 8)" in done.stderr
     assert calls(tmp_path / "results" / "flops.json", "scaled_dot_product_attention") == 3
     assert calls(tmp_path / "results" / "flops.json", "linear_backward", "backward") == 3 * 7
     assert (tmp_path / "results" / "nan.json").is_file()
+    (tmp_path / "nets.py").write_text(
+        "import torch\ntorch.ones(3).sum()\nnet = lambda: torch.nn.Linear(4, 2)"
+    )
+    net = amanda_run(tmp_path, "flops", "-o", "net", "--input-shape", "3,4", "torch:nets.py:net")
+    assert "24 MACs, 1 calls" in net.stderr  # none of the import
     wrong = amanda_run(tmp_path, "flops", "torch:torch.nn:ReLU", status=2)
     assert "does not say what its inputs are: give --input-shape" in wrong.stderr
     assert "Traceback" not in wrong.stderr

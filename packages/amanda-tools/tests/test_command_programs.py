@@ -227,3 +227,40 @@ def test_a_command_that_cannot_be_run_is_told(tmp_path: Path) -> None:
     status, _, stderr = outcome([*RUN, "./tool"], tmp_path)
     assert status == 2
     assert stderr.startswith("amanda run: ./tool cannot be run: ")
+
+
+TOOL = """
+import amanda
+import torch
+
+
+class Failing(amanda.Tool):
+    def __init__(self, known: bool = False):
+        self.known = known
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context):
+        context.insert_before_op(self.fail)
+
+    def fail(self, *inputs):
+        raise amanda.errors.ToolError("known") if self.known else KeyError("unknown")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["known=false", "known=true"])
+def test_an_error_of_a_tool_shows_the_program_and_the_tool_alone(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool's module imports the framework at whose import the scope opens."""
+    (tmp_path / "failing.py").write_text(TOOL)
+    (tmp_path / "train.py").write_text("import torch\n\ntorch.ones(2)\nprint(torch.__spec__.origin)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    command = [sys.executable, "-m", "amanda", "run", f"failing.Failing:{option}", "train.py"]
+    status, _, error = outcome(command, tmp_path)
+    assert status == 1
+    files = [line for line in error.splitlines() if line.startswith("  File ")]
+    assert [file.partition('"')[2].partition('"')[0] for file in files] == [
+        str(tmp_path / "train.py"), str(tmp_path / "failing.py"),
+    ]  # fmt: skip
+    assert error.splitlines()[-1].startswith("[amanda] tool Failing, insert_before_op(Failing.fail) of ones")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import amanda
 from amanda.tools.flops import FlopsTool
 from amanda.tools.models import Input, ModelError, Subject, is_model, made
+from amanda.tools.models._subject import import_failure
+from amanda.tools.nan import NanTool
 
 FACTORIES = """
 import torch
@@ -82,10 +87,11 @@ def test_models_of_transformers_run_on_inputs_of_their_configuration(
 
 def test_options_are_of_the_configuration(transformers: Any) -> None:
     subject = made(f"hf:llama:{SMALL}", ["2,16"])
-    assert subject.kind == "LlamaModel"
+    assert subject.kind == "LlamaForCausalLM"
     assert subject.model.config.num_hidden_layers == 2
     assert subject.inputs == [Input("input_ids", (2, 16), 32000, "int64")]
-    assert str(subject).startswith(f"hf:llama:{SMALL}: LlamaModel, 2,122,048 parameters, input_ids (2, 16)")
+    counted = "LlamaForCausalLM, 4,170,048 parameters, random weights, input_ids (2, 16)"
+    assert str(subject) == f"hf:llama:{SMALL}: {counted}"
 
 
 def test_a_file_of_a_configuration_names_the_class(transformers: Any, folder: Path) -> None:
@@ -93,6 +99,72 @@ def test_a_file_of_a_configuration_names_the_class(transformers: Any, folder: Pa
     config.save_pretrained(folder)
     for word in ("hf:config.json", f"hf:{folder}"):
         assert made(word).kind == "GPT2LMHeadModel"
+        assert made(word).weights == "random weights"
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("hf:gpt2:n_embd=16,n_layer=1,n_head=2", "GPT2LMHeadModel"),
+        ("hf:t5:d_model=16,num_layers=1,d_ff=16", "T5ForConditionalGeneration"),
+        ("hf:bert:hidden_size=16,num_hidden_layers=1,num_attention_heads=2", "BertModel"),
+        (f"hf:llama:{SMALL},architectures=LlamaModel", "LlamaModel"),
+        (f"hf:llama:{SMALL},architectures=LlamaForTokenClassification", "LlamaForTokenClassification"),
+    ],
+)
+def test_what_generates_text_has_its_head_unless_a_class_is_given(
+    transformers: Any, word: str, kind: str
+) -> None:
+    assert made(word, ["1,4"]).kind == kind
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_runs_with_its_weights(transformers: Any, folder: Path, dtype: str) -> None:
+    """NaN in a weight of it is found; options, and the device meta, leave the weights."""
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype))
+    torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
+    model.save_pretrained(folder / "checkpoint")
+    subject = made("hf:checkpoint")
+    assert "float32" in dtype or next(subject.model.parameters()).dtype == torch.bfloat16
+    assert str(subject).endswith("parameters, weights of checkpoint, input_ids (1, 16)")
+    nan = NanTool()
+    with amanda.apply(nan):
+        subject.run()
+    assert len(nan.result.entered) == 1
+    assert made("hf:checkpoint:n_layer=2").weights == made("hf:checkpoint", device="meta").weights
+    assert made("hf:checkpoint:architectures=GPT2ForSequenceClassification").weights == "random weights"
+
+
+def test_weights_that_a_checkpoint_lacks_are_named(transformers: Any, folder: Path) -> None:
+    config = transformers.BertConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder / "base")
+    text = (folder / "base" / "config.json").read_text().replace("BertModel", "BertForMaskedLM")
+    (folder / "base" / "config.json").write_text(text)
+    assert made("hf:base").weights.startswith("weights of base (random: cls.predictions.bias, ")
+    for file in (folder / "base").glob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(ModelError, match="the weights of base cannot be loaded: "):
+        made("hf:base")
+
+
+@pytest.mark.slow
+def test_a_name_of_the_hub_runs_from_its_cache(transformers: Any, folder: Path) -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+    cached = folder / "hub" / "models--some--name"
+    transformers.GPT2LMHeadModel(config).save_pretrained(cached / "snapshots" / "a1")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a1")
+    code = (
+        "import torch\nfor name in 'nms', 'qnms':\n"
+        "  torch.library.define(f'torchvision::{name}', '(Tensor a, Tensor b, float c) -> Tensor')\n"
+        "from amanda.tools.models import made\nprint(made('hf:some/name'))"
+    )
+    environment = {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "0"}
+    done = children.run([sys.executable, "-c", code], env=environment, check=True)
+    assert done.stdout.startswith("hf:some/name: GPT2LMHeadModel, 15,328 parameters, weights of some/name, ")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +196,7 @@ def test_counts_are_those_of_the_literature(transformers: Any) -> None:
 def test_a_model_too_large_for_the_memory_is_told_before_it_is_made(
     transformers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("amanda.tools.models._loaders._MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr("amanda.tools.models._pytorch._MEMORY", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal: 20 kB\nMemAvailable:   8 kB\n")
     with pytest.raises(ModelError, match=r"take 0\.0 GB.*--device meta.*options that make it smaller"):
         made(f"hf:llama:{SMALL}")
@@ -171,7 +243,10 @@ def test_models_of_keras_run_on_inputs_of_their_own() -> None:
     ("word", "shapes", "part"),
     [
         ("hf:lama", [], "has no type of model 'lama', and there is no such file; did you mean llama?"),
-        ("hf:meta-llama/Llama-3.1-8B", [], "give a type such as llama, or the path of a config.json"),
+        ("hf:unknown", [], "give a type such as llama, or the path of a config.json"),
+        ("hf:some/model", [], "nor in the cache of the Hugging Face hub: `hf download some/model`"),
+        ("hf:llama:architectures=LlamaForCausalLn", [], "is 'LlamaForCausalLn', no model of llama; did you mean"),
+        ("hf:llama:architectures=BertModel", [], "is 'BertModel', no model of llama; there are LlamaFor"),
         ("hf:llama:hiden_size=8", [], "of llama has no 'hiden_size'; did you mean hidden_size?"),
         (f"hf:llama:{SMALL}", ["ids=2"], "has no input 'ids'; there are input_ids"),
         (f"hf:llama:{SMALL}", ["2x"], "2x is no shape; give sizes, as in 2,3,224,224 or NAME=2,64"),
@@ -218,6 +293,28 @@ def test_a_package_that_is_absent_is_named(word: str, monkeypatch: pytest.Monkey
         ModelError, match=f"{word} needs {package}, which is not installed: pip install {package}"
     ):
         made(word)
+
+
+def test_a_torchvision_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers hides the error under one of its own."""
+    error = RuntimeError("operator torchvision::nms does not exist")
+    outer = ModuleNotFoundError("Could not import module 'BertModel'")
+    outer.__cause__ = error
+    assert import_failure(outer) == (
+        "operator torchvision::nms does not exist; torchvision does not fit this torch: install both from "
+        "one index, or uninstall torchvision"
+    )
+
+
+def test_what_an_import_computes_is_not_counted(folder: Path) -> None:
+    Path("importing.py").write_text(f"{FACTORIES}\nnumber = torch.ones(3).sum()\n")
+    flops = FlopsTool()
+    with amanda.apply(flops):
+        subject = made("torch:importing.py:net", ["2,4"])
+    assert {row[0] for row in flops.result.rows()} == {"construction"}
+    with amanda.apply(flops):
+        subject.run()
+    assert flops.result.total("macs", "forward") == 2 * (4 * 8 + 8 * 2)
 
 
 def test_some_models_cannot_do_all(folder: Path) -> None:

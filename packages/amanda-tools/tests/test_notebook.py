@@ -53,11 +53,30 @@ def test_constructors_are_left(shell: Any) -> None:
     assert shell.user_ns["amanda_results"]["flops"].total("calls") == 0
 
 
-def test_an_error_closes_the_scope(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    shell.run_cell("%%amanda flops\nmodel(x)\n1 / 0")
-    assert "ZeroDivisionError" in capsys.readouterr().out
+@pytest.mark.parametrize("cell", ["%amanda flops model(x)", "%%amanda flops\nmodel(x)"])
+def test_what_ipython_displays_is_not_counted(
+    shell: Any, cell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.run_cell(cell)
+    assert "tensor([[" in capsys.readouterr().out
+    assert [row[1] for row in shell.user_ns["amanda_results"]["flops"].rows()] == ["linear"]
+
+
+def test_display_in_the_middle_of_a_cell_is_not_counted(shell: Any) -> None:
+    shell.run_cell("%%amanda flops\nfrom IPython.display import display\ndisplay(model(x))\ny = model(x)")
+    assert shell.user_ns["amanda_results"]["flops"].total("calls") == 2
+    assert "format" not in vars(shell.display_formatter)
+
+
+def test_an_error_closes_the_scope_and_fails_the_cell(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    execution = shell.run_cell("%%amanda flops\nmodel(x)\n1 / 0")
+    output = capsys.readouterr().out
+    assert output.count("division by zero") == 1
+    assert output.rstrip().endswith("amanda: the cell raised ZeroDivisionError, shown above")
+    assert not execution.success
     shell.run_cell("model(x)")
     assert shell.user_ns["amanda_results"]["flops"].total("calls") == 1
+    assert not shell.run_cell("%%amanda flops\nmodel(").success
 
 
 @pytest.mark.parametrize(
@@ -72,9 +91,10 @@ def test_an_error_closes_the_scope(shell: Any, capsys: pytest.CaptureFixture[str
 def test_what_is_wrong_is_said_in_one_line(
     shell: Any, line: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shell.run_cell(line)
+    execution = shell.run_cell(line)
     captured = capsys.readouterr()
     assert part in captured.err
+    assert not execution.success
     assert "Traceback" not in captured.out + captured.err
 
 

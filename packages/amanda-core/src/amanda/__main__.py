@@ -74,7 +74,7 @@ def _command(name: str) -> Command:
 def _help() -> int:
     """Print all commands, each with the first line of its docstring."""
     say(f"Usage: {_program()} COMMAND ...", "")
-    say(*table([(name, _summary(name)) for name in sorted(names_of_commands())]))
+    say(*_aligned([(name, _summary(name)) for name in sorted(names_of_commands())]))
     say("", "`COMMAND --help` explains a command, `--version` prints the version.")
     return 0
 
@@ -130,7 +130,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
     listed = list_tools(load=True)
     say(*(_tools_by_purpose(listed) or _none_installed("tools")))
     if listed:
-        say("", "`amanda info TOOL` lists a tool's options.")
+        say("", "Run `amanda info TOOL` to see a tool's options.")
     installed = {tool.name for tool in listed}
     # One tool of a distribution is enough to show that it is installed.
     absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
@@ -166,6 +166,14 @@ def _tools_by_purpose(listed: Sequence[Plugin]) -> Iterator[str]:
             yield from _wrapped(text, " " * (width + 4), f"  {tool.name:<{width}}  ")
 
 
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows as lines with aligned columns; the last column is folded into the width of the terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    for row in rows:
+        first = "".join(f"  {cell:<{width}}" for cell, width in zip(row, widths, strict=False))
+        yield from _wrapped(printable(row[-1], line=True), " " * (len(first) + 2), f"{first}  ")
+
+
 def _wrapped(text: str, indent: str, first_indent: str | None = None) -> list[str]:
     """Return a text as lines that fit the terminal."""
     columns = shutil.get_terminal_size().columns
@@ -186,7 +194,8 @@ def doctor(arguments: Sequence[str] = ()) -> int:
     results = list(findings())
     say(*table([tuple(finding) for finding in results]))
     wrong = sum(finding.verdict == "wrong" for finding in results)
-    say("", "Nothing is wrong." if not wrong else f"{wrong} of {len(results)} things are wrong.")
+    problems = f"{wrong} problem{'s' * (wrong > 1)}" if wrong else "No problem"
+    say("", f"{problems} found ({len(results)} checks).")
     return int(wrong > 0)
 
 
@@ -234,16 +243,27 @@ def _print_tool(name: str) -> int:
     kind = tool_class(name)
     say(f"{name}: {kind.__module__}.{kind.__qualname__}", "")
     say(*(f"  {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines()))
-    options = _options(kind)
-    say("", *(["Options:", *table(options)] if options else ["It takes no options."]))
+    options = options_of(kind)
+    if options:
+        say("", "Options, their defaults and values:")
+        say(*_aligned([(option.name, option.default_as_text, option.kind.text) for option in options.values()]))
+    if "run" in names_of_commands():
+        say("", "Options of every tool on the command line:")
+        say(*_aligned([(name, text) for name, text in COMMON_OPTIONS.items() if name not in options]))
     return 0
 
 
-def _options(kind: type) -> list[tuple[str, str, str]]:
-    """Return the name, default and type of each option of a tool."""
-    return [
-        (option.name, option.default_in_words, option.type_in_words) for option in options_of(kind).values()
-    ]
+COMMON_OPTIONS = {
+    "type": "types of ops: conv2d, conv*, conv2d+linear",
+    "module": "modules, with all that lies in them: layer4, *.attention",
+    "exclude": "modules to leave out",
+    "phase": "forward, backward, optimizer or construction",
+    "start": "the first step, from 0",
+    "end": "the step before which the tool stops",
+    "frequency": "a number of steps, of which the first counts",
+    "out": "a file for the result, in the format of its suffix",
+}
+"""What the options of every tool take, by name: `amanda.tools.command` gives them to each tool."""
 
 
 def _first_line(name: str) -> str:

@@ -72,6 +72,15 @@ class Tool:
         if namespace is not None:
             self.restrict(InNamespace(namespace))
 
+    @classmethod
+    def command_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return options for a run in which no program calls the tool's methods, as under `amanda run`.
+
+        options: those of the command line, as the constructor takes them.  A tool that needs `calibrating()`,
+        for example, adds an option that does without, or raises an AmandaError that names such options.
+        """
+        return options
+
     def __copy__(self) -> Tool:
         """Return a deep copy: the routines of a shallow copy would be methods of the original tool."""
         return copy.deepcopy(self)

@@ -49,6 +49,15 @@ class Option:
             return "required"
         return str(self.default) if isinstance(self.default, PurePath) else repr(self.default)
 
+    @property
+    def default_as_text(self) -> str:
+        """Return the default as a command line has it: "true", "none", "a+b"; "required" without one."""
+        if self.default is None or isinstance(self.default, bool):
+            return str(self.default).lower()
+        if isinstance(self.default, (list, tuple)):
+            return "+".join(map(str, self.default))
+        return "required" if self.default is REQUIRED else str(self.default)
+
     def __str__(self) -> str:
         kind = f": {self.type_in_words}" if self.type_in_words else ""
         default = "" if self.default is REQUIRED else f" = {self.default_in_words}"

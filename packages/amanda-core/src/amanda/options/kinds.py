@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
@@ -37,15 +38,17 @@ class Kind:
     """The values that an annotation accepts.
 
     words: with an article, as Python writes values ("an integer >= 1", "True or False").
-    text: without an article, as a command line writes values ("integer >= 1", "true or false").
+    text: without an article, as a command line writes values ("integer >= 1", "2 to 16, e4m3 or none").
     many: in the plural ("integers >= 1").
     accept: returns the value, numpy's numbers as Python's own; raises Mismatch.
+    is_table: True for mappings, which configuration files have and command lines have not.
     """
 
     words: str
     text: str
     many: str
     accept: Callable[[Any], Any]
+    is_table: bool = False
 
 
 def shown(value: Any) -> str:
@@ -92,7 +95,7 @@ def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     if isinstance(plain, type) and issubclass(plain, Mapping):
         return _mapping(members)
     if plain is Callable or plain is typing.Callable:
-        return _kind_of_all("function", callable)
+        return _FUNCTION
     if plain is type:
         return _kind_of_all("class", lambda value: isinstance(value, type))
     if not isinstance(plain, type):
@@ -190,7 +193,8 @@ def _int(marks: tuple[Any, ...]) -> Kind:
         bounds.least if bounds.least > WHOLE.least else -float("inf"),
         bounds.most if bounds.most < WHOLE.most else float("inf"),
     )
-    return _kind_named("integer", accept, str(range_in_words))
+    kind = _kind_named("integer", accept, str(range_in_words))
+    return replace(kind, text=kind.text.removeprefix("integer from "))
 
 
 def _float(marks: tuple[Any, ...]) -> Kind:
@@ -297,7 +301,7 @@ def _literal(members: tuple[Any, ...]) -> Kind:
 
     one_of = "one of " if len(members) > 3 else ""
     words = one_of + _join_words(list(map(repr, members)), "," if one_of else " or")
-    return Kind(words, " or ".join(texts), words, accept)
+    return Kind(words, _join_words(texts), words, accept)
 
 
 def _join_words(words: Sequence[str], last: str = " or") -> str:
@@ -322,10 +326,22 @@ def _union(kinds: Sequence[Kind]) -> Kind:
     words = _join_words([kind.words for kind in ordered], ", or" if len(kinds) > 2 else " or")
     return Kind(
         words,
-        " or ".join(kind.text for kind in kinds),
+        _union_text(ordered),
         _join_words([kind.many for kind in ordered]),
         accept,
     )
+
+
+def _union_text(kinds: Sequence[Kind]) -> str:
+    """Return what a command line takes for one of the kinds: each alternative once, tables at the end."""
+    texts: list[str] = []
+    for kind in kinds:
+        if not kind.is_table:
+            texts += [kind.text] if kind.text.startswith("list of ") else re.split(", | or ", kind.text)
+    # A single text is a list of one to the command line.
+    alternatives = _join_words([text for text in texts if f"list of {text}s" not in texts])
+    has_table = any(kind.is_table for kind in kinds)
+    return alternatives + "; by name in a configuration file" * has_table
 
 
 def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
@@ -356,8 +372,10 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
 
     nonempty = "non-empty " if length.least == 1 else ""
     noun = "set" if is_set else "list"
+    # The plural of a Literal is that of Python, with quotation marks.
+    items = item.text if item.many == item.words else item.many
     return Kind(
-        f"a {nonempty}{noun} of {item.many}", f"{noun} of {item.text}", f"{noun}s of {item.many}", accept
+        f"a {nonempty}{noun} of {item.many}", f"{noun} of {items}", f"{noun}s of {item.many}", accept
     )
 
 
@@ -418,10 +436,13 @@ def _mapping(members: tuple[Any, ...]) -> Kind:
         return value
 
     words = f"a dict from {key_kind.many} to {item_kind.many}" if members else "a dict"
-    return Kind(words, words.removeprefix("a "), "dicts", accept)
+    if item_kind.accept is _FUNCTION.accept:  # which no file has
+        return Kind(words, f"{words.removeprefix('a ')} in Python", "dicts", accept)
+    return Kind(words, "table in a configuration file", "dicts", accept, is_table=True)
 
 
 _ANY = Kind("any value", "text", "values", lambda value: value)
+_FUNCTION = _kind_of_all("function", callable)
 _PLAIN: dict[Any, Callable[[tuple[Any, ...]], Kind]] = {
     bool: _bool, int: _int, float: _float, str: _str, type(None): _none, None: _none, Any: _any, object: _any,
     Path: lambda marks: _path(next((mark for mark in marks if isinstance(mark, PathTarget)), None)),

@@ -200,7 +200,8 @@ class QuantizeTool(amanda.Tool):
         symmetric_activations: See `symmetric_weights`.
         rounding: "half_even" as in torch.ao; "half_up" as in TensorFlow's fake_quant ops; "half_away".
         averaging: Weight of each new batch in the moving averages of "qat".
-        calibration: Number of executions that calibrate an op; 0: only executions in `with calibrating()`.
+        calibration: Number of executions that calibrate an op; 0: only executions in `with calibrating()`, so
+            that the command line takes method "dynamic" then.
         sqnr: Measure signal-to-quantisation-noise ratios; each op then runs twice.
 
     Raises:
@@ -210,6 +211,20 @@ class QuantizeTool(amanda.Tool):
     """
 
     purpose = "compress"
+
+    @classmethod
+    def command_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options with method "dynamic" unless a method, or executions to calibrate, are given.
+
+        Raises QuantizeError for method "static" without such executions: activations would have no scale.
+        """
+        if options.get("calibration") or options.get("activation_bits", 8) is None:
+            return options
+        if options.get("method") == "static":
+            raise QuantizeError(
+                "method=static needs calibration=N, executions to calibrate each op; method=dynamic does not"
+            )
+        return {"method": "dynamic", **options}
 
     @checked(error=QuantizeError)
     def __init__(

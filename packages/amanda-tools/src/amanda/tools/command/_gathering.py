@@ -161,7 +161,8 @@ class Gathering:
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *theirs]
         if not labels:
-            if self._handed.nothing:
+            # After an exception that nothing caught there is no need to say why.
+            if self._handed.nothing and not hasattr(sys, "last_type"):
                 teller.say(nothing(name, self._handed.frameworks))
             return
         unmatched = list(tooling.tool.unmatched()) if saw_op else []

@@ -79,7 +79,7 @@ class Handed:
 
     def toolings(self) -> list[Tooling]:
         """Return new tools for one process."""
-        return made(ToolSpec(name, options) for name, options in self.tools)
+        return made((ToolSpec(name, options) for name, options in self.tools), alone=True)
 
 
 def nothing(tool: str, frameworks: Sequence[str]) -> str:

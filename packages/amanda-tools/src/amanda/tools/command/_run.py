@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -22,9 +22,18 @@ from amanda.tools.command._line import PATH, OptionType, compiled_option, config
 from amanda.tools.command._processes import Handed, folder_of_ranks, is_in_rank, is_python, nothing
 from amanda.tools.command._specs import SpecError, ToolSpec, made, split_tools
 from amanda.tools.models import is_model
+from amanda.tools.models.__main__ import command as model_command
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+class _RunCommand(click.Command):
+    """A command that takes tools as its first word, and a program after its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments in their long form."""
+        return super().parse_args(ctx, _in_long_form(args))
+
+
+@click.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 @tool_option("A tool to apply.")
 @click.option("--config", type=PATH, metavar="FILE", help="Tools from a TOML or YAML file.")
 @click.option("-o", "--output", type=PATH, metavar="FOLDER", help="Save each result in this folder.")
@@ -66,8 +75,8 @@ def _command(
     amanda run --config amanda.toml -- torchrun --nproc-per-node 2 train.py
     amanda run flops timm:resnet50 --input-shape 8,3,224,224
 
-    Models are hf:TYPE or hf:CONFIG.json (of transformers), timm:NAME, torch:MODULE:FUNCTION, keras:NAME and
-    FILE.onnx, with random weights and inputs; `amanda run flops hf:bert --help` lists options of models.
+    Models are hf:TYPE, hf:CONFIG.json or hf:CHECKPOINT (of transformers), timm:NAME, torch:MODULE:FUNCTION,
+    keras:NAME and FILE.onnx, on random inputs; `amanda run flops hf:bert --help` lists options of models.
 
     `amanda tools` lists the tools, `amanda info TOOL` their options. Every tool also takes type, module and
     phase (which ops), start, end and frequency (which steps), and out (a file for its result).
@@ -78,7 +87,7 @@ def _command(
     output = output or settings.output
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
-    toolings = made(settings.tools)  # so that errors come before the program starts
+    toolings = made(settings.tools, alone=True)  # so that errors come before the program starts
     return launch(
         program, settings.tools, [tooling.name for tooling in toolings], output,
         quiet=quiet, full=full, every=every, compiled=compiled, construction=construction,
@@ -87,30 +96,64 @@ def _command(
 
 def run(arguments: Sequence[str] = ()) -> int:
     """Run an unmodified program under tools."""
-    return exit_status(_command, "amanda run", _in_long_form(arguments))
+    return exit_status(_command, "amanda run", arguments)
 
 
 def _in_long_form(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program."""
-    options = [parameter for parameter in _command.params if isinstance(parameter, click.Option)]
+    """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program.
+
+    Options of `amanda run` and of a model may be on either side of the model's word.
+    Raises SpecError for an option of models without a model.
+    """
     # click would take a program's own options for ours, so the program begins where ours end.
-    valued = {name for option in options if not option.is_flag for name in option.opts}
-    waiting = list(arguments)
-    ours: list[str] = []
+    run_options, model_options = _options_with_values(_command), _options_with_values(model_command)
+    waiting, ours, of_model = list(arguments), list[str](), list[str]()
     while waiting and waiting[0] != "--":
         if waiting[0] in ("-m", "-c"):
-            return [*ours, "--", *waiting]
+            break
         if not waiting[0].startswith("-"):
             # `amanda run flops train.py`: the first word names tools, unless options have named them.
             names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in ours)
             if names_tools or _is_program(waiting[0]):
-                return [*ours, "--", *waiting]
+                break
             ours += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
-            continue
-        ours.append(waiting.pop(0))
-        if ours[-1] in valued and waiting:
-            ours.append(waiting.pop(0))
-    return [*ours, *waiting]
+        elif _option_name(waiting[0]) in model_options:
+            of_model += _take_option(waiting, model_options)
+        else:
+            ours += _take_option(waiting, run_options)
+    program = waiting[1:] if waiting[:1] == ["--"] else waiting
+    if program and is_model(program[0]):
+        word, *waiting = program
+        while waiting:
+            if _option_name(waiting[0]) in run_options:
+                ours += _take_option(waiting, run_options)
+            else:
+                of_model += _take_option(waiting, model_options)
+        return [*ours, "--", word, *of_model]
+    if of_model:
+        example = " ".join(["hf:bert", *of_model])
+        raise SpecError(
+            f"{of_model[0]} is an option of models ({example}); a program's own options follow it"
+        )
+    return [*ours, "--", *program] if waiting else ours
+
+
+def _options_with_values(command: click.Command) -> dict[str, bool]:
+    """Return the names of a command's options; True if a value follows."""
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    return {name: not option.is_flag for option in options for name in option.opts}
+
+
+def _option_name(word: str) -> str:
+    """Return the name in `--name=value`."""
+    return word.partition("=")[0]
+
+
+def _take_option(waiting: list[str], options: Mapping[str, bool]) -> list[str]:
+    """Remove the first word from the list, and the value that follows; return them."""
+    count = 2 if options.get(waiting[0]) else 1
+    words, waiting[:count] = waiting[:count], []
+    return words
 
 
 def _is_program(word: str) -> bool:
@@ -172,8 +215,9 @@ def launch(
     except OSError as error:
         raise SpecError(f"results of processes cannot be gathered: {error.strerror or error}") from None
     frameworks = driven_frameworks()
-    # A program that is asked for its options executes no op, and need not be told so.
-    is_expected = not {"-h", "--help"}.isdisjoint(program)
+    # A program that is asked for its options executes no op, and need not be told so.  A model that executes
+    # none has failed, and has said why.
+    is_expected = is_model(program[0]) or not {"-h", "--help"}.isdisjoint(program)
     handed = Handed(
         tools=[(tool.name, dict(tool.given)) for tool in tools], folder=folder, root=os.getpid(),
         output=None if output is None else str(output), frameworks=frameworks, together=shared is not None,

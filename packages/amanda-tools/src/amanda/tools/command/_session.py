@@ -12,11 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.errors import AmandaError
 from amanda.plugins import hookimpl, plugin_manager
 from amanda.tools.command._gathering import Gathering, Teller
 from amanda.tools.command._processes import VARIABLE, Handed, Rank, is_python, is_rank, process_label
@@ -320,6 +322,7 @@ class Saving(threading.Thread):
 
 
 _HOMES = tuple(f"{Path(path)}/" for path in amanda.__path__)
+_TOOLS = tuple(f"{home}tools/" for home in _HOMES)
 _CALL_OF_OP = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
 
 
@@ -345,9 +348,10 @@ def show_program_alone() -> None:
 
 
 def strip(error: BaseException | None) -> None:
-    """Remove Amanda's frames from an exception that an op raised, and from its causes.
+    """Remove Amanda's frames from an exception that an op or a routine raised, and from its causes.
 
-    Exceptions of tools and of Amanda itself keep the frames; interrupts lose them wherever they were raised.
+    An exception that a tool's own code raised keeps the frames of tools.  Interrupts and errors of Amanda,
+    whose messages name the op and the tool, lose all of Amanda's frames.  Others of Amanda itself keep them.
     """
     # Causes and contexts may lead in a circle.
     visited: set[int] = set()
@@ -357,39 +361,50 @@ def strip(error: BaseException | None) -> None:
         if link is None or id(link) in visited:
             continue
         visited.add(id(link))
-        interrupt = isinstance(link, KeyboardInterrupt)
         notes = getattr(link, "__notes__", [])
-        if interrupt and notes:
+        of_tool = any(note.startswith("[amanda]") for note in notes)
+        if isinstance(link, KeyboardInterrupt) and notes:
             notes[:] = [note for note in notes if not note.startswith("[amanda]")]
-        if interrupt or not any(note.startswith("[amanda]") for note in notes):
-            link.__traceback__ = _without_our_frames(link.__traceback__, interrupt)
+        is_removed: Callable[[list[TracebackType]], bool] = _is_op_call
+        if isinstance(link, (KeyboardInterrupt, AmandaError)):
+            is_removed = bool
+        elif of_tool:
+            is_removed = _is_outside_tools
+        link.__traceback__ = _without_our_frames(link.__traceback__, is_removed)
         # Causes, contexts and members of exception groups are printed as well.
         waiting += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
 
 
-def _without_our_frames(trace: TracebackType | None, all_of_ours: bool) -> TracebackType | None:
-    """Return a traceback without the frames of Amanda that lead to an op, or without all of them."""
+def _without_our_frames(
+    trace: TracebackType | None, is_removed: Callable[[list[TracebackType]], bool]
+) -> TracebackType | None:
+    """Return a traceback without some of Amanda's frames.
+
+    is_removed: called with each frame of Amanda's and the frames after it, up to one that is not Amanda's.
+    """
     remaining: list[TracebackType] = []
-    ours: list[TracebackType] = []
+    frames: list[TracebackType] = []
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_HOMES):
-            ours.append(trace)
-        else:
-            remaining += [] if all_of_ours or _calls_op(ours) else ours
-            remaining.append(trace)
-            ours = []
+        frames.append(trace)
         trace = trace.tb_next
-    remaining += [] if all_of_ours or _calls_op(ours) else ours
+    for is_ours, run in groupby(frames, lambda frame: frame.tb_frame.f_code.co_filename.startswith(_HOMES)):
+        consecutive = list(run)
+        remaining += [
+            frame for i, frame in enumerate(consecutive) if not (is_ours and is_removed(consecutive[i:]))
+        ]
     # A traceback is a linked list, so frames are removed by linking past them.
     for frame, next_frame in zip(remaining, [*remaining[1:], None], strict=False):
         frame.tb_next = next_frame
     return remaining[0] if remaining else None
 
 
-def _calls_op(frames: list[TracebackType]) -> bool:
+def _is_outside_tools(frames: list[TracebackType]) -> bool:
+    """Return True if the first frame is of the core or of a driver."""
+    return not frames[0].tb_frame.f_code.co_filename.startswith(_TOOLS)
+
+
+def _is_op_call(frames: list[TracebackType]) -> bool:
     """Return True if the last frame calls the op itself."""
-    if not frames:
-        return False
     # Native code has no frame, so the line that calls the op is the last of ours.
     code = frames[-1].tb_frame.f_code
     return bool(_CALL_OF_OP.search(linecache.getline(code.co_filename, frames[-1].tb_lineno)))

@@ -63,7 +63,8 @@ class CommandOption:
     def __str__(self) -> str:
         if not self.readable:
             return f"{self.name}, and {_NOT_TEXT}"
-        default = "" if self.default is REQUIRED else f" = {_default_text(self.default)}"
+        option = options.Option(self.name, self.type, self.default)
+        default = "" if self.default is REQUIRED else f" = {option.default_as_text}"
         return f"{self.name}: {kind_of(self.type).text}{default}"
 
 
@@ -94,6 +95,8 @@ def _convert(value: Given, annotation: Any) -> Any:
         return _read_literal(value, members, annotation)
     if _is_list(plain):
         return _read_list(value, origin or plain, members, annotation)
+    if isinstance(value, Mapping) and isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: read(item, members[-1]) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         if len(value) != 1:
             raise Unreadable(f"expected {kind_of(annotation).text}, not several values")
@@ -223,13 +226,6 @@ def _annotation_of(option: options.Option) -> Any:
     return type(option.default) if type(option.default) in _READERS and option.default is not None else str
 
 
-def _default_text(value: Any) -> str:
-    """Return a default as a command line has it: "true", "none", "a+b"."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
 SELECTORS: Mapping[str, CommandOption] = {
     name: CommandOption(name, annotation, default)
     for name, annotation, default in (
@@ -306,9 +302,10 @@ class ToolSpec:
         ]
         return f"{self.name}:{','.join(options)}" if options else self.name
 
-    def make(self, steps: Steps) -> Tooling:
+    def make(self, steps: Steps, alone: bool = False) -> Tooling:
         """Return a new tool, restricted to its selection.
 
+        alone: whether no program calls the tool's methods, so that its options have to do without.
         Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, the given and
         the expected value.
         """
@@ -322,7 +319,9 @@ class ToolSpec:
         # A tool that has an option of that name itself gets the value.
         selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
         try:
-            tool = kind(**values)
+            # What is registered may be a function that makes a tool.
+            adapted = getattr(kind, "command_options", dict)(values) if alone else values
+            tool = kind(**adapted)
             keys = selectors.keys() & {"type", "module", "exclude", "phase"}
             selection = Selection(**{key: selectors[key] for key in keys})
             window = None
@@ -382,16 +381,17 @@ def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[Tool
     return specs
 
 
-def made(specs: Iterable[ToolSpec]) -> list[Tooling]:
+def made(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
     """Return tools that count the same steps; the second of a kind is named "flops-2".
 
+    alone: whether no program calls the tools' methods.
     Raises what `ToolSpec.make` raises.
     """
     # One counter for all tools, or each would watch every op for its own.
     steps, counts = Steps(), Counter[str]()
     toolings = []
     for spec in specs:
-        tooling = spec.make(steps)
+        tooling = spec.make(steps, alone)
         counts[spec.name] += 1
         if counts[spec.name] > 1:
             tooling.name = f"{spec.name}-{counts[spec.name]}"

@@ -48,9 +48,8 @@ _Counts = ShapeCounts | AnyShapeCount
 class FlopsTool(amanda.Tool):
     """Count FLOPs, MACs, parameters and bytes of every op, forward and backward.
 
-    formulas: functions from `Shapes` to `Cost` that override the built-in formulas, by the type of an op
-    ("conv2d", "conv2d_backward") or a framework's own name of the op; that of a backward op is given the
-    gradients that enter and leave it.  complex_macs: real multiply-accumulates in one of complex numbers: 4
+    formulas: maps the type of an op ("conv2d", "conv2d_backward"), or a framework's own name of it, to a
+    function from `Shapes` to `Cost`, which overrides the built-in formula.  complex_macs: real multiply-accumulates in one of complex numbers: 4
     by definition, 3 by Gauss' method, 1 as some counters have it.
 
     A formula is evaluated once for each set of shapes, when `result` is read; an op without a formula for

@@ -19,8 +19,8 @@ from amanda.tools.models import made
 @click.option("--backward", is_flag=True, help="Also run the backward pass, from gradients of 1.")
 @click.option("--device", default="cpu", help="cpu, cuda, or meta: shapes without values, for large models.")
 @click.option("--steps", default=1, type=click.IntRange(min=1), help="Number of runs.")
-def _command(model: str, shapes: Sequence[str], backward: bool, device: str, steps: int) -> int:
-    """Run a model with random weights on random inputs."""
+def command(model: str, shapes: Sequence[str], backward: bool, device: str, steps: int) -> int:
+    """Run a model, with random weights unless a file or a checkpoint has them, on random inputs."""
     subject = made(model, shapes, backward, device)
     sys.stderr.write(f"amanda: {subject}\n")
     for _ in range(steps):
@@ -29,4 +29,4 @@ def _command(model: str, shapes: Sequence[str], backward: bool, device: str, ste
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(_command, "amanda run", sys.argv[1:], failure=2))
+    sys.exit(exit_status(command, "amanda run", sys.argv[1:], failure=2))

@@ -1,213 +1,23 @@
-"""Models of transformers, timm, functions of the user, Keras and ONNX files, with inputs that they take."""
+"""Models of timm, Keras and ONNX files, with inputs that they take; the loader of each kind of model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import amanda
 from amanda.errors import did_you_mean
-from amanda.tools.command import function_of
-from amanda.tools.kit import torch_tensors
 from amanda.tools.libraries import numpy as np
+from amanda.tools.models._pytorch import (
+    RANDOM,
+    library_of_models,
+    on_device,
+    torch_model,
+    with_random_values,
+)
 from amanda.tools.models._subject import Input, ModelError, Request, Subject, library, reshaped
-
-_MEMORY = Path("/proc/meminfo")
-
-
-def torch_model(request: Request) -> Subject:
-    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns.
-
-    Raises ModelError if the function returns another object, or if no shapes of inputs are known.
-    """
-    torch = library("torch", request.word)
-    factory = function_of(request.name)
-    with torch.device(request.device):
-        result = factory(**request.options)
-    module, *arguments = result if isinstance(result, (tuple, list)) else (result,)
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(
-            f"{request.name} returns {type(module).__name__}; it is to return a module, or (module, inputs)"
-        )
-    if arguments and not request.shapes:
-        inputs = [
-            Input(f"input {i}", tuple(getattr(value, "shape", ()))) for i, value in enumerate(arguments)
-        ]
-        return torch_subject(request, module, inputs, lambda: module(*arguments))
-    if not request.shapes:
-        raise ModelError(
-            f"{request.word} does not say what its inputs are: give --input-shape "
-            f"{_guess_input_shape(torch, module)}, or have {request.name} return (module, inputs)"
-        )
-    return with_random_values(request, module, [Input("input", ())], by_name=False)
-
-
-def with_random_values(
-    request: Request, module: Any, inputs: Sequence[Input], by_name: bool = True
-) -> Subject:
-    """Return a module with random values for its inputs.  by_name: how they are passed."""
-    import torch
-
-    inputs, random = reshaped(inputs, request.shapes), np.random.default_rng(0)
-    with amanda.disabled():
-        values = {entry.name: torch.from_numpy(entry.value(random)).to(request.device) for entry in inputs}
-    call = (lambda: module(**values)) if by_name else (lambda: module(*values.values()))
-    return torch_subject(request, module, inputs, call)
-
-
-def torch_subject(request: Request, module: Any, inputs: Sequence[Input], call: Callable[[], Any]) -> Subject:
-    """Return a module that runs forward, or forward and backward from ones at each output."""
-    import torch
-
-    module.train(request.backward)
-
-    def run() -> None:
-        """Run forward, and backward if that is asked for."""
-        with torch.set_grad_enabled(request.backward):
-            outputs = torch_tensors([call()], structures=True)
-            differentiable = [output for output in outputs if output.requires_grad]
-            with amanda.disabled():
-                # The first gradient is ours, so tools count no op for it.
-                gradients = [torch.ones_like(output) for output in differentiable]
-            if request.backward:
-                torch.autograd.backward(differentiable, gradients)
-
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return Subject(
-        request.word, kind=type(module).__name__, model=module, inputs=inputs, call=run, parameters=count
-    )
-
-
-def on_device(request: Request, build: Callable[[], Any]) -> Any:
-    """Build a module on a device; raise ModelError where its parameters do not fit into the free memory."""
-    import torch
-
-    # Built once without memory: a model that does not fit would end the process, not raise.
-    with torch.device("meta"), amanda.disabled():
-        count = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
-    if request.device == "cpu" and count > (free := _free_memory()):
-        raise ModelError(
-            f"the parameters of {request.word} take {count / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
-            "give --device meta, for shapes alone, or options that make it smaller"
-        )
-    with torch.device(request.device):
-        return build()
-
-
-def _free_memory() -> float:
-    """Return the bytes of free memory, infinite where they are not known."""
-    # Only Linux has the file; elsewhere the operating system decides.
-    if not _MEMORY.is_file():
-        return float("inf")
-    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])
-
-
-def _guess_input_shape(torch: Any, module: Any) -> str:
-    """Return a shape that the first linear layer or convolution may take, as text; a pattern without one."""
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.Linear):
-            return f"1,{layer.in_features}"
-        if isinstance(layer, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
-            sizes = [224] * len(layer.kernel_size)
-            return ",".join(map(str, (1, layer.in_channels, *sizes)))
-    return "SIZE,SIZE,..."
-
-
-TOKENS = 128
-"""Length of texts, if the model takes as many."""
-
-
-def transformers_model(request: Request) -> Subject:
-    """Return a model with random weights, of the class that its configuration names, or of AutoModel's.
-
-    Raises ModelError if it cannot be made.
-    """
-    library("torch", request.word)
-    transformers = library("transformers", request.word)
-    try:
-        config = _transformers_config(transformers, request.name, request.options)
-        kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        build = transformers.AutoModel.from_config if kind is None else kind
-        model = on_device(request, lambda: build(config))
-    except ModelError:
-        raise
-    except (ImportError, ValueError, TypeError, OSError) as error:
-        raise ModelError(f"{request.word} cannot be made: {str(error).strip().splitlines()[0]}") from error
-    return with_random_values(request, model, list(_transformers_inputs(model, config)))
-
-
-def _transformers_config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Return the configuration of a file, of a folder with one, or the default one of a type of model.
-
-    Raises ModelError for an unknown type, and for an option that the configuration lacks.
-    """
-    if Path(name).exists():
-        create = transformers.AutoConfig.from_pretrained
-    elif name in transformers.CONFIG_MAPPING:
-        create = transformers.AutoConfig.for_model
-    else:
-        near = did_you_mean(name, transformers.CONFIG_MAPPING)
-        hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
-        raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
-    # transformers keeps an unknown option as an attribute, without a word.
-    defaults = create(name)
-    for option in options:
-        if option not in defaults.to_dict():
-            near = did_you_mean(option, defaults.to_dict())
-            raise ModelError(f"the configuration of {name} has no {option!r}; {near}")
-    return create(name, **options)
-
-
-def _transformers_inputs(model: Any, config: Any) -> Iterator[Input]:
-    """Yield what the model's forward function takes, its main input first."""
-    main, text = model.main_input_name, config.get_text_config()
-    vision = getattr(config, "vision_config", config)
-    if main == "pixel_values":
-        yield _images(vision)
-    elif main == "input_features":
-        yield _spectrum(config)
-    elif main == "input_values":
-        yield _sound(config)
-    else:
-        yield _tokens(main, text)
-        if hasattr(config, "vision_config") and hasattr(config, "text_config"):
-            yield _images(vision)
-    if getattr(config, "is_encoder_decoder", False):
-        yield _tokens("decoder_input_ids", text)
-
-
-def _tokens(name: str, config: Any) -> Input:
-    """Return an input of token numbers, as long as the model takes."""
-    limits = [
-        getattr(config, field, None)
-        for field in ("max_position_embeddings", "n_positions", "max_target_positions")
-    ]
-    length = min([TOKENS, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
-    return Input(name, (1, length), config.vocab_size, "int64")
-
-
-def _images(config: Any) -> Input:
-    """Return an image of the size that the configuration has, or of 224 by 224."""
-    size = getattr(config, "image_size", None) or 224
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return Input("pixel_values", (1, getattr(config, "num_channels", 3), height, width))
-
-
-def _spectrum(config: Any) -> Input:
-    """Return a spectrum of sound, as long as the encoder takes."""
-    # The encoder halves the length of a spectrum.
-    length = 2 * getattr(config, "max_source_positions", 1500)
-    return Input("input_features", (1, getattr(config, "num_mel_bins", 80), length))
-
-
-def _sound(config: Any) -> Input:
-    """Return a spectrum of the length that the configuration has, or a second of sound."""
-    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
-        return Input("input_values", (1, config.max_length, config.num_mel_bins))
-    return Input("input_values", (1, 16_000))
+from amanda.tools.models._transformers import transformers_model
 
 
 def timm_model(request: Request) -> Subject:
@@ -215,7 +25,7 @@ def timm_model(request: Request) -> Subject:
 
     Raises ModelError for an unknown name, and if the model cannot be made.
     """
-    timm = library("timm", request.word)
+    timm = library_of_models("timm", request.word)
     name = request.name
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=3)
@@ -227,7 +37,7 @@ def timm_model(request: Request) -> Subject:
         raise ModelError(f"{request.word} cannot be made: {error}") from error
     # timm knows the size with which the model was trained.
     size = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
-    return with_random_values(request, model, [Input("images", (1, *size))], by_name=False)
+    return with_random_values(request, model, [Input("images", (1, *size))], False, RANDOM)
 
 
 def keras_model(request: Request) -> Subject:
@@ -244,7 +54,9 @@ def keras_model(request: Request) -> Subject:
         else lambda: model(batch, training=False)
     )
     kind = f"{type(model).__name__} {model.name}"
-    return Subject(request.word, kind, model, inputs, call, model.count_params())
+    # Weights of keras.applications may be chosen by an option.
+    weights = "" if Path(request.name).suffix == ".keras" or request.options.get("weights") else RANDOM
+    return Subject(request.word, kind, model, inputs, call, model.count_params(), weights)
 
 
 def _load_keras(keras: Any, request: Request) -> Any:

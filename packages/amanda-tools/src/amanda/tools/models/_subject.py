@@ -87,6 +87,7 @@ class Subject:
 
     word: how it was named.  kind: its class.  parameters: their number; None where it is not known.
     model, inputs: what it is called with.  call: runs it once.
+    weights: where they come from; "" where that is not known.
     """
 
     word: str
@@ -95,10 +96,12 @@ class Subject:
     inputs: Sequence[Input]
     call: Callable[[], object]
     parameters: int | None = None
+    weights: str = ""
 
     def __str__(self) -> str:
-        counted = "" if self.parameters is None else f"{self.parameters:,} parameters, "
-        return f"{self.word}: {self.kind}, {counted}{', '.join(map(str, self.inputs))}"
+        counted = [] if self.parameters is None else [f"{self.parameters:,} parameters"]
+        weights = [self.weights] if self.weights else []
+        return f"{self.word}: {', '.join([self.kind, *counted, *weights, *map(str, self.inputs)])}"
 
     def run(self) -> None:
         """Run the model once.  Raises ModelError if it does not run on its inputs."""
@@ -171,5 +174,15 @@ def library(name: str, word: str) -> Any:
         # Another name would be of a package that the library itself needs.
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ModelError(f"{word} needs {name}, which is not installed: pip install {name}") from None
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"{word} needs {name}, whose import fails: {first}") from error
+        raise ModelError(f"{word} needs {name}, whose import fails: {import_failure(error)}") from error
+
+
+def import_failure(error: BaseException) -> str:
+    """Return the first line of the error that began a failed import, and what to do about some."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "torchvision::" in reason:  # it finds no operators where it was built for another torch
+        fix = "install both from one index, or uninstall torchvision"
+        return f"{reason}; torchvision does not fit this torch: {fix}"
+    return reason

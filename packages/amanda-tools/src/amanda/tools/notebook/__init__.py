@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +18,17 @@ RESULTS = "amanda_results"
 """Variable of the notebook with the results of the last magic, by the tools' names."""
 
 
+class CellError(AmandaError):
+    """A cell under tools raised an error, which IPython has shown and does not count as one of the magic."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"the cell raised {kind}, shown above")
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows: no second traceback."""
+        return [f"amanda: {self}"]
+
+
 def load_ipython_extension(shell: Any) -> None:
     """Register the magic `amanda` in a shell of IPython."""
 
@@ -29,24 +40,44 @@ def load_ipython_extension(shell: Any) -> None:
         """
         words, _, statement = line.strip().partition(" ")
         try:
-            tools = made([ToolSpec.parse(spec) for spec in split_tools(words)]) if words else []
+            tools = made(map(ToolSpec.parse, split_tools(words)), alone=True) if words else []
             if not tools:
                 raise SpecError("no tool is given: %%amanda flops, or %amanda flops model(x)")
             if cell is not None and statement.strip():
                 raise SpecError(f"{statement.strip()!r} follows the tools: give tools with commas, flops,nan")
-        except AmandaError as error:  # of one line, without a traceback
-            sys.stderr.write(f"amanda: {error}\n")
-            return
+        except AmandaError as error:
+            # IPython's own error of a magic is shown as one line, and "Run All" stops at its cell.
+            raise import_module("IPython.core.error").UsageError(f"amanda: {error}") from None
         # Unless a phase is selected, tools leave out the ops that construct models, as under `amanda run`.
         for tooling in tools:
             if tooling.phase is None:
                 leave_construction(tooling.tool)
-        with amanda.apply(*(tooling.tool for tooling in tools)):
-            # IPython runs the cell, so that displays, history and tracebacks are as without tools.
-            shell.run_cell(statement if cell is None else cell)
+        # IPython runs the cell, so that displays, history and tracebacks are as without tools.  Displaying a
+        # tensor computes with it, which is no part of the cell.
+        with (
+            amanda.apply(*(tooling.tool for tooling in tools)),
+            _replaced(shell.display_formatter, "format", amanda.disabled()(shell.display_formatter.format)),
+        ):
+            execution = shell.run_cell(statement if cell is None else cell)
         _show(shell, tools)
+        cause = execution.error_before_exec or execution.error_in_exec
+        if cause is not None:
+            raise CellError(type(cause).__name__)
 
     shell.register_magic_function(magic, "line_cell", "amanda")
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Have another function in place of a method of an object while the context is open."""
+    previous = vars(holder).get(name)  # an extension may have put its own there
+    setattr(holder, name, function)
+    try:
+        yield
+    finally:
+        delattr(holder, name)
+        if previous is not None:
+            setattr(holder, name, previous)
 
 
 def _show(shell: Any, tools: Iterable[Tooling]) -> None:

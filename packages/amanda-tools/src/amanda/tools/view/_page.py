@@ -381,7 +381,7 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
     """Make one self-contained HTML page of saved results.
 
     The page has a tree of modules, the graph, tables, and differences between runs. FILES are .json files of
-    a result's save(), also gzipped. Several files go on one page, which joins their data on each op.
+    a result's save(), also gzipped. Of several files, results for the same op are shown together.
     Chrome traces open in https://ui.perfetto.dev instead.
     """
     page = output or _default_page(files[0])

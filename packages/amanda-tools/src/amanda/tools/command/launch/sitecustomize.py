@@ -69,6 +69,8 @@ class Process:
         if fullname not in self._names or (fullname == _CONTEXTS and "amanda" in sys.modules):
             return None  # while the program imports Amanda, no scope can be opened
         self.open()
+        if fullname in sys.modules:  # the module of a tool has imported it
+            return _spec_of_loaded(fullname)
         for finder in list(sys.meta_path):  # opening may have changed the list
             find = getattr(finder, "find_spec", None)
             spec = find(fullname, path, target) if find else None
@@ -179,7 +181,8 @@ class Process:
 
             report_other_processes(Handed.get())
         else:
-            if not self._handed["quiet"]:
+            # After an exception that nothing caught, which Python has printed, there is no need to say why.
+            if not self._handed["quiet"] and not hasattr(sys, "last_type"):
                 _say(*self._handed["nothing"])
 
     def _end_of_interpreter(self) -> None:
@@ -197,6 +200,32 @@ class Process:
             return
         self.end()
         _die(number)
+
+
+class _LoadedModule:
+    """Loader of a module that is there already: a second execution of a framework's module raises errors."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: Any) -> Any:
+        """Return the module."""
+        return self._module
+
+    def exec_module(self, module: Any) -> None:
+        """Give the module its own spec again."""
+        module.__spec__ = self._spec
+
+
+def _spec_of_loaded(name: str) -> Any:
+    """Return a spec with which the import under way takes the module of that name in `sys.modules`."""
+    from importlib.machinery import ModuleSpec
+
+    module: Any = sys.modules[name]
+    loader: Any = _LoadedModule(module)
+    # The import prefers the module's own spec to what a finder returns, and would execute the module again.
+    module.__spec__ = ModuleSpec(name, loader, is_package=hasattr(module, "__path__"))
+    return module.__spec__
 
 
 def _die(number: int) -> None:

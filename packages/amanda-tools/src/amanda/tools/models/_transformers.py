@@ -1,0 +1,188 @@
+"""Models of transformers: of a type, a configuration, or a checkpoint in a folder or in the hub's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import amanda
+from amanda.errors import did_you_mean
+from amanda.tools.models._pytorch import (
+    RANDOM,
+    check_memory,
+    library_of_models,
+    on_device,
+    with_random_values,
+)
+from amanda.tools.models._subject import Input, ModelError, Request, Subject, import_failure
+
+TOKENS = 128
+"""Length of texts, if the model takes as many."""
+
+
+def transformers_model(request: Request) -> Subject:
+    """Return the model of a checkpoint, or one of a configuration or a type, with random weights.
+
+    Raises ModelError if the model cannot be made.
+    """
+    transformers = library_of_models("transformers", request.word)
+    try:
+        config = _configuration(transformers, request)
+        kind = _model_class(transformers, config, request)
+        checkpoint = _checkpoint(request, kind, config)
+        model, weights = checkpoint or (on_device(request, lambda: _untrained(kind, config)), RANDOM)
+    except ModelError:
+        raise
+    except (ImportError, RuntimeError, ValueError, TypeError, OSError) as error:
+        raise ModelError(f"{request.word} cannot be made: {import_failure(error)}") from error
+    return with_random_values(request, model, list(_inputs(model, config)), weights=weights)
+
+
+def _configuration(transformers: Any, request: Request) -> Any:
+    """Return the configuration of a file or a folder, of a name in the hub's cache, or a type's default one.
+
+    Raises ModelError for an unknown type or name, and for an option that the configuration lacks.
+    """
+    name, create = request.name, transformers.AutoConfig.from_pretrained
+    if name in transformers.CONFIG_MAPPING and not Path(name).exists():
+        create = transformers.AutoConfig.for_model
+    elif not Path(name).exists() and "/" not in name:
+        near = did_you_mean(name, transformers.CONFIG_MAPPING)
+        hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
+        raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
+    # Nothing is downloaded: a run that counts a model should not begin with gigabytes of weights.
+    where = {} if create == transformers.AutoConfig.for_model else {"local_files_only": True}
+    try:
+        defaults = create(name, **where)
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        command = f"hf download {name}"
+        raise ModelError(
+            f"{name} is neither a file nor in the cache of the Hugging Face hub: `{command}` brings it "
+            f"there, `{command} config.json` its configuration alone, for random weights"
+        ) from error
+    # transformers keeps an unknown option as an attribute, without a word.
+    for option in request.options:
+        if option not in defaults.to_dict():
+            near = did_you_mean(option, defaults.to_dict())
+            raise ModelError(f"the configuration of {name} has no {option!r}; {near}")
+    return create(name, **where, **request.options)
+
+
+def _model_class(transformers: Any, config: Any, request: Request) -> Any:
+    """Return the class that a configuration names, or transformers' automatic class for it.
+
+    A type that generates text has the class that does, which includes the head over the vocabulary.
+    Raises ModelError if the option `architectures` names no class, or one of another type of model.
+    """
+    names = config.architectures or ()
+    name = names if isinstance(names, str) else next(iter(names), "")
+    kind = getattr(transformers, name, None) if name else None
+    if "architectures" in request.options:
+        wanted = getattr(kind, "config_class", None)
+        if wanted is None or not isinstance(config, wanted):
+            prefix = type(config).__name__.removesuffix("Config")
+            classes = [known for known in dir(transformers) if known.startswith(f"{prefix}For")]
+            raise ModelError(
+                f"{request.word}: architectures is {name!r}, no model of {config.model_type}; "
+                f"{did_you_mean(name, [*classes, f'{prefix}Model'])}"
+            )
+    if kind is not None:
+        return kind
+    if getattr(config, "is_encoder_decoder", False):
+        generating = {
+            "AutoModelForSeq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
+            "AutoModelForSpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
+        }
+    # A type such as BERT has a class for generating text too, but is not what it is for.
+    elif type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING:
+        generating = {}
+    else:
+        generating = {"AutoModelForCausalLM": "CAUSAL_LM"}
+    for automatic, mapping in generating.items():
+        if type(config) in getattr(transformers, f"MODEL_FOR_{mapping}_MAPPING"):
+            return getattr(transformers, automatic)
+    return transformers.AutoModel
+
+
+def _untrained(kind: Any, config: Any) -> Any:
+    """Return a model with random weights.  kind: a model's class, or an automatic one."""
+    return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+
+
+def _checkpoint(request: Request, kind: Any, config: Any) -> tuple[Any, str] | None:
+    """Return the model of a checkpoint, and where its weights come from; None without weights.
+
+    Options change the model, and the device meta has no values: weights of a checkpoint are not for these.
+    """
+    is_named = Path(request.name).is_dir() or ("/" in request.name and not Path(request.name).exists())
+    if not is_named or request.options or request.device == "meta":
+        return None
+    check_memory(request, lambda: _untrained(kind, config))
+    try:
+        with amanda.disabled():
+            model, report = kind.from_pretrained(
+                request.name, config=config, local_files_only=True, output_loading_info=True
+            )
+    except OSError:  # there are no weights, but a configuration alone
+        return None
+    except Exception as error:  # safetensors has an error of its own for a damaged file
+        raise ModelError(
+            f"the weights of {request.name} cannot be loaded: {import_failure(error)}"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    weights = f"weights of {request.name}"
+    if missing:
+        weights += f" (random: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)})"
+    return model.to(request.device), weights
+
+
+def _inputs(model: Any, config: Any) -> Iterator[Input]:
+    """Yield what the model's forward function takes, its main input first."""
+    main, text = model.main_input_name, config.get_text_config()
+    vision = getattr(config, "vision_config", config)
+    if main == "pixel_values":
+        yield _images(vision)
+    elif main == "input_features":
+        yield _spectrum(config)
+    elif main == "input_values":
+        yield _sound(config)
+    else:
+        yield _tokens(main, text)
+        if hasattr(config, "vision_config") and hasattr(config, "text_config"):
+            yield _images(vision)
+    if getattr(config, "is_encoder_decoder", False):
+        yield _tokens("decoder_input_ids", text)
+
+
+def _tokens(name: str, config: Any) -> Input:
+    """Return an input of token numbers, as long as the model takes."""
+    limits = [
+        getattr(config, field, None)
+        for field in ("max_position_embeddings", "n_positions", "max_target_positions")
+    ]
+    length = min([TOKENS, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+    return Input(name, (1, length), config.vocab_size, "int64")
+
+
+def _images(config: Any) -> Input:
+    """Return an image of the size that the configuration has, or of 224 by 224."""
+    size = getattr(config, "image_size", None) or 224
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return Input("pixel_values", (1, getattr(config, "num_channels", 3), height, width))
+
+
+def _spectrum(config: Any) -> Input:
+    """Return a spectrum of sound, as long as the encoder takes."""
+    # The encoder halves the length of a spectrum.
+    length = 2 * getattr(config, "max_source_positions", 1500)
+    return Input("input_features", (1, getattr(config, "num_mel_bins", 80), length))
+
+
+def _sound(config: Any) -> Input:
+    """Return a spectrum of the length that the configuration has, or a second of sound."""
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
+        return Input("input_values", (1, config.max_length, config.num_mel_bins))
+    return Input("input_values", (1, 16_000))
