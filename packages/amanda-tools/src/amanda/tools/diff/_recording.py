@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import amanda
+from amanda.action import routine_name
 from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, checked
 from amanda.tools.diff._comparison import MARGIN, Expected
@@ -47,7 +48,7 @@ class FunctionProgram:
     @property
     def name(self) -> str:
         """Name for messages."""
-        return getattr(self.call, "__qualname__", type(self.call).__name__)
+        return routine_name(self.call)
 
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run under a `DumpTool` that keeps all tensors but inputs.
