@@ -272,7 +272,7 @@ def test_nan_in_a_weight_of_a_session_is_told() -> None:
     with amanda.apply(tool):
         session.run(None, FEED)
     assert not tool.result.findings
-    assert tool.result.notes()[0] == "input 1 of linear holds 4 NaN."
+    assert tool.result.sentence.startswith("First NaN: input 1 of linear has 4 NaN of 20, read in head ")
 
 
 def test_batch_normalisation_of_a_session_is_left_as_it_is() -> None:

@@ -161,3 +161,30 @@ def test_the_innermost_frame_is_told_by_file_and_by_code() -> None:
     thread.start()
     thread.join()
     assert places == [None]
+
+
+def outer() -> list[Any]:
+    def inner(x: Any) -> None:
+        """Do nothing."""
+
+    return [inner, lambda x: None, partial(inner, 1)]
+
+
+class Callable_:
+    def __call__(self, x: Any) -> None:
+        """Do nothing."""
+
+    def method(self, x: Any) -> None:
+        """Do nothing."""
+
+
+def test_routines_are_named_with_file_and_line() -> None:
+    inner, nameless, filled = outer()
+    line = outer.__code__.co_firstlineno
+    assert routine_name(inner) == routine_name(filled) == f"inner at {__file__}:{line + 1}"
+    assert routine_name(nameless) == f"lambda at {__file__}:{line + 4}"
+    method = Callable_.method.__code__.co_firstlineno
+    assert routine_name(Callable_().method) == f"Callable_.method at {__file__}:{method}"
+    assert routine_name(Callable_()) == "Callable_ object"
+    assert routine_name(abs) == "abs"
+    assert routine_name(amanda.Tool.depends_on) == "Tool.depends_on"

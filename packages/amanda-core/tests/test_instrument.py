@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import amanda
+from amanda.action import routine_name
 from amanda.backend import DRIVER_API, Artefact, Inlining, Namespace, OpFacts, TensorOps
 from amanda.errors import ArtefactError, NotTraceableError
 from amanda.export import inlining
@@ -98,7 +99,8 @@ def with_run(value: int, run: Mapping[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("routine", "why"),
     [
-        (counted, "insert_before_op(counted): it is not marked @amanda.traceable"),
+        (counted, f"insert_before_op(counted at {__file__}:"),
+        (counted, "): it is not marked @amanda.traceable"),
         (amanda.traceable(with_run), "it takes `run`"),
         (
             amanda.traceable(amanda.observer(lambda value: None)),
@@ -111,7 +113,7 @@ def test_routines_that_need_python_are_listed_and_nothing_is_written(
 ) -> None:
     with pytest.raises(NotTraceableError) as error:
         amanda.instrument(model, Doubling(routine), out=tmp_path / "out.sum")
-    assert f"Doubling, insert_before_op({routine.__qualname__}): " in str(error.value)
+    assert f"Doubling, insert_before_op({routine_name(routine)}): " in str(error.value)
     assert why in str(error.value)
     assert "at add, add, add" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["model.sum"]

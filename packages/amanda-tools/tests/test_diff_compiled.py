@@ -58,10 +58,24 @@ def dumped(folder: Path, model: Any, compiled: Literal["eager", "instrument"]) -
 
 def test_a_wrong_compiler_is_found_where_compiled_code_runs(model: Model) -> None:
     compiled = torch.compile(model, backend=one_more)
-    result = diff(lambda: model(X), lambda: compiled(X), compiled="instrument")
-    assert result.first is not None
-    assert result.first.type == "returned"
-    assert result.told == ()
+    for mode in ("instrument", None):
+        result = diff(lambda: model(X), lambda: compiled(X), compiled=mode)
+        assert result.first is not None
+        assert result.first.type == "returned"
+        assert result.told == ()
+    # Run a too, and its control and the run that proves a cause.
+    assert diff(compiled, model, X, control="again", bisect=True).first is not None
+
+
+def test_compiled_code_that_no_tool_can_enter_is_compared_as_eager_code(model: Model) -> None:
+    def breaks(graph: Any, inputs: Any) -> Callable[..., Any]:
+        raise NotImplementedError("no backend here")
+
+    compiled = torch.compile(model, backend=breaks)
+    result = diff(lambda: compiled(X), lambda: model(X))
+    assert not result
+    assert result.told[0] == "Eager code was compared with eager code, and nothing that a compiler made"
+    assert "Compiled code of a does not run under tools: BackendCompilerFailed (" in str(result)
 
 
 @pytest.mark.slow
@@ -70,7 +84,7 @@ def test_a_wrong_kernel_is_found_at_its_op(model: Model) -> None:
     options = {"cpp.inject_relu_bug_TESTING_ONLY": "accuracy", "fx_graph_cache": False}
     compiled = torch.compile(model, backend="inductor", options=options)
     with torch.no_grad():
-        assert not diff(lambda: model(X), lambda: compiled(X))
+        assert not diff(lambda: model(X), lambda: compiled(X), compiled="eager")
         first = diff(lambda: model(X), lambda: compiled(X), compiled="instrument").first
     assert first is not None
     assert (first.type, first.module, first.inputs) == ("relu", "relu", True)
@@ -78,7 +92,7 @@ def test_a_wrong_kernel_is_found_at_its_op(model: Model) -> None:
 
 def test_eager_against_eager_is_said_first(model: Model) -> None:
     compiled = torch.compile(model, backend=one_more)
-    result = diff(lambda: model(X), lambda: compiled(X))
+    result = diff(lambda: model(X), lambda: compiled(X), compiled="eager")
     assert not result
     lines = str(result).splitlines()
     assert lines[1] == "Eager code was compared with eager code, and nothing that a compiler made."
@@ -149,9 +163,9 @@ def test_the_command_compares_functions_of_a_file(tmp_path: Path, capsys: pytest
     program = tmp_path / "wrong_program.py"
     program.write_text(PROGRAM)
     one, other = f"{program}:eager", f"{program}:compiles"
-    assert main(["diff", one, other]) == 0
+    assert main(["diff", one, other, "--compiled", "eager"]) == 0
     assert "Eager code was compared with eager code" in capsys.readouterr().out
-    assert main(["diff", one, other, "--compiled", "instrument"]) == 1
+    assert main(["diff", one, other]) == 1
     assert "First divergence, forward: returned" in capsys.readouterr().out
     assert main(["diff", one, f"{program}:compile"]) == 2
     assert "did you mean compiles?" in capsys.readouterr().err

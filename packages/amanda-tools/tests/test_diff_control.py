@@ -107,6 +107,79 @@ def test_the_precision_of_the_less_precise_run_is_expected_where_it_is_a() -> No
     assert first.module == "3"
 
 
+class Rotary(nn.Module):
+    """Attention with rotary positions, whose angles have the type of a buffer."""
+
+    def __init__(self, is_exact: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_exact = is_exact
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.register_buffer("inverse", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        dtype = torch.float32 if self.is_exact else self.inverse.dtype
+        exact = 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8) if self.is_exact else self.inverse
+        angles = torch.outer(torch.arange(tokens.shape[1], dtype=dtype), exact)
+        cos, sin = (table.to(x.dtype) for table in (angles.cos(), angles.sin()))
+        a, b = x.chunk(2, -1)
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        y = F.scaled_dot_product_attention(rotated, rotated, x, is_causal=True)
+        return self.head(x + y)  # type: ignore[no-any-return]
+
+
+TOKENS = torch.arange(1000).remainder(50)[None]
+
+
+def test_a_fault_that_comes_with_the_precision_is_found_in_the_advised_order() -> None:
+    lower = Rotary().bfloat16()
+    result = diff(lambda: lower(TOKENS), lambda: Rotary()(TOKENS), control="float64")
+    assert result.first is not None
+    assert (result.first.type, result.first.inputs) == ("cos", True)
+    assert result.first.relative > 0.3
+    assert result.first.expected == 0.008
+    exact = Rotary(is_exact=True).bfloat16()
+    assert not diff(lambda: exact(TOKENS), lambda: Rotary()(TOKENS), control="float64")
+    retyped = diff(lambda: lower(TOKENS), lambda: exact(TOKENS), control="float64").first
+    assert retyped is not None
+    assert (retyped.type, retyped.dtypes) == ("arange", ("bfloat16", "float32"))
+
+
+def test_an_overflow_of_half_precision_is_no_expected_error() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return (x * 300).square().mean() / 90000
+
+    x = torch.linspace(1, 2, 12)
+    first = diff(lambda: scaled(x.half()), lambda: scaled(x), control="float64").first
+    assert first is not None
+    assert first.type == "square"
+
+
+def test_an_error_that_grows_step_by_step_is_a_warning() -> None:
+    def summed(dtype: torch.dtype) -> Tensor:
+        total = torch.zeros((), dtype=dtype)
+        for _ in range(600):
+            total = total + torch.ones((), dtype=dtype)
+        return total
+
+    result = diff(lambda: summed(torch.bfloat16), lambda: summed(torch.float32), control="float64")
+    assert not result
+    assert ". Warning: a itself is off by 57% from its control, at add" in result.sentence
+
+
+def test_gradients_of_the_control_do_not_stay_at_the_parameters() -> None:
+    model = small().bfloat16()
+
+    def train() -> None:
+        model.zero_grad()
+        model(X.bfloat16()).float().sum().backward()
+
+    for _ in range(2):
+        assert not diff(train, train, control="float64")
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} <= {torch.bfloat16}
+
+
 class Programs:
     """What a run in float64 has to survive: writes, random numbers, statistics, optimizers, integers."""
 

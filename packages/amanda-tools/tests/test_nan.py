@@ -193,7 +193,7 @@ def test_an_inf_is_found_and_a_nan_comes_before_it() -> None:
 
 def test_stop_raises_at_the_op_and_names_it() -> None:
     model, x = Planted(lambda x: torch.log(x.abs() - 100)), torch.rand(2, 4)
-    with pytest.raises(NotFiniteError, match=r"comes from log \(forward\) in middle") as raised:
+    with pytest.raises(NotFiniteError, match=r"First NaN: log in middle \(forward\), .*, step 0") as raised:
         look(lambda: model(x), stop=True)
     assert raised.value.finding.type == "log"
     assert model(x).isnan().all()
@@ -201,12 +201,15 @@ def test_stop_raises_at_the_op_and_names_it() -> None:
 
 def test_so_many_findings_are_kept_and_the_others_counted() -> None:
     def program() -> None:
-        for _ in range(5):
-            torch.log(torch.full((2,), -1.0))
+        for _ in range(4):
+            for op in (torch.log, torch.sqrt, torch.acos, torch.asin):
+                op(torch.full((2,), -2.0))
 
     result = look(program, limit=3).result
-    assert len(result.findings) == 3
-    assert "2 more ops produced NaN;" in str(result)
+    assert [(finding.type, finding.times) for finding in result.findings] == [
+        ("log", 4), ("sqrt", 4), ("acos", 4)
+    ]  # fmt: skip
+    assert "1 more ops produced NaN;" in str(result)
 
 
 def test_finite_programs_have_an_empty_result() -> None:
@@ -325,14 +328,14 @@ def test_nan_that_comes_in_is_told_before_all_others() -> None:
     tool = look(lambda: torch.log(-model(x.view(2, 4)).nan_to_num().abs() - 1))
     assert [entry.what for entry in tool.result.entered] == ["input 0 of linear"]
     assert [entry.type for entry in tool.result.findings] == ["log"]
-    assert tool.result.notes()[0] == "input 0 of linear holds 3 NaN."
-    assert tool.result.rows()[0][2] == "input 0 of linear"
+    assert tool.result.sentence.startswith("First NaN: input 0 of linear has 3 NaN of 8, read in 0 (forward), ")
+    assert tool.result.rows()[0][0] == "input 0 of linear"
     with torch.no_grad():
         model[1].weight[0, 0] = float("nan")
     assert [entry.what for entry in look(lambda: model(torch.rand(2, 4))).result.entered] == [
         "parameter 1.weight"
     ]
-    with pytest.raises(NotFiniteError, match=r"comes from parameter 1\.weight, .*, which holds 1 NaN"):
+    with pytest.raises(NotFiniteError, match=r"First NaN: parameter 1\.weight has 1 NaN of 6, read in 1"):
         look(lambda: model(torch.rand(2, 4)), stop=True)
 
 
@@ -378,7 +381,7 @@ def test_the_steps_that_a_grad_scaler_skips_are_counted_and_not_blamed() -> None
     result = look(train, stop=True).result
     assert not result
     assert scaler.get_scale() < 2.0**17
-    assert "Not in the table: ops of" in str(result)
+    assert "Not counted: ops of" in str(result)
 
 
 def test_compiled_attention_is_looked_at_as_well() -> None:
@@ -395,7 +398,7 @@ def test_compiled_attention_is_looked_at_as_well() -> None:
     call = torch.compile(broken, backend="aot_eager")
     with amanda.apply(tool, compiled="instrument"):
         call(torch.rand(2, 4))
-    assert tool.result.notes()[0] == "parameter weight holds 8 NaN."
+    assert tool.result.sentence.startswith("First NaN: parameter weight has 8 NaN of 8, read")
 
 
 @pytest.mark.parametrize("form", ["fused", "foreach", None])
@@ -447,3 +450,86 @@ def test_a_backward_op_whose_saved_result_is_nan_passes_it_on(checkpointed: bool
             )
             value.backward()
     assert not tool.result.findings
+
+
+class Masked(nn.Module):
+    """Attention whose scores are masked."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        weights = scores.masked_fill(mask, float("-inf")).softmax(-1)  # planted: masked row
+        return weights @ self.value(x)  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked(8) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, mask)
+        return x
+
+
+def masked_training(steps: int, masked_step: int) -> None:
+    """Train a stack of attention; one row is masked whole from a step on."""
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        mask = torch.zeros(2, 5, 5, dtype=torch.bool)
+        mask[0, 3] = step >= masked_step
+        optimizer.zero_grad()
+        model(torch.randn(2, 5, 8), mask).square().mean().backward()
+        optimizer.step()
+
+
+def test_the_answer_comes_first_and_what_follows_is_folded() -> None:
+    result = look(lambda: masked_training(5, masked_step=2)).result
+    lines = str(result).splitlines()
+    assert lines[0].startswith(
+        f"First NaN: softmax in layers.0 (forward), {line_of('masked row')}, step 2: output has 5 NaN of 50; "
+    )
+    assert "input 0 was float32 2x5x5: 5 Inf" in " ".join(lines[:2])
+    assert "18 parameters were NaN after it, from step 3: layers.0.query.weight, " in str(result)
+    assert len(lines) < 8
+    assert "execution" not in str(result)  # no table: there is but one beginning
+    assert len(result.rows()) == 1
+    assert [entry.is_consequence for entry in result.entered] == [True] * 18
+    assert type(result).from_dict(result.to_dict()).notes() == result.notes()
+    assert str(result).splitlines()[0].partition(":")[0] in result._repr_html_()
+
+
+def test_the_first_nan_is_logged_when_it_comes(caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[int] = []
+
+    def program() -> None:
+        for step in range(4):
+            torch.log(torch.full((2,), 1.0 - 2 * (step >= 1)))
+            steps.append(len(caplog.records))
+
+    look(program)
+    assert steps == [0, 1, 1, 1]
+    assert caplog.records[0].getMessage().startswith("First NaN: log (forward), ")
+    assert ", step 1: output has 2 NaN of 2; input 0 was float32 2: -1 to -1" in caplog.text
+
+
+def test_two_parameters_that_held_nan_from_the_start_are_both_beginnings() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    for layer in (model[0], model[2]):
+        layer.weight.data.fill_(torch.nan)
+    result = look(lambda: [model(torch.ones(2, 4)) for _ in range(3)]).result
+    assert result.sentence.startswith("First NaN: parameter 0.weight has 16 NaN of 16, read in 0 (forward), ")
+    assert [row[0] for row in result.rows()] == ["parameter 0.weight", "parameter 2.weight"]
+    assert "parameter 2.weight" in str(result)
+
+
+def test_a_program_without_nan_has_no_table() -> None:
+    result = look(lambda: torch.rand(3) + 1).result
+    assert str(result) == "2 ops ran; none produced NaN."
+    assert "<table" not in result._repr_html_()

@@ -168,7 +168,7 @@ def test_a_mask_of_inf_is_left_alone_and_a_row_that_is_masked_whole_is_not(mode:
 def test_nan_that_comes_in_is_told(mode: str) -> None:
     x = np.full((2, 3), np.nan, np.float32)
     result = looked(in_each_mode(lambda x: tf.matmul(x, tf.ones((3, 2))), x)[mode])
-    assert result.notes()[0] == "input 0 of matmul holds 6 NaN."
+    assert result.sentence.startswith("First NaN: input 0 of matmul has 6 NaN of 6, read ")
     assert not result.findings
 
 
@@ -180,7 +180,7 @@ def test_a_variable_that_holds_nan_is_told(traced: bool) -> None:
     call = tf.function(layer) if traced else layer
     result = looked(lambda: call(tf.ones((2, 4))))
     assert not result.findings
-    assert result.notes()[0].endswith(" holds 12 NaN.")
+    assert " has 12 NaN of 12, read " in result.sentence
 
 
 def findings(program: Callable[[], Any]) -> tuple[list[str], list[str]]:

@@ -13,6 +13,7 @@ from amanda.plan.action import (
     marks,
     observer,
     opening,
+    routine_name,
     traceable,
     with_marks,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "marks",
     "observer",
     "opening",
+    "routine_name",
     "traceable",
     "with_marks",
 ]

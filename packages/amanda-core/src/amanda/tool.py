@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from amanda import interceptor
 from amanda.errors import DependencyCycleError, ToolError
 from amanda.options import Name, checked, deprecated, warn_deprecated
-from amanda.plan.action import Action, InstrumentationPoint
+from amanda.plan.action import Action, InstrumentationPoint, routine_name
 from amanda.plan.context import OpContext
 from amanda.plan.lifetime import ParameterSlot, forget_all, forget_ops, parameter_slots
 from amanda.plan.tools import (
@@ -142,9 +142,9 @@ class Tool:
     ) -> None:
         """Check a routine and register it; open scopes analyse their ops anew."""
         if not _takes_context(callback):
-            name = getattr(callback, "__qualname__", repr(callback))
             raise ToolError(
-                f"add_inst_for_op wants a routine of one argument, the context, and {name} cannot be called "
+                "add_inst_for_op wants a routine of one argument, the context, and "
+                f"{routine_name(callback)} cannot be called "
                 f"with that; write def {getattr(callback, '__name__', 'analyse')}(self, context)"
             )
         point = InstrumentationPoint.of(backward, require_outputs)

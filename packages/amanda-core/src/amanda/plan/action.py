@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -165,7 +165,27 @@ class Action:
         return action
 
     def __str__(self) -> str:
-        return f"{self.type.value}({getattr(self.func, '__qualname__', self.func)})"
+        return f"{self.type.value}({routine_name(self.func)})"
+
+
+def routine_name(routine: Any) -> str:
+    """Return the name of a routine for messages, with file and line: "Count.see at count.py:12".
+
+    Functions within functions have their own name alone.  Routines of Amanda's tools have no line, nor have
+    those without code in Python.
+    """
+    while isinstance(routine, partial):
+        routine = routine.func
+    function = inspect.unwrap(getattr(routine, "__func__", routine))
+    qualified_name = getattr(function, "__qualname__", None)
+    if qualified_name is None:
+        return f"{type(routine).__name__} object"
+    # "<lambda>.<locals>.<lambda>" says nothing of which of the lambdas it is.
+    name = qualified_name.rpartition("<locals>.")[2].replace("<lambda>", "lambda")
+    code = getattr(function, "__code__", None)
+    if code is None or str(getattr(function, "__module__", "")).startswith("amanda."):
+        return name
+    return f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def has_run(func: Routine) -> bool:

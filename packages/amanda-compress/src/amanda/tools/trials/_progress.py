@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any, TypeVar
 
+from amanda.action import routine_name
 from amanda.errors import AmandaError
 
 T = TypeVar("T")
@@ -79,8 +80,7 @@ def check_number(value: Any, evaluate: Any, error: type[AmandaError], name: str 
     try:
         number = float(value.item() if hasattr(value, "item") else value)
     except (RuntimeError, TypeError, ValueError) as reason:  # torch's own, for several numbers
-        function = getattr(evaluate, "__qualname__", evaluate)
-        raise error(f"{function} gave {value!r}; give a number, such as an accuracy") from reason
+        raise error(f"{routine_name(evaluate)} gave {value!r}; give a number, such as an accuracy") from reason
     if name and not isfinite(number):
         raise ValueError(f"{name} is {number}")
     return number

@@ -79,7 +79,7 @@ class Session:
         self._handed, self._pid, self._saw_op, self._saving = handed, os.getpid(), False, None
         self._leaving = threading.RLock()
         self._label = process_label(handed)
-        self._gathering = Gathering(handed, tools, Messages().texts, self._label)
+        self._gathering = Gathering(handed, tools, Messages(handed.quiet, self._label).texts, self._label)
         self._has_failed = False
         self._rank: Rank | None = None
         # The lock is taken before the scope opens: no other rank may print while this one runs.
@@ -183,12 +183,16 @@ class Session:
 class Messages(logging.Handler):
     """Log handler that collects warnings of Amanda, such as ops that could not be instrumented.
 
-    texts: the messages, each once, which the end of the process prints.
+    A record with an attribute `live`, such as the first NaN, is printed at once.
+    texts: the other messages, each once, which the end of the process prints.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool, label: str) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
+        self._quiet = quiet
+        # A run of one process has no use for its label.
+        self._prefix = f"{label}: " if label.startswith("rank") else ""
         logger = logging.getLogger("amanda")
         # A forked child has inherited the handler of its parent, whose messages are not its own.
         logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, Messages)]
@@ -197,9 +201,11 @@ class Messages(logging.Handler):
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Collect a message that is new."""
+        """Collect a message that is new; print one that is live."""
         message = record.getMessage()
-        if message not in self.texts and len(self.texts) < _MESSAGES:
+        if getattr(record, "live", False):
+            Teller(self._quiet).say(f"{self._prefix}{message}")
+        elif message not in self.texts and len(self.texts) < _MESSAGES:
             self.texts.append(message)
 
 

@@ -142,7 +142,7 @@ class RunComparison:
         if op_types[0] != op_types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
             candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
             inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
-        read = [self._agreement(pair) for pair in inputs]
+        read = [self.agreement(pair) for pair in inputs]
         pairs_read = ((pair[0], *agreement[1:]) for pair, agreement in zip(inputs, read, strict=True))
         text = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
         return replace(self._comparison(furthest, worst, limit, read), read=text)
@@ -150,7 +150,7 @@ class RunComparison:
     def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
         """Return the nearest tensor to `entry`: its partner, or a candidate of the same role and shape."""
         alike = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
-        return min([partner, *alike], key=lambda c: self._agreement((entry, c))[1])
+        return min([partner, *alike], key=lambda c: self.agreement((entry, c))[1])
 
     def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
         """Leave out ops of another way to the same results, and put a cause before its effect.
@@ -237,7 +237,7 @@ class RunComparison:
 
     def _differing_reads(self, match: OpMatch) -> list[tuple[Pair, float]]:
         """Return what an op reads that differs, with relative errors."""
-        read = [(pair, self._agreement(pair)) for pair in self.matching.reads(match)]
+        read = [(pair, self.agreement(pair)) for pair in self.matching.reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
     def _cause(self, suspect: Cause, effect: Comparison, tensors: Pair) -> tuple[Comparison, Pair]:
@@ -288,7 +288,7 @@ class RunComparison:
                 pairs = pairs[-1:]
             judged = [(pair, *self._measure(pair)) for pair in pairs]
             read = [
-                self._agreement((a, b))
+                self.agreement((a, b))
                 for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
             ]  # fmt: skip
             pair, closest, limit = min(judged, key=lambda item: item[1].relative)
@@ -318,7 +318,7 @@ class RunComparison:
             return tolerance(pair[0].dtype, pair[1].dtype, self._rtol)
         return MARGIN * expected
 
-    def _agreement(self, pair: Pair) -> Read:
+    def agreement(self, pair: Pair) -> Read:
         """Return the role of two tensors that ops read, their relative error, and True if they agree."""
         difference, bound = self._measure(pair)
         # What an op reads has gone through views and casts, for which no error of a control is known.

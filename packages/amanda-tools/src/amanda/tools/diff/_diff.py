@@ -35,7 +35,7 @@ def diff(
     rtol: NonNegativeFloat | None = None,
     by: By | None = None,
     max_bytes: NonNegativeInt = MAX_BYTES,
-    compiled: Compiled = "eager",
+    compiled: Compiled | None = None,
     control: Control | Source | None = None,
     bisect: bool = False,
     bundle: OutputFile | None = None,
@@ -61,9 +61,9 @@ def diff(
     others.  None is "module" for different frameworks, and for TensorFlow's eager mode against its graphs;
     otherwise "op".  The result names the choice.
 
-    compiled: for functions, as in `amanda.apply`.  "eager" runs compiled callables op by op, and the result
-    says so.  "instrument" compares the compiled code and the returned values; the result says if a function
-    returns other numbers without a tool.
+    compiled: for functions, as in `amanda.apply`.  "instrument" compares compiled code and the returned values;
+    the result says if a function returns other numbers without a tool.  "eager" runs compiled callables op
+    by op, and the result says so.  None is "instrument" for a function that calls compiled callables.
 
     bisect: run b again with a's value at the first op that diverges; `remaining` compares that run with a.
     bundle: a `.zip` file for the runs and the result; `amanda diff --open` reads it.
@@ -239,8 +239,8 @@ def _check_module(run: Run, name: str) -> None:
 @click.option(
     "--compiled",
     type=click.Choice(["eager", "instrument"]),
-    help="Run compiled callables of PyTorch op by op (default for functions), or compiled with tools inside "
-    "(default for --a and --b).",
+    help="Run compiled callables of PyTorch compiled, with tools inside (instrument, the default), or op by op "
+    "(eager).",
 )
 @save_option(".html", ".json", ".csv", ".txt", ".zip")
 @limit_option
@@ -269,7 +269,7 @@ def _command(
 
     \b
     amanda diff before/ after/
-    amanda diff model.py:eager model.py:compiled --compiled instrument
+    amanda diff model.py:eager model.py:compiled
     amanda diff --a train.py --b "train.py --compile"
     amanda diff --a train.py --b train.py --python-b ../older/bin/python --save found.zip
     amanda diff --open found.zip
@@ -285,7 +285,7 @@ def _command(
         if len(zipped) > 1:
             raise SpecError("one bundle is written at a time; give one --save FILE.zip")
         result = diff(
-            *sides, mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled or "eager",
+            *sides, mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled,
             control=_control(control, isinstance(sides[0], Command), bundled),
             bisect=isinstance(sides[1], Command) if bisect is None else bisect,
             bundle=zipped[0] if zipped else None,

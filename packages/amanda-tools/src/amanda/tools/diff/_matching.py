@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 
 from amanda.tools.diff._alignment import NEAR, dotted, is_compute, is_distinctive, renaming, same_ops
 from amanda.tools.diff._errors import (
+    TOLERANCES,
     Pair,
     arrangements,
     array_distance,
@@ -411,11 +412,15 @@ class Partners:
 
 
 def has_same_precision(runs: tuple[Run, Run], matches: Sequence[OpMatch]) -> bool:
-    """Return False for two runs whose products are mostly of other element types, as under autocast."""
+    """Return False for two runs whose products are mostly of other element types, as under autocast.
+
+    Runs without products are compared by all ops of floating types.
+    """
+    pairs = [match.pairs[0] for match in matches]
+    products = [pair for pair in pairs if is_compute(runs[0].ops[pair[0].op].type)]
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    for match in matches:
-        if is_compute(runs[0].ops[match.pairs[0][0].op].type):
-            for count, entry in zip(counts, match.pairs[0], strict=True):
-                count[entry.dtype] += 1
-    common_dtypes = [count.most_common(1) for count in counts]
+    for pair in products or pairs:
+        for count, entry in zip(counts, pair, strict=True):
+            count[entry.dtype] += entry.dtype in TOLERANCES
+    common_dtypes = [(+count).most_common(1) for count in counts]
     return not all(common_dtypes) or common_dtypes[0][0][0] == common_dtypes[1][0][0]

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import amanda
+from amanda.action import routine_name
 from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, checked
-from amanda.tools.diff._comparison import MARGIN, Expected, RunComparison
+from amanda.tools.diff._comparison import MARGIN, Expected
 from amanda.tools.diff._errors import Pair, array_distance
+from amanda.tools.diff._expected import expected_errors
 from amanda.tools.diff._run import Compiled, Run, Source, open_run, run_of
 from amanda.tools.diff._tools import Extra, Float64Tool, ReplacedTool, find_failing_op
 from amanda.tools.dump import Dump, DumpTool
-from amanda.tools.kit import Tensors, leaves, tensors_of
+from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class FunctionProgram:
     @property
     def name(self) -> str:
         """Name for messages."""
-        return getattr(self.call, "__qualname__", type(self.call).__name__)
+        return routine_name(self.call)
 
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run under a `DumpTool` that keeps all tensors but inputs.
@@ -201,22 +203,25 @@ _REPEATED = frozenset({"pytorch", "onnxruntime"})
 class RecordedRuns:
     """The runs a and b, which are recorded in a folder where they are programs.
 
-    remarks: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
+    compiled: as in `amanda.apply`; with None a function that calls compiled callables runs once more as compiled
+    code.  remarks: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
     failure: the op of b that fails where it is compiled, and the failure in words.
     Raises AmandaError for inputs without a function to call.
     """
 
     def __init__(
-        self, folder: Path, a: Source, b: Source, inputs: Sequence[Any], compiled: Compiled, max_bytes: int
-    ) -> None:
-        self._folder = folder
+        self, folder: Path, a: Source, b: Source, inputs: Sequence[Any], compiled: Compiled | None,
+        max_bytes: int,
+    ) -> None:  # fmt: skip
+        self._folder, self._finds_compiled = folder, compiled is None
 
         def program(source: Source) -> Program | None:
             if isinstance(source, Command):
                 return source
-            return FunctionProgram(source, inputs, compiled, max_bytes) if callable(source) else None
+            mode = compiled or "eager"
+            return FunctionProgram(source, inputs, mode, max_bytes) if callable(source) else None
 
-        self._programs = program(a), program(b)
+        self._programs = [program(a), program(b)]
         if inputs and not any(isinstance(program, FunctionProgram) for program in self._programs):
             raise AmandaError(f"{len(inputs)} inputs were given, and neither a nor b is a function to call")
         self._start: ProcessState | None = None
@@ -230,9 +235,29 @@ class RecordedRuns:
         self.recorded = {"a": self.a, "b": self.b}
 
     def _record_first(self, label: str, program: Program) -> Run:
+        """Record a or b; as compiled code where nothing else was asked for and the function has such code."""
+        if not self._finds_compiled or isinstance(program, Command):
+            return self._record_checked(label, label, program)
+        eager_run = self._record(label, program)
+        if not eager_run.op_by_op:
+            return eager_run
+        # Whether a function calls compiled callables shows only as it runs.
+        program = replace(program, compiled="instrument")
+        try:
+            run = self._record_checked(label, f"{label}-compiled", program)
+        except Exception as error:
+            if label == "b":
+                raise
+            line = str(error).strip().partition("\n")[0]
+            self.remarks.append(f"Compiled code of a does not run under tools: {type(error).__name__} ({line})")
+            return eager_run
+        self._programs["ab".index(label)] = program
+        return run
+
+    def _record_checked(self, label: str, folder: str, program: Program) -> Run:
         """Record a or b; where compiled code of b fails, with eager ops from the one that fails on."""
         try:
-            run = self._record(label, program)
+            run = self._record(folder, program)
         except Exception as error:
             # Run a is the reference: if it fails nothing can be compared.
             if label == "a" or program.compiled == "eager":
@@ -286,14 +311,7 @@ class RecordedRuns:
         self.remarks.append(f"Errors up to {MARGIN:g} times those of a against {label} are expected")
         self.remarks += run.remarks
         self.recorded["control"] = run
-        compared, _ = RunComparison(self.a, run, None).ops({})
-        # A wider control shows how far a is from the truth, and by luck this may be 0: rounding is always
-        # expected.
-        is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
-        return {
-            (pair[0].op, pair[0].execution): max(c.relative, _rounding(c.dtypes[0]) if is_wider else 0.0)
-            for pair, c in compared
-        }
+        return expected_errors(self.a, run)
 
     def _control(self, control: Control) -> Run:
         """Record the control: a in float64, or a once more.
@@ -325,6 +343,9 @@ class RecordedRuns:
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise AmandaError(f"a cannot be run in float64 ({cause}), only again") from error
+        finally:
+            # Gradients in float64 would stay at the program's parameters.
+            self._begin(program)
 
     def with_value(self, pair: Pair) -> Run | None:
         """Run b with what an op of a gave in place of what the op of b gives; None where that cannot be.
@@ -363,18 +384,6 @@ def _tool_effects(label: str, with_tool: Sequence[Any], without_tool: Sequence[A
         f"The compiled code of {label} returned other numbers without a tool, by a relative error of "
         f"{worst:.2g}: it was compiled otherwise there, and this comparison is of the code with tools in it"
     ]
-
-
-def _rounding(dtype: str) -> float:
-    """Return the root mean square of the relative error of rounding to an element type; 0 for integers."""
-    if not dtype.startswith(("float", "bfloat")):
-        return 0.0
-    from ml_dtypes import finfo
-
-    # Rounding errs by up to half a unit in the last place, evenly: the root mean square is 1/sqrt(12) of the
-    # unit, a little below a quarter of it for a mantissa between 1 and 2.
-    bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
-    return float(2.0**-bits / 4)
 
 
 class ProcessState:

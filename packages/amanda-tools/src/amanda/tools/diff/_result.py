@@ -10,7 +10,7 @@ from html import escape
 from typing import Any, ClassVar, get_args
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._errors import Comparison
+from amanda.tools.diff._errors import TOLERANCES, Comparison
 from amanda.tools.dump import Entry, Op
 from amanda.tools.results import Column, Result, Table, shortened
 from amanda.tools.select import Phase
@@ -29,8 +29,9 @@ def sentence(result: DiffResult) -> str:
         worst = max(result.comparisons, key=lambda comparison: comparison.relative)
         if not worst.relative:
             return f"No difference: all {len(result.comparisons):,} are the same to the last bit"
+        bound = "tolerance" if worst.expected is None else "expected error"
         largest = f"{_error_text(worst)}, at {worst.place}"
-        return f"No difference beyond the tolerance: relative error at most {largest}"
+        return f"No difference beyond the {bound}: relative error at most {largest}{_warning(result)}"
     if first.failure:
         return f"b fails at {first.place}: {first.failure}"
     parts = [f"The runs first differ at {first.place}: relative error {_error_text(first)}"]
@@ -53,6 +54,15 @@ def _error_text(comparison: Comparison) -> str:
     if comparison.expected is None:
         return f"{comparison.relative:.2g} (allowed {comparison.tolerance:.2g})"
     return f"{comparison.relative:.2g} (expected {comparison.expected:.2g})"
+
+
+def _warning(result: DiffResult) -> str:
+    """Return a warning on a run a that is far from its control itself; "" without one."""
+    expected = [comparison for comparison in result.comparisons if comparison.dtypes[0] in TOLERANCES]
+    worst = max(expected, key=lambda comparison: comparison.expected or 0.0, default=None)
+    if worst is None or (worst.expected or 0.0) <= TOLERANCES["bfloat16"]:
+        return ""
+    return f". Warning: a itself is off by {worst.expected:.0%} from its control, at {worst.place}"
 
 
 def _remaining_text(first: Comparison, remaining: DiffResult) -> str:

@@ -58,11 +58,23 @@ class Summary(NamedTuple):
         numbers = {name: number_of(fields[name]) for name in ("least", "most", "mean")}
         return made_of(cls, {**fields, **numbers, "shape": tuple(fields["shape"])})
 
-    def __str__(self) -> str:
-        parts = [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+    @property
+    def counts_text(self) -> str:
+        """How many elements are NaN and infinite: "5 NaN of 50"."""
+        counts = [f"{count:,} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+        return f"{' and '.join(counts) or 'no NaN'} of {prod(self.shape):,}"
+
+    @property
+    def values_text(self) -> str:
+        """Numbers of NaN and infinite elements, and the range of the others: "5 Inf, -3.14 to 2.29"."""
+        parts = [f"{count:,} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
         if self.least is not None:
-            parts.append(f"{self.least:.3g} to {self.most:.3g}, mean {self.mean:.3g}")
-        return f"{self.dtype} {shape_text(self.shape, self.batches)}: {', '.join(parts)}"
+            parts.append(f"{self.least:.3g} to {self.most:.3g}")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        mean = "" if self.mean is None else f", mean {self.mean:.3g}"
+        return f"{self.dtype} {shape_text(self.shape, self.batches)}: {self.values_text}{mean}"
 
 
 NAN, INF = 1, 2

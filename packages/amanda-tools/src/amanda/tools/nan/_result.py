@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,12 +11,23 @@ from amanda.tools.nan._floats import Summary
 from amanda.tools.results import Column, Result, check_schema, made_of, shortened
 
 
+_NAMED = 3
+"""Inputs, and parameters, that a sentence describes."""
+
+
+def _op_text(kind: str, module: str, phase: str, source: str, step: int) -> str:
+    """Return the place of an op in words: "softmax in encoder.0 (forward), model.py:12, step 3"."""
+    op_text = f"{kind}{f' in {module}' if module else ''} ({phase})"
+    return ", ".join(filter(None, (op_text, source, f"step {step:,}")))
+
+
 @dataclass(frozen=True)
 class Finding:
     """One op whose outputs have NaN or Inf while its inputs have none.
 
     phase: "forward", "backward" or "optimizer".  execution: number of ops executed in the scope before it.
-    inputs, outputs: summaries of the tensors, by position.
+    inputs, outputs: summaries of the tensors, by position.  step: number of the step, from 0.
+    times: how many executions of the op did; the other fields are of the first of them.
     """
 
     phase: str
@@ -26,6 +37,8 @@ class Finding:
     execution: int
     inputs: Mapping[int, Summary]
     outputs: Mapping[int, Summary]
+    step: int = 0
+    times: int = 1
 
     @property
     def makes_nan(self) -> bool:
@@ -49,6 +62,18 @@ class Finding:
         }
         return made_of(cls, {**content, **summaries})
 
+    @property
+    def sentence(self) -> str:
+        """The op, its module, line and step, how much of its output is NaN or Inf, and what its inputs were."""
+        op_text = _op_text(self.type, self.module, self.phase, self.source, self.step)
+        inputs = [f"input {i} was {summary}" for i, summary in self.inputs.items()]
+        more = [f"{len(inputs) - _NAMED:,} more inputs"] if len(inputs) > _NAMED else []
+        outputs = [summary for summary in self.outputs.values() if summary.nan or not self.makes_nan]
+        return (
+            f"First {'NaN' if self.makes_nan else 'Inf'}: {op_text}: output has {outputs[0].counts_text}; "
+            f"{'; '.join([*inputs[:_NAMED], *more]) or 'no input is a floating tensor'}"
+        )
+
     def __str__(self) -> str:
         module = f" in {self.module}" if self.module else ""
         inputs = "; ".join(f"{i}: {summary}" for i, summary in self.inputs.items()) or "no tensor"
@@ -61,6 +86,7 @@ class Entered:
     """An input or a parameter that has NaN which no instrumented op produced.
 
     what: "input 0 of linear", "parameter encoder.weight".  phase to execution: of the first op that read it.
+    step: number of the step, from 0.  is_consequence: True if an earlier NaN may have come there by an update.
     """
 
     what: str
@@ -69,24 +95,37 @@ class Entered:
     source: str
     execution: int
     summary: Summary
+    step: int = 0
+    is_consequence: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """The tensor, how much of it is NaN, and module, line and step of the op that read it first."""
+        place = _op_text("read", self.module, self.phase, self.source, self.step)
+        return (
+            f"First NaN: {self.what} has {self.summary.counts_text}, {place}; no op gave NaN before; it is "
+            f"{self.summary}"
+        )
 
     def __str__(self) -> str:
         return f"{self.what}, {self.source}, which holds {self.summary.nan} NaN\n  {self.summary}"
 
 
 class NanResult(Result):
-    """Inputs and parameters that have NaN, and ops that produce NaN or Inf, in the order of execution.
+    """The first NaN in one sentence, and a row for each op that produced NaN or Inf, or tensor that held it.
 
+    Rows are in the order of execution; repeats of an op are one row.  Parameters that an earlier NaN may have
+    reached through an update are not in the rows, but in `entered`.
     inf: True if the tool looked for Inf too.  skipped: number of overflowed steps that a GradScaler skipped.
     """
 
     name: ClassVar[str] = "nan"
-    title = "First NaN and Inf"
     columns: ClassVar[Sequence[Column]] = (
-        Column("execution", show="{:,}".format, number=True), Column("phase"), Column("type"),
-        Column("module", show=partial(shortened, width=40)),
-        Column("source", show=partial(shortened, width=40)),
-        Column("inputs"), Column("outputs"),
+        Column("type"), Column("module", show=partial(shortened, width=40)), Column("outputs"),
+        Column("inputs"), Column("step", show="{:,}".format, number=True),
+        Column("times", show="{:,}".format, number=True),
+        Column("source", show=partial(shortened, width=40)), Column("phase", shown=False),
+        Column("execution", show="{:,}".format, number=True, shown=False),
     )  # fmt: skip
 
     def __init__(
@@ -113,26 +152,64 @@ class NanResult(Result):
             (finding for finding in self.findings if finding.makes_nan), next(iter(self.findings), None)
         )
 
+    @property
+    def sentence(self) -> str:
+        """The answer: where the first NaN, else the first Inf, comes from, or that there is none."""
+        origins = [origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan]
+        origin = next(iter(origins), self.first)
+        if origin is None:
+            return f"{self.executions:,} ops ran; none produced {self._sought}."
+        return f"{origin.sentence}."
+
+    @property
+    def leading(self) -> int:
+        """The number of notes above the table: the answer, and what followed from it."""
+        return 1 + bool(self._consequences)
+
+    @property
+    def shows_table(self) -> bool:
+        """True if there is more than the one op that the sentence names."""
+        return len(self._origins()) > 1
+
+    @property
+    def _sought(self) -> str:
+        return "NaN or Inf" if self._inf else "NaN"
+
+    @property
+    def _consequences(self) -> Sequence[Entered]:
+        return [entry for entry in self.entered if entry.is_consequence]
+
+    def _origins(self) -> list[Finding | Entered]:
+        """Return the ops and tensors at which NaN or Inf begins, in the order of execution; each op once."""
+        origins: dict[tuple[str, ...], Finding | Entered] = {}
+        beginnings = [*(entry for entry in self.entered if not entry.is_consequence), *self.findings]
+        for origin in sorted(beginnings, key=lambda origin: origin.execution):
+            name = origin.what if isinstance(origin, Entered) else f"{origin.type} {origin.makes_nan}"
+            key = origin.phase, name, origin.module, origin.source
+            first = origins.setdefault(key, origin)
+            if first is not origin and isinstance(first, Finding) and isinstance(origin, Finding):
+                origins[key] = replace(first, times=first.times + origin.times)
+        return list(origins.values())
+
     def __bool__(self) -> bool:
         return bool(self.findings or self.entered)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each input and parameter, then for each op."""
-        entered = [
-            (entry.execution, entry.phase, entry.what, entry.module, entry.source, str(entry.summary), "")
-            for entry in self.entered
-        ]
-        return entered + [
-            (finding.execution, finding.phase, finding.type, finding.module, finding.source,
-             "; ".join(map(str, finding.inputs.values())), "; ".join(map(str, finding.outputs.values())))
-            for finding in self.findings
+        """Return a row for each op, input and parameter at which NaN or Inf begins."""
+        return [
+            (origin.what, origin.module, "", origin.summary.values_text, origin.step, 1, origin.source,
+             origin.phase, origin.execution)
+            if isinstance(origin, Entered) else
+            (origin.type, origin.module, _values_text(origin.outputs), _values_text(origin.inputs), origin.step,
+             origin.times, origin.source, origin.phase, origin.execution)
+            for origin in self._origins()
         ]  # fmt: skip
 
     def facts(self) -> Mapping[str, Any]:
         """Return counts, and the findings with their summaries."""
         return {
-            "executions": self.executions, "passed_on": self.passed_on, "dropped": self._dropped,
-            "findings": [finding.to_dict() for finding in self.findings],
+            "sentence": self.sentence, "executions": self.executions, "passed_on": self.passed_on,
+            "dropped": self._dropped, "findings": [finding.to_dict() for finding in self.findings],
             "entered": [{**asdict(entry), "summary": entry.summary._asdict()} for entry in self.entered],
             "skipped": self._skipped, "inf": self._inf,
         }  # fmt: skip
@@ -163,24 +240,31 @@ class NanResult(Result):
         return cls(findings, *counts, entered, content.get("skipped", 0), content.get("inf", True))
 
     def notes(self) -> Sequence[str]:
-        """Return sentences about NaN in inputs, the number of ops, and ops that are not in the table."""
-        notes = [f"{entry.what} holds {entry.summary.nan:,} NaN." for entry in self.entered]
-        sought = "NaN or Inf" if self._inf else "NaN"
+        """Return the answer, what followed from it, and what the table does not show."""
+        notes = [self.sentence]
+        if later := self._consequences:
+            names = [entry.what.removeprefix("parameter ") for entry in later]
+            more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+            noun = f"{len(names):,} parameters were" if len(names) > 1 else "A parameter was"
+            first_step = min(entry.step for entry in later)
+            notes.append(f"{noun} NaN after it, from step {first_step:,}: {', '.join(names[:_NAMED])}{more}.")
         if self:
-            notes.append(
-                f"{self.executions:,} ops ran; {self.passed_on:,} only passed on {sought} from their inputs."
-            )
-        else:
-            notes.append(f"{self.executions:,} ops ran; none produced {sought}.")
+            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs" * bool(self.passed_on)
+            notes.append(f"{self.executions:,} ops ran{passed_on}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
             notes.append("Some inputs were Inf. Use `nan:inf` to find where Inf starts.")
         if self._dropped:
-            notes.append(f"{self._dropped:,} more ops produced {sought}; raise `limit` to see them.")
+            notes.append(f"{self._dropped:,} more ops produced {self._sought}; raise `limit` to see them.")
         if self._skipped:
             steps = f"{self._skipped:,} steps that a GradScaler skipped"
-            notes.append(f"Not in the table: ops of {steps}, whose gradients overflowed.")
+            notes.append(f"Not counted: ops of {steps}, whose gradients overflowed.")
         return notes
+
+
+def _values_text(summaries: Mapping[int, Summary]) -> str:
+    """Return what tensors hold, in the order of their positions."""
+    return "; ".join(summary.values_text for summary in summaries.values())
 
 
 class ScaledBackward:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from _thread import get_ident
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,9 @@ from amanda.tools.nan._floats import (
     write_torch_roles,
 )
 from amanda.tools.nan._result import Entered, Finding, NanResult, ScaledBackward
+from amanda.tools.steps import Steps
+
+logger = logging.getLogger("amanda")
 
 # Types of ops that only copy or view their inputs, even memory that is not initialised.
 _MOVING_OPS = frozenset(
@@ -54,11 +59,15 @@ _CALLING_OPS = frozenset(
 )
 
 
+_Key = tuple[tuple[str, str, str, str], bool]
+"""Place of an op, and True for NaN, False for Inf alone: the executions with one key are one finding."""
+
+
 class NotFiniteError(AmandaError, ArithmeticError):
     """An op produced NaN or Inf; `finding` is the op, or the input or parameter that had it."""
 
     def __init__(self, finding: Finding | Entered) -> None:
-        super().__init__(f"the first NaN or Inf comes from {finding}")
+        super().__init__(finding.sentence)
         self.finding = finding
 
 
@@ -104,7 +113,8 @@ class NanTool(amanda.Tool):
 
     stop: raise NotFiniteError at the first of them.  inf: find ops that produce Inf too, which is often
     intended, as in attention masks.  backward: check backward ops too.  limit: number of ops in the result.
-    `result` is a table of the ops; `clear` starts again.
+    The first of them is logged as a warning when it runs.  `result` has the answer in its `sentence`, and all
+    of the ops; `clear` starts again.
     """
 
     purpose = "debug"
@@ -115,12 +125,13 @@ class NanTool(amanda.Tool):
     ) -> None:
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
+        self._steps = Steps()
         self.clear()
         self._packed: dict[str, None] = {}  # what is not read
         self._running: dict[
             tuple[int, _CheckedOp], RecordedInputs
         ] = {}  # by thread and op, while the op runs
-        self.depends_on(StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
+        self.depends_on(self._steps, StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
         self.add_inst_for_op(self._instrument_forward)
         if backward:
             self.add_inst_for_op(self._instrument_backward, backward=True)
@@ -129,12 +140,12 @@ class NanTool(amanda.Tool):
     def result(self) -> NanResult:
         """Return the ops that produced NaN or Inf so far."""
         pending = self._scaled.pending
-        findings = [*self._findings, *(finding for finding in pending if isinstance(finding, Finding))]
+        findings = [replace(finding, times=self._times[key]) for key, finding in self._findings.items()]
+        findings += [finding for finding in pending if isinstance(finding, Finding)]
         # Ops that run bodies give NaN because an op in the body does, which is the better finding.
         if not findings and not self._entered:
             findings = self._findings_of_callers
-        dropped = self._dropped + max(len(findings) - self._limit, 0)
-        counts = self._executions, self._passed_on, dropped
+        counts = self._executions, self._passed_on, len(self._dropped) + max(len(findings) - self._limit, 0)
         entered = [*self._entered.values(), *(entry for entry in pending if isinstance(entry, Entered))]
         result = NanResult(findings[: self._limit], *counts, entered, self._scaled.skipped, self._inf)
         result.remarks = list(self._packed)
@@ -142,11 +153,14 @@ class NanTool(amanda.Tool):
 
     def clear(self) -> None:
         """Delete the findings; analysed ops stay analysed."""
-        self._findings: list[Finding] = []
+        self._findings: dict[_Key, Finding] = {}
+        self._times = Counter[_Key]()
+        self._dropped: set[_Key] = set()  # beyond the limit
         self._findings_of_callers: list[Finding] = []  # at ops that only run others
         self._entered: dict[tuple[str, ...], Entered] = {}
-        self._executions = self._passed_on = self._dropped = 0
-        self._has_nan_begun = False  # an op gave NaN, which later ops read
+        self._executions = self._passed_on = 0
+        self._begun: int | None = None  # step in which an op gave NaN first, which later ops read
+        self._is_told = self._is_updated = False  # NaN has been logged; an optimizer gave NaN
         # By id of forward op: flags of its inputs and outputs, if not finite at the last execution.
         self._flags_of_forward: dict[int, int] = {}
         self._scaled = ScaledBackward()
@@ -291,23 +305,29 @@ class NanTool(amanda.Tool):
         elif output_flags & ~input_flags:
             input_flags |= self._saved_flags(op)
         if (output_flags & NAN and not input_flags & NAN) or not input_flags:
-            inputs, outputs = (
-                input_floats.summaries(input_floats.tensors),
-                output_floats.summaries(output_floats.holds),
-            )
-            finding = Finding(*op.place, execution, inputs, outputs)
-            if not op.calls:
-                self._add_finding(finding)
-            elif not self._findings and not self._entered:
-                self._findings_of_callers = [*self._findings_of_callers, finding][: self._limit]
-                if self._stop:
-                    raise NotFiniteError(finding)
+            self._find(op, execution, input_floats, output_floats)
         else:
             self._passed_on += 1
         # An op that only moves elements names no source; the op that reads them will.
         if output_flags & NAN and not op.moves:
             self._name_sources(op, execution, input_floats)
-            self._has_nan_begun = True
+            self._begun = self._steps.number if self._begun is None else self._begun
+            self._is_updated = self._is_updated or op.phase == "optimizer"
+
+    def _find(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
+        """Add the finding of an execution; count one that repeats an earlier finding."""
+        key = op.place, bool(outputs.flags & NAN)
+        if key in self._findings and not self._scaled.is_open:
+            self._times[key] += 1
+            return
+        summaries = inputs.summaries(inputs.tensors), outputs.summaries(outputs.holds)
+        finding = Finding(*op.place, execution, *summaries, self._steps.number)
+        if not op.calls:
+            self._add_finding(finding)
+        elif not self._findings and not self._entered:
+            self._findings_of_callers = [*self._findings_of_callers, finding][: self._limit]
+            if self._stop:
+                raise NotFiniteError(finding)
 
     def _saved_flags(self, op: _CheckedOp) -> int:
         """Return flags of a backward op's saved tensors, or of its forward op's last inputs and outputs."""
@@ -324,18 +344,25 @@ class NanTool(amanda.Tool):
         self._packed[remark] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
-        """Keep a finding up to the limit, or defer it; raise NotFiniteError if the tool stops."""
+        """Keep a finding up to the limit, or defer it; log the first; raise NotFiniteError if the tool stops."""
         if self._scaled.defer(finding):
             return
         if isinstance(finding, Entered):
             self._entered[finding.what, finding.module, finding.source] = finding
-        elif len(self._findings) >= self._limit:
-            self._dropped += 1
-            return
         else:
-            self._findings.append(finding)
+            place = finding.phase, finding.type, finding.module, finding.source
+            key = place, finding.makes_nan
+            if key not in self._findings and len(self._findings) >= self._limit:
+                self._dropped.add(key)
+                return
+            self._findings.setdefault(key, finding)
+            self._times[key] += 1
         if self._stop:
             raise NotFiniteError(finding)
+        # One line: what follows from the first NaN would fill the screen.
+        if not self._is_told:
+            self._is_told = isinstance(finding, Entered) or finding.makes_nan or self._inf
+            logger.warning("%s", finding.sentence, extra={"live": True})
 
     def _name_sources(self, op: _CheckedOp, execution: int, inputs: Floats) -> None:
         """Report the parameters with NaN, and the inputs with NaN that no instrumented op produced."""
@@ -343,13 +370,20 @@ class NanTool(amanda.Tool):
             position = inputs.tensors[i].position
             path = op.parameters.get(position)
             # Once an op gave NaN, a NaN input is most likely its work, and not the program's.
-            if not flags & NAN or (path is None and self._has_nan_begun):
+            if not flags & NAN or (path is None and self._begun is not None):
                 continue
             side = "gradient" if op.phase == "backward" else "input"
             name = f"{side} {position} of {op.type}" if path is None else f"parameter {path}"
-            if (name, op.module, op.source) not in self._entered and len(self._entered) < self._limit:
-                (summary,) = inputs.summaries([i]).values()
-                self._add_finding(Entered(name, op.phase, op.module, op.source, execution, summary))
+            # Parameters get NaN by an update, which comes after the step in which an op gave it.
+            step, begun = self._steps.number, self._begun
+            follows = begun is not None and (self._is_updated or begun < step)
+            if (name, op.module, op.source) in self._entered or (
+                not follows and len(self._entered) >= self._limit
+            ):
+                continue
+            (summary,) = inputs.summaries([i]).values()
+            place = op.phase, op.module, op.source, execution
+            self._add_finding(Entered(name, *place, summary, step, follows))
 
     @amanda.observer
     def _begin_scaled(self) -> None:
@@ -370,7 +404,7 @@ class NanTool(amanda.Tool):
             self._add_finding(finding)
         # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings:
-            self._has_nan_begun = False
+            self._begun = None
 
 
 class _ExecutionPairs:

@@ -241,6 +241,12 @@ def _title_attribute(text: str, value: Any) -> str:
     return f' title="{escape(value)}"' if isinstance(value, str) and value != text else ""
 
 
+def html_sentences(sentences: Sequence[str]) -> str:
+    """Return sentences as HTML, for a result without a table."""
+    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    return f'{_STYLE}<div class="amanda-result">{paragraphs}</div>'
+
+
 def html_page(title: str, content: str) -> str:
     """Return an HTML page with a content."""
     return (
@@ -289,13 +295,14 @@ def for_console(result: Result, width: int) -> Iterator[Table | Text]:
 
 def parts(result: Result, width: int | None, whole: bool = False) -> Iterator[Table | str]:
     """Yield the title, the sentences that come first, the table, what it lacks, and the other notes."""
-    table, lacks = _build_table(result, width, whole)
     sentences = [printable(sentence) for sentence in (*result.notes(), *result.remarks)]
     if result.title:
         yield printable(result.title)
     yield from sentences[: result.leading]
-    yield table
-    if lacks:
+    if result.shows_table:
+        table, lacks = _build_table(result, width, whole)
+        yield table
+    if result.shows_table and lacks:
         yield " ".join([*lacks, "All of it: --full, or whole(), to_pandas() and save(FILE) of the result."])
     yield from sentences[result.leading :]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from amanda.errors import AmandaError
 from amanda.files import write_file
-from amanda.tools.results._display import as_text, for_console, html_page, html_table, shortened
+from amanda.tools.results._display import as_text, for_console, html_page, html_sentences, html_table, shortened
 from amanda.tools.results._files import check_schema, made_of, to_json
 
 if TYPE_CHECKING:
@@ -87,6 +87,11 @@ class Result(ABC):
         return 0
 
     @property
+    def shows_table(self) -> bool:
+        """True if text and HTML have the table: it has rows, and the notes do not say all that is in them."""
+        return any(True for _ in self.rows())
+
+    @property
     def _sentences(self) -> list[str]:
         """The notes, then the remarks."""
         return [*self.notes(), *self.remarks]
@@ -108,6 +113,8 @@ class Result(ABC):
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, with the leading notes above it and the others below."""
+        if not self.shows_table:
+            return html_sentences([*filter(None, [self.title]), *self._sentences])
         rows = self.rows()
         cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]

@@ -18,6 +18,7 @@ from amanda import interceptor
 from amanda.action import Routine, has_run, marks, opening, with_marks
 from amanda.errors import AmandaError
 from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
+from amanda.tools.mapping._phases import in_construction
 
 __all__ = ["Steps", "Window", "WindowError", "execution_number"]
 
@@ -155,6 +156,9 @@ class Steps(amanda.Tool):
             first = model not in self._models
             self._models.add(model)
             return op_id if first else None
+        # Layers are initialized line by line, which is no loop of the program.
+        if in_construction():
+            return None
         # Outside modules nothing says where a repetition begins, and each time has an id of its own.
         line = (context.get_source(), context.get_op_type())
         return line if line in self._candidates or len(self._candidates) < _OUTSIDE_LIMIT else None

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from amanda.action import differentiable
+from amanda.action import differentiable, routine_name
 from amanda.backend import Action, OpFacts
 from amanda.plan import Actions, run_replacement, run_routine
 
@@ -184,7 +184,7 @@ class NodeRoutines:
             return new_values[0] if is_one_tensor else new_values
 
         # Without the keyword arguments, which `PythonCall` passes.
-        call.__qualname__ = getattr(action.func, "__qualname__", str(action.func))
+        call.__qualname__ = routine_name(action.func)
         func = differentiable(call) if is_taped else call
         return Action(action.type, func, action.tool, action.select, kwargs={})
 
