@@ -79,5 +79,6 @@ void new_epoch(void); /* where code changes its kind, or types come to tell ops 
 int place_boot(PyObject *names);
 int region_boot(PyObject *names);
 int ordinal_boot(PyObject *names);
+int probe_boot(PyObject *names);
 
 #endif
