@@ -27,8 +27,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amanda.interceptor.boot_test import test_at_boot
+
 __all__ = [
     "ACTIVATION",
+    "CHECKS",
     "IMPLEMENTATION",
     "NATIVE",
     "OCCURRENCE_CAP",
@@ -77,6 +80,8 @@ NATIVE = False
 """True if native code intercepts."""
 REASON: str | None = None
 """Why native code does not; None where it does."""
+CHECKS = 0
+"""Number of checks by which native code was tried on this interpreter."""
 
 if os.environ.get("AMANDA_NATIVE") == "0":
     REASON = "AMANDA_NATIVE=0 asks for the pure-Python interceptor"
@@ -90,10 +95,11 @@ else:
             raise ImportError(
                 "it serves the main interpreter alone" if _refusal > 0 else "the report is above"
             )
+        CHECKS = test_at_boot(_names)
         NATIVE = True
     except ImportError as error:
         REASON = (
-            "the native interceptor cannot be loaded: " + str(error)
+            f"the native interceptor cannot be loaded: {error}"
             if importlib.util.find_spec("amanda.interceptor._native")
             else "the native interceptor was not built; install a C compiler, then amanda-core again"
         )

@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -263,6 +264,10 @@ def _path(path_target: PathTarget | None) -> Kind:
 
 def _path_problem(path: Path, target: str) -> str:
     """Return what keeps a path from leading to a target, as `PathTarget` names it; "" if nothing does."""
+    if target in ("file", "folder"):
+        # From Python 3.14 on, is_file and is_dir hide errors of the system, such as a name that is too long.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
     if target == "file":
         return "" if path.is_file() else "it is a folder" if path.is_dir() else "there is no such file"
     if target == "folder":

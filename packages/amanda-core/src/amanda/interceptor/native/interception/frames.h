@@ -1,17 +1,24 @@
 /* Walking the Python frames of the running thread, innermost first.
 
-   CPython 3.11 to 3.13 keep frames in structures of their own; reading these costs a few
+   CPython 3.11 to 3.15 keep frames in structures of their own; reading these costs a few
    nanoseconds where the public functions would make a frame object for each. Other versions
    take the public functions. The code is compiled against the headers of the interpreter that
-   runs it, so the layout is the right one. */
+   runs it, so the layout is the right one; the self-test at boot compares both ways. */
 #ifndef AMANDA_FRAMES_H
 #define AMANDA_FRAMES_H
 #include "interception/base.h"
 
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x03100000
 #define AMANDA_INTERNAL_FRAMES 1
 #define Py_BUILD_CORE
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* of CPython's headers */
+#if PY_VERSION_HEX >= 0x030E0000
+#include <internal/pycore_interpframe.h>
+#else
 #include <internal/pycore_frame.h>
+#endif
+#pragma GCC diagnostic pop
 #undef Py_BUILD_CORE
 
 typedef struct {

@@ -79,5 +79,6 @@ void new_epoch(void); /* drops the caches: code has changed its kind, or types e
 int place_boot(PyObject *names);
 int region_boot(PyObject *names);
 int ordinal_boot(PyObject *names);
+int probe_boot(PyObject *names);
 
 #endif

@@ -36,9 +36,8 @@ HOT static Region *new_region(uint64_t hash, Region *parent, PyObject *subject) 
     return region;
 }
 
-HOT static void region_dealloc(Region *region) {
-    int thread_ends = local.thread.root == region;
-    if (thread_ends) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
+/* Free a region; its parent, of which the caller gets the reference. */
+static inline Region *free_region(Region *region) {
     Region *parent = region->parent;
     PyObject *subject = region->subject;
     if (region->tail) PyMem_RawFree(region->tail);
@@ -49,8 +48,18 @@ HOT static void region_dealloc(Region *region) {
         free_regions.count++;
     } else
         PyObject_Free(region);
-    Py_XDECREF(parent);
     Py_XDECREF(subject);
+    return parent;
+}
+
+/* Regions nest as deep as snapshots are replayed in each other. The stack would not hold that, and CPython's trashcan
+   serves the collector's objects alone, so parents that nothing else holds are freed in a loop. */
+HOT static void region_dealloc(Region *region) {
+    int thread_ends = local.thread.root == region;
+    if (thread_ends) local.thread.root = NULL; /* the thread ends; what still dies may call ops */
+    Region *parent = free_region(region);
+    while (unlikely(parent && parent != local.thread.root && Py_REFCNT(parent) == 1)) parent = free_region(parent);
+    Py_XDECREF(parent);
     if (unlikely(thread_ends)) Py_XDECREF(take_failure(&local.thread));
 }
 

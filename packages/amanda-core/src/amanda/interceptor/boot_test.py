@@ -1,0 +1,161 @@
+"""Self-test of the native interceptor at boot: it leans on structures of CPython, which each version may change.
+
+Calls of every kind of target have to reach their stub, also from bytecode that the interpreter has specialised.
+The frames that native code walks have to be those of `sys._getframe`, and an op has to have the same id whether
+native code looks the op's place up or walks there.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import Context
+from types import FrameType
+from typing import Any
+
+from amanda.interceptor.opid import CodeRegistry, digest
+
+_CALLS = 64
+"""Calls within which each version of CPython specialises a call, also one whose target has changed."""
+_FRAMES = 12
+"""Frames that are compared: those of the test, and some of the program that imports Amanda."""
+
+Face = Mapping[str, Any]
+"""Names of the native interceptor."""
+
+
+def test_at_boot(face: Face) -> int:
+    """Run the checks and return their number.
+
+    Raises ImportError that names the check which fails.
+    """
+    # The empty context keeps the test's activation from the program, and the program's from the test.
+    try:
+        return Context().run(_count_checks, face)
+    except Exception as error:
+        failure = str(error) if isinstance(error, AssertionError) else repr(error)
+        raise ImportError(
+            f"it fails its self-test on CPython {platform.python_version()}: {failure}"
+        ) from error
+
+
+def _count_checks(face: Face) -> int:
+    """Run each check, and return how many there are."""
+    face["configure"](CodeRegistry(face["forget_code"]).describe, lambda ordinal: None)
+    face["ACTIVATION"].set(face["Activation"](None, None))
+    checks = [_check_frames(face), _check_ids(face)]
+    checks += [_check_stub(face, *target) for target in _targets(face)]
+    return len(checks)
+
+
+def _targets(face: Face) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """Yield a name, the target and a call of it for each kind of target."""
+    without, plain, of_tuple, of_array, of_keywords = face["probe_functions"]
+    yield "a function of nothing", without, lambda: without()
+    yield "a function of one argument", plain, lambda: plain(1)
+    yield "a function of a tuple", of_tuple, lambda: of_tuple(1)
+    yield "a function of an array", of_array, lambda: of_array(1, 2)
+    yield "a function of keywords", of_keywords, lambda: of_keywords(1, value=2)
+    yield "a function of optional keywords", of_keywords, lambda: of_keywords(1)
+    kind, probe = face["Probe"], face["Probe"]()
+    yield "a method of nothing", kind.without, lambda: probe.without()
+    yield "a method of one argument", kind.plain, lambda: probe.plain(1)
+    yield "a method of a tuple", kind.tuple, lambda: probe.tuple(1)
+    yield "a method of an array", kind.array, lambda: probe.array(1, 2)
+    yield "a method of keywords", kind.keywords, lambda: probe.keywords(1, value=2)
+    yield "a method of optional keywords", kind.keywords, lambda: probe.keywords(1)
+    yield "a property", kind.number, lambda: probe.number
+    yield "a subscript", kind.__getitem__, lambda: probe[1]
+
+
+def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) -> None:
+    """Call a target before, while and after its stub is placed; raise AssertionError if the stub misses calls."""
+    calls: list[int] = []
+    site = _site(face, target, calls)
+    for _ in range(_CALLS):
+        call()
+    site.place()
+    for _ in range(_CALLS):
+        call()
+    site.remove()
+    call()
+    if len(calls) != _CALLS:
+        raise AssertionError(f"of {_CALLS} calls of {name} its stub is reached by {len(calls)}")
+
+
+def _site(face: Face, target: Any, ids: list[int]) -> Any:
+    """Return a site whose handler appends the op's id and makes the call."""
+
+    def handler(state: Any, plan: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
+        ids.append(op_id)
+        return site.invoke(args, kwargs)
+
+    return face["Site"](target, target, "self-test", digest("self-test"), handler)
+
+
+def _check_frames(face: Face) -> None:
+    """Walk frames of each kind; raise AssertionError where native code finds others than Python."""
+
+    def compare() -> None:
+        # The innermost frame is left out: it is at another instruction for each of the two.
+        native, public = face["walked_frames"](_FRAMES)[1:], list(_outer_frames(sys._getframe(1)))
+        if native != public:
+            raise AssertionError(f"native code walks the frames {native}, and Python {public}")
+
+    async def coroutine() -> None:
+        compare()
+
+    class Sized:
+        def __len__(self) -> int:
+            compare()
+            return 0
+
+    compare()
+    for _ in (compare() for _ in range(2)):
+        compare()
+    try:
+        coroutine().send(None)
+    except StopIteration:
+        pass
+    # Entered by the interpreter from C.
+    len(Sized())
+    list(map(lambda _: compare(), range(2)))
+    eval("compare()", {"compare": compare})
+
+
+def _outer_frames(frame: FrameType | None) -> Iterator[tuple[object, int]]:
+    """Yield code and instruction word of frames, from this one outwards."""
+    for _ in range(_FRAMES - 1):
+        if frame is None:
+            return
+        yield frame.f_code, frame.f_lasti // 2
+        frame = frame.f_back
+
+
+def _check_ids(face: Face) -> None:
+    """Run ops at different places twice; raise AssertionError if ids are not unique, or change with the run."""
+    ids: list[int] = []
+    op = face["probe_functions"][1]
+    site = _site(face, op, ids)
+
+    def program() -> None:
+        op(1), op(1)
+        for _ in range(2):
+            op(1)
+        for _ in (op(1) for _ in range(2)):
+            op(1)
+        list(map(op, range(2)))
+
+    site.place()
+    runs = []
+    # The first run walks to each op, the others find its place in the cache.
+    for _ in range(3):
+        program()
+        runs.append(ids[:])
+        ids.clear()
+        face["reset_root"]()
+    site.remove()
+    # Outside of modules the rounds of a loop share an id.
+    if any(run != runs[0] for run in runs) or [runs[0].index(id) for id in runs[0]] != [0, 1, 2, 2, 4, 5, 4, 5, 8, 8]:
+        raise AssertionError(f"ops at one place have different ids, or the other way round: {runs}")
