@@ -266,10 +266,10 @@ def test_a_torch_without_some_parts_still_lists_the_rest(monkeypatch: pytest.Mon
     monkeypatch.delattr(torch._C, "_sparse")
     monkeypatch.delattr(torch._C, "_FunctionBase")
     by_callable.cache_clear()
-    _targets._operators.cache_clear()
+    _targets._all_targets.cache_clear()
     try:
         assert missing_parts() == ["torch._C._sparse", "torch._C._FunctionBase", "Function.apply"]
         assert 0 < complete - len(targets()) < 20
     finally:
         by_callable.cache_clear()
-        _targets._operators.cache_clear()
+        _targets._all_targets.cache_clear()

@@ -7,15 +7,15 @@ Python callable, which a `Detour` replaces. While an `Activation` is in force, a
 
     handler(state, plan, op_id, site, args, kwargs)
 
-A plan that is a `CallCache` may learn what calls of an op come to: nothing, or the routines of a `Program`.
-Native code does that then, as far as it can, and a `Reader` tells it the forms of calls apart. The handler
-of such an op gets two arguments more: the key under which the cache may learn the form of this call (0: it
-may not), and a `Resumption` where native code has begun the execution and Python goes on (else None).
+A plan that is a `CallCache` may learn, for each form of call, a `Program` with the routines that native code
+is to run, or None for no routines. A `Reader` computes the key of a call's form. The handler of such an op
+gets two arguments more: the key under which the cache may learn the form of this call (0: it may not), and
+the `Resumption` with which Python continues an execution that native code has begun (else None).
 
 `Moments` are statistics of numbers in memory, for observers: they belong to no call.
 
-Without a C compiler at install time the same face is served in pure Python, where callables are
-replaced by attribute; `NATIVE` tells which interceptor is in force and `REASON` why.
+Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
+callables as attributes; `NATIVE` tells which interceptor is in force and `REASON` why.
 """
 
 # ruff: noqa: F403, F405
@@ -79,7 +79,7 @@ __all__ = [
 NATIVE = False
 """True if native code intercepts."""
 REASON: str | None = None
-"""Why native code does not; None where it does."""
+"""The reason why native code does not intercept; None if it does."""
 CHECKS = 0
 """Number of checks by which native code was tried on this interpreter."""
 
@@ -117,9 +117,9 @@ from amanda.interceptor.opid import SKIPPED, CodeRegistry  # noqa: E402
 TRANSPARENT = 1
 """Flag of a site: ops called inside it are ops of their own."""
 IMPLEMENTATION = 2
-"""Flag of a site: called inside another op, it is not an op."""
+"""Flag of a site: a call inside another op is a part of that op."""
 ONE_PLACE = 4
-"""Flag of a site: the parameters among its arguments do not tell its calls apart."""
+"""Flag of a site: parameters among its arguments do not enter op ids."""
 
 codes = CodeRegistry(forget_code)
 """The one registry of code: which frames of a program belong to Amanda, to frameworks, or to the user."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Resumption(NamedTuple):
-    """Where Python goes on with an execution that native code has begun.
+    """State with which Python continues an execution that native code has begun.
 
     plan: the plan that native code has followed; the call may look different by now.
     step: the last step whose routine has run; -1: none has.

@@ -96,10 +96,10 @@ class Autograd(EagerDriver):
         """Make every backward pass bring its nodes to the tools."""
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
-            attributes.set(module, _RUN_BACKWARD, self._bring_nodes_to_tools(getattr(module, _RUN_BACKWARD)))
+            attributes.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
         register_hooks_without_handles(attributes)
 
-    def _bring_nodes_to_tools(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _run_with_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""
 
         # `remove_abandoned_hooks` looks for frames of this function by its name, and reads `backward` there.

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import PROCESS_GROUP, is_functional_collective, wait_for_results
-from ._kernels import FUNCTION_CALL, is_dispatched_again, is_level_of_function, is_part_of_op
+from ._kernels import FUNCTION_CALL, is_dispatched_in_backward, is_level_of_function, is_part_of_op
 from ._levels import in_transform, is_within_kernel
 from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
 from ._overrides import (
@@ -345,7 +345,7 @@ def _is_made_by_torch(site: Site, args: tuple[Any, ...], caller: FrameType, is_r
         return True
     if is_resumed:
         return False
-    return is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_again(caller))
+    return is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_in_backward(caller))
 
 
 def _has_proxies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -41,7 +41,7 @@ def is_part_of_op(frame: FrameType | None) -> bool:
     return False
 
 
-def is_dispatched_again(frame: FrameType | None) -> bool:
+def is_dispatched_in_backward(frame: FrameType | None) -> bool:
     """Return True for an operator that a dispatch mode, or a subclass, calls on in the backward pass.
 
     In the forward pass the interceptor knows the op that the operator belongs to; a node of autograd is no

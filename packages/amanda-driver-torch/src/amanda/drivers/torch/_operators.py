@@ -32,7 +32,7 @@ def _as_torch_wraps(f: Any, wrapped: Any = None) -> FunctionType:
     return operator  # type: ignore[return-value]
 
 
-class Operators:
+class OperatorCode:
     """Exchange of the code of torch's operators, so that exceptions of tools pass through.
 
     The operators stay the function objects that they are: programs may hold references to them.
@@ -41,7 +41,7 @@ class Operators:
     def __init__(self) -> None:
         self._changed_operators: list[tuple[FunctionType, CodeType]] = []
 
-    def install(self) -> None:
+    def exchange(self) -> None:
         """Exchange the code; do nothing if this torch wraps its operators in another way."""
         # Code can be exchanged only between functions with the same free variables. If torch's wrapper has
         # others, or another name, it is not the wrapper that this code was copied from.

@@ -127,9 +127,14 @@ def _layout_of_form(form: CallForm) -> ArgumentLayout:
     nargs = len(bound) - len(form.keywords)
     bound_indices = {i for i in bound if i is not None}
     length = max(bound_indices, default=-1) + 1
-    appended = [name for name, i in zip(form.keywords, bound[nargs:], strict=True) if i is None]
-    appended_indices = iter(range(length, length + len(appended)))
-    keyword_indices = ((next(appended_indices) if i is None else i) for i in bound[nargs:])
+    appended: list[str] = []
+    keywords: list[tuple[str, int]] = []
+    for keyword, i in zip(form.keywords, bound[nargs:], strict=True):
+        if i is None:
+            keywords.append((keyword, length + len(appended)))
+            appended.append(keyword)
+        else:
+            keywords.append((keyword, i))
     written = [i for i in range(length) if i in bound_indices and arguments[i].is_written]
     written += [length + i for i, name in enumerate(appended) if name == "out"]
     positional = form.signature.positional[:nargs]
@@ -137,7 +142,7 @@ def _layout_of_form(form: CallForm) -> ArgumentLayout:
         names=(*(argument.name for argument in arguments[:length]), *appended),
         positional=positional[:-1] if form.spread else positional,
         spread=positional[-1] if form.spread else None,
-        keywords=tuple(zip(form.keywords, keyword_indices, strict=True)),
+        keywords=tuple(keywords),
         mutable=tuple(written),
         unreturned=tuple(i for i in written if i < length and arguments[i].is_unreturned),
         optional_tensors=frozenset(

@@ -19,7 +19,7 @@ from ._autograd import activation_of_pass_caller
 from ._collectives import patch_reducers_to_report
 from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from ._control_flow import run_control_flow_op_by_op
-from ._operators import Operators
+from ._operators import OperatorCode
 from ._requirements import log_once, torch_attribute
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ class TorchPatches:
 
     def __init__(self, driver: "TorchDriver") -> None:
         self._driver = driver
-        self._operators = Operators()
+        self._operator_code = OperatorCode()
 
     def install(self, attributes: Attributes) -> None:
         """Make all changes; the attributes undo them."""
-        attributes.on_restore(self._operators.restore)
-        self._operators.install()
+        attributes.on_restore(self._operator_code.restore)
+        self._operator_code.exchange()
         self._follow_checkpoints(attributes)
         self._follow_futures(attributes)
         patch_reducers_to_report(attributes)
@@ -99,7 +99,7 @@ class TorchPatches:
             attributes.set(checkpoint.CheckpointFunction, "forward", _forward_recomputing_in_place(forward))
         make_hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
         if make_hook is not None:
-            attributes.set(checkpoint._recomputation_hook, "__init__", _packing_without_tools(make_hook))
+            attributes.set(checkpoint._recomputation_hook, "__init__", _hook_packing_without_tools(make_hook))
 
     @staticmethod
     def _follow_futures(attributes: Attributes) -> None:
@@ -157,7 +157,7 @@ def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:
     return staticmethod(run_forward)
 
 
-def _packing_without_tools(make_hook: Callable[..., Any]) -> Callable[..., Any]:
+def _hook_packing_without_tools(make_hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the constructor of a checkpoint's hooks: what they compute is not an op of the program."""
 
     @functools.wraps(make_hook)

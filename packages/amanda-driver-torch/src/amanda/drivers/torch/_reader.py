@@ -3,7 +3,6 @@
 import ctypes
 import logging
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
@@ -118,7 +117,7 @@ def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
 
 def _content_offset(samples: tuple[torch.Tensor, ...]) -> int:
     """Return the offset, in wrappers of transforms, of the pointer to the tensor that they wrap."""
-    contents = [next(islice(layers(sample), 1, None))._cdata for sample in samples]
+    contents = [list(layers(sample))[1]._cdata for sample in samples]  # of the layer in the outermost
     for offset in range(0, _WRAPPER_SIZE, ctypes.sizeof(ctypes.c_void_p)):
         pointers = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
         if pointers == contents:

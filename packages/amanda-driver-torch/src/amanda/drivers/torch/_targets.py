@@ -152,11 +152,11 @@ def targets() -> tuple[Target, ...]:
     Callables are told apart by identity: `torch.mm` equals `torch.dsmm`, which calls the same C function.
     """
     by_callable()  # filled before anything is intercepted, which may change the hash of a callable
-    return _operators()
+    return _all_targets()
 
 
 @cache
-def _operators() -> tuple[Target, ...]:
+def _all_targets() -> tuple[Target, ...]:
     """Return the targets of torch and of its process groups, found once."""
     targets_by_id: dict[int, Target] = {}
     for called in _native_callables():
@@ -178,7 +178,7 @@ def _operators() -> tuple[Target, ...]:
 def by_callable() -> dict[Any, Target]:
     """Return the targets by their callable; of equal callables, the target with the operator's name."""
     targets_by_callable: dict[Any, Target] = {}
-    for target in _operators():
+    for target in _all_targets():
         # `torch.mm` equals `torch.dsmm`, so one of them gives the key its name.
         if target.callable not in targets_by_callable or target.name == target.canonical:
             targets_by_callable[target.callable] = target

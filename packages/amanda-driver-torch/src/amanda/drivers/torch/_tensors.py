@@ -116,11 +116,11 @@ class TorchTensors:
             _without_gradient(_write_shared_cells, target, value)
             return
         recorded = target.requires_grad and torch.is_grad_enabled()
-        is_plain_leaf = target.is_leaf and not target._is_view()  # into which torch records no write
         # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
         if recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
             _without_gradient(target.detach().copy_, value)
-        elif (recorded and not is_plain_leaf) or has_tangent(target):
+        # Torch records no write into a leaf that is not a view; `is_leaf` may raise if nothing is recorded.
+        elif (recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)

@@ -1,8 +1,9 @@
-/* A reentrant lock, free of cost while no other thread wants it: the GIL guards its fields. */
+/* A reentrant lock, without cost while no other thread waits for it: the GIL guards its fields. */
 #include "interception/lock.h"
 
-uint64_t forks; /* a lock that another thread held when the process forked is free in the child */
+uint64_t forks; /* number of forks that led to this process: a lock that another thread held at a fork is free in the child */
 
+/* Take a lock that another thread holds, or that has not been used since a fork; -1: a signal's handler raised. */
 int lock_wait(Lock *lock, const Thread *thread) {
     if (lock->forks != forks) {
         if (lock->owner != thread) lock->depth = 0;
@@ -86,6 +87,7 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) 
     Py_RETURN_NONE;
 }
 
-static PyMethodDef forked_def = {"forked", forked, METH_NOARGS, "Free the locks that other threads held: call it in a forked child."};
+static PyMethodDef forked_def = {"forked", forked, METH_NOARGS,
+                                 "Free the locks that other threads held: call it in a forked child."};
 
 int lock_boot(PyObject *names) { return add_function(names, &forked_def) || add_type(names, "Lock", &Lock_Type) ? -1 : 0; }

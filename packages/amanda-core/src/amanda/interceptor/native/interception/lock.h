@@ -1,4 +1,4 @@
-/* One routine of a tool at a time. */
+/* The lock of a tool, under which one of its routines runs at a time. */
 #ifndef AMANDA_LOCK_H
 #define AMANDA_LOCK_H
 #include "interception/place.h"
@@ -6,9 +6,9 @@
 typedef struct {
     PyObject_HEAD
     const Thread *owner;
-    int depth, waiting, open; /* open: the gate is released and nobody has passed it yet */
+    int depth, waiting, open; /* waiting: number of threads; open: the gate is released, and no thread has passed it yet */
     PyThread_type_lock gate; /* NULL until a thread has to wait */
-    uint64_t forks;
+    uint64_t forks; /* of the process when the fields were last valid */
 } Lock;
 
 extern PyTypeObject Lock_Type;

@@ -170,8 +170,9 @@ static PyObject *forget_code(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(no
 }
 
 static PyMethodDef functions[] = {
-    {"configure", configure, METH_VARARGS, "configure(describe, on_death, adopt=None): set the functions that describe code, and that hear of dead and of\n"
-     "adopted objects."},
+    {"configure", configure, METH_VARARGS,
+     "configure(describe, on_death, adopt=None): set the functions that describe code, are called with the ordinals of\n"
+     "dead objects, and return the ordinals of objects in slots."},
     {"forget_code", forget_code, METH_NOARGS, "Forget the descriptions of code, whose kind may have changed."},
     {0}};
 

@@ -24,7 +24,7 @@ static int slot_kind(PyWrapperDescrObject *descriptor, Kind *kind) {
     return 0;
 }
 
-/* A copy of a definition as it is now. It lasts: a callable made from it may outlive the site. */
+/* A copy of a definition as it is now, which is never freed: a callable made from the copy may outlive the site. */
 static void *lasting_copy(const void *definition, size_t size) {
     static Map copies; /* address -> the last copy of what lies there */
     uint64_t key = (uint64_t)(uintptr_t)definition;
@@ -38,66 +38,71 @@ static void *lasting_copy(const void *definition, size_t size) {
     return memcpy(copy, definition, size);
 }
 
-/* Read what `target` is, past a site that is placed on it: its kind, where its native pointer lies, and a callable that
-   holds that pointer whatever is placed. */
-static int read_target(Site *site, PyObject *target) {
-    PyTypeObject *type = NULL;
-    if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type) ||
-        Py_IS_TYPE(target, &PyGetSetDescr_Type) || Py_IS_TYPE(target, &PyWrapperDescr_Type))
-        type = PyDescr_TYPE((PyDescrObject *)target);
-    if (PyCFunction_Check(target)) {
-        PyCFunctionObject *function = (PyCFunctionObject *)target;
-        Site *placed = site_behind((void *)function->vectorcall);
-        site->definition = placed ? placed->definition : function->m_ml;
-        site->placed_definition = *site->definition;
-        site->placed_definition.ml_flags |= METH_COEXIST;
-        if (!(site->pristine = lasting_copy(site->definition, sizeof(PyMethodDef)))) return -1;
-        if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
-        site->original = PyCFunction_NewEx(site->pristine, function->m_self, function->m_module);
-        site->kind = FUNCTION;
-        site->where.function = function;
-        site->self = PyCFunction_GET_SELF(function);
-        site->native = placed ? placed->native : (void *)function->vectorcall;
-        return site->original ? 0 : -1;
-    } else if (Py_IS_TYPE(target, &PyMethodDescr_Type) || Py_IS_TYPE(target, &PyClassMethodDescr_Type)) {
-        site->where.method = ((PyMethodDescrObject *)target)->d_method;
-        Site *placed = site_behind((void *)site->where.method->ml_meth);
-        site->pristine = placed ? placed->pristine : lasting_copy(site->where.method, sizeof(PyMethodDef));
-        if (!site->pristine) return -1;
-        if (kind_of_method(site->pristine->ml_flags, &site->kind)) goto unknown;
-        site->original = Py_IS_TYPE(target, &PyMethodDescr_Type) ? PyDescr_NewMethod(type, site->pristine)
-                                                                 : PyDescr_NewClassMethod(type, site->pristine);
-    } else if (Py_IS_TYPE(target, &PyGetSetDescr_Type)) {
-        site->where.get = ((PyGetSetDescrObject *)target)->d_getset;
-        Site *placed = site_behind((void *)site->where.get->get);
-        site->pristine_get = placed ? placed->pristine_get : lasting_copy(site->where.get, sizeof(PyGetSetDef));
-        if (!site->pristine_get) return -1;
-        site->kind = GET;
-        site->native = (void *)site->pristine_get->get;
-        PyObject *descriptor = PyDescr_NewGetSet(type, site->pristine_get);
-        site->original = descriptor ? PyObject_GetAttrString(descriptor, "__get__") : NULL;
-        Py_XDECREF(descriptor);
-        return site->original && site->native ? 0 : -1;
-    } else if (Py_IS_TYPE(target, &PyWrapperDescr_Type)) {
-        PyWrapperDescrObject *slot = (PyWrapperDescrObject *)target;
-        if (slot_kind(slot, &site->kind)) goto unknown;
-        Site *placed = site_behind(slot->d_wrapped);
-        site->where.slot = slot;
-        site->native = placed ? placed->native : slot->d_wrapped;
-        site->original = PyDescr_NewWrapper(type, slot->d_base, site->native);
-        return site->original ? 0 : -1;
-    } else if (PyCallable_Check(target)) {
-        site->kind = PYTHON;
-        site->original = Py_NewRef(target);
-        return 0;
-    } else {
-        goto unknown;
-    }
+/* What each reader below does, past a site that is placed on the target: set the kind, the place of the native pointer, the
+   pointer itself, and a callable that holds the pointer whatever is placed. UNKNOWN_KIND: calls of such a target cannot be
+   intercepted. FAILED: an exception may be set. */
+typedef enum { READ_FAILED = -1, READ, UNKNOWN_KIND } Reading;
+
+static Reading read_function(Site *site, PyCFunctionObject *function) {
+    Site *placed = site_behind((void *)function->vectorcall);
+    site->definition = placed ? placed->definition : function->m_ml;
+    site->placed_definition = *site->definition;
+    site->placed_definition.ml_flags |= METH_COEXIST;
+    if (!(site->pristine = lasting_copy(site->definition, sizeof(PyMethodDef)))) return READ_FAILED;
+    if (kind_of_method(site->pristine->ml_flags, &site->kind)) return UNKNOWN_KIND;
+    site->original = PyCFunction_NewEx(site->pristine, function->m_self, function->m_module);
+    site->kind = FUNCTION;
+    site->where.function = function;
+    site->self = PyCFunction_GET_SELF(function);
+    site->native = placed ? placed->native : (void *)function->vectorcall;
+    return site->original ? READ : READ_FAILED;
+}
+
+static Reading read_method(Site *site, PyMethodDescrObject *descriptor, int of_class) {
+    PyTypeObject *type = PyDescr_TYPE((PyDescrObject *)descriptor);
+    site->where.method = descriptor->d_method;
+    Site *placed = site_behind((void *)site->where.method->ml_meth);
+    site->pristine = placed ? placed->pristine : lasting_copy(site->where.method, sizeof(PyMethodDef));
+    if (!site->pristine) return READ_FAILED;
+    if (kind_of_method(site->pristine->ml_flags, &site->kind)) return UNKNOWN_KIND;
+    site->original = of_class ? PyDescr_NewClassMethod(type, site->pristine) : PyDescr_NewMethod(type, site->pristine);
     site->native = (void *)site->pristine->ml_meth;
-    return site->original ? 0 : -1;
-unknown:
-    PyErr_Format(PyExc_TypeError, "%R is not a kind of callable that can be intercepted", target);
-    return -1;
+    return site->original ? READ : READ_FAILED;
+}
+
+static Reading read_property(Site *site, PyGetSetDescrObject *descriptor) {
+    PyTypeObject *type = PyDescr_TYPE((PyDescrObject *)descriptor);
+    site->where.get = descriptor->d_getset;
+    Site *placed = site_behind((void *)site->where.get->get);
+    site->pristine_get = placed ? placed->pristine_get : lasting_copy(site->where.get, sizeof(PyGetSetDef));
+    if (!site->pristine_get) return READ_FAILED;
+    site->kind = GET;
+    site->native = (void *)site->pristine_get->get;
+    PyObject *pristine = PyDescr_NewGetSet(type, site->pristine_get);
+    site->original = pristine ? PyObject_GetAttrString(pristine, "__get__") : NULL;
+    Py_XDECREF(pristine);
+    return site->original && site->native ? READ : READ_FAILED;
+}
+
+static Reading read_slot(Site *site, PyWrapperDescrObject *slot) {
+    if (slot_kind(slot, &site->kind)) return UNKNOWN_KIND;
+    Site *placed = site_behind(slot->d_wrapped);
+    site->where.slot = slot;
+    site->native = placed ? placed->native : slot->d_wrapped;
+    site->original = PyDescr_NewWrapper(PyDescr_TYPE((PyDescrObject *)slot), slot->d_base, site->native);
+    return site->original ? READ : READ_FAILED;
+}
+
+static Reading read_target(Site *site, PyObject *target) {
+    if (PyCFunction_Check(target)) return read_function(site, (PyCFunctionObject *)target);
+    if (Py_IS_TYPE(target, &PyMethodDescr_Type)) return read_method(site, (PyMethodDescrObject *)target, 0);
+    if (Py_IS_TYPE(target, &PyClassMethodDescr_Type)) return read_method(site, (PyMethodDescrObject *)target, 1);
+    if (Py_IS_TYPE(target, &PyGetSetDescr_Type)) return read_property(site, (PyGetSetDescrObject *)target);
+    if (Py_IS_TYPE(target, &PyWrapperDescr_Type)) return read_slot(site, (PyWrapperDescrObject *)target);
+    if (!PyCallable_Check(target)) return UNKNOWN_KIND;
+    site->kind = PYTHON;
+    site->original = Py_NewRef(target);
+    return READ;
 }
 
 static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
@@ -119,15 +124,16 @@ static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     site->reader = reader == Py_None ? NULL : (Reader *)Py_NewRef(reader);
     site->key = Py_NewRef(key);
     PyUnicode_InternInPlace(&site->key);
-    if (read_target(site, target)) {
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%R cannot be read", target);
-        Py_DECREF(site);
-        return NULL;
-    }
-    return (PyObject *)site;
+    Reading reading = read_target(site, target);
+    if (reading == READ) return (PyObject *)site;
+    if (reading == UNKNOWN_KIND)
+        PyErr_Format(PyExc_TypeError, "%R is not a kind of callable that can be intercepted", target);
+    else if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%R cannot be read", target);
+    Py_DECREF(site);
+    return NULL;
 }
 
-/* The type and all that inherit from it. */
+/* A list of a type and of all types that inherit from it. */
 static PyObject *with_heirs(PyTypeObject *type) {
     PyObject *types = Py_BuildValue("[O]", type);
     for (Py_ssize_t i = 0; types && i < PyList_GET_SIZE(types); i++) {
@@ -139,8 +145,8 @@ static PyObject *with_heirs(PyTypeObject *type) {
     return types;
 }
 
-/* Types copy the slots of their bases: those that still have the pointer change with the descriptor.  All or none: what
-   may fail comes first. */
+/* Swap the pointer in the descriptor of a slot, and in the types that have copied the slot of their base and still have the
+   pointer.  All or none: the step that may fail comes first. */
 static int swap_slots(Site *site, void *from, void *to) {
     PyObject *types = with_heirs(PyDescr_TYPE(site->where.slot));
     if (!types) return -1;

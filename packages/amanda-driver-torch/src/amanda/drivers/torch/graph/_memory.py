@@ -153,11 +153,10 @@ def _changed_views(
 
 def _viewed_memory(call: NativeCall) -> set[int]:
     """Return the storages in which both an input of a call lies and an output that is none of its inputs."""
-    native = call.call
-    input_memory = set(_storage_ids(native.inputs))
-    written = {id(native.inputs[i]) for i in native.targets}
-    outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
-    return input_memory & set(_storage_ids(outputs))
+    eager_call = call.call
+    written = {id(eager_call.inputs[i]) for i in eager_call.targets}
+    new_outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
+    return {*_storage_ids(eager_call.inputs)} & {*_storage_ids(new_outputs)}
 
 
 def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, Node, int]]:
