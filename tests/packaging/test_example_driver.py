@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_example_driver_is_the_cores_own_renamed() -> None:
     files = runpy.run_path(str(ROOT / ".ci" / "example_driver.py"))["example"]()
-    assert len(files) == 3
+    assert len(files) == 6
     for file, text in files.items():
         assert file.read_text() == text, "python .ci/example_driver.py brings templates/driver up to date"
 
