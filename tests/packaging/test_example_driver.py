@@ -19,6 +19,7 @@ def test_the_example_driver_is_the_cores_own_renamed() -> None:
 
 def test_what_the_page_quotes_is_in_the_example() -> None:
     example = "".join(runpy.run_path(str(ROOT / ".ci" / "example_driver.py"))["example"]().values())
+    example += (ROOT / "packages/amanda-core/tests/test_backward_recipes.py").read_text()
     quoted = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/writing-a-driver.md").read_text(), re.M | re.S)
     assert quoted
     for block in quoted:
