@@ -13,7 +13,9 @@ from types import ModuleType
 import pytest
 
 from amanda import AmandaError
-from amanda.testing._ladder import CAPABILITIES
+from amanda.testing._ladder import CAPABILITIES, member_summary
+from amanda.testing._suite import RUNGS
+from amanda_docs import drivers
 from amanda_docs.checks import problems, undocumented
 from amanda_docs.fields import as_markdown
 from amanda_docs.gaps import capabilities, gaps_table, meanings, suites
@@ -132,6 +134,26 @@ def test_every_capability_is_needed_by_a_test() -> None:
     assert {name for tests in meanings().values() for needed in tests.values() for name in needed} == set(
         CAPABILITIES
     )
+
+
+def test_the_page_for_authors_of_drivers_has_the_tables_of_the_classes() -> None:
+    page = drivers.PAGE.read_text()
+    assert page == drivers.written(page), "python -m amanda_docs.drivers, with website/ on the path"
+
+
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind, _ in drivers.OVERRIDDEN.values()), *drivers.HANDED.values()]
+)
+def test_every_public_name_of_a_class_has_words(kind: type) -> None:
+    for name in drivers.public_names(kind):
+        assert member_summary(kind, name), f"neither {kind.__name__}.{name} nor its class says what it is"
+
+
+def test_every_required_name_is_on_a_rung() -> None:
+    on_rungs = {name for rung in RUNGS for name in rung.implement}
+    for kind, prefix in drivers.OVERRIDDEN.values():
+        for name in getattr(kind, "__abstractmethods__", ()):
+            assert prefix + name in on_rungs, f"no rung of the conformance suite names {prefix}{name}"
 
 
 def imported(path: Path) -> ModuleType:

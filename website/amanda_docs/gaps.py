@@ -104,11 +104,7 @@ def _words(name: str) -> str:
 
 def _title(rung: ast.ClassDef) -> str:
     """Return the title of a rung, as the heading of a section."""
-    (title,) = (
-        ast.literal_eval(node.value)
-        for node in rung.body
-        if isinstance(node, ast.Assign) and _name(node.targets[0]) == "title"
-    )
+    (title,) = (ast.literal_eval(keyword.value) for keyword in rung.keywords if keyword.arg == "title")
     return _words(title)
 
 

@@ -112,7 +112,7 @@ class JaxSample(Sample):
     pair = property(lambda self: pair)
     many = property(lambda self: many)
 
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         array = jnp.array(values, dtype or jnp.float32)
         return tape.watch(array) if requires_grad else array
 

@@ -97,7 +97,7 @@ class MindSporeSample(Sample):
     def statistics(self) -> Sequence[Any]:
         return [self.tensor([0.0, 0.0], ms.float32), self.tensor([1.0, 1.0], ms.float32)]
 
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         tensor = Tensor(np.array(values, np.float64)).astype(dtype or ms.float64)
         if requires_grad:
             tensor.requires_grad_()
@@ -153,7 +153,7 @@ class MindSporeViewSample(MindSporeSample, ViewSample):
     part = property(lambda self: lambda x: x[0:2])  # type: ignore[assignment]
     write = property(lambda self: _add_into)
 
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         tensor = super().tensor(values, dtype, requires_grad)
         executor.set_grad_flag(False)  # in a gradient an assignment gives a tensor other memory
         return tensor

@@ -229,7 +229,7 @@ class OnnxSample(Sample):
 
         return self.ops.setdefault("TopK", Module(largest))
 
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         return np.array(values, dtype or np.float64)
 
     def parameter(self, values: Sequence[Any]) -> Any:

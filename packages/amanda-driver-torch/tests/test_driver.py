@@ -74,7 +74,7 @@ class TorchSample(Sample):
     def statistics(self) -> Sequence[Any]:
         return [self.tensor([0.0, 0.0]), self.tensor([1.0, 1.0])]
 
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         dtype = dtype or torch.float64
         return torch.tensor(values, dtype=dtype, device=DEVICE, requires_grad=requires_grad)
 

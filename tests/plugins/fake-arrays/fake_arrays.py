@@ -41,9 +41,6 @@ class FakeTensors(Tensors):
     def to_numpy(self, x: Any) -> Any:
         return np.array(x.numbers, x.dtype).reshape(x.shape)
 
-    def plain(self, x: Any) -> Any:
-        return self.to_numpy(x)
-
     def copy(self, array: Any) -> Any:
         return np.array(self.to_numpy(array) if isinstance(array, fake.Tensor) else array)
 

@@ -102,7 +102,7 @@ class TensorFlowSample(Sample):
         if self._recorded.tape._recording:
             self._recorded.tape.__exit__(None, None, None)
 
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         tensor = tf.constant(values, dtype or tf.float64)
         if requires_grad:
             self._recorded.tape.watch(tensor)

@@ -224,7 +224,7 @@ class SessionSample(Sample):
             self.close()
             raise
 
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         return fed(np.array(values, (dtype or tf.float64).as_numpy_dtype), requires_grad)
 
     def parameter(self, values: Sequence[Any]) -> Any:

@@ -119,10 +119,12 @@ class Rung(Gaps):
     title: ClassVar[str] = ""
     implement: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        for name, test in list(vars(cls).items()):
-            if name.startswith("test_") and isinstance(test, types.FunctionType) and "title" in vars(cls):
-                setattr(cls, name, _explained(test, cls))
+    def __init_subclass__(cls, title: str = "", implement: tuple[str, ...] = (), **kwargs: Any) -> None:
+        if title:
+            cls.title, cls.implement = title, implement
+            for name, test in list(vars(cls).items()):
+                if name.startswith("test_") and isinstance(test, types.FunctionType):
+                    setattr(cls, name, _explained(test, cls))
         super().__init_subclass__(**kwargs)
 
 

@@ -59,7 +59,7 @@ class Sample(ABC):
         """Wait for what the framework computes or frees on threads of its own."""
 
     @abstractmethod
-    def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
+    def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
         """A tensor of nested lists of numbers; a leaf.  Under `grad` also one without axes, of a number."""
 
     @abstractmethod

@@ -8,34 +8,21 @@ import pytest
 
 import amanda
 from amanda.context import OpContext
-from amanda.errors import (
-    ActionError,
-    ReplaceConflictError,
-    RoutineError,
-)
+from amanda.errors import ActionError, ReplaceConflictError, RoutineError
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import (
-    also,
-    inserting,
-    op_name,
-    tool,
-)
+from amanda.testing._tools import also, inserting, op_name, tool
 
 
-class BackwardTests(Rung):
+class BackwardTests(
+    Rung,
+    title="backward ops",
+    implement=(
+        "gradients", "tracing", "attach_trace", "storable", "finish", "BackwardStep.has_work",
+        "BackwardStep.before", "BackwardStep.after",
+    ),
+):  # fmt: skip
     """Backward ops come to the tools, each with its forward op."""
-
-    title = "backward ops"
-    implement = (
-        "gradients",
-        "tracing",
-        "attach_trace",
-        "storable",
-        "finish",
-        "BackwardStep.before",
-        "BackwardStep.after",
-    )
 
     @needs("backward")
     def test_a_backward_op_is_seen_under_its_name(self, sample: Sample) -> None:
@@ -258,17 +245,14 @@ class BackwardTests(Rung):
         assert recorded == [[1.0], [2.0], [3.0], [5.0], [4.0]]
 
 
-class GradientTests(Rung):
+class GradientTests(
+    Rung,
+    title="gradients",
+    implement=(
+        "straight_through", "copied", "write", "known_to_autodiff", "call",
+    ),
+):  # fmt: skip
     """Values that routines give have gradients, which reach the originals."""
-
-    title = "gradients"
-    implement = (
-        "straight_through",
-        "copied",
-        "write",
-        "known_to_autodiff",
-        "call",
-    )
 
     @needs("backward")
     def test_gradients_pass_an_isolated_routine_straight_through(self, sample: Sample) -> None:

@@ -8,23 +8,11 @@ import amanda
 from amanda.context import OpContext
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import (
-    also,
-    inserting,
-    tool,
-)
+from amanda.testing._tools import also, inserting, tool
 
 
-class CachingTests(Rung):
+class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gradients", "finish")):
     """Ops are analysed once for a set of tools, and again when what was decided by changes."""
-
-    title = "caching"
-    implement = (
-        "signature",
-        "shapes",
-        "gradients",
-        "finish",
-    )
 
     @needs("backward")
     def test_an_op_is_analysed_once_for_a_set_of_tools(self, sample: Sample) -> None:

@@ -12,30 +12,18 @@ from amanda.context import OpContext
 from amanda.scope.attachment import attachment
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import (
-    Executed,
-    op_name,
-    tool,
-)
+from amanda.testing._tools import Executed, op_name, tool
 
 
-class SeeingTests(Rung):
+class SeeingTests(
+    Rung,
+    title="seeing ops",
+    implement=(
+        "attach", "site", "bind", "flatten", "describe", "signature", "shapes", "namespace", "Call.op",
+        "Call.inputs", "Call.names", "Call.invoke", "Call.attributes", "Call.op_type",
+    ),
+):  # fmt: skip
     """Each call of an operator in a scope comes to the tools."""
-
-    title = "seeing ops"
-    implement = (
-        "attach",
-        "site",
-        "bind",
-        "flatten",
-        "describe",
-        "signature",
-        "gradients",
-        "isolated",
-        "Call.invoke",
-        "Call.op_type",
-        "namespace",
-    )
 
     def test_the_driver_is_attached_while_a_scope_is_open(self, sample: Sample) -> None:
         with amanda.apply(tool(op_name)) as scope:
@@ -120,18 +108,15 @@ class SeeingTests(Rung):
         assert not recorded[0].matches("nowhere")
 
 
-class ContextTests(Rung):
+class ContextTests(
+    Rung,
+    title="contexts",
+    implement=(
+        "is_tensor", "device_of", "Call.attributes", "OpFacts.scope", "OpFacts.variable_of",
+        "OpFacts.path_of",
+    ),
+):  # fmt: skip
     """A context tells what an op is given, and where it is called."""
-
-    title = "contexts"
-    implement = (
-        "bind",
-        "describe",
-        "Call.attributes",
-        "device_of",
-        "is_tensor",
-        "OpFacts.scope",
-    )
 
     @needs("schema")
     def test_inputs_are_in_the_order_of_the_schema(self, sample: Sample) -> None:
@@ -196,6 +181,23 @@ class ContextTests(Rung):
         with amanda.apply(see):
             model(x)
         assert sample.bits(values[0]) == sample.bits(model.first.weight)
+
+    def test_the_weight_of_a_layer_is_a_variable(self, sample: Sample) -> None:
+        weights, others, paths = [], [], []
+
+        def see(context: OpContext) -> None:
+            weights.append(context.get_variable(sample.weight_index))
+            others.append(context.get_variable(1 - sample.weight_index))
+            paths.append(context.get_variable_path(weights[-1]))
+
+        model, x = sample.model(), sample.input()
+        with amanda.apply(tool(see, sample.name("linear"))):
+            model(x)
+        assert None not in weights, "`OpFacts.variable_of` gives the parameter that an input is"
+        assert others == [None, None], "an input that the program computes is no variable"
+        assert weights[0] is not weights[1], "each layer has a weight of its own"
+        # A driver that does not know the model has no paths.
+        assert paths in (["first.weight", "second.weight"], [None, None])
 
     def test_a_context_names_the_device_of_its_tensors(self, sample: Sample) -> None:
         devices = []

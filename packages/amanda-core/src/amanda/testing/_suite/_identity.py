@@ -36,18 +36,14 @@ print(seen.ops)
 """
 
 
-class IdentityTests(Rung):
+class IdentityTests(
+    Rung,
+    title="identity",
+    implement=(
+        "identity_types", "identities", "introduce", "skip", "slot_of", "recomputed",
+    ),
+):  # fmt: skip
     """Ops have ids, which stay the same."""
-
-    title = "identity"
-    implement = (
-        "identity_types",
-        "identities",
-        "introduce",
-        "skip",
-        "slot_of",
-        "recomputed",
-    )
 
     def test_an_op_has_the_same_id_in_the_next_iteration(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()

@@ -11,19 +11,10 @@ import pytest
 
 import amanda
 from amanda.context import OpContext
-from amanda.errors import (
-    DependencyCycleError,
-)
+from amanda.errors import DependencyCycleError
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import (
-    FORWARD_POINTS,
-    POINTS,
-    Insertion,
-    also,
-    inserting,
-    tool,
-)
+from amanda.testing._tools import FORWARD_POINTS, POINTS, Insertion, also, inserting, tool
 
 SCOPES = [
     ("tu", "tu", "t", "t"),
@@ -57,14 +48,8 @@ class Following(amanda.Tool):
     follows_dependents = True
 
 
-class OrderTests(Rung):
+class OrderTests(Rung, title="order", implement=("BackwardStep.before", "BackwardStep.after")):
     """Tools, nested scopes and passes with some of the tools have an order."""
-
-    title = "order"
-    implement = (
-        "BackwardStep.before",
-        "BackwardStep.after",
-    )
 
     def test_tools_act_in_the_order_of_apply(self, sample: Sample) -> None:
         x = sample.tensor([1.0])

@@ -8,36 +8,20 @@ from typing import Any
 import pytest
 
 import amanda
-from amanda.errors import (
-    ActionError,
-    MutationError,
-    ReplaceConflictError,
-    RoutineError,
-)
+from amanda.errors import ActionError, MutationError, ReplaceConflictError, RoutineError
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import (
-    also,
-    inserting,
-    notes,
-    op_name,
-    tool,
-)
+from amanda.testing._tools import also, inserting, notes, op_name, tool
 
 
-class BeforeTests(Rung):
+class BeforeTests(
+    Rung,
+    title="before an op",
+    implement=(
+        "is_tensor", "isolated", "version", "straight_through", "Call.mutable", "write",
+    ),
+):  # fmt: skip
     """Routines before an op see its inputs, and change them."""
-
-    title = "before an op"
-    implement = (
-        "Call.invoke",
-        "isolated",
-        "is_tensor",
-        "version",
-        "straight_through",
-        "Call.mutable",
-        "write",
-    )
 
     def test_a_routine_runs_at_every_execution_with_runtime_values(self, sample: Sample) -> None:
         recorded: list[Any] = []
@@ -196,16 +180,14 @@ class BeforeTests(Rung):
             sample.relu(sample.tensor([1.0]))
 
 
-class AfterTests(Rung):
+class AfterTests(
+    Rung,
+    title="after an op",
+    implement=(
+        "flatten", "Call.targets", "Call.unreturned", "write",
+    ),
+):  # fmt: skip
     """Routines after an op see its outputs, and change them."""
-
-    title = "after an op"
-    implement = (
-        "flatten",
-        "Call.targets",
-        "write",
-        "Call.unreturned",
-    )
 
     def test_outputs_of_a_namedtuple_keep_its_type(self, sample: Sample) -> None:
         x = sample.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -296,15 +278,8 @@ class AfterTests(Rung):
         assert all("require_outputs=False" in str(error) for error in errors)
 
 
-class ReplacementTests(Rung):
+class ReplacementTests(Rung, title="instead of an op", implement=("Call.compute", "Call.formed", "copied")):
     """Routines compute instead of an op."""
-
-    title = "instead of an op"
-    implement = (
-        "Call.compute",
-        "Call.formed",
-        "Call.targets",
-    )
 
     def test_a_replacement_computes_instead_of_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0])

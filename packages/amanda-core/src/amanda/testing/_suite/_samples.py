@@ -16,10 +16,8 @@ from amanda.testing._sample import Sample
 from amanda.testing._tools import collect, trained
 
 
-class SampleTests(Rung):
+class SampleTests(Rung, title="the sample"):
     """Without a scope the sample does what the suite takes for granted; the driver has no part in it."""
-
-    title = "the sample"
 
     def test_tensors_hold_what_they_are_made_of(self, sample: Sample) -> None:
         for values, numbers, shape in (

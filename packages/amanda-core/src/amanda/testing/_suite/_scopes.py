@@ -21,22 +21,11 @@ import amanda
 from amanda.context import OpContext
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import (
-    Executed,
-    also,
-    inserting,
-    tool,
-)
+from amanda.testing._tools import Executed, also, inserting, tool
 
 
-class ScopeTests(Rung):
+class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
     """A scope reaches its own tasks and backward passes, and no others."""
-
-    title = "scopes"
-    implement = (
-        "attach",
-        "detach",
-    )
 
     def test_ops_of_a_routine_are_not_instrumented(self, sample: Sample) -> None:
         recorded: list[str] = []
@@ -237,11 +226,8 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
         os._exit(status)
 
 
-class ThreadTests(Rung):
+class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
     """A scope reaches the threads that start in it."""
-
-    title = "threads"
-    implement = ("attach", "replayed")
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))

@@ -15,15 +15,8 @@ from amanda.testing._tools import Executed, Seen, Unchanged, inserting, notes, t
 NUMBERS = [1.0, -2.0, 3.0]
 
 
-class TransformTests(Rung):
+class TransformTests(Rung, title="function transforms", implement=("unwrapped", "shapes", "tracing")):
     """Under function transforms an op is one op."""
-
-    title = "function transforms"
-    implement = (
-        "unwrapped",
-        "shapes",
-        "tracing",
-    )
 
     @needs("vmap")
     def test_an_op_under_vmap_is_one_op_with_the_values_of_a_sample(self, sample: Sample) -> None:

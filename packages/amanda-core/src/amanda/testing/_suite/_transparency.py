@@ -17,9 +17,7 @@ import pytest
 import amanda
 from amanda import interceptor
 from amanda.context import OpContext
-from amanda.errors import (
-    AmandaError,
-)
+from amanda.errors import AmandaError
 from amanda.plugins.self_test import self_test
 from amanda.scope.attachment import attachment
 from amanda.testing._ladder import Rung, needs
@@ -39,16 +37,8 @@ from amanda.testing._tools import (
 )
 
 
-class FailureTests(Rung):
+class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "describe", "OpFacts.scope")):
     """Exceptions reach the user as themselves, and reports name what is not seen."""
-
-    title = "failure"
-    implement = (
-        "obstacle",
-        "detach",
-        "describe",
-        "OpFacts.scope",
-    )
 
     def test_an_exception_of_the_op_itself_passes_as_it_is(self, sample: Sample) -> None:
         bad = sample.tensor([[1.0, 2.0, 3.0, 4.0]]), sample.parameter([[1.0]])
@@ -168,16 +158,8 @@ class FailureTests(Rung):
         assert str(scope.report) == "everything that ran was instrumented"
 
 
-class TransparencyTests(Rung):
+class TransparencyTests(Rung, title="transparency", implement=("attach", "detach", "exercise", "same")):
     """A scope changes no bit and leaves nothing behind."""
-
-    title = "transparency"
-    implement = (
-        "attach",
-        "detach",
-        "exercise",
-        "same",
-    )
 
     def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
         plain = trained(sample)
@@ -273,15 +255,8 @@ class TransparencyTests(Rung):
         assert verdict.failure == "", "Driver.exercise does not do what it says, or ops are not seen"
 
 
-class MemoryTests(Rung):
+class MemoryTests(Rung, title="memory", implement=("storable", "describe", "attach_trace")):
     """Plans, contexts and values live no longer than they are needed."""
-
-    title = "memory"
-    implement = (
-        "storable",
-        "describe",
-        "attach_trace",
-    )
 
     @needs("backward", "weak_references")
     def test_forward_values_are_dropped_after_the_first_execution(self, sample: Sample) -> None:

@@ -139,7 +139,7 @@ class Tensors:
 
     def plain(self, x: Any) -> Array:
         """Return a tensor as an array to compute with: without autograd, in float32 or wider."""
-        array = np.asarray(to_numpy(x))
+        array = self.to_numpy(x)
         return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
     def to_numpy(self, x: Any) -> NDArray[Any]:
@@ -184,7 +184,7 @@ class Tensors:
 
     def at(self, x: Any, positions: Sequence[int]) -> Any:
         """Return the elements of a dense tensor at positions in the order of indexing, in one row."""
-        return np.asarray(to_numpy(x)).reshape(-1)[positions]
+        return self.to_numpy(x).reshape(-1)[positions]
 
     def stored_values(self, x: Any, widen: bool = False) -> Array | None:
         """Return the elements that a tensor stores, as real numbers: magnitudes of complex elements.
@@ -192,7 +192,7 @@ class Tensors:
         widen: convert to an element type that every function takes, and that no magnitude overflows.
         None for a tensor without elements, as on PyTorch's meta device.
         """
-        array = np.asarray(to_numpy(x))
+        array = self.to_numpy(x)
         if not np.iscomplexobj(array):
             return array
         # The magnitude of a complex64 may be larger than any float32.

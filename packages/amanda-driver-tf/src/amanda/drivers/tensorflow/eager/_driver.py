@@ -10,9 +10,8 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
-from .._exercises import eager_exercise
 from .._layers import ModuleCalls, module_path, named_paths
-from .._requirements import NEWEST_TESTED, REQUIRED, check
+from .._requirements import NEWEST_TESTED, REQUIRED, check, eager_exercise
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
 from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
 from ._interception import Interception, call_execute

@@ -13,9 +13,8 @@ from amanda.backend import CannotInstrument, Exercise, GraphAnalysis, GraphDrive
 from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 
-from .._exercises import function_exercise
 from .._layers import handles_of, layer_classes
-from .._requirements import NEWEST_TESTED, REQUIRED, check
+from .._requirements import NEWEST_TESTED, REQUIRED, check, function_exercise
 from .._tensors import allow_tapes_in_routines
 from ..graph import (
     DEFAULT_BUDGET,

@@ -11,8 +11,7 @@ from amanda import backend
 from amanda.backend import Execution, Exercise, GraphAnalysis, State
 from tensorflow.python.eager import context
 
-from .._exercises import session_exercise
-from .._requirements import NEWEST_TESTED, REQUIRED, check
+from .._requirements import NEWEST_TESTED, REQUIRED, check, session_exercise
 from ..graph import GraphTensorOps, TensorFlowReads
 from ._boundary import SessionBoundary
 from ._copies import Route, SessionRewriting, SessionRun, add_copy, rewrite_run
