@@ -63,19 +63,19 @@ def save_compressed(
     The folder has model.safetensors and compressed.json; neither holds code.  `load_compressed` reads it.
 
     Args:
-        model: a PyTorch module after `finalize` or `convert`.
-        path: of the new folder.
-        results: what `finalize` and `convert` returned.  Needed if channels were removed, as loading then
+        model: A PyTorch module after `finalize` or `convert`.
+        path: Of the new folder.
+        *results: What `finalize` and `convert` returned.  Needed if channels were removed, as loading then
             makes the layers smaller; for other tools they are a record.
-        force: replace a folder that is there.
+        force: Replace a folder that is there.
 
     Returns:
         The path of the folder.
 
     Raises:
-        ArtefactError: for another kind of model, a tensor that is neither plain nor one that `convert` makes,
+        ArtefactError: For another kind of model, a tensor that is neither plain nor one that `convert` makes,
             and a folder that is there without `force`.
-        FileError: if the folder cannot be written; an existing one is as it was.
+        FileError: If the folder cannot be written; an existing one is as it was.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -109,15 +109,15 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoin
     host if these are on "meta".
 
     Args:
-        model: a module made as the saved one was before its compression.
-        path: of the folder.
+        model: A module made as the saved one was before its compression.
+        path: Of the folder.
 
     Returns:
         What the folder holds; `results` says what was done.
 
     Raises:
-        ArtefactError: for a damaged folder, and for another model; the module is as it was.
-        FileError: if the folder cannot be read.
+        ArtefactError: For a damaged folder, and for another model; the module is as it was.
+        FileError: If the folder cannot be read.
     """
     _check_kind(model)
     path = Path(path)
