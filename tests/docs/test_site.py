@@ -199,6 +199,11 @@ def test_fields_of_a_docstring_become_a_list() -> None:
     )
 
 
+def test_sections_of_a_docstring_stay_as_they_are() -> None:
+    sections = "Args:\n    folder: Where it is.  force: Replace it.\n\nRaises:\n    FileError: If it fails."
+    assert as_markdown(f"Write it.\n\n{sections}", {"folder", "force"}) == f"Write it.\n\n{sections}"
+
+
 def test_code_of_a_docstring_is_shown_as_code() -> None:
     text = "What it is.\n\nwith it:\n    run()\n\n    print(it)"
     assert as_markdown(text, set()) == "What it is.\n\n```python\nwith it:\n    run()\n\n    print(it)\n```"

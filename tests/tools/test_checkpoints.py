@@ -159,11 +159,9 @@ def test_model_with_removed_channels(tmp_path: Path) -> None:
     assert str(loaded) == str(model)
     # Nothing becomes smaller by itself.
     save_compressed(model, tmp_path / "without")
-    with pytest.raises(
-        ArtefactError, match=r"stem.weight is 8x3x3x3 in the folder and 16x3x3x3 in the model"
-    ):
+    with pytest.raises(ArtefactError, match=r"stem.weight is float32 8x3x3x3 in the folder and float32 16"):
         load_compressed(Residual(), tmp_path / "without")
-    with pytest.raises(ArtefactError, match=r"stem.weight is 16x3x3x3 in the folder and 8x3x3x3"):
+    with pytest.raises(ArtefactError, match=r"stem.weight is float32 16x3x3x3 in the folder and float32 8"):
         load_compressed(loaded, tmp_path / "whole")
 
 
@@ -234,10 +232,11 @@ def _edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
             _edit(lambda record: record["packed"]["0.weight"].update(type="os.system")),
             "are of type 'os.system'",
         ),
-        (_edit(lambda record: record.update(packed=[])), "is no compressed model that can be read"),
+        (_edit(lambda record: record.update(packed=[])), "its packed is a list"),
+        (_edit(lambda record: record["ties"].update({"2.weight": "gone"})), "it lacks 'gone'"),
         (_edit(lambda record: record["packed"].update(w={"type": "Int8Tensor"})), "it lacks 'w'"),
     ],
-    ids=["cut", "flipped", "replaced", "json", "lacking", "newer", "type", "list", "part"],
+    ids=["cut", "flipped", "replaced", "json", "lacking", "newer", "type", "list", "tie", "part"],
 )
 def test_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], Any], why: str) -> None:
     model, tool = network(), NearestTool(8, None)

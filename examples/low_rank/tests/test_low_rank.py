@@ -64,7 +64,7 @@ def test_pytorch_trains_saves_and_finalizes(mode: str, tmp_path: Path) -> None:
     again.finalize(model)
     torch.testing.assert_close(model(x).detach(), y)
     assert [np.linalg.matrix_rank(model[i].weight.detach().numpy()) for i in (0, 2)] == [RANK, RANK]
-    assert "2 weights of 896 elements" in str(again.result)
+    assert "2 weights (896 elements)" in str(again.result)
 
 
 @pytest.mark.parametrize("mode", ["eager", "function", "fit"])

@@ -305,7 +305,7 @@ def test_types_and_modules_say_which_weights_are_pruned() -> None:
     with amanda.apply(tool):
         network()(X)
     assert [row[2] for row in tool.result.rows()] == ["5"]
-    assert "conv2d of 0 is left as it is: its 4 input channels are no multiple of 16." in str(tool.result)
+    assert "Skipped conv2d of 0: its 4 input channels are no multiple of 16." in str(tool.result)
     tool = PruneTool()
     encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     with amanda.apply(tool), torch.no_grad():
@@ -465,7 +465,7 @@ def test_what_is_missing_is_said_when_it_is_needed() -> None:
         model(X)
     assert "PruneTool" in str(raised.value.__notes__)  # type: ignore[attr-defined]
     tool = PruneTool()
-    with pytest.raises(PruneError, match="PruneTool has changed no weight"):
+    with pytest.raises(PruneError, match="Nothing to finalize: PruneTool has changed no weight"):
         tool.finalize(model)
     tool.prepare(model, X)
     with pytest.raises(PruneError, match="none of the 3 weights"):
@@ -486,7 +486,7 @@ def test_the_result_is_a_table_and_a_file() -> None:
     assert row["source"].startswith(__file__)
     assert (row["shape"], row["layout"], row["weights"], row["zeros"]) == ("8x8x3x3", "OIHW", 576, 144)
     assert (row["sparsity"], row["pattern"]) == (0.25, "structured")
-    assert "3 weights of 1,376 elements, sparsity 0.2500." in str(tool.result)
+    assert "Pruned 3 weights (1,376 elements), sparsity 0.2500." in str(tool.result)
     assert np.allclose(tool.result.to_pandas()["sparsity"], 0.25)
 
 

@@ -396,8 +396,8 @@ def test_the_headline_speaks_of_experts_that_are_left_too(transformers: Any) -> 
     assert result.share == result.zeros / (result.elements + experts) < 0.1
     selected = result.elements + experts
     assert result.notes()[0] == (
-        f"{result.share:.4f} of the {selected:,} elements that were selected are zero: "
-        f"{experts:,} are left as they are."
+        f"{result.share:.4f} of the {selected:,} selected elements are zero; skipped weights have "
+        f"{experts:,} of them."
     )
     assert "multiplies by several weights" in str(result)
 
@@ -408,7 +408,9 @@ def test_quantize_notes_grouped_experts(transformers: Any) -> None:
         model(torch.arange(24).reshape(2, 12))
     (place,) = tool.result.left
     assert place == "grouped_mm of layers.0.mlp.experts"
-    assert "grouped_mm of layers.0.mlp.experts is left as it is: it multiplies by several" in str(tool.result)
+    assert "Skipped the weight of grouped_mm of layers.0.mlp.experts: it multiplies by several" in str(
+        tool.result
+    )
 
 
 def test_an_index_of_the_program_is_freed_after_the_scope() -> None:

@@ -112,8 +112,9 @@ class Tool:
         In an open scope the ops that were analysed before are analysed anew at their next execution.
 
         Args:
-            backward: At backward ops.
-            require_outputs: After the op, when its outputs are known.
+            callback: Routine of an `OpContext`, which records actions by its `insert_...` and `replace_...`.
+            backward: True to run at backward ops.
+            require_outputs: True to run after the op, when its outputs are known.
             guard: Facts by which the routine decides beyond the op and its inputs' dtype, rank and device;
                 for other facts it runs again.  "shape": the shapes of the inputs.  "read": their shapes, at
                 the ops at which the routine calls `context.get_input_shapes()`.  A callable: its result for
@@ -152,7 +153,15 @@ class Tool:
         _update_open_scopes(self)
 
     def depends_on(self, *tools: Tool) -> None:
-        """Run the routines of `tools` before this tool's; `tools` join every scope of this tool."""
+        """Run the routines of `tools` before this tool's; `tools` join every scope of this tool.
+
+        Args:
+            *tools: Tools whose keys this tool reads in contexts, such as `StandardMapping()`.
+
+        Raises:
+            ToolError: For what is no tool.
+            DependencyCycleError: If tools depend on each other in a circle; in an open scope at once.
+        """
         for tool in tools:
             if not isinstance(tool, Tool):
                 # The class instead of an instance is the most frequent mistake here.
@@ -397,7 +406,16 @@ class Tool:
         yield from _select_trainable(self._amanda.state.get("values", {})).values()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
-        """Run `model` once on an example, so that this tool's state is made; return the model's result."""
+        """Run `model` once on an example, so that this tool's state is made.
+
+        Args:
+            model: A module or another callable.
+            *example: What it is called with.
+            **kwargs: Keyword arguments of the call.
+
+        Returns:
+            What the model returns.
+        """
         with preparation(self) or nullcontext(), apply(self):
             return model(*example, **kwargs)
 

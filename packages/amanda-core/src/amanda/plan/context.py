@@ -224,7 +224,11 @@ class OpContext(dict[str, Any]):
         return self._facts.compute
 
     def get_value(self, index: int | str) -> Any:
-        """Return the present value of an input, also where `get_inputs` is symbolic."""
+        """Return the present value of an input, also where `get_inputs` is symbolic.
+
+        Args:
+            index: Position or name, such as "weight".
+        """
         return self._facts.read_value(self._input_at(index, "get_value"))
 
     def get_variable(self, index: int | str) -> Any:
@@ -276,21 +280,53 @@ class OpContext(dict[str, Any]):
         that those without outputs have recorded, also of tools that depend on this one.
 
         Args:
-            inputs: Positions or names; None for all.
+            func: Routine of the values at `inputs`.  It returns None to leave them, one value where one was
+                selected, or a sequence of as many values.
+            inputs: Positions or names, such as `["weight"]`; None for all.
             **kwargs: Given to every call of `func`.
+
+        Raises:
+            ActionError: For inputs that the op does not have, and after the analysis of the op.
         """
         self._record_action(ActionType.INSERT_BEFORE_OP, func, inputs, kwargs)
 
     def insert_after_op(self, func: Routine, outputs: Selection = None, **kwargs: Any) -> None:
-        """Call `func` on the op's outputs after each execution; what it returns takes their place."""
+        """Call `func` on the op's outputs after each execution; what it returns takes their place.
+
+        Args:
+            func: Routine of the values at `outputs`, which returns what one of `insert_before_op` does.
+            outputs: Positions or names; None for all; `[]` for a routine that needs no value.
+            **kwargs: Given to every call of `func`.
+
+        Raises:
+            ActionError: For outputs that the op does not have, and after the analysis of the op.
+        """
         self._record_action(ActionType.INSERT_AFTER_OP, func, outputs, kwargs)
 
     def insert_before_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
-        """Call `func` on the gradients that enter the backward op."""
+        """Call `func` on the gradients that enter the backward op; what it returns takes their place.
+
+        Args:
+            func: Routine of the gradients at `grad_outputs`.
+            grad_outputs: Positions; None for all.
+            **kwargs: Given to every call of `func`.
+
+        Raises:
+            ActionError: In the analysis of a forward op, and for gradients that the op does not have.
+        """
         self._record_action(ActionType.INSERT_BEFORE_BACKWARD_OP, func, grad_outputs, kwargs)
 
     def insert_after_backward_op(self, func: Routine, grad_inputs: Selection = None, **kwargs: Any) -> None:
-        """Call `func` on the gradients that leave the backward op."""
+        """Call `func` on the gradients that leave the backward op; what it returns takes their place.
+
+        Args:
+            func: Routine of the gradients at `grad_inputs`.
+            grad_inputs: Positions; None for all.
+            **kwargs: Given to every call of `func`.
+
+        Raises:
+            ActionError: In the analysis of a forward op, and for gradients that the op does not have.
+        """
         self._record_action(ActionType.INSERT_AFTER_BACKWARD_OP, func, grad_inputs, kwargs)
 
     def replace_op(
@@ -308,6 +344,8 @@ class OpContext(dict[str, Any]):
         Graphs of TensorFlow and ONNX Runtime support `reads`, those of PyTorch do not.
 
         Args:
+            func: Function of the inputs that returns the op's outputs.
+            inputs: Positions or names.
             reads: In a graph, inputs of other ops that have been analysed before, by op id and position:
                 `func` gets their values as the list `reads`, and gradients go to them, past the ops in
                 between.
@@ -323,7 +361,17 @@ class OpContext(dict[str, Any]):
         self._record_action(ActionType.REPLACE_OP, func, inputs, kwargs, tuple(reads))
 
     def replace_backward_op(self, func: Routine, grad_outputs: Selection = None, **kwargs: Any) -> None:
-        """Run `func` for the gradients that leave the backward op; the kernel may still run."""
+        """Run `func` for the gradients that leave the backward op; the kernel may still run.
+
+        Args:
+            func: Routine of the gradients at `grad_outputs`; it returns all gradients that leave the op.
+            grad_outputs: Positions; None for all.
+            **kwargs: Given to every call of `func`.
+
+        Raises:
+            ActionError: In the analysis of a forward op.
+            ReplaceConflictError: When another tool replaces the op already.
+        """
         self._record_action(ActionType.REPLACE_BACKWARD_OP, func, grad_outputs, kwargs)
 
     # The name and its argument are the paper's.

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 # Native code finds these classes by their base, and adds to the table of the object without calling it.
 class Tally(interceptor.ShapeCounter):
-    """An observer that counts executions; insert the object itself, with no values.
+    """Count executions of an op in native code.
+
+    Insert the object itself, with no values.
 
     >>> tally = Tally()
     >>> context.insert_after_op(tally, outputs=[])  # doctest: +SKIP
@@ -46,9 +48,12 @@ class Tally(interceptor.ShapeCounter):
 
 # A class of its own, as the signature decides whether native code builds the tuple of shapes.
 class ShapeTally(interceptor.ShapeCounter):
-    """An observer that counts executions by their shapes; insert the object itself, with no values.
+    """Count executions of an op by the shapes of its values, in native code.
 
-    limit: native code counts so many different shapes by itself, and calls the object where there are more.
+    Insert the object itself, with no values.
+
+    limit: number of different shapes that native code counts; it calls the object where there are more.
+
     >>> tally = ShapeTally()
     >>> tally(shapes=(((2, 3),), ((2, 4),)))
     >>> tally.items()

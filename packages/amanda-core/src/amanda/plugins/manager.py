@@ -67,8 +67,14 @@ def tool_class(name: str) -> type[Tool]:
 def load_tool(name: Name, /, **options: Any) -> Tool:
     """Make the tool that a distribution registers under a name, with these options.
 
-    Raises UnknownToolError, OptionError for an option that the tool does not take or lacks, and
-    PluginError where the tool cannot be used.
+    Args:
+        name: As `amanda tools` lists it, such as "flops".
+        **options: Of the tool, as `amanda info NAME` lists them.
+
+    Raises:
+        UnknownToolError: If no distribution registers the name.
+        OptionError: For an option that the tool does not take or lacks.
+        PluginError: If the tool cannot be used.
     """
     entry = _only_entry(name, _tool_entries())
     kind = entry.load()

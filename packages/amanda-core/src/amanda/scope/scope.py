@@ -281,7 +281,12 @@ def apply(*tools: AnyTool, compiled: Compiled = "eager") -> Scope:
     Tools that they depend on join by themselves.
 
     Args:
+        *tools: Tools, in the order in which their routines run.
         compiled: "eager" runs what torch.compile made op by op; "instrument" compiles it with routines in it.
+
+    Returns:
+        The scope: for `with`, as a decorator, or by its `start()` and `stop()`.  `scope.report` lists what
+        could not be instrumented.
 
     Raises:
         ToolError: For what is not a tool.

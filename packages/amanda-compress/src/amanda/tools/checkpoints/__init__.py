@@ -63,19 +63,19 @@ def save_compressed(
     The folder has model.safetensors and compressed.json; neither holds code.  `load_compressed` reads it.
 
     Args:
-        model: a PyTorch module after `finalize` or `convert`.
-        path: of the new folder.
-        results: what `finalize` and `convert` returned.  Needed if channels were removed, as loading then
+        model: A PyTorch module after `finalize` or `convert`.
+        path: Of the new folder.
+        *results: What `finalize` and `convert` returned.  Needed if channels were removed, as loading then
             makes the layers smaller; for other tools they are a record.
-        force: replace a folder that is there.
+        force: Replace a folder that is there.
 
     Returns:
         The path of the folder.
 
     Raises:
-        ArtefactError: for another kind of model, a tensor that is neither plain nor one that `convert` makes,
+        ArtefactError: For another kind of model, a tensor that is neither plain nor one that `convert` makes,
             and a folder that is there without `force`.
-        FileError: if the folder cannot be written; an existing one is as it was.
+        FileError: If the folder cannot be written; an existing one is as it was.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -97,7 +97,8 @@ def save_compressed(
     return path
 
 
-_RECORDED = ("versions", "packed", "ties", "sizes", "results")
+_RECORDED = {"versions": dict, "packed": dict, "ties": dict, "sizes": dict, "results": list}
+"""Fields of a `Checkpoint` that the record has, and their types."""
 
 
 @checked(error=ArtefactError)
@@ -109,15 +110,15 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoin
     host if these are on "meta".
 
     Args:
-        model: a module made as the saved one was before its compression.
-        path: of the folder.
+        model: A module made as the saved one was before its compression.
+        path: Of the folder.
 
     Returns:
         What the folder holds; `results` says what was done.
 
     Raises:
-        ArtefactError: for a damaged folder, and for another model; the module is as it was.
-        FileError: if the folder cannot be read.
+        ArtefactError: For a damaged folder, and for another model; the module is as it was.
+        FileError: If the folder cannot be read.
     """
     _check_kind(model)
     path = Path(path)
@@ -128,6 +129,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoin
         )
     with parsing(path, _NOUN, ArtefactError):
         tensors = dict(_unpacked(checkpoint))
+        tensors |= {name: tensors[first_name] for name, first_name in checkpoint.ties.items()}
     _check_model(model, path, checkpoint, tensors)
     _assign(model, checkpoint, tensors)
     return checkpoint
@@ -149,11 +151,13 @@ def _checkpoint_of(model: nn.Module, results: tuple[Result, ...]) -> Checkpoint:
         if attributes:
             checkpoint.packed[name] = attributes
         for part_name, part in parts.items():
+            part = part.contiguous()
             storage = part.untyped_storage().data_ptr()
             # safetensors refuses memory that tensors share; empty tensors all have the address 0.
-            shares_memory = storage in storages and part.numel() > 0
+            if storage in storages and part.numel():
+                part = part.clone()
             storages.add(storage)
-            checkpoint.tensors[part_name] = part.clone() if shares_memory else part.contiguous()
+            checkpoint.tensors[part_name] = part
     if any(isinstance(result, ChannelPruneResult) for result in results):
         checkpoint.sizes = {
             path: sizes for path, module in model.named_modules() if (sizes := _sizes(module))
@@ -244,6 +248,9 @@ def _read(folder: Path) -> Checkpoint:
 
     def content_of(record: Any) -> Mapping[str, Any]:
         check_schema(record, _SCHEMA, _VERSION)
+        for name, kind in _RECORDED.items():
+            if not isinstance(record[name], kind):
+                raise ValueError(f"its {name} is a {type(record[name]).__name__}")
         return {name: record[name] for name in (*_RECORDED, "checksum")}
 
     record = dict(read_json(folder / _RECORD, f"record of a {_NOUN}", content_of, ArtefactError))
@@ -259,7 +266,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _unpacked(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as the model has them, by name, without ties."""
+    """Yield tensors as the model has them, by name; of tied ones the first."""
     parts: dict[str, dict[str, Tensor]] = {}
     for part_name, tensor in checkpoint.tensors.items():
         name, is_part, part = part_name.rpartition(":")
@@ -273,14 +280,14 @@ def _unpacked(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     """Raise ArtefactError for a model that has other parameters and buffers than a folder."""
-    state, names = _state_of(model), {*tensors, *checkpoint.ties}
+    state = _state_of(model)
     buffers, modules = dict(model.named_buffers()), dict(model.named_modules())
     differences = [
-        *(f"the model has {name}, the folder has not" for name in state if name not in names),
-        *(f"the folder has {name}, the model has not" for name in sorted(names - set(state))),
+        *(f"the model has {name}, the folder has not" for name in state if name not in tensors),
+        *(f"the folder has {name}, the model has not" for name in sorted(set(tensors) - set(state))),
         *(f"the model has no module {path}" for path in checkpoint.sizes if path not in modules),
         *(
-            f"{name} is {_shape(tensors[name])} in the folder and {_shape(tensor)} in the model"
+            f"{name} is {_form(tensors[name])} in the folder and {_form(tensor)} in the model"
             for name, (_, _, tensor) in state.items()
             if name in tensors and not _fits(tensors[name], tensor, is_smaller=bool(checkpoint.sizes))
         ),
@@ -299,33 +306,40 @@ def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: 
 
 
 def _fits(tensor: Tensor, expected: Tensor, is_smaller: bool) -> bool:
-    """Return True if a tensor has the expected shape, or a smaller one of as many axes where that may be."""
+    """Return True if a tensor has the expected shape, or a smaller one of as many axes where that may be.
+
+    A floating-point tensor may have another floating-point type than the model's, as after `bfloat16()`.
+    """
+    if tensor.is_floating_point() != expected.is_floating_point():
+        return False
     if tensor.shape == expected.shape:
         return True
     extents = zip(tensor.shape, expected.shape, strict=False)
     return is_smaller and tensor.ndim == expected.ndim and all(new <= old for new, old in extents)
 
 
-def _shape(tensor: Tensor) -> str:
-    """Return extents as in 8x4; "a number" for no axes."""
-    return "x".join(map(str, tensor.shape)) or "a number"
+def _form(tensor: Tensor) -> str:
+    """Return the type and the extents of a tensor, as in float32 8x4."""
+    return " ".join([str(tensor.dtype).removeprefix("torch."), "x".join(map(str, tensor.shape))]).strip()
 
 
 def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     """Put tensors and sizes into a model."""
     import torch
 
-    loaded: dict[str, Any] = {}
-    for name, (holder, key, before) in _state_of(model).items():
+    state, loaded = _state_of(model), dict[str, Any]()
+    # Before anything is assigned: a device may lack the memory.
+    for name, (_, _, before) in state.items():
         first_name = checkpoint.ties.get(name, name)
-        if first_name not in loaded:
-            device = "cpu" if before.device.type == "meta" else before.device
-            tensor = tensors[first_name].to(device)
-            if isinstance(before, torch.nn.Parameter):
-                trains = before.requires_grad and first_name not in checkpoint.packed
-                tensor = torch.nn.Parameter(tensor, requires_grad=trains)
-            loaded[first_name] = tensor
-        holder[key] = loaded[first_name]
+        if first_name in loaded:
+            continue
+        tensor: Any = tensors[name].to("cpu" if before.device.type == "meta" else before.device)
+        if isinstance(before, torch.nn.Parameter):
+            trains = before.requires_grad and first_name not in checkpoint.packed
+            tensor = torch.nn.Parameter(tensor, requires_grad=trains)
+        loaded[first_name] = tensor
+    for name, (holder, key, _) in state.items():
+        holder[key] = loaded[checkpoint.ties.get(name, name)]
     for path, sizes in checkpoint.sizes.items():
         module = model.get_submodule(path)
         present_sizes = _sizes(module)

@@ -65,12 +65,12 @@ class PruneResult(WeightResult):
 
     def notes(self) -> Sequence[str]:
         """Return sentences on totals, and on weights that were skipped."""
-        notes = [f"{self.counted}, sparsity {self.sparsity:.4f}."]
+        notes = [f"Pruned {self.counted}, sparsity {self.sparsity:.4f}."]
         if self.elements_left:
             notes.insert(
                 0,
-                f"{self.share:.4f} of the {self.elements + self.elements_left:,} elements that were selected "
-                f"are zero: {self.elements_left:,} are left as they are.",
+                f"{self.share:.4f} of the {self.elements + self.elements_left:,} selected elements are zero; "
+                f"skipped weights have {self.elements_left:,} of them.",
             )
         notes += [f"{path} stays dense: {why}." for path, why in self.dense.items()]
         return notes + self.notes_on_skipped()

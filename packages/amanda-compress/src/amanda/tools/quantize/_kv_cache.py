@@ -306,4 +306,4 @@ class KVCacheResult(Result):
         totals = (
             [f"The caches would have {self.after:,} bytes, and have {self.before:,}."] if self._rows else []
         )
-        return [*totals, *(f"{place} is left as it is: {why}." for place, why in self.left.items())]
+        return [*totals, *(f"Skipped {place}: {why}." for place, why in self.left.items())]

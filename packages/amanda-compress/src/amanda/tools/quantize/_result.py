@@ -144,7 +144,7 @@ class QuantizeResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return sentences on the columns, and on weights that are not quantised."""
-        skipped = [f"The weight of {place} is left as it is: {why}." for place, why in self.left.items()]
+        skipped = [f"Skipped the weight of {place}: {why}." for place, why in self.left.items()]
         if not self.tensors:
             return skipped or ["No op of the types that are to be quantised was met."]
         notes = [self._summary()]

@@ -225,10 +225,11 @@ class WeightTool(amanda.Tool, Generic[W]):
             raise self.error(str(error)) from error
         if not written:
             remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not weights else ""
-            subject = f"none of the {len(weights)} weights that {type(self).__name__} has changed is"
+            name = type(self).__name__
+            changed = f"none of the {len(weights)} weights that {name} has changed is"
             raise self.error(
-                f"{subject if weights else f'{type(self).__name__} has changed no weight'} of this "
-                f"{type(model).__name__}{remark}; call it in a scope of the tool, or "
+                f"Nothing to finalize: {changed if weights else f'{name} has changed no weight'} of this "
+                f"{type(model).__name__}{remark}; run the model in `with amanda.apply(tool):` first, or call "
                 "tool.prepare(model, example)"
             )
         for weight in written:

@@ -409,7 +409,7 @@ class WeightResult(Result):
     def counted(self) -> str:
         """The number of weights and of their elements, in words."""
         count = len(self._rows)
-        return f"{count} weight{'s' * (count != 1)} of {self.elements:,} elements"
+        return f"{count} weight{'s' * (count != 1)} ({self.elements:,} elements)"
 
     @property
     def leading(self) -> int:
@@ -418,13 +418,13 @@ class WeightResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return totals, and reasons for skipped weights."""
-        notes = [f"{self.counted}."]
+        notes = [f"Changed {self.counted}."]
         if self.elements_left:
-            notes.append(f"{self.elements_left:,} elements that were selected are left as they are.")
+            notes.append(f"Skipped weights have {self.elements_left:,} elements.")
         return notes + self.notes_on_skipped()
 
     def notes_on_skipped(self) -> list[str]:
         """Return a sentence for each skipped weight, and for loaded state of no weight."""
         empty = [f"{self._empty_reason}."] if self._empty_reason else []
-        skipped = [f"{place} is left as it is: {why}." for place, why in self.left.items()]
+        skipped = [f"Skipped {place}: {why}." for place, why in self.left.items()]
         return [*empty, *not_met(self.state[0], self.waiting), *skipped]

@@ -60,8 +60,8 @@ class EffectivePathTool(amanda.Tool):
         mode: See `theta`.
         output: Pattern for the module path of the op with the classes; by default the last op that makes
             (samples, classes).
-        rules: Functions that return the terms of an op's outputs, by the word of StandardMapping or the
-            framework's own name of an op; they replace built-in rules.
+        rules: Maps an operator type, such as "conv2d", to a function that returns the terms of its outputs;
+            overrides the built-in rule.
     """
 
     purpose = "look"

@@ -37,7 +37,7 @@ _CHILD_CODE = (
 
 
 class ProtectError(AmandaError, RuntimeError):
-    """An op cannot run in the protected process, or the program touched what lies there."""
+    """An op cannot run in the protected process, or the program accessed a tensor that lives in it."""
 
 
 class TensorHeader(NamedTuple):
