@@ -47,7 +47,7 @@ Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", 
 
 
 class InjectTool(amanda.Tool):
-    """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` empties it.
+    """Inject faults into tensors of selected ops, and list the changed elements.
 
     fault: "bit_flip", "stuck_at_0", "stuck_at_1" change `flips` bits of an element, by default 1; "multi_bit"
         flips adjacent bits, by default 2; "value", "zero", "nan" write `value`, 0, NaN; "gaussian" adds noise

@@ -6,7 +6,7 @@ from _thread import get_ident
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.action import Executions, Observed, all_samples
@@ -27,6 +27,10 @@ from amanda.tools.nan._floats import (
     write_torch_roles,
 )
 from amanda.tools.nan._result import Entered, Finding, NanResult, ScaledBackward
+from amanda.tools.select import SelectOptions, select
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Types of ops that only copy or view their inputs, even memory that is not initialised.
 _MOVING_OPS = frozenset(
@@ -104,6 +108,7 @@ class NanTool(amanda.Tool):
 
     stop: raise NotFiniteError at the first of them.  inf: find ops that produce Inf too, which is often
     intended, as in attention masks.  backward: check backward ops too.  limit: number of ops in the result.
+    selection: options of `select`, such as module="encoder".
     `result` is a table of the ops; `clear` starts again.
     """
 
@@ -111,7 +116,12 @@ class NanTool(amanda.Tool):
 
     @checked
     def __init__(
-        self, stop: bool = False, inf: bool = False, backward: bool = True, limit: PositiveInt = 20
+        self,
+        stop: bool = False,
+        inf: bool = False,
+        backward: bool = True,
+        limit: PositiveInt = 20,
+        **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
@@ -124,6 +134,7 @@ class NanTool(amanda.Tool):
         self.add_inst_for_op(self._instrument_forward)
         if backward:
             self.add_inst_for_op(self._instrument_backward, backward=True)
+        select(self, **selection)
 
     @property
     def result(self) -> NanResult:
