@@ -53,7 +53,8 @@ NOT_OPTIONS = {
     "amanda.tools.results": """Mergeable amount by_rank can_merge check_file check_schema check_size in_words
         is_lock locked made_of not_met parsing read_json read_npz read_text reading restored shortened
         to_json""",
-    "amanda.tools.select": "ModulePaths Paths Patterns as_remarks leave_construction listed unmatched",
+    "amanda.tools.select": """ModulePaths Paths Patterns SelectOptions as_remarks leave_construction listed
+        unmatched""",
     # What tools make of a program, not what they are asked for.
     "amanda.tools.effective_path": "EffectivePath", "amanda.tools.rewrite": "Match OpCall",
     "amanda.tools.search": "Controller Site", "amanda.tools.trace": "GraphSoFar",

@@ -495,3 +495,39 @@ def test_tools_run_at_the_steps_of_a_window_whatever_their_routines_are_marked_a
         for _ in range(4):
             model(x).sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["coverage", "dump", "flops", "nan", "profile", "stats", "trace"])
+def test_tools_that_look_take_the_options_of_select(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(3, 4)
+    tool = amanda.load_tool(name, module="1", type="linear")
+    with amanda.apply(tool):
+        model(x)
+    assert tool.unmatched() == ["no op was selected by type=linear and module=1 together"]
+    with pytest.raises(AmandaError, match="did you mean module"):
+        amanda.load_tool(name, modul="0")
+
+
+def test_flops_of_a_module_are_those_of_a_selection() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.rand(3, 4)
+    rows = []
+    for tool in (FlopsTool(module="0", end=2), select(FlopsTool(), module="0", end=2)):
+        with amanda.apply(tool):
+            for _ in range(3):
+                model(x)
+        rows.append([(row[2], row[4]) for row in tool.result.rows()])
+    assert rows == [[("0", 2)]] * 2
+    with pytest.raises(WindowError, match="end is 1, start 2"):
+        FlopsTool(start=2, end=1)
+
+
+@pytest.mark.parametrize("kind", [FlopsTool, NanTool, PruneTool, QuantizeTool, StatsTool])
+def test_a_tool_that_is_given_a_model_says_what_to_do(kind: Any) -> None:
+    expected = (
+        rf"{kind.__name__} takes options, not a Linear: tool = {kind.__name__}\(\); with amanda.apply\(tool"
+    )
+    with pytest.raises(AmandaError, match=expected):
+        kind(nn.Linear(4, 2))

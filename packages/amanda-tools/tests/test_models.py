@@ -245,7 +245,7 @@ def test_models_of_keras_run_on_inputs_of_their_own() -> None:
         ("hf:lama", [], "has no type of model 'lama', and there is no such file; did you mean llama?"),
         ("hf:unknown", [], "give a type such as llama, or the path of a config.json"),
         ("hf:some/model", [], "nor in the cache of the Hugging Face hub: `hf download some/model`"),
-        ("hf:llama:architectures=LlamaForCausalLn", [], "is 'LlamaForCausalLn', no model of llama; did you mean"),
+        ("hf:llama:architectures=LlamaForCausalLn", [], "LlamaForCausalLn', no model of llama; did you mean"),
         ("hf:llama:architectures=BertModel", [], "is 'BertModel', no model of llama; there are LlamaFor"),
         ("hf:llama:hiden_size=8", [], "of llama has no 'hiden_size'; did you mean hidden_size?"),
         (f"hf:llama:{SMALL}", ["ids=2"], "has no input 'ids'; there are input_ids"),

@@ -526,6 +526,58 @@ def test_nothing_is_cut_off_at_any_width(show: Open, small: dict[str, Any], widt
     assert page.evaluate(OUTSIDE) == []
 
 
+@pytest.mark.parametrize("width", [400, 1400])
+def test_all_of_the_graph_is_in_sight_when_it_opens(show: Open, small: dict[str, Any], width: int) -> None:
+    """Also after the window has another size."""
+    page = show(small, flops_of(small), width=width)
+
+    def is_in_sight() -> bool:
+        room = page.locator(".graph").bounding_box()
+        drawn = page.locator(".graph > g").bounding_box()
+        assert room is not None
+        assert drawn is not None
+        return bool(
+            drawn["y"] >= room["y"] and drawn["y"] + drawn["height"] <= room["y"] + room["height"]
+            and drawn["x"] >= room["x"] and drawn["x"] + drawn["width"] <= room["x"] + room["width"]
+        )  # fmt: skip
+
+    until(is_in_sight)
+    page.set_viewport_size({"width": width, "height": 600})
+    until(is_in_sight)
+
+
+def test_numbers_are_not_cut(show: Open, small: dict[str, Any]) -> None:
+    """Words are, where they have to be; all columns of a trace with FLOPs fit a window of 1400 pixels."""
+    page = show(small, flops_of(small), width=1400)
+    cut = page.locator("#table .number").evaluate_all(
+        "cells => cells.filter((cell) => cell.scrollWidth > cell.clientWidth).map((cell) => cell.textContent)"
+    )
+    assert cut == []
+    room, cell = page.locator("#table").bounding_box(), page.locator("#table .head .cell").nth(
+        column_of(page, "bytes") - 1
+    ).bounding_box()  # fmt: skip
+    assert room is not None
+    assert cell is not None
+    assert cell["x"] + cell["width"] <= room["x"] + room["width"]
+
+
+def test_what_is_in_no_module_has_a_name(show: Open) -> None:
+    trace = Trace()
+    trace.op("linear", "", 1, [trace.tensor([1], "input", name="x")], [1])
+    page = show(trace.content())
+    cells = page.locator("#table .line[data-row='0'] .cell").all_text_contents()
+    assert "(top level)" in cells
+
+
+def test_parts_of_a_narrow_page_are_as_high_as_what_they_show(show: Open, small: dict[str, Any]) -> None:
+    page = show(small, flops_of(small), width=400)
+    for part, inside in (("#modules", "#tree .space-of-rows"), ("#lower", "#table .lines")):
+        box, held = page.locator(part).bounding_box(), page.locator(inside).bounding_box()
+        assert box is not None
+        assert held is not None
+        assert box["height"] <= min(held["height"] + 110, 0.6 * 800 + 1)
+
+
 def test_links_lead_to_the_parts_of_a_narrow_page(show: Open, small: dict[str, Any]) -> None:
     page = show(small, width=400)
     for name, part in (("Details", "#details"), ("Tables", "#lower"), ("Views", "#upper")):

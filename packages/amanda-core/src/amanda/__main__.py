@@ -243,13 +243,15 @@ def _print_tool(name: str) -> int:
     kind = tool_class(name)
     say(f"{name}: {kind.__module__}.{kind.__qualname__}", "")
     say(*(f"  {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines()))
-    options = options_of(kind)
+    # Options of `select`, which some tools take in Python as well, are among those of every tool.
+    parameters = inspect.signature(kind).parameters
+    options = [option for option in options_of(kind).values() if option.name in parameters]
     if options:
         say("", "Options, their defaults and values:")
-        say(*_aligned([(option.name, option.default_as_text, option.kind.text) for option in options.values()]))
+        say(*_aligned([(option.name, option.default_as_text, option.kind.text) for option in options]))
     if "run" in names_of_commands():
         say("", "Options of every tool on the command line:")
-        say(*_aligned([(name, text) for name, text in COMMON_OPTIONS.items() if name not in options]))
+        say(*_aligned([(name, text) for name, text in COMMON_OPTIONS.items() if name not in parameters]))
     return 0
 
 

@@ -196,7 +196,14 @@ class _ArgumentChecks:
         self, args: tuple[Any, ...], name: str, value: Any, kind: Kind, why: Mismatch
     ) -> AmandaError:
         """Return the error about an argument that is not of its kind."""
-        return mistake(self._callee_name(args), name, value, kind, str(why), self._error)
+        callee = self._callee_name(args)
+        # Tools have a `usage`: the first thing that many try is to give one a model.
+        usage = getattr(args[0], "usage", None) if self._is_method and args else None
+        if usage and callable(value) and not isinstance(value, (type, types.FunctionType, types.MethodType)):
+            return self._error(
+                f"{callee} takes options, not a {type(value).__name__}: tool = {callee}(); {usage}"
+            )
+        return mistake(callee, name, value, kind, str(why), self._error)
 
     def _callee_name(self, args: tuple[Any, ...]) -> str:
         """Return the name of what is called: of a constructor the class, which may be a user's subclass."""

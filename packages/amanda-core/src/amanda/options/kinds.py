@@ -379,9 +379,7 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     noun = "set" if is_set else "list"
     # The plural of a Literal is that of Python, with quotation marks.
     items = item.text if item.many == item.words else item.many
-    return Kind(
-        f"a {nonempty}{noun} of {item.many}", f"{noun} of {items}", f"{noun}s of {item.many}", accept
-    )
+    return Kind(f"a {nonempty}{noun} of {item.many}", f"{noun} of {items}", f"{noun}s of {item.many}", accept)
 
 
 def _accept_items(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:

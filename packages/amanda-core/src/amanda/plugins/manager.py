@@ -78,14 +78,17 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     """
     entry = _only_entry(name, _tool_entries())
     kind = entry.load()
-    signature = inspect.signature(kind)
+    signature, known = inspect.signature(kind), options_of(kind)
+    unknown = sorted(options.keys() - known)
     try:
         # Bound before the call, so that a TypeError from within the tool's own code is not taken for a wrong
         # option.
         signature.bind(**options)
+        # `**options: Unpack[Options]` would let any name through.
+        if unknown and known.keys() - signature.parameters:
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     except TypeError as error:
-        unknown = sorted(options.keys() - signature.parameters)
-        similar = get_close_matches(unknown[0], signature.parameters, n=1) if unknown else []
+        similar = get_close_matches(unknown[0], known, n=1) if unknown else []
         hint = f"did you mean {similar[0]}? " if similar else ""
         raise OptionError(f"tool {name}: {error}; {hint}{_options_in_words(kind)}") from None
     tool = kind(**options)
@@ -144,7 +147,8 @@ def _plugin_state(entry: PluginEntry, entries_of_name: list[PluginEntry], load: 
 
 
 def _options_in_words(kind: type[Tool]) -> str:
-    described = list(map(str, options_of(kind).values()))
+    parameters = inspect.signature(kind).parameters  # not the options of `select`, which many tools take
+    described = [str(option) for option in options_of(kind).values() if option.name in parameters]
     return f"its options are {', '.join(described)}" if described else "it takes no options"
 
 

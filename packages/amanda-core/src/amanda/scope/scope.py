@@ -14,7 +14,7 @@ from weakref import ReferenceType
 from amanda import interceptor
 from amanda.errors import ScopeError, ToolError
 from amanda.interceptor.interrupts import uninterrupted
-from amanda.options import checked
+from amanda.options import checked, shown
 from amanda.plan.tool_stack import stack_for
 from amanda.plan.tools import AnyTool, hooks, in_dependency_order, interchangeable, is_tool
 from amanda.scope.attachment import attachment
@@ -37,7 +37,7 @@ class Scope(interceptor.Extent):
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
         for tool in tools:
             if not is_tool(tool):
-                raise ToolError(f"apply wants tools, not {tool!r}{_hint(tool)}")
+                raise ToolError(f"apply wants tools, not {shown(tool)}{_hint(tool)}")
         self._tools = tools
         self.compiled = compiled
         # Two flags: an interrupt may come after the scope has closed and before its tools have been told.

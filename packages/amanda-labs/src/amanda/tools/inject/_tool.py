@@ -47,7 +47,7 @@ Target = Literal["outputs", "inputs", "weights", "grad_outputs", "grad_inputs", 
 
 
 class InjectTool(amanda.Tool):
-    """Inject faults into tensors of selected ops; `result` lists the changed elements, `clear` empties it.
+    """Inject faults into tensors of selected ops, and list the changed elements.
 
     On fault models: in Tyagi et al. 2026 (arXiv 2605.04213), stuck-at faults in the gates of a GPU gave NaN
     or Inf in 1.01 % of corruptions, one flipped bit in under 40 % of the corruptions with flipped bits, and

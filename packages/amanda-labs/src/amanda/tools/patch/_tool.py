@@ -37,7 +37,7 @@ Value: TypeAlias = (
 
 
 class PatchTool(amanda.Tool):
-    """Save or change tensors at modules or ops; `saved` holds the saved values, `result` lists the points.
+    """Save or change tensors at modules or ops.
 
     Args:
         points: Paths of modules whose calls are the points: "model.layers.1", "model.layers.*", where `*`

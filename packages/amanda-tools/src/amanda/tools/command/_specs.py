@@ -24,8 +24,8 @@ from amanda.files import check_folder_to_write
 from amanda.options import REQUIRED, Mismatch, kind_of
 from amanda.plugins import tool_class
 from amanda.tools.results import Result
-from amanda.tools.select import Phase, Selection
-from amanda.tools.steps import Steps, Window
+from amanda.tools.select import Phase, select
+from amanda.tools.steps import Steps
 
 Given = str | Sequence[Any] | int | float | bool | None
 """A value given for an option: text, or a value that a configuration file has already."""
@@ -318,26 +318,23 @@ class ToolSpec:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
         # A tool that has an option of that name itself gets the value.
         selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
+        out, phase = selectors.pop("out", None), values.get("phase", selectors.get("phase"))
+        # All tools count the same steps, also those that take the options of `select` themselves.
+        if "steps" in options and options["steps"].type == Steps | None:
+            values["steps"] = steps
         try:
             # What is registered may be a function that makes a tool.
             adapted = getattr(kind, "command_options", dict)(values) if alone else values
             tool = kind(**adapted)
-            keys = selectors.keys() & {"type", "module", "exclude", "phase"}
-            selection = Selection(**{key: selectors[key] for key in keys})
-            window = None
-            if {"start", "end", "frequency"} & selectors.keys():
-                start, frequency = selectors.get("start", 0), selectors.get("frequency", 1)
-                window = Window(steps, start, selectors.get("end"), frequency)
+            if isinstance(tool, amanda.Tool):
+                select(tool, **selectors, steps=steps)
         except (AmandaError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
         if not isinstance(tool, amanda.Tool):
             kind = type(tool).__name__
             raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
-        _check_out(self.name, tool, selectors.get("out"))
-        selection.let(tool)
-        if window is not None:
-            window.let(tool)
-        return Tooling(self.name, tool, selectors.get("out"), selectors.get("phase"))
+        _check_out(self.name, tool, out)
+        return Tooling(self.name, tool, out, phase)
 
     def _read(self, name: str, value: Given, options: Mapping[str, CommandOption]) -> Any:
         """Return the value of an option; raise SpecError, which names tool and option."""

@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from functools import cache
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
+from amanda.options import checked
 from amanda.tools.kit import RequiredNames
 from amanda.tools.mapping import VOCABULARY, MappingTool, StandardMapping
 from amanda.tools.results import Column, PlacesResult
+from amanda.tools.select import SelectOptions, select
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 KEYS = ("phase", "type", "module", "source", "model")
 _COUNTS = ("calls", "whole", "entered", "left")
@@ -123,11 +128,13 @@ class CoverageTool(amanda.Tool):
     Of several ops in a call, hooks see the inputs of the first and the outputs of the last.  Hooks see a
     backward op whole if it is the only backward op of such a call; they never see the ops that accumulate
     gradients in parameters.  In a graph no module is called, so innermost name scopes count as leaf modules.
+    selection: options of `select`, such as module="encoder".
     """
 
     purpose = "look"
 
-    def __init__(self) -> None:
+    @checked
+    def __init__(self, **selection: Unpack[SelectOptions]) -> None:
         super().__init__()
         self._eager_ops: dict[int, OpCoverage] = {}
         self._graph_ops: dict[int, OpCoverage] = {}
@@ -138,6 +145,7 @@ class CoverageTool(amanda.Tool):
         self.depends_on(StandardMapping(), MappingTool(modules))
         self.add_inst_for_op(self._instrument_forward)
         self.add_inst_for_op(self._instrument_backward, backward=True)
+        select(self, **selection)
 
     @property
     def result(self) -> CoverageResult:

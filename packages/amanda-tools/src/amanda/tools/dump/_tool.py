@@ -19,9 +19,11 @@ from amanda.tools.dump._writer import Writer, exact_array, summarize
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
 from amanda.tools.results import Column, Result, amount, shortened
+from amanda.tools.select import SelectOptions, select
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Unpack
 
 
 def _named_axes(entry: Entry) -> list[int | str]:
@@ -114,11 +116,12 @@ class DumpTool(TensorTool[_IndexedOp]):
     executions to write for each op; None for all.  every: write every n-th execution, beginning with the
     first.  max_bytes, max_tensor_bytes: limits of all tensors and of one; a tensor beyond them is written as
     a summary.  format: of the files with tensors.  overwrite: replace an older dump in the folder.
+    selection: options of `select`, such as module="encoder".
 
     Files are written every few seconds, at the end of a scope, when `result` is read, and when the program
     ends.  If writing fails, as on a full disk, a warning names the file, the program continues, and the next
     write tries again; the result says what the folder lacks.
-    Use `amanda.tools.select` to dump some ops only.  Raises AmandaError for a folder that has other files in
+    Raises AmandaError for a folder that has other files in
     it, or that is not writable.
     """
 
@@ -139,6 +142,7 @@ class DumpTool(TensorTool[_IndexedOp]):
         max_tensor_bytes: NonNegativeInt = 64 << 20,
         format: Format = "safetensors",
         overwrite: bool = False,
+        **selection: Unpack[SelectOptions],
     ) -> None:
         keeps: dict[Role, Keep] = {
             "input": inputs, "output": outputs, "weight": weights, "gradient": gradients
@@ -151,6 +155,7 @@ class DumpTool(TensorTool[_IndexedOp]):
         self._dtype: Any = None
         # Of the writer, not of the tool: a method of the tool would keep the tool alive.
         weakref.finalize(self, self._writer.flush)
+        select(self, **selection)
 
     @property
     def result(self) -> DumpResult:

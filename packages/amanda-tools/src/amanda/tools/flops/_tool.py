@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import amanda
 from amanda.options import Name, checked
@@ -36,6 +36,10 @@ from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELE
 from amanda.tools.flops._tangents import has_tangents, tangent_place
 from amanda.tools.kit import remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
+from amanda.tools.select import SelectOptions, select
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _COST_AT_EXECUTION: Any = object()
 """The cost of an op whose shapes are not known at analysis."""
@@ -49,8 +53,9 @@ class FlopsTool(amanda.Tool):
     """Count FLOPs, MACs, parameters and bytes of every op, forward and backward.
 
     formulas: maps the type of an op ("conv2d", "conv2d_backward"), or a framework's own name of it, to a
-    function from `Shapes` to `Cost`, which overrides the built-in formula.  complex_macs: real multiply-accumulates in one of complex numbers: 4
-    by definition, 3 by Gauss' method, 1 as some counters have it.
+    function from `Shapes` to `Cost`, which overrides the built-in formula.
+    complex_macs: real multiply-accumulates in one of complex numbers: 4 by definition, 3 by Gauss' method, 1
+    as some counters have it.  selection: options of `select`, such as module="layer4".
 
     A formula is evaluated once for each set of shapes, when `result` is read; an op without a formula for
     all shapes is analysed for each set.  The `cost` in the context is that of the execution that is
@@ -62,7 +67,10 @@ class FlopsTool(amanda.Tool):
 
     @checked
     def __init__(
-        self, formulas: Mapping[Name, Formula] | None = None, complex_macs: Literal[1, 3, 4] = 4
+        self,
+        formulas: Mapping[Name, Formula] | None = None,
+        complex_macs: Literal[1, 3, 4] = 4,
+        **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
         self._model = OpCostModel(formulas or {}, complex_macs)
@@ -81,6 +89,7 @@ class FlopsTool(amanda.Tool):
         self.add_inst_for_op(self._note_unknown_gradients, backward=True)
         self.add_inst_for_op(self._analyze_forward, require_outputs=True, guard="read")
         self.add_inst_for_op(self._analyze_backward, backward=True, require_outputs=True)
+        select(self, **selection)
 
     @property
     def result(self) -> FlopsResult:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.action import Executions, Observed, all_samples
@@ -29,7 +29,11 @@ from amanda.tools.nan._floats import (
     write_torch_roles,
 )
 from amanda.tools.nan._result import Entered, Finding, NanResult, ScaledBackward
+from amanda.tools.select import SelectOptions, select
 from amanda.tools.steps import Steps
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("amanda")
 
@@ -113,6 +117,7 @@ class NanTool(amanda.Tool):
 
     stop: raise NotFiniteError at the first of them.  inf: find ops that produce Inf too, which is often
     intended, as in attention masks.  backward: check backward ops too.  limit: number of ops in the result.
+    selection: options of `select`, such as module="encoder".
     The first of them is logged as a warning when it runs.  `result` has the answer in its `sentence`, and all
     of the ops; `clear` starts again.
     """
@@ -121,7 +126,12 @@ class NanTool(amanda.Tool):
 
     @checked
     def __init__(
-        self, stop: bool = False, inf: bool = False, backward: bool = True, limit: PositiveInt = 20
+        self,
+        stop: bool = False,
+        inf: bool = False,
+        backward: bool = True,
+        limit: PositiveInt = 20,
+        **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
@@ -135,6 +145,7 @@ class NanTool(amanda.Tool):
         self.add_inst_for_op(self._instrument_forward)
         if backward:
             self.add_inst_for_op(self._instrument_backward, backward=True)
+        select(self, **selection)
 
     @property
     def result(self) -> NanResult:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.options import NonNegativeInt, checked
@@ -16,7 +16,11 @@ from amanda.tools.mapping import MappingTool, StandardMapping, itemsize
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
 from amanda.tools.profile._records import OpProfile, name_of
 from amanda.tools.profile._result import ProfileResult
+from amanda.tools.select import SelectOptions, select
 from amanda.tools.steps import Steps
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _REQUIRED = RequiredNames(
     "amanda.tools.profile",
@@ -242,7 +246,7 @@ RULES: Sequence[Sequence[Any]] = (
 
 
 class ProfileTool(amanda.Tool):
-    """Measure the time and memory of each op; `result` has the profile, `clear` resets it.
+    """Measure the time and memory of each op.
 
     wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
     then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.
@@ -250,6 +254,7 @@ class ProfileTool(amanda.Tool):
     backward: measure backward ops too.  memory: record the memory of tensors.
     kernels: in PyTorch, run torch.profiler in the recorded steps to find the kernels of each op.
     limit: number of executions in the timeline; the table counts all executions.
+    selection: options of `select`, such as module="encoder".
 
     Raises OptionError for numbers below 0, and for `repeat` without `active`.
     """
@@ -268,6 +273,7 @@ class ProfileTool(amanda.Tool):
         memory: bool = True,
         kernels: bool = False,
         limit: NonNegativeInt = 100_000,
+        **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
         schedule = Schedule(wait, warmup, active, repeat)
@@ -285,6 +291,7 @@ class ProfileTool(amanda.Tool):
         self.add_inst_for_op(self._instrument)
         if backward:
             self.add_inst_for_op(self._instrument, backward=True)
+        select(self, **selection)
 
     def step(self) -> None:
         """Begin a step; from then on only calls of this method begin steps."""

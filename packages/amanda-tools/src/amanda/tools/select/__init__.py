@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import amanda
 from amanda.action import Routine
@@ -19,8 +19,8 @@ from amanda.tools.mapping import StandardMapping
 from amanda.tools.steps import Steps, Window
 
 __all__ = [
-    "Globs", "ModulePaths", "Paths", "Patterns", "Phase", "Selection", "SelectionError", "as_remarks",
-    "leave_construction", "listed", "select", "unmatched",
+    "Globs", "ModulePaths", "Paths", "Patterns", "Phase", "SelectOptions", "Selection", "SelectionError",
+    "as_remarks", "leave_construction", "listed", "select", "unmatched",
 ]  # fmt: skip
 
 _MAX_REJECTED = 10_000
@@ -251,6 +251,19 @@ class Selection:
         return phase == self._phase or (phase == "forward" and self._phase == "backward")
 
 
+class SelectOptions(TypedDict, total=False):
+    """Options of `select`, as keywords of a tool's constructor: `**selection: Unpack[SelectOptions]`."""
+
+    type: Globs
+    module: Globs
+    exclude: Globs
+    phase: Phase | None
+    start: NonNegativeInt
+    end: NonNegativeInt | None
+    frequency: PositiveInt
+    steps: Steps | None
+
+
 @checked(error=SelectionError)
 def select(
     tool: ToolT,
@@ -266,14 +279,15 @@ def select(
 ) -> ToolT:
     """Apply a tool to some ops only, at the steps of `range(start, end, frequency)`; return the tool.
 
+    `select(FlopsTool(), module="0")` is `FlopsTool(module="0")` for tools that take these options.
     type, module, exclude, phase: see `Selection`.  steps: counter of steps; None for a new one.
     Raises SelectionError, and `amanda.tools.steps.WindowError` where no step is in the range.
     """
     if not isinstance(tool, amanda.Tool):
         raise SelectionError(f"select: tool is {shown(tool)}; give a tool, such as FlopsTool()")
-    selection = Selection(type, module, phase, exclude)
+    if (type, module, exclude, phase) != (None, None, None, None):
+        Selection(type, module, phase, exclude).let(tool)
     window = Window(Steps() if steps is None else steps, start, end, frequency)
-    selection.let(tool)
     # A window that is always open would cost each routine a call.
     if (start, end, frequency) != (0, None, 1):
         window.let(tool)

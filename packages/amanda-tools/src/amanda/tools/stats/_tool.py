@@ -6,15 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import amanda
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
 from amanda.tools.mapping import is_partial
 from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json, shortened
+from amanda.tools.select import SelectOptions, select
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 KEYS = ("phase", "type", "module", "source", "tensor")
 
@@ -239,10 +243,10 @@ class StatsTool(TensorTool[_OpStreams]):
     outputs of backward ops.  every: measure every n-th execution of an op, beginning with the first.
     quantiles: shares for which the result has a column.  bins: number of bins of the histogram from which
     quantiles are computed, a power of two from 256; the relative error is at most 128 / bins (3 % for 4096).
-    0 for no histogram.
+    0 for no histogram.  selection: options of `select`, such as module="encoder".
 
     Numbers are read from a device when `result` is read or a model is deleted; the statistics of deleted
-    models are merged.  `clear` starts again.  Use `amanda.tools.select` to measure some ops only.
+    models are merged.  `clear` starts again.
     """
 
     purpose = "look"
@@ -258,6 +262,7 @@ class StatsTool(TensorTool[_OpStreams]):
         every: PositiveInt = 1,
         quantiles: Sequence[Share] = (0.01, 0.5, 0.99),
         bins: Annotated[int, Range(0, 1 << 24)] = 4096,
+        **selection: Unpack[SelectOptions],
     ) -> None:
         is_role_measured: dict[Role, bool] = {"weight": weights, "output": activations, "gradient": gradients}
         super().__init__([role for role, is_measured in is_role_measured.items() if is_measured], every)
@@ -266,6 +271,7 @@ class StatsTool(TensorTool[_OpStreams]):
         # `op_gone` names a forward op; its backward ops have records of their own.
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
         self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
+        select(self, **selection)
 
     @property
     def result(self) -> StatsResult:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import amanda
 from amanda.options import PositiveInt, checked
 from amanda.tools.mapping import MappingTool, StandardMapping
+from amanda.tools.select import SelectOptions, select
 from amanda.tools.trace._graph import UNRECORDED, Graph, GraphRecorder, Op, ProgramOp, Tensor
 from amanda.tools.trace._result import TraceResult
 from amanda.tools.trace._tracker import ExecutionTracker
 from amanda.tools.trace._values import values_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TraceTool(amanda.Tool):
@@ -20,7 +24,8 @@ class TraceTool(amanda.Tool):
     executions: most ops for one place in the program; an execution with inputs from other ops is a new op,
     and further executions are counted at the last op.  backward: record backward ops.  limit: most ops;
     further ops are counted, not recorded.  attributes: record arguments that are not tensors.  count: count
-    executions in graphs too, at the cost of a routine for each op.
+    executions in graphs too, at the cost of a routine for each op.  selection: options of `select`, such as
+    module="encoder".
     `result` has the graph, `clear` begins a new one.
 
     Tools that depend on TraceTool read `context["graph"]`, a `GraphSoFar`.
@@ -37,6 +42,7 @@ class TraceTool(amanda.Tool):
         limit: PositiveInt = 100_000,
         attributes: bool = True,
         count: bool = False,
+        **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
         self._executions, self._limit, self._attributes, self._count = executions, limit, attributes, count
@@ -49,6 +55,7 @@ class TraceTool(amanda.Tool):
         if backward:
             self.add_inst_for_op(self._instrument_before, backward=True)
             self.add_closing_inst_for_op(self._instrument_after, backward=True, require_outputs=True)
+        select(self, **selection)
 
     @property
     def result(self) -> TraceResult:

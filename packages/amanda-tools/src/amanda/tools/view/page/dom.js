@@ -104,6 +104,20 @@ const STAGES = ["product", "activation", "normalisation", "attention", "elementw
 const stageClass = (stage) => `k-${STAGES[stage % STAGES.length]}`;
 const kindClass = (kind) => `k-${kind.split(" ")[0]}`;
 
+// Pixels of a text in the font of the page, or in that of code.
+const pen = document.createElement("canvas").getContext("2d");
+const textWidths = new Map();
+const fonts = { page: null, code: "ui-monospace, Menlo, Consolas, monospace" };
+function textWidth(text, font, code) {
+  const key = `${font}${code ? 1 : 0}${text}`;
+  if (!textWidths.has(key)) {
+    fonts.page = fonts.page || getComputedStyle(document.body).fontFamily;
+    pen.font = `${font} ${code ? fonts.code : fonts.page}`;
+    textWidths.set(key, Math.ceil(pen.measureText(text).width));
+  }
+  return textWidths.get(key);
+}
+
 // Keeps what changes often from being drawn more than once a frame.
 function eachFrame(draw) {
   let due = false;

@@ -9,17 +9,7 @@ class Graph {
     this.tools = tools;
     this.title = "Graph";
     this.mode = model.phases.includes("forward") ? "forward" : model.phases[0] ?? null;
-    const context = h("canvas").getContext("2d");
-    const family = getComputedStyle(document.body).fontFamily;
-    const widths = new Map();
-    this.layout = new Layout(model, (text, bold) => {
-      const key = `${bold ? 1 : 0}${text}`;
-      if (!widths.has(key)) {
-        context.font = `${bold ? "600 12px" : "11px"} ${family}`;
-        widths.set(key, Math.ceil(context.measureText(text).width));
-      }
-      return widths.get(key);
-    });
+    this.layout = new Layout(model, (text, bold) => textWidth(text, bold ? "600 12px" : "11px", false));
     this.view = { x: 0, y: 0, scale: 1 };
     this.drawings = new WeakMap();  // by the box that they draw
     model.on("folds", () => this.refold());
@@ -40,6 +30,7 @@ class Graph {
     this.legend = h("ul", { class: "legend", "aria-label": "Colours" });
     this.element.replaceChildren(this.svg, this.note, this.legend);
     this.listen();
+    new ResizeObserver(() => { if (this.fitted) this.fit(); }).observe(this.svg);
     this.render();
     if (this.placed) this.move();
     else this.fit();
@@ -62,7 +53,7 @@ class Graph {
     this.tools.replaceChildren(
       this.choices.length ? h("span", { class: "choices", role: "group", "aria-label": "Phase" }, this.choices) : "",
       button("−", "Zoom out", () => this.zoom(1 / 1.3)), button("+", "Zoom in", () => this.zoom(1.3)),
-      button("Fit", "Fit: show the whole graph", () => this.fit(true)));
+      button("Fit", "Fit: show the whole graph", () => this.fit()));
   }
 
   setMode(mode) {
@@ -330,7 +321,7 @@ class Graph {
       this.move();
     } else if (event.key === "+" || event.key === "=") this.zoom(1.3);
     else if (event.key === "-") this.zoom(1 / 1.3);
-    else if (event.key === "0") this.fit(true);
+    else if (event.key === "0") this.fit();
     else if (event.key === "Enter" && this.model.selection) this.toggle(this.model.selection);
     else return;
     event.preventDefault();
@@ -345,19 +336,19 @@ class Graph {
     this.move();
   }
 
-  // All of it; where that were too small to read, the beginning.
-  fit(whole = false) {
+  // All of it, also after the window has another size, until the user moves it.
+  fit() {
     const { width, height } = this.svg.getBoundingClientRect();
     const { w, h: tall } = this.box;
-    const scale = Math.min(1, (width - 32) / Math.max(w, 1), (height - 32) / Math.max(tall, 1));
-    const chosen = whole ? Math.max(scale, 0.02) : Math.max(scale, Math.min(0.75, (width - 32) / Math.max(w, 1)), 0.3);
-    const high = tall * chosen;
-    this.view = { scale: chosen, x: (width - w * chosen) / 2, y: high < height - 32 ? (height - high) / 2 : 16 };
+    const scale = clamp(Math.min((width - 32) / Math.max(w, 1), (height - 32) / Math.max(tall, 1)), 0.02, 1);
+    this.view = { scale, x: (width - w * scale) / 2, y: Math.max(16, (height - tall * scale) / 2) };
     this.move();
+    this.fitted = true;
   }
 
   // Texts are laid out at each step of a zoom: those far from what is in sight are left out.
   move() {
+    this.fitted = false;
     const { width, height } = this.svg.getBoundingClientRect();
     const { x, y, scale } = this.view;
     this.scene.setAttribute("transform", `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${scale.toFixed(4)})`);

@@ -1,7 +1,7 @@
 // What the page shows: ops, the modules that hold them, columns joined to ops, search, selection, folds.
 
 const MOST_CHILDREN = 120;  // more are put into groups, which fold
-const FIRST_ROWS = 26;
+const FIRST_ROWS = 18;  // of as many nodes a graph can be read when all of it is in sight
 const KEYS = ["phase", "type", "module", "source"];
 
 class Node {
@@ -150,7 +150,7 @@ class Model {
     visit(root);
   }
 
-  // The largest modules first, as long as the tree is short.
+  // Modules that hold a third of the ops, such as a stack of layers, as long as the tree is short.
   unfoldFirst() {
     this.unfolded.add(this.root);
     const isModule = (child) => !child.isOp && child.path !== null;
@@ -159,7 +159,7 @@ class Model {
     while (folded.length) {
       const largest = folded.reduce((a, b) => (b.count > a.count ? b : a));
       rows += largest.children.length;
-      if (rows > FIRST_ROWS) return;
+      if (rows > FIRST_ROWS || largest.count < this.root.count / 3) return;
       this.unfolded.add(largest);
       folded.splice(folded.indexOf(largest), 1, ...largest.children.filter(isModule));
     }

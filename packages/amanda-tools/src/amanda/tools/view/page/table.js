@@ -1,6 +1,10 @@
 // A table that sorts, of any length: the rows in sight are elements.
 
 const LINE = 22;
+const NARROW = 120;  // pixels of a column of words in a narrow window
+const NARROW_PATH = 130;
+const WIDE = 175;
+const TOP = "(top level)";  // what is in the model itself, or in no module
 
 class DataTable {
   // rows: how many.  columns: name, values by row, number, total, unit.  chosen: which rows a search leaves.
@@ -8,14 +12,17 @@ class DataTable {
   constructor(element, { label, columns, rows, chosen, selected, pick, tell }) {
     Object.assign(this, { element, columns, size: rows, chosen, selected, pick, tell });
     this.sort = null;
-    this.widths = columns.map((column) => this.width(column));
+    this.widths = columns.map((column, place) => this.width(column, place));
     this.head = h("div", { class: "line head", role: "row", "aria-rowindex": 1 }, columns.map((column, place) => this.header(column, place)));
     this.body = h("div", { class: "lines", role: "rowgroup" });
     this.foot = h("div", { class: "line foot", role: "row" });
     this.scroll = h("div", { class: "scroll grid", role: "grid", tabindex: 0, "aria-label": label, "aria-colcount": columns.length },
       this.head, this.body, this.foot);
-    this.scroll.style.setProperty("--width", `${this.widths.reduce((sum, width) => sum + width, 0)}px`);
-    const template = this.widths.map((width, place) => (columns[place].path ? `minmax(${width}px, 1fr)` : `${width}px`)).join(" ");
+    // Words give way to numbers, which are never cut: a table is as narrow as its words allow.
+    const least = this.widths.map((width, place) => (columns[place].number ? width : Math.min(width, columns[place].path ? NARROW_PATH : NARROW)));
+    this.scroll.style.setProperty("--width", `${least.reduce((sum, width) => sum + width, 0)}px`);
+    const template = this.widths.map((width, place) => (
+      columns[place].number ? `${width}px` : `minmax(${least[place]}px, ${columns[place].path ? "1fr" : `${width}px`})`)).join(" ");
     this.scroll.style.setProperty("--columns", template);
     this.draw = eachFrame(() => this.render());
     this.scroll.addEventListener("scroll", this.draw);
@@ -36,17 +43,26 @@ class DataTable {
     this.watch.disconnect();
   }
 
-  width(column) {
+  // Pixels of the widest text: of the name with the mark of the order, of values, and of the total.
+  width(column, place) {
+    const measure = (text, bold) => textWidth(text, bold ? "600 12px" : column.path || column.code ? "11px" : "12px", column.path || column.code);
     const step = Math.max(1, Math.floor(this.size / 400));
-    let longest = column.name.length + 2.5;
-    for (let row = 0; row < this.size; row += step) longest = Math.max(longest, this.text(column, row).length);
-    return Math.ceil(Math.min(longest, column.path ? 25 : 23) * 7.4 + 19);
+    const rows = Array.from({ length: this.size }, (_, row) => row);
+    let widest = Math.max(measure(column.name, true) + 12, measure(this.total(column, place, rows), true));
+    for (let row = 0; row < this.size; row += step) widest = Math.max(widest, measure(this.text(column, row), false));
+    return Math.ceil(Math.min(widest, column.number ? Infinity : WIDE) + 17);
   }
 
   text(column, row) {
     const value = column.values[row];
     if (value === null && column.shared && column.shared[row]) return "″";
+    if (value === "" && column.name === "module") return TOP;
     return column.plain ? String(value) : written(value, column);
+  }
+
+  total(column, place, rows) {
+    if (!(column.total && column.number)) return place === 0 ? "total" : "";
+    return written(rows.reduce((sum, row) => sum + (Number.isFinite(column.values[row]) ? column.values[row] : 0), 0), column);
   }
 
   header(column, place) {
@@ -86,7 +102,7 @@ class DataTable {
     this.body.style.height = `${rows.length * LINE}px`;
     this.scroll.setAttribute("aria-rowcount", rows.length + 1);
     this.foot.replaceChildren(...this.columns.map((column, place) => h("div", { class: `cell${column.number ? " number" : ""}`, role: "gridcell" },
-      column.total && column.number ? written(rows.reduce((sum, row) => sum + (Number.isFinite(column.values[row]) ? column.values[row] : 0), 0), column) : place === 0 ? "total" : "")));
+      this.total(column, place, rows))));
     this.foot.hidden = !rows.length || !this.columns.some((column) => column.total && column.number);
     this.tell(rows.length, this.size);
     this.draw();
