@@ -293,7 +293,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         # Only here, where a weight is selected: ops of NumPy or ONNX Runtime beside the model are no mistake.
         if self.framework and not context.namespace.matches(self.framework.lower()):
             raise self.error(
-                f"{type(self).__name__} is for {self.framework}; {context.get_op_type()} is of "
+                f"{type(self).__name__} is for {self.framework}; {context.get_forward_op_type()} is of "
                 f"{context.namespace[0]}"
             )
         if context.is_static():

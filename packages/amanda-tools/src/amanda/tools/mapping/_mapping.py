@@ -250,7 +250,7 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
 
 def drop_absent_weight_gradient(context: OpContext) -> None:
     """Set `weight_grad_index` to None if this pass made no gradient in the weight's shape."""
-    index, grads = context.get("weight_grad_index"), context.get_grad_inputs()
+    index, grads = context.get("weight_grad_index"), context.get_grad_inputs() if context.is_after() else None
     if index is None or grads is None:
         return
     gradient = grads[index] if index < len(grads) else None

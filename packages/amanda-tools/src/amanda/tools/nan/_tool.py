@@ -435,7 +435,7 @@ def _unknown(values: Sequence[Any]) -> bool:
 def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
     """Return True for an op that gives what a handle among its inputs holds, or a variable of a graph."""
     dtype = context["dtype"]
-    return context.get_op_type() in _READING_OPS or any(dtype(value) in _HANDLES for value in leaves(values))
+    return context.get_forward_op_type() in _READING_OPS or any(dtype(value) in _HANDLES for value in leaves(values))
 
 
 def _unsaved() -> None:
