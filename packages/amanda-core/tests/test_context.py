@@ -356,7 +356,11 @@ def test_a_set_or_dict_of_frameworks_finds_a_namespace() -> None:
         (OpContext.get_backward_op, BEFORE, "backward=True"),
         (OpContext.get_grad_outputs, BEFORE, "backward=True"),
         (OpContext.get_grad_inputs, BEFORE, "backward=True, require_outputs=True"),
-        (OpContext.get_grad_inputs, InstrumentationPoint.BEFORE_BACKWARD_OP, "backward=True, require_outputs=True"),
+        (
+            OpContext.get_grad_inputs,
+            InstrumentationPoint.BEFORE_BACKWARD_OP,
+            "backward=True, require_outputs=True",
+        ),
     ],
 )
 def test_what_is_not_there_yet_is_an_error_with_the_remedy(

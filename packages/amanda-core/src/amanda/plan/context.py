@@ -101,8 +101,8 @@ class OpContext(dict[str, Any]):
         if word is None:
             forward_type = self._facts.op_type
             raise AmandaError(
-                f"get_op_type of {self._facts.name}, a backward op of {forward_type}: frameworks have no type for "
-                "it; depend on StandardMapping(), which gives it a word such as "
+                f"get_op_type of {self._facts.name}, a backward op of {forward_type}: frameworks have no "
+                "type for it; depend on StandardMapping(), which gives it a word such as "
                 f'"{forward_type}_backward", or read get_backward_op().__name__, or get_forward_op_type()'
             )
         return str(word)
@@ -205,7 +205,9 @@ class OpContext(dict[str, Any]):
         # Outside of analysis, as in a context that a tool keeps, nothing is known to be too early.
         if point is None or (point.is_backward == is_backward and (point.is_after or not is_after)):
             return
-        options = [name for name, needed in (("backward", is_backward), ("require_outputs", is_after)) if needed]
+        options = [
+            name for name, needed in (("backward", is_backward), ("require_outputs", is_after)) if needed
+        ]
         when = f"{'backward' if point.is_backward else 'forward'} pass"
         raise AmandaError(
             f"{method} of {self._facts.name} has nothing to give to an analysis routine "

@@ -341,7 +341,9 @@ class TensorflowValues(FrameworkValues):
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the arguments of the functions that an op calls, whose ops come next."""
         # The first input of these chooses the branch, and is no argument of a function.
-        num_skipped = 1 if context.get_forward_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+        num_skipped = (
+            1 if context.get_forward_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+        )
         for value in context.get_attrs().values():
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict) and "name" in item:

@@ -172,7 +172,7 @@ class Process:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
 
     def fail(self) -> None:
-        """See to the results before the traceback that ends the process, so that the error is what it ends with."""
+        """See to the results before the traceback that ends the process, so that the error comes last."""
         self._failed = True
         self.end()
 
