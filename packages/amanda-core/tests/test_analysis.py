@@ -2,11 +2,13 @@
 
 import gc
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
 import amanda
+from amanda.action import routine_name
 from amanda.interceptor.opid import FRAMEWORK, CodeRegistry
 from amanda.plan.action import Action, ActionType, InstrumentationPoint
 from amanda.plan.analysis import PendingPlan, PendingPlans

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 from typing import Any
 
 import pytest
 
 import amanda
 from amanda import ActionType, InstrumentationPoint, Namespace, OpContext, Tool
-from amanda.action import Action, marks
+from amanda.action import Action, marks, routine_name
 from amanda.context import OpFacts
 from amanda.errors import ActionError, AmandaError, MissingKeyError, NamespaceError, ReplaceConflictError
 
@@ -143,7 +144,7 @@ def test_each_action_is_recorded_at_its_point(kind: ActionType) -> None:
     (action,) = recorded(lambda context: getattr(context, kind.value)(nothing, scale=2), point, **backward)
     assert action.type is kind
     assert action.kwargs == {"scale": 2}
-    assert str(action) == f"{kind.value}(nothing)"
+    assert str(action) == f"{kind.value}({routine_name(nothing)})"
 
 
 @pytest.mark.parametrize("kind", list(ActionType))
@@ -346,3 +347,43 @@ def test_a_set_or_dict_of_frameworks_finds_a_namespace() -> None:
     assert {"pytorch": 1, "jax": 2}[namespace] == 1  # type: ignore[index]
     assert {namespace: 1}["pytorch"] == 1  # type: ignore[index]
     assert len({namespace, Namespace("pytorch/2.13.0/graph"), Namespace("pytorch/2.13.0/eager")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("get", "point", "remedy"),
+    [
+        (OpContext.get_outputs, BEFORE, "require_outputs=True"),
+        (OpContext.get_backward_op, BEFORE, "backward=True"),
+        (OpContext.get_grad_outputs, BEFORE, "backward=True"),
+        (OpContext.get_grad_inputs, BEFORE, "backward=True, require_outputs=True"),
+        (
+            OpContext.get_grad_inputs,
+            InstrumentationPoint.BEFORE_BACKWARD_OP,
+            "backward=True, require_outputs=True",
+        ),
+    ],
+)
+def test_what_is_not_there_yet_is_an_error_with_the_remedy(
+    get: Any, point: InstrumentationPoint, remedy: str
+) -> None:
+    backward = {"backward_op": ReluBackward, "backward_op_id": 99} if point.is_backward else {}
+    with pytest.raises(AmandaError, match=re.escape(f"{get.__name__} of ")) as error:
+        recorded(get, point, **backward)
+    assert f"add_inst_for_op(routine, {remedy})" in str(error.value)
+
+
+def test_the_type_of_a_backward_op_is_its_word_or_an_error() -> None:
+    backward = OpContext(facts(op_type="relu").at_backward(ReluBackward, 99, True), lambda *_: None)
+    assert backward.get_forward_op_type() == "relu"
+    with pytest.raises(AmandaError, match=r"get_op_type of .*, a backward op of relu: .*StandardMapping\(\)"):
+        backward.get_op_type()
+    backward["backward_type"] = "relu_backward"
+    assert backward.get_op_type() == "relu_backward"
+
+
+def test_a_context_tells_whether_the_op_has_run() -> None:
+    points: list[bool] = []
+    for point in InstrumentationPoint:
+        backward = {"backward_op": ReluBackward, "backward_op_id": 99} if point.is_backward else {}
+        recorded(lambda context: points.append(context.is_after()), point, **backward)
+    assert points == [False, True, False, True]

@@ -175,7 +175,7 @@ def test_without_the_cache_each_pass_through_a_graph_is_analysed_with_the_values
 def test_a_pass_without_the_cache_through_what_was_analysed_with_it_is_reported() -> None:
     analysed: list[str] = []
     tool = amanda.Tool()
-    tool.add_inst_for_op(lambda context: analysed.append(context.get_op_type()), backward=True)
+    tool.add_inst_for_op(lambda context: analysed.append(context.get_forward_op_type()), backward=True)
     with attached(FakeDriver), amanda.apply(tool) as scope:
         result = fake.relu(fake.tensor([3.0], requires_grad=True))
         result.backward()

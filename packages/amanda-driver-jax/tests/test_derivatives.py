@@ -74,7 +74,7 @@ def test_gradient_that_a_routine_changes_goes_on() -> None:
     tool = amanda.Tool()
 
     def double(context: amanda.OpContext) -> None:
-        if context.get_op_type() == "tanh":
+        if context.get_forward_op_type() == "tanh":
             context.insert_after_backward_op(lambda gradient: gradient * 2)
 
     tool.add_inst_for_op(double, backward=True)
@@ -91,7 +91,7 @@ def test_each_pass_of_one_backward_function_decides_for_itself() -> None:
     tool.factor = 2  # type: ignore[attr-defined]
 
     def double(context: amanda.OpContext) -> None:
-        if context.get_op_type() == "tanh":
+        if context.get_forward_op_type() == "tanh":
             context.insert_after_backward_op(
                 lambda gradient: gradient if tool.factor == 1 else gradient * tool.factor  # type: ignore[attr-defined]
             )

@@ -80,7 +80,7 @@ class Looking(amanda.Tool):
         self.add_inst_for_op(self.look, backward=True)
 
     def look(self, context: amanda.OpContext) -> None:
-        self.op_types.add(context.get_op_type())
+        self.op_types.add(context.get_forward_op_type())
         if context.is_backward():
             self.op_types.add(context.get_backward_op().__name__)
 

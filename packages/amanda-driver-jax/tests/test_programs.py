@@ -226,7 +226,7 @@ def test_run_goes_from_the_forward_to_the_backward_op_in_every_program(
             context.insert_after_op(after)
 
     def backward(context: Any) -> None:
-        if context.get_op_type() == "tanh":
+        if context.get_forward_op_type() == "tanh":
             context.insert_before_backward_op(lambda g, run: handed.append((run["sum"], run["done"])))
 
     tool.add_inst_for_op(forward)
@@ -360,7 +360,7 @@ def test_routines_of_a_backward_op_under_vmap_share_run_by_row(
         run["sum"] = float(np.sum(gradient))
 
     def analyse(context: Any) -> None:
-        if context.get_op_type() == "tanh":
+        if context.get_forward_op_type() == "tanh":
             context.insert_before_backward_op(before)
             context.insert_after_backward_op(lambda gradient, run: handed.append(run["sum"]))
 
@@ -378,7 +378,7 @@ def test_a_backward_op_is_replaced_in_every_program(program: Callable[..., Any],
     tool = amanda.Tool()
 
     def analyse(context: Any) -> None:
-        if context.get_op_type() == "tanh":
+        if context.get_forward_op_type() == "tanh":
             context.replace_backward_op(lambda gradient: gradient * 0)
 
     tool.add_inst_for_op(analyse, backward=True)

@@ -66,7 +66,7 @@ def test_a_tool_that_looks_leaves_each_bit_of_a_mapped_function(name: str) -> No
 @pytest.mark.parametrize("name", ["gradient", "gradient under jit"])
 def test_gradient_in_a_mapped_function_is_changed(name: str) -> None:
     def double(context: Any) -> None:
-        if context.get_op_type() == "tanh":
+        if context.get_forward_op_type() == "tanh":
             context.insert_after_backward_op(lambda gradient: gradient * np.float32(2))
 
     tool, bare = amanda.Tool(), PROGRAMS[name](X)

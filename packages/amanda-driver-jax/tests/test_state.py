@@ -166,7 +166,7 @@ class Within(amanda.Tool):
             self.add_inst_for_op(self.analyse, backward=True)
 
     def analyse(self, context: amanda.OpContext) -> None:
-        if context.get_op_type() == "tanh":
+        if context.get_forward_op_type() == "tanh":
             self.insert(context, self.scaled)
 
     def scaled(self, x: Any) -> Any:

@@ -27,7 +27,7 @@ class Seen(amanda.Tool):
 
     def see(self, context: amanda.OpContext) -> None:
         insert = context.insert_before_backward_op if context.is_backward() else context.insert_before_op
-        insert(lambda *_: self.executions.append((str(context.get_op_type()), *context.get_scopes())))
+        insert(lambda *_: self.executions.append((str(context.get_forward_op_type()), *context.get_scopes())))
 
 
 LAYER = keras.layers.Dense(3)

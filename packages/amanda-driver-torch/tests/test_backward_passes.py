@@ -37,7 +37,7 @@ def test_without_the_cache_each_pass_through_a_graph_is_analysed_with_the_values
     x, analysed, executed = leaf(1, 2), [], []
 
     def record(context: amanda.OpContext) -> None:
-        analysed.append((context.get_op_type(), context.get_inputs()[0].tolist()))
+        analysed.append((context.get_forward_op_type(), context.get_inputs()[0].tolist()))
         context.insert_before_backward_op(lambda *grads: executed.append(1), grad_outputs=[])
 
     tool = amanda.Tool()

@@ -165,7 +165,7 @@ class Everywhere(amanda.Tool):
         context.insert_after_op(self.routine)
 
     def _analyse_backward(self, context: amanda.OpContext) -> None:
-        op = context.get_backward_op().__name__, context.get_op_type(), context.get_backward_op_id()
+        op = context.get_backward_op().__name__, context.get_forward_op_type(), context.get_backward_op_id()
         context.insert_before_backward_op(lambda: self.backward.append(op), grad_outputs=[])
         context.insert_before_backward_op(self.routine)
         context.insert_after_backward_op(self.routine)
@@ -189,7 +189,7 @@ class At(amanda.Tool):
                                "replace_backward": context.replace_backward_op})  # fmt: skip
 
     def _insert(self, context: amanda.OpContext, points: dict[str, Callable[..., None]]) -> None:
-        if context.get_op_type() == self.op_type:
+        if context.get_forward_op_type() == self.op_type:
             for name in self.routines.keys() & points.keys():
                 points[name](self.routines[name])
 
@@ -428,7 +428,7 @@ def test_an_execution_hands_values_from_forward_to_backward() -> None:
                 context.insert_before_op(self.keep)
 
         def backward(self, context: amanda.OpContext) -> None:
-            if context.get_op_type() == "sin":
+            if context.get_forward_op_type() == "sin":
                 context.insert_before_backward_op(self.scale)
 
         def keep(self, x: Tensor, *, run: dict[str, Any]) -> None:

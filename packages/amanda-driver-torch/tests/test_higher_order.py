@@ -137,7 +137,7 @@ class Recorder(amanda.Tool):
         context.insert_after_op(self.copy if self.copies else self.observe)
 
     def analyse_backward(self, context: amanda.OpContext) -> None:
-        self.backward_ops.append((context.get_op_type(), context.get_backward_op().__name__))
+        self.backward_ops.append((context.get_forward_op_type(), context.get_backward_op().__name__))
 
     @amanda.observer
     def observe(self, *values: Any) -> None:

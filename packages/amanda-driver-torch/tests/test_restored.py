@@ -43,10 +43,10 @@ class Raising(amanda.Tool):
 
     def analyse(self, context: amanda.OpContext) -> None:
         self.count()
-        if context.is_forward() and context.get_outputs() is None:
+        if context.is_forward() and not context.is_after():
             context.insert_before_op(self.routine)
             context.insert_after_op(self.routine)
-        elif context.is_backward() and context.get_grad_inputs() is None:
+        elif context.is_backward() and not context.is_after():
             context.insert_before_backward_op(self.routine)
             context.insert_after_backward_op(self.routine)
 

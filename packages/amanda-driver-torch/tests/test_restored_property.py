@@ -64,10 +64,10 @@ class Trap(amanda.Tool):
             return
         op = context.get_op()
         if context.is_backward():
-            if context.get_grad_inputs() is None:
+            if not context.is_after():
                 context.insert_before_backward_op(self.same)
                 context.insert_after_backward_op(self.look)
-        elif context.get_outputs() is None:
+        elif not context.is_after():
             context.insert_before_op(self.same)
             if op.__name__ in REPLACEABLE:
                 context.replace_op(lambda *inputs: self.same(op(*inputs)))

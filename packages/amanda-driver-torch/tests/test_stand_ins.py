@@ -131,7 +131,7 @@ class Count(amanda.Tool):
             lambda c: c.insert_before_op(lambda *_: self.ops.append((c.get_op_type(), *c.get_scopes())))
         )
         self.add_inst_for_op(
-            lambda c: c.insert_before_backward_op(lambda *_: self.backward.append(c.get_op_type())),
+            lambda c: c.insert_before_backward_op(lambda *_: self.backward.append(c.get_forward_op_type())),
             backward=True,
         )
 

@@ -59,6 +59,74 @@ def test_a_model_runs_under_tools_by_its_name(tmp_path: Path) -> None:
     wrong = amanda_run(tmp_path, "flops", "torch:torch.nn:ReLU", status=2)
     assert "does not say what its inputs are: give --input-shape" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+    assert len(wrong.stderr.splitlines()) == 1
+
+
+FACTORY = """
+import torch
+
+table = torch.randn(8, 8) @ torch.randn(8, 8)
+
+
+def factory():
+    return torch.nn.Linear(8, 8), torch.randn(2, 8) * 2
+
+
+def misfit():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(9, 2))
+"""
+
+
+@pytest.mark.slow
+def test_only_the_run_of_a_model_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "tables.py").write_text(FACTORY)
+    amanda_run(tmp_path, "flops", "-o", "out", "torch:tables.py:factory")
+    rows = json.loads((tmp_path / "out" / "flops.json").read_text())["rows"]
+    assert [(row["type"], row["calls"]) for row in rows] == [("linear", 1)]
+    amanda_run(tmp_path, "--construction", "-t", "flops", "-o", "made", "--", "torch:tables.py:factory")
+    assert calls(tmp_path / "made" / "flops.json", "matmul") == 0
+    assert calls(tmp_path / "made" / "flops.json", "mul") == 1
+    misfit = amanda_run(tmp_path, "flops", "torch:tables.py:misfit", "--input-shape", "2,8", status=2)
+    first, second = misfit.stderr.splitlines()
+    assert first.startswith("amanda: torch:tables.py:misfit: Sequential, ")
+    assert "does not run on input (2, 8): RuntimeError" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "last"),
+    [
+        ("raise ValueError('early')", "ValueError: early"),
+        ("import torch\nraise ValueError('no op')", "ValueError: no op"),
+        ("import sys\nsys.exit('usage: wrong')", "usage: wrong"),
+        ("import argparse\nparser = argparse.ArgumentParser()\nparser.parse_args(['--x'])",
+         "train.py: error: unrecognized arguments: --x"),
+    ],
+)  # fmt: skip
+def test_nothing_follows_the_error_of_a_program(script: Path, program: str, last: str) -> None:
+    script.write_text(program)
+    run = children.run([*RUN, "flops", "train.py"], cwd=script.parent)
+    assert run.returncode
+    assert run.stderr.splitlines()[-1] == last
+    assert "was executed" not in run.stderr
+
+
+@pytest.mark.slow
+def test_the_first_nan_is_printed_when_it_comes(script: Path) -> None:
+    script.write_text(
+        "import sys\nimport torch\n"
+        "for step in range(3):\n"
+        "    torch.log(torch.tensor([1.0 - 2 * (step == 1)]))\n"
+        "    print('step', step, file=sys.stderr, flush=True)\n"
+    )
+    lines = amanda_run(script.parent, "nan", "train.py").stderr.splitlines()
+    place = f"First NaN: log (forward), {script}:4, step 1"
+    told = f"{place}: output has 1 NaN of 1; input 0 was float32 1: -1 to -1, "
+    assert lines[0] == "step 0"
+    assert lines[1].startswith(f"amanda: {told}")
+    assert lines[2:4] == ["step 1", "step 2"]
+    assert lines[4].startswith("First NaN: log (forward), ")
+    assert "amanda" not in amanda_run(script.parent, "-q", "-t", "nan", "train.py").stderr
 
 
 @pytest.fixture
@@ -110,7 +178,9 @@ def test_an_exception_is_told_as_it_is_and_results_are_saved(script: Path) -> No
     plain = children.run([sys.executable, "train.py"], cwd=script.parent)
     run = amanda_run(script.parent, "-t", "flops", "-t", "nan", "-o", "out", "train.py", status=1)
     assert plain.stderr
-    assert run.stderr.startswith(plain.stderr)
+    # The error is what the reader sees last.
+    assert run.stderr.endswith(plain.stderr)
+    assert "calls   MACs" in run.stderr
     assert calls(script.parent / "out" / "flops.json", "linear") == 2
     assert (script.parent / "out" / "nan.json").exists()
 

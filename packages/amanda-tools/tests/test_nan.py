@@ -328,7 +328,9 @@ def test_nan_that_comes_in_is_told_before_all_others() -> None:
     tool = look(lambda: torch.log(-model(x.view(2, 4)).nan_to_num().abs() - 1))
     assert [entry.what for entry in tool.result.entered] == ["input 0 of linear"]
     assert [entry.type for entry in tool.result.findings] == ["log"]
-    assert tool.result.sentence.startswith("First NaN: input 0 of linear has 3 NaN of 8, read in 0 (forward), ")
+    assert tool.result.sentence.startswith(
+        "First NaN: input 0 of linear has 3 NaN of 8, read in 0 (forward), "
+    )
     assert tool.result.rows()[0][0] == "input 0 of linear"
     with torch.no_grad():
         model[1].weight[0, 0] = float("nan")

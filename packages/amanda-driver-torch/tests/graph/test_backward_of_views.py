@@ -19,13 +19,13 @@ class Counted(amanda.Tool):
         self.add_inst_for_op(self.analyse, backward=True)
 
     def analyse(self, context: amanda.OpContext) -> None:
-        name = context.get_op_type(), context.get_backward_op().__name__
+        name = context.get_forward_op_type(), context.get_backward_op().__name__
 
         @amanda.observer
         def count(*_: Any) -> None:
             self.runs[name] += 1
 
-        if context.get_op_type() != "sum":  # outside of the graph
+        if context.get_forward_op_type() != "sum":  # outside of the graph
             context.insert_after_backward_op(count, grad_inputs=[] if self.alone else None)
 
 

@@ -181,7 +181,7 @@ def routine_name(routine: Any) -> str:
     if qualified_name is None:
         return f"{type(routine).__name__} object"
     # "<lambda>.<locals>.<lambda>" says nothing of which of the lambdas it is.
-    name = qualified_name.rpartition("<locals>.")[2].replace("<lambda>", "lambda")
+    name = str(qualified_name).rpartition("<locals>.")[2].replace("<lambda>", "lambda")
     code = getattr(function, "__code__", None)
     if code is None or str(getattr(function, "__module__", "")).startswith("amanda."):
         return name

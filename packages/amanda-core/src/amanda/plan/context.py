@@ -92,7 +92,23 @@ class OpContext(dict[str, Any]):
         """Return the framework's own name for what the op computes, one for all its spellings.
 
         PyTorch: "add" for `a + b`, `torch.add` and `Tensor.__radd__`.  TensorFlow: the operation's type.
+        For a backward op: the word that tables show, `context["backward_type"]` of StandardMapping, such as
+        "linear_backward".  Raises AmandaError for a backward op where no StandardMapping has written it.
         """
+        if self.is_forward():
+            return self._facts.op_type
+        word = self.get("backward_type")
+        if word is None:
+            forward_type = self._facts.op_type
+            raise AmandaError(
+                f"get_op_type of {self._facts.name}, a backward op of {forward_type}: frameworks have no "
+                "type for it; depend on StandardMapping(), which gives it a word such as "
+                f'"{forward_type}_backward", or read get_backward_op().__name__, or get_forward_op_type()'
+            )
+        return str(word)
+
+    def get_forward_op_type(self) -> str:
+        """Return the framework's own name for what the forward op computes, also in the backward pass."""
         return self._facts.op_type
 
     def get_op_id(self) -> int:
@@ -138,13 +154,20 @@ class OpContext(dict[str, Any]):
         return sample_count(self.get_input_shapes()) if self.is_eager() else self._facts.samples
 
     def get_outputs(self) -> list[Any] | None:
-        """Return the op's outputs; None before it has run."""
+        """Return the op's outputs.
+
+        Raises AmandaError in an analysis routine that runs before the op; `is_after` tells.
+        """
         if self._facts.outputs is None and not self._facts.dropped:
+            if self.is_forward():
+                self._check_point("get_outputs", is_backward=False, is_after=True)
             return None
         return self._require_values(self._facts.outputs, "outputs")
 
     def get_backward_op(self) -> Any:
-        """Return the backward op; None in the forward pass."""
+        """Return the backward op.  Raises AmandaError in an analysis routine of the forward pass."""
+        if self._facts.backward_op is None:
+            self._check_point("get_backward_op", is_backward=True)
         return self._facts.backward_op
 
     def get_backward_op_id(self) -> int | None:
@@ -161,16 +184,36 @@ class OpContext(dict[str, Any]):
     def get_grad_outputs(self) -> list[Any] | None:
         """Return the gradients of the forward op's outputs, which enter the backward op.
 
-        None in the forward pass.
+        Raises AmandaError in an analysis routine of the forward pass.
         """
+        if self._facts.grad_outputs is None:
+            self._check_point("get_grad_outputs", is_backward=True)
         return self._facts.grad_outputs
 
     def get_grad_inputs(self) -> list[Any] | None:
         """Return the gradients of the forward op's inputs, which leave the backward op.
 
-        None before the backward op has run.
+        Raises AmandaError in an analysis routine of the forward pass, or before the backward op.
         """
+        if self._facts.grad_inputs is None:
+            self._check_point("get_grad_inputs", is_backward=True, is_after=True)
         return self._facts.grad_inputs
+
+    def _check_point(self, method: str, is_backward: bool, is_after: bool = False) -> None:
+        """Raise AmandaError if an analysis routine runs at a point at which a method has nothing to give."""
+        point = self._point
+        # Outside of analysis, as in a context that a tool keeps, nothing is known to be too early.
+        if point is None or (point.is_backward == is_backward and (point.is_after or not is_after)):
+            return
+        options = [
+            name for name, needed in (("backward", is_backward), ("require_outputs", is_after)) if needed
+        ]
+        when = f"{'backward' if point.is_backward else 'forward'} pass"
+        raise AmandaError(
+            f"{method} of {self._facts.name} has nothing to give to an analysis routine "
+            f"{'after' if point.is_after else 'before'} the op in the {when}; register the routine with "
+            f"add_inst_for_op(routine, {', '.join(f'{name}=True' for name in options)})"
+        )
 
     def get_scope(self) -> str:
         """Return the path of the module that calls the op ("layer1.0.conv1"), or the graph's name scope."""
@@ -194,7 +237,7 @@ class OpContext(dict[str, Any]):
         "" where no tensor has one yet: frameworks place the ops of a graph when it runs.
         Raises AmandaError when the values were dropped, as `get_inputs` does.
         """
-        values = [*self.get_inputs(), *(self.get_outputs() or ())]
+        values = [*self.get_inputs(), *(self._facts.outputs or ())]
         return next((name for name in map(self._facts.device_of, spread(values)) if name), "")
 
     def get_attrs(self) -> dict[str, Any]:
@@ -256,6 +299,10 @@ class OpContext(dict[str, Any]):
     def is_backward(self) -> bool:
         """Return True for the context of a backward op."""
         return not self.is_forward()
+
+    def is_after(self) -> bool:
+        """Return True in an analysis routine that runs after the op, where its outputs are known."""
+        return self._point is not None and self._point.is_after
 
     def is_eager(self) -> bool:
         """Return True if the op runs when the program calls it, False for an op of a graph."""

@@ -88,7 +88,7 @@ class _Witness(Tool):
 
     def analyse_backward(self, context: OpContext) -> None:
         """Insert a routine before the backward op."""
-        if context.get_op_type() == self.exercise.backward_op_type:
+        if context.get_forward_op_type() == self.exercise.backward_op_type:
             self.events.add(_BACKWARD[0])
             context.insert_before_backward_op(self.before_backward)
 

@@ -27,7 +27,7 @@ class Exercise(NamedTuple):
     """A small program by which a driver shows that it serves the version of its framework that runs.
 
     run: executes one op, and its backward op where the mode has any; returns the op's result, then the
-    gradient, as numbers.  op_type, backward_op_type: types of the two, as tools see them; "" for none.
+    gradient, as numbers.  op_type, backward_op_type: forward types of the two; "" for none.
     """
 
     run: Callable[[], Sequence[float]]

@@ -215,7 +215,7 @@ class Scaling(Tool):
 
     def analyse(self, context: OpContext) -> None:
         """Insert the routine at the sample's op."""
-        if context.get_op_type() == self.sample.op:
+        if context.get_forward_op_type() == self.sample.op:
             self.sample.insert(context, self.routine())
 
     def routine(self) -> Callable[..., Any]:

@@ -80,7 +80,9 @@ def check_number(value: Any, evaluate: Any, error: type[AmandaError], name: str 
     try:
         number = float(value.item() if hasattr(value, "item") else value)
     except (RuntimeError, TypeError, ValueError) as reason:  # torch's own, for several numbers
-        raise error(f"{routine_name(evaluate)} gave {value!r}; give a number, such as an accuracy") from reason
+        raise error(
+            f"{routine_name(evaluate)} gave {value!r}; give a number, such as an accuracy"
+        ) from reason
     if name and not isfinite(number):
         raise ValueError(f"{name} is {number}")
     return number

@@ -242,7 +242,7 @@ class VariableSlices:
 
     def follow(self, context: amanda.OpContext) -> None:
         """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
-        name = context.get_op_type()
+        name = context.get_forward_op_type()
         if name not in _SELECTIONS | _FOLLOWED or not context.namespace.matches("tensorflow/*/eager"):
             return
         inputs = context.get_inputs()

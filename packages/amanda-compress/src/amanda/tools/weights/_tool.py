@@ -306,7 +306,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         # Only here, where a weight is selected: NumPy or ONNX Runtime beside the model are not a mistake.
         if self.framework and not context.namespace.matches(self.framework.lower()):
             raise self.error(
-                f"{type(self).__name__} is for {self.framework}; {context.get_op_type()} is of "
+                f"{type(self).__name__} is for {self.framework}; {context.get_forward_op_type()} is of "
                 f"{context.namespace[0]}"
             )
         if context.is_static():

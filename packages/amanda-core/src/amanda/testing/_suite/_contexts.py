@@ -152,7 +152,13 @@ class ContextTests(
     def test_outputs_are_known_after_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0])
         outputs: list[Any] = []
-        before = tool(lambda context: outputs.append(context.get_outputs()), sample.name("relu"))
+
+        def ask_early(context: OpContext) -> None:
+            with pytest.raises(AmandaError, match="require_outputs=True"):
+                context.get_outputs()
+            outputs.append(None)
+
+        before = tool(ask_early, sample.name("relu"))
         after = tool(
             lambda context: outputs.append(context.get_outputs()), sample.name("relu"), require_outputs=True
         )

@@ -53,7 +53,7 @@ def dtype(value: Any) -> str | None:
 
 def _describe_op(context: OpContext) -> None:
     """Write the keys of StandardMapping that forward and backward ops share."""
-    name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
+    name, inputs, attributes = context.get_forward_op_type(), context.get_inputs(), context.get_attrs()
     kind, weight, layout, weight_layout = WORDS.get(name, name), None, None, None
     if name == "dot_general":
         kind, weight, weight_layout = _describe_product(context, inputs, attributes["dimension_numbers"])
@@ -126,7 +126,7 @@ def _weight_grad_index(context: OpContext) -> int | None:
     index = context["weight_index"]
     if index is None:
         return None
-    grads = context.get_grad_inputs()
+    grads = context.get_grad_inputs() if context.is_after() else None
     try:
         extents = shape(context.get_inputs()[index])
     except AmandaError:

@@ -61,7 +61,7 @@ def _in_optimizer() -> bool:
 
 def _describe_op(context: OpContext) -> None:
     """Write the keys that describe an op."""
-    name, inputs = context.get_op_type(), context.get_inputs()
+    name, inputs = context.get_forward_op_type(), context.get_inputs()
     # An operator in place has the word of the operator; `in_place` tells them apart.
     base_name = name.removeprefix("inplace_")
     base_name = base_name.removesuffix("_") if not base_name.endswith("__") else base_name
@@ -142,7 +142,7 @@ def _weight_grad_index(context: OpContext) -> int | None:
     index, kind = context["weight_index"], context["type"]
     if index is None or context["backward_type"] != f"{kind}_backward":
         return None
-    grads = context.get_grad_inputs()
+    grads = context.get_grad_inputs() if context.is_after() else None
     if grads is None:
         return int(index)
     try:

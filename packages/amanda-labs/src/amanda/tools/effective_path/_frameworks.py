@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def jax_rule_key(context: amanda.OpContext) -> str:
     """Return the key of an op's rule: a product over axes of any order is an einsum."""
     op_word: str = context["type"]
-    return "einsum" if context.get_op_type() == "dot_general" and op_word != "linear" else op_word
+    return "einsum" if context.get_forward_op_type() == "dot_general" and op_word != "linear" else op_word
 
 
 def jax_attributes(context: amanda.OpContext) -> Mapping[str, Any]:
     """Return the parameters of a primitive; those of dot_general with its einsum equation."""
     parameters = context.get_attrs()
-    if context.get_op_type() != "dot_general":
+    if context.get_forward_op_type() != "dot_general":
         return parameters
     ranks = [len(tensor.shape) for tensor in context.get_inputs()]
     return {**parameters, "equation": _dot_equation(ranks, *parameters["dimension_numbers"])}
@@ -414,7 +414,7 @@ def _decode_text(value: Any) -> str:
 
 def _onnx_rule_key(context: amanda.OpContext) -> str:
     """Return the key of a node's rule: its word, or its type if the node computes more than the word says."""
-    name, inputs = context.get_op_type(), context.get_inputs()
+    name, inputs = context.get_forward_op_type(), context.get_inputs()
     # A fused or quantised op computes more than its word says, and a rule for the word would be wrong.
     keeps_own_type = name in _FUSED_TYPES or name.startswith("QLinear") or name.endswith("Integer")
     if name == "Gemm":

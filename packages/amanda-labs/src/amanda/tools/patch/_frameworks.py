@@ -81,7 +81,7 @@ def _write_defaults(context: amanda.OpContext) -> None:
 
 def _write_pytorch_point(context: amanda.OpContext) -> None:
     """Write side and index of the point that an op of this package is."""
-    if context.get_op_type() in ("amanda_tools::point", "amanda_tools::copied_point"):
+    if context.get_forward_op_type() in ("amanda_tools::point", "amanda_tools::copied_point"):
         attributes = context.get_attrs()
         context["point"] = SIDES[attributes["side"]], attributes["index"]
 
@@ -89,7 +89,7 @@ def _write_pytorch_point(context: amanda.OpContext) -> None:
 def _write_tensorflow_point(context: amanda.OpContext) -> None:
     """Write the point that an Identity is, by its name or by the point under way."""
     context["reaches_values"] = context.is_eager()
-    if context.get_op_type() == "Identity":
+    if context.get_forward_op_type() == "Identity":
         match = _NAME.search(getattr(context.get_op(), "name", None) or "")
         context["point"] = (match[1], int(match[2])) if match else _current.point
 

@@ -80,7 +80,7 @@ class StepWatcher(amanda.Tool):
     @_counts_time
     def _instrument_forward(self, context: amanda.OpContext) -> None:
         """Insert the routines that check a forward op, and note the paths of its parameters."""
-        if context.get_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
+        if context.get_forward_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
             context.insert_after_op(self._note_overflow, outputs=[], flag=context.get_inputs()[1])
         # In-place updates cannot run again, and the next forward pass reads their results.
         if context["phase"] in ("optimizer", "construction"):

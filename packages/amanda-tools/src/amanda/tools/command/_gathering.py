@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ class Gathering:
         self._label = label
         # Several roots that know nothing of each other save under names of their own.
         self._suffix = "" if label.partition(".")[0] == "main" or handed.together else label
+
+    def silence(self) -> None:
+        """Print no results."""
+        self._handed = replace(self._handed, quiet=True)
 
     def leave(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
         """Save this process's results, and write them into a file for the root process; return its path.

@@ -51,7 +51,7 @@ class Session:
         # Before the scope opens, so that no analysed op is missed.
         plugin_manager().register(self)
         self._begin()
-        show_program_alone()
+        show_program_alone(before=self._process.fail)
         before_exec(self._leave_before_exec)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)  # after the core leaves it
@@ -111,11 +111,30 @@ class Session:
         # After a fork the scope is that of the parent until the child has made tools of its own.
         return self._pid != os.getpid() or self._scope.closed
 
-    def finish(self) -> None:
-        """Close the scope once; write the results for the root process, or print those of all processes."""
+    @classmethod
+    def present(cls) -> Session | None:
+        """Return the session of this process; None outside of `amanda run`."""
+        return next((plugin for plugin in plugin_manager().get_plugins() if isinstance(plugin, cls)), None)
+
+    @property
+    def sees_construction(self) -> bool:
+        """True if tools see the ops that construct models too."""
+        return self._handed.construction
+
+    def silence(self) -> None:
+        """Print no results, of a program that has failed and says why."""
+        self._gathering.silence()
+
+    def finish(self, failed: bool = False) -> None:
+        """Close the scope once; write the results for the root process, or print those of all processes.
+
+        failed: whether an error ends the program, which then need not be told that it executed no op.
+        """
         if self._is_closed():
             return
         try:
+            if failed and not self._saw_op:
+                self.silence()
             if self._saving is not None:
                 self._saving.end()
             # No longer than that: it may wait for a routine that the signal has interrupted here.
@@ -332,13 +351,19 @@ _TOOLS = tuple(f"{home}tools/" for home in _HOMES)
 _CALL_OF_OP = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
 
 
-def show_program_alone() -> None:
-    """Remove Amanda's frames from the tracebacks of exceptions that nothing caught."""
+def show_program_alone(before: Callable[[], None]) -> None:
+    """Remove Amanda's frames from the tracebacks of exceptions that nothing caught.
+
+    before: called before the traceback that ends the program, which is the last that it prints.
+    """
     previous_hook = sys.excepthook
     previous_thread_hook = threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         strip(error)
+        # A program that calls the hook itself goes on, and so does a prompt after each error.
+        if sys._getframe().f_back is None and not hasattr(sys, "ps1"):
+            before()
         previous_hook(kind, error, error.__traceback__)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:

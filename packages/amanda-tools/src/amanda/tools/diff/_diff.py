@@ -61,7 +61,7 @@ def diff(
     others.  None is "module" for different frameworks, and for TensorFlow's eager mode against its graphs;
     otherwise "op".  The result names the choice.
 
-    compiled: for functions, as in `amanda.apply`.  "instrument" compares compiled code and the returned values;
+    compiled: for functions, as in `amanda.apply`.  "instrument" compares compiled code and returned values;
     the result says if a function returns other numbers without a tool.  "eager" runs compiled callables op
     by op, and the result says so.  None is "instrument" for a function that calls compiled callables.
 
@@ -239,8 +239,8 @@ def _check_module(run: Run, name: str) -> None:
 @click.option(
     "--compiled",
     type=click.Choice(["eager", "instrument"]),
-    help="Run compiled callables of PyTorch compiled, with tools inside (instrument, the default), or op by op "
-    "(eager).",
+    help="Run compiled callables of PyTorch as compiled code with tools inside (instrument, the default), "
+    "or op by op (eager).",
 )
 @save_option(".html", ".json", ".csv", ".txt", ".zip")
 @limit_option

@@ -32,8 +32,10 @@ def expected_errors(run: Run, control: Run) -> Expected:
         error = comparison.relative
         if is_wider:
             # A dump lacks the gradients that a backward op reads: any error before it may be theirs.
-            read = largest if comparison.phase == "backward" else _error_of_inputs(
-                comparing, comparing.matches[pair[0].op, pair[0].execution]
+            read = (
+                largest
+                if comparison.phase == "backward"
+                else _error_of_inputs(comparing, comparing.matches[pair[0].op, pair[0].execution])
             )
             error = max(min(error, _explained(comparison, read)), _rounding(comparison.dtypes[0]))
         expected[pair[0].op, pair[0].execution] = error

@@ -203,8 +203,9 @@ _REPEATED = frozenset({"pytorch", "onnxruntime"})
 class RecordedRuns:
     """The runs a and b, which are recorded in a folder where they are programs.
 
-    compiled: as in `amanda.apply`; with None a function that calls compiled callables runs once more as compiled
-    code.  remarks: sentences on how they ran.  recorded: runs by "a", "b" and, if there is one, "control".
+    compiled: as in `amanda.apply`; with None a function that calls compiled callables runs once more, as
+    compiled code.  remarks: sentences on how the runs ran.  recorded: runs by "a", "b" and, if there is one,
+    "control".
     failure: the op of b that fails where it is compiled, and the failure in words.
     Raises AmandaError for inputs without a function to call.
     """
@@ -249,7 +250,9 @@ class RecordedRuns:
             if label == "b":
                 raise
             line = str(error).strip().partition("\n")[0]
-            self.remarks.append(f"Compiled code of a does not run under tools: {type(error).__name__} ({line})")
+            self.remarks.append(
+                f"Compiled code of a does not run under tools: {type(error).__name__} ({line})"
+            )
             return eager_run
         self._programs["ab".index(label)] = program
         return run

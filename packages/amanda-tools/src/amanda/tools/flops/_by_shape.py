@@ -117,9 +117,9 @@ class ShapeCounts(amanda.ShapeTally):
         # A cost of gradients is decided by the shapes of the forward op as well, so a backward op counts all
         # four sides.
         self._builders = builders if forward is None else [*forward._builders, *builders]
-        names = (context.get_op_type(), context["type"], context["in_place"])
+        names = (context.get_forward_op_type(), context["type"], context["in_place"])
         op_key = names if forward is None else forward.key
-        node = getattr(context.get_backward_op(), "__name__", "")
+        node = "" if forward is None else context.get_backward_op().__name__
         is_view = context["is_view"]((), ())
         view_or_type = is_view if forward is None else context["backward_type"]
         # Ops with equal keys share their costs and, at one op id, their counts: whatever decides a cost is in

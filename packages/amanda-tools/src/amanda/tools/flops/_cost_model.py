@@ -47,7 +47,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
     context["inside"] = costs_inside
-    context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_op_type()
+    context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_forward_op_type()
     # Attributes of a tensor subclass may run code of the program.
     with DisableTorchFunction():
         tensors = torch_tensors(inputs)

@@ -288,7 +288,7 @@ def may_run_again(context: amanda.OpContext) -> bool:
     graph = getattr(getattr(context.get_op(), "_function", None), "inlined_graph", None)
     if graph is not None:
         return all(map(_is_repeatable, _nodes(graph)))
-    return _is_dispatched(f"aten::{context.get_op_type()}")
+    return _is_dispatched(f"aten::{context.get_forward_op_type()}")
 
 
 def _is_dispatched(name: str) -> bool:

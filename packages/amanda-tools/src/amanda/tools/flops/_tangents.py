@@ -85,7 +85,7 @@ def _cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
         visited = max((size(shape) for shape in extents), default=0)
         sizes = [max(size(shape), visited) for shape in shapes]
         return Cost(0, sum(n * count for n, count in zip(sizes, _tangents(components), strict=True)))
-    if _LINEAR.fullmatch(context.get_op_type()):
+    if _LINEAR.fullmatch(context.get_forward_op_type()):
         return Cost(macs, place.flops).part(sum(_tangents(components)))
     return None
 

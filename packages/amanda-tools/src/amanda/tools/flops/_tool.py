@@ -152,7 +152,7 @@ class FlopsTool(amanda.Tool):
         """Compute the cost of an op, and insert the routine that counts its executions."""
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
-        names = (context.get_op_type(), context["type"])
+        names = (context.get_forward_op_type(), context["type"])
         context["complex_products"] = self._model.complex_products(context)
         is_eager, is_known = context.is_eager(), has_shapes(names, shapes)
         # The cheapest way: one counter of shapes, and no analysis when shapes change.
@@ -174,7 +174,7 @@ class FlopsTool(amanda.Tool):
             place.estimate = shapes.estimate
             within = self._model.inside(context)
             cost = within.forward if within and not within.unknown else None
-        if self._calls_counted_ops(context, context.get_op_type()):
+        if self._calls_counted_ops(context, context.get_forward_op_type()):
             place.estimate = 0
             # A function in Python whose inner ops are counted costs nothing itself: it would count twice.
             is_apart = cost is None or context["is_function"] or any(remarks_on_packed_inputs(context))
@@ -244,7 +244,7 @@ class FlopsTool(amanda.Tool):
     def _place_at_shapes(self, context: ShapedContext, shapes: tuple[Any, ...]) -> OpCost:
         """Return the place that counts executions with the shapes of a context."""
         op = shapes_of(context, context.get_inputs(), context.get_outputs())
-        return self._place_with_cost(context, (context.get_op_type(), context["type"]), op)
+        return self._place_with_cost(context, (context.get_forward_op_type(), context["type"]), op)
 
     def _place_with_cost(
         self, context: ShapedContext | amanda.OpContext, names: tuple[str, str], shapes: Shapes
@@ -277,7 +277,7 @@ class FlopsTool(amanda.Tool):
             context.insert_after_backward_op(count, place=place, context=context, key=key)
             return
         is_function = kind == f"{context['type']}_backward" and context["is_function"]
-        name = f"{context.get_op_type()}_backward"
+        name = f"{context.get_forward_op_type()}_backward"
         context["is_composite"] = is_function and self._calls_counted_ops(context, name)
         forward = context.get("by_shape", context.get("as_analysed"))
         if forward is not None:
@@ -335,7 +335,7 @@ class FlopsTool(amanda.Tool):
     def _cost_of_skipped_op(self, context: amanda.OpContext) -> Cost | None:
         """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
         shapes = shapes_of(context, context.get_inputs(), context.get_outputs() or [])
-        names = (context.get_op_type(), context["type"])
+        names = (context.get_forward_op_type(), context["type"])
         products = context["complex_products"] = self._model.complex_products(context)
         if not shapes.are_known:
             return None

@@ -250,9 +250,10 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
 
 def drop_absent_weight_gradient(context: OpContext) -> None:
     """Set `weight_grad_index` to None if this pass made no gradient in the weight's shape."""
-    index, grads = context.get("weight_grad_index"), context.get_grad_inputs()
-    if index is None or grads is None:
+    index = context.get("weight_grad_index")
+    if index is None or not context.is_after():
         return
+    grads = context.get_grad_inputs() or []
     gradient = grads[index] if index < len(grads) else None
     gradient_extents, (extents, _) = context["shape"](gradient), _weight_extents(context)
     if gradient is None or not (

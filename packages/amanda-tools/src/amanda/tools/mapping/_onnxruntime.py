@@ -84,7 +84,7 @@ def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of ONNX Runtime, which has no backward pass."""
     if "shape" in context:
         return
-    name, inputs = context.get_op_type(), context.get_inputs()
+    name, inputs = context.get_forward_op_type(), context.get_inputs()
     kind = context["type"] = _op_word(context, name, inputs)
     weight = _weight_index(context, kind, name, inputs)
     context["in_place"] = False

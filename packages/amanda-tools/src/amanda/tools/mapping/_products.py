@@ -80,7 +80,7 @@ def product_of(context: OpContext) -> Product | None:
     context: with the `type` that StandardMapping writes.
     """
     # The framework's name first: one word may have other positions in another framework.
-    return _BY_NAME.get(context.get_op_type()) or PRODUCTS.get(context["type"])
+    return _BY_NAME.get(context.get_forward_op_type()) or PRODUCTS.get(context["type"])
 
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([123])d")
@@ -153,7 +153,7 @@ def _product_axes(context: OpContext, index: int) -> str | None:
     """Return the axes of a matrix that is a factor of a product; None of more axes, and of other ops."""
     kind, extents = context["type"], context["shape"](context.get_inputs()[index])
     # Only ONNX' Gemm says by an attribute whether a linear layer transposes.
-    if kind == "linear" and context.get_op_type() != "Gemm":
+    if kind == "linear" and context.get_forward_op_type() != "Gemm":
         return "OI"
     if kind not in MATRIX_PRODUCTS or (kind != "linear" and (extents is None or len(extents) != 2)):
         return None

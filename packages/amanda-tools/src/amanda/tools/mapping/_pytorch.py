@@ -173,7 +173,7 @@ def _is_opaque(tensor_class: Any) -> bool | None:
 
 def _describe_op(context: OpContext) -> None:
     """Write the keys of an op that hold in its forward and backward pass."""
-    name = context.get_op_type()
+    name = context.get_forward_op_type()
     inputs = context.get_inputs()
     in_place = name.endswith("_") and not name.endswith("__")
     kind = word(name.removesuffix("_") if in_place else name)

@@ -117,7 +117,7 @@ def _makes_a_model(context: OpContext) -> bool:
 
 def _describe_op(context: OpContext) -> None:
     """Write the keys of an op that hold in its forward and backward pass."""
-    name, inputs, attributes = context.get_op_type(), context.get_inputs(), context.get_attrs()
+    name, inputs, attributes = context.get_forward_op_type(), context.get_inputs(), context.get_attrs()
     kind = WORDS.get(name, name)
     # Gather is an embedding only if it reads a table that is trained.
     if name in ("GatherV2", "Gather") and is_parameter(context, inputs, 0):

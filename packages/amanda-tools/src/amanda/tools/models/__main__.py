@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
 
 import click
 
+import amanda
+from amanda.errors import AmandaError
 from amanda.tools.command import exit_status
+from amanda.tools.command._session import Session
 from amanda.tools.models import made
 
 
@@ -21,10 +26,20 @@ from amanda.tools.models import made
 @click.option("--steps", default=1, type=click.IntRange(min=1), help="Number of runs.")
 def command(model: str, shapes: Sequence[str], backward: bool, device: str, steps: int) -> int:
     """Run a model, with random weights unless a file or a checkpoint has them, on random inputs."""
-    subject = made(model, shapes, backward, device)
-    sys.stderr.write(f"amanda: {subject}\n")
-    for _ in range(steps):
-        subject.run()
+    import_module("amanda.tools.models._loaders")  # at which the scope opens, ahead of `disabled`
+    session = Session.present()
+    try:
+        # What is executed to make the model and its inputs is no part of its run.
+        with nullcontext() if session is not None and session.sees_construction else amanda.disabled():
+            subject = made(model, shapes, backward, device)
+        sys.stderr.write(f"amanda: {subject}\n")
+        for _ in range(steps):
+            subject.run()
+    except AmandaError:
+        # Results of a part of the run would follow the error.
+        if session is not None:
+            session.silence()
+        raise
     return 0
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import amanda
 from amanda.errors import AmandaError, did_you_mean
 from amanda.options import Name, checked
 from amanda.tools.libraries import numpy as np
@@ -169,7 +170,8 @@ def _split_options(text: str) -> tuple[str, dict[str, Any]]:
 def library(name: str, word: str) -> Any:
     """Import a library that a model needs; raise ModelError where it is absent or broken."""
     try:
-        return import_module(name)
+        with amanda.disabled():  # a library may compute something as it is imported
+            return import_module(name)
     except Exception as error:  # a binary that does not fit raises other errors than ImportError
         # Another name would be of a package that the library itself needs.
         if isinstance(error, ModuleNotFoundError) and error.name == name:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from amanda.tools.nan._floats import Summary
 from amanda.tools.results import Column, Result, check_schema, made_of, shortened
 
-
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
 
@@ -64,7 +63,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The op, its module, line and step, how much of its output is NaN or Inf, and what its inputs were."""
+        """The op, its module, line and step, how much it gave of NaN or Inf, and what its inputs were."""
         op_text = _op_text(self.type, self.module, self.phase, self.source, self.step)
         inputs = [f"input {i} was {summary}" for i, summary in self.inputs.items()]
         more = [f"{len(inputs) - _NAMED:,} more inputs"] if len(inputs) > _NAMED else []
@@ -86,7 +85,7 @@ class Entered:
     """An input or a parameter that has NaN which no instrumented op produced.
 
     what: "input 0 of linear", "parameter encoder.weight".  phase to execution: of the first op that read it.
-    step: number of the step, from 0.  is_consequence: True if an earlier NaN may have come there by an update.
+    step: number of the step, from 0.  is_consequence: True if an update may have brought it an earlier NaN.
     """
 
     what: str
@@ -182,8 +181,9 @@ class NanResult(Result):
     def _origins(self) -> list[Finding | Entered]:
         """Return the ops and tensors at which NaN or Inf begins, in the order of execution; each op once."""
         origins: dict[tuple[str, ...], Finding | Entered] = {}
-        beginnings = [*(entry for entry in self.entered if not entry.is_consequence), *self.findings]
-        for origin in sorted(beginnings, key=lambda origin: origin.execution):
+        beginnings: list[Finding | Entered] = [entry for entry in self.entered if not entry.is_consequence]
+        beginnings += self.findings
+        for origin in sorted(beginnings, key=lambda beginning: beginning.execution):
             name = origin.what if isinstance(origin, Entered) else f"{origin.type} {origin.makes_nan}"
             key = origin.phase, name, origin.module, origin.source
             first = origins.setdefault(key, origin)
@@ -200,8 +200,8 @@ class NanResult(Result):
             (origin.what, origin.module, "", origin.summary.values_text, origin.step, 1, origin.source,
              origin.phase, origin.execution)
             if isinstance(origin, Entered) else
-            (origin.type, origin.module, _values_text(origin.outputs), _values_text(origin.inputs), origin.step,
-             origin.times, origin.source, origin.phase, origin.execution)
+            (origin.type, origin.module, _values_text(origin.outputs), _values_text(origin.inputs),
+             origin.step, origin.times, origin.source, origin.phase, origin.execution)
             for origin in self._origins()
         ]  # fmt: skip
 
@@ -249,7 +249,9 @@ class NanResult(Result):
             first_step = min(entry.step for entry in later)
             notes.append(f"{noun} NaN after it, from step {first_step:,}: {', '.join(names[:_NAMED])}{more}.")
         if self:
-            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs" * bool(self.passed_on)
+            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs" * bool(
+                self.passed_on
+            )
             notes.append(f"{self.executions:,} ops ran{passed_on}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):

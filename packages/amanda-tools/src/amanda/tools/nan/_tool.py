@@ -355,7 +355,7 @@ class NanTool(amanda.Tool):
         self._packed[remark] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
-        """Keep a finding up to the limit, or defer it; log the first; raise NotFiniteError if the tool stops."""
+        """Keep or defer a finding, and log the first; raise NotFiniteError if the tool stops."""
         if self._scaled.defer(finding):
             return
         if isinstance(finding, Entered):
@@ -446,7 +446,9 @@ def _unknown(values: Sequence[Any]) -> bool:
 def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
     """Return True for an op that gives what a handle among its inputs holds, or a variable of a graph."""
     dtype = context["dtype"]
-    return context.get_op_type() in _READING_OPS or any(dtype(value) in _HANDLES for value in leaves(values))
+    return context.get_forward_op_type() in _READING_OPS or any(
+        dtype(value) in _HANDLES for value in leaves(values)
+    )
 
 
 def _unsaved() -> None:

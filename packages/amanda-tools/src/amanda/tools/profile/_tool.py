@@ -365,7 +365,7 @@ class ProfileTool(amanda.Tool):
         op, backward = context.get_op_id(), context.get_backward_op_id()
         places = self._recorder.places
         if (op, backward) not in places:
-            phase, kind, name = context["phase"], context["type"], context.get_op_type()
+            phase, kind, name = context["phase"], context["type"], context.get_forward_op_type()
             if context.is_backward():
                 phase, kind = "backward", context["backward_type"]
                 name = str(context.get_backward_op().__name__)

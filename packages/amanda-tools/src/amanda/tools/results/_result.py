@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from amanda.errors import AmandaError
 from amanda.files import write_file
-from amanda.tools.results._display import as_text, for_console, html_page, html_sentences, html_table, shortened
+from amanda.tools.results._display import (
+    as_text,
+    for_console,
+    html_page,
+    html_sentences,
+    html_table,
+    shortened,
+)
 from amanda.tools.results._files import check_schema, made_of, to_json
 
 if TYPE_CHECKING:

@@ -307,4 +307,4 @@ def _only_backward(context: amanda.OpContext, type: amanda.ActionType, routine: 
 
 def _type_names(context: amanda.OpContext) -> tuple[str, ...]:
     """Return the names of an op's type: the word of StandardMapping, and the framework's names."""
-    return str(context["type"]), str(context.get_op_type()), getattr(context.get_op(), "__name__", "")
+    return str(context["type"]), str(context.get_forward_op_type()), getattr(context.get_op(), "__name__", "")

@@ -311,7 +311,7 @@ class TensorflowValues(FrameworkValues):
         """Return the facts of an op; its name is the graph's, or the type in eager mode."""
         if context.is_backward():
             return TraceFacts(str(context.get_backward_op().name), "gradient")
-        kind, inputs = context.get_op_type(), context.get_inputs()
+        kind, inputs = context.get_forward_op_type(), context.get_inputs()
         written: Sequence[int] = ()
         if _WRITING_TYPES.fullmatch(kind):
             written = [i for i, value in enumerate(inputs) if self._dtype(value) == "resource"] or (0,)
@@ -341,7 +341,8 @@ class TensorflowValues(FrameworkValues):
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the arguments of the functions that an op calls, whose ops come next."""
         # The first input of these chooses the branch, and is not an argument of a function.
-        num_skipped = 1 if context.get_op_type() in ("If", "StatelessIf", "Case", "StatelessCase") else 0
+        branches = ("If", "StatelessIf", "Case", "StatelessCase")
+        num_skipped = 1 if context.get_forward_op_type() in branches else 0
         for value in context.get_attrs().values():
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict) and "name" in item:
@@ -395,7 +396,7 @@ class OnnxruntimeValues(FrameworkValues):
     def facts(self, context: amanda.OpContext) -> TraceFacts:
         """Return the facts of an op; its name is the node's, or the type of a node without name."""
         op = context.get_op()
-        makes = "constant" if context.get_op_type() == "Constant" else "activation"
+        makes = "constant" if context.get_forward_op_type() == "Constant" else "activation"
         return TraceFacts(str(op.name or op.type), makes)
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from amanda.tools.command._session import Session
 
 _CONTEXTS = "contextvars"
-_OTHERS = (_CONTEXTS, "asyncio", "amanda.testing")  # which makes contexts, tasks, and frameworks for tests
+# What makes contexts, tasks, frameworks for tests, and models, which are made with tools disabled.
+_OTHERS = (_CONTEXTS, "asyncio", "amanda.testing", "amanda.tools.models._loaders")
 
 
 class Process:
@@ -40,7 +41,7 @@ class Process:
         self._handed = handed
         self._names = {*handed["frameworks"], *_OTHERS}
         self._waits = True
-        self._listens = self._ending = False
+        self._listens = self._ending = self._failed = False
         self._waiting: int | None = None
         self._held: list[set[int]] = []  # the signals that were blocked before each fork under way
         self._openers: list[tuple[Any, str, Any, Any]] = []
@@ -57,6 +58,7 @@ class Process:
         if self._is_root:
             os.environ.setdefault("AMANDA_PROCESS", "main")  # so that other processes know that they are not
             self.listen()
+            self._watch_exit()
             for name in ("execv", "execve"):
                 self._open_before(os, name)
         self._open_before(threading.Thread, "start")
@@ -94,6 +96,18 @@ class Process:
 
         setattr(holder, name, opening)
         self._openers.append((holder, name, opening, original))
+
+    def _watch_exit(self) -> None:
+        """Note a status of `sys.exit` that is an error, as of wrong arguments."""
+        original = sys.exit
+
+        @wraps(original)
+        def exiting(*status: Any) -> Any:
+            """Note the status, then raise SystemExit."""
+            self._failed = bool(status and status[0])
+            return original(*status)
+
+        sys.exit = exiting
 
     def _wait_no_longer(self) -> None:
         """Put back what was replaced to notice the first framework, thread or task."""
@@ -159,11 +173,16 @@ class Process:
         """Unblock the signals that were not blocked before the fork."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
 
+    def fail(self) -> None:
+        """See to the results before the traceback that ends the process, so that the error comes last."""
+        self._failed = True
+        self.end()
+
     def end(self) -> None:
         """Close the scope and see to the results, before the process ends; a signal waits meanwhile."""
         self._ending = True
         if self.session is not None:
-            self.session.finish()
+            self.session.finish(self._failed)
         elif self._is_root and self._waits:
             self._wait_no_longer()
             self._report_other_processes()
@@ -181,8 +200,8 @@ class Process:
 
             report_other_processes(Handed.get())
         else:
-            # After an exception that nothing caught, which Python has printed, there is no need to say why.
-            if not self._handed["quiet"] and not hasattr(sys, "last_type"):
+            # An exception that nothing caught is on the screen already.
+            if not (self._handed["quiet"] or self._failed or getattr(sys, "last_type", None)):
                 _say(*self._handed["nothing"])
 
     def _end_of_interpreter(self) -> None:
