@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amanda.interceptor.boot_test import test_at_boot
+from amanda.interceptor.boot import check_interpreter
 
 __all__ = [
     "ACTIVATION",
@@ -95,7 +95,7 @@ else:
             raise ImportError(
                 "it serves the main interpreter alone" if _refusal > 0 else "the report is above"
             )
-        CHECKS = test_at_boot(_names)
+        CHECKS = check_interpreter(_names)
         NATIVE = True
     except ImportError as error:
         REASON = (

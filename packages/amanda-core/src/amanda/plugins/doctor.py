@@ -78,10 +78,11 @@ def _is_ours(dist: Distribution) -> bool:
 
 def _check_interceptor() -> Diagnosis:
     """Say whether the interceptor is native, and why not."""
-    from amanda.interceptor import NATIVE, REASON
+    from amanda.interceptor import CHECKS, NATIVE, REASON
 
     if NATIVE:
-        return Diagnosis("ok", "interceptor", "native")
+        python = platform.python_version()
+        return Diagnosis("ok", "interceptor", f"native; {CHECKS} checks passed on Python {python}")
     return Diagnosis("note", "interceptor", f"pure Python, which is slower: {REASON}")
 
 

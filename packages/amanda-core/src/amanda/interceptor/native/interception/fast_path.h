@@ -100,6 +100,8 @@ static inline Activation *activation_of(const PyThreadState *running, const Thre
     if (value && variable->var_cached_tsid == running->id && variable->var_cached_tsver == running->context_ver)
         return Py_IS_TYPE(value, &Activation_Type) && value->active ? value : NULL;
     if (!context->ctx_vars->h_count) return NULL;
+#else
+    (void)running;
 #endif
     return looked_up_activation();
 }

@@ -106,6 +106,8 @@ static inline void remember_instruction(const Walk *walk, const CodeNote *note, 
     if (note->epoch != code_notes.epoch || where < (const void *)(_PyCode_CODE(code) + code->_co_firsttraceable)) return;
     unsigned kind = (unsigned)note->flags & (FRAMEWORK | BOUNDARY | SKIPPED);
     *cached_site(where) = (CachedSite){where, mark, kind & FRAMEWORK ? kind : kind | USER, 0};
+#else
+    (void)walk, (void)note, (void)mark;
 #endif
 }
 

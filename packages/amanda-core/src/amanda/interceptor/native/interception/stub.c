@@ -96,7 +96,7 @@ static void check_place(Thread *thread, const Site *site, Arguments arguments, u
 FLAT uint64_t cached_id(const PyThreadState *running, Thread *thread, const Site *site, const Arguments *arguments) {
     Region *region = cached_region(thread);
     if (unlikely(!region)) return 0;
-    uint64_t repeats, place = mix(region->hash, site->hash), way = 0;
+    uint64_t repeats = 0, place = mix(region->hash, site->hash), way = 0;
     if (!mix_cached_sites(running, region, &place, &way) || !mix_cached_arguments(site, arguments, &place)) return 0;
     int rooted = region->ends_after;
     if (rooted && fast_cache.leaf_type && !mix_cached_leaves(site, arguments, &way)) return 0;

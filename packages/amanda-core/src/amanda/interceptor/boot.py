@@ -25,7 +25,7 @@ Face = Mapping[str, Any]
 """Names of the native interceptor."""
 
 
-def test_at_boot(face: Face) -> int:
+def check_interpreter(face: Face) -> int:
     """Run the checks and return their number.
 
     Raises ImportError that names the check which fails.
