@@ -55,7 +55,7 @@ def test_an_op_is_seen_that_is_all_of_a_leaf_module_and_of_several_the_ends() ->
         "mul": (3, 0, 3, 0), "exp": (3, 0, 0, 0), "sin": (3, 0, 0, 3), "rand": (3, 0, 0, 0),
     }  # fmt: skip
     assert result.share("forward") == 9 / 24
-    assert {place.model for place in result.places} == {"Block", ""}
+    assert {place.model for place in result.ops} == {"Block", ""}
 
 
 def test_backward_ops_are_seen_where_they_are_alone_and_those_of_parameters_never() -> None:
@@ -111,9 +111,9 @@ def test_it_starts_anew_and_counts_without_a_cache_and_without_gradients() -> No
 
     assert covered(program, tool).total("calls") == 2
     assert covered(program, tool).total("calls") == 4
-    assert len(tool.result.places) == 2
+    assert len(tool.result.ops) == 2
     tool.clear()
-    assert not tool.result.places
+    assert not tool.result.ops
     assert tool.result.share() == 1
     assert counts(covered(program, tool), "forward")["linear"] == (1, 1, 1, 1)
 
@@ -126,7 +126,7 @@ def test_a_backward_pass_after_it_started_anew_takes_nothing_away() -> None:
         (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         tool.clear()
         y.sum().backward()
-    assert all(place.left >= 0 and place.whole >= 0 for place in tool.result.places)
+    assert all(place.left >= 0 and place.whole >= 0 for place in tool.result.ops)
     assert torch.equal(gradient, x.grad)
 
 

@@ -93,7 +93,7 @@ class SweepResult(PlottedResult):
             notes.append("The tool acted at no op.")
         return notes
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the names of level and metric, and the metric without a tool."""
         return {"level": self.level, "metric": self.metric, "dense": self.dense, "complete": self.complete}
 

@@ -95,7 +95,7 @@ class SearchResult(PlottedResult):
             *([f"The search ended: {self.stopped}."] if self.stopped else []),
         ]
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the architectures of the front by op."""
         return {
             "metric": self.metric, "costs": self.costs,

@@ -256,7 +256,7 @@ class EffectivePathResult(PlottedResult):
         notes = [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
         return [f"There is no path: {self.reason}."] if self.reason else notes
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return theta, and for each path its label and its density over all layers."""
         paths = [
             {"label": path.label, **{f"{part} density": path.density(part) for part in PARTS}}

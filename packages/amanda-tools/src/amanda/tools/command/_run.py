@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -16,12 +17,14 @@ from typing import Annotated, Any
 
 import click
 
+from amanda.errors import did_you_mean
 from amanda.options import Range
 from amanda.plugins import driven_frameworks
 from amanda.tools.command._line import PATH, OptionType, compiled_option, configured, exit_status, tool_option
 from amanda.tools.command._processes import Handed, folder_of_ranks, is_in_rank, is_python, nothing
-from amanda.tools.command._specs import SpecError, ToolSpec, made, split_tools
+from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, made, split_tools
 from amanda.tools.models import is_model
+from amanda.tools.results import ROWS_SHOWN, Result, View, position_of
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -41,6 +44,16 @@ from amanda.tools.models import is_model
     help="Also apply tools inside constructors and initializers of models.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
+@click.option(
+    "--top", type=click.IntRange(min=1), metavar="N", help="Print N rows of each result, 15 by default."
+)
+@click.option("--sort", default="", metavar="COLUMN", help="Print rows by this column, the largest first.")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Combine rows below N components of a module's path.",
+)
 @click.option("--full", is_flag=True, help="Print every row and column of results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
@@ -51,6 +64,9 @@ def _command(
     compiled: str,
     construction: bool,
     quiet: bool,
+    top: int | None,
+    sort: str,
+    depth: int | None,
     full: bool,
     program: Sequence[str],
 ) -> int:
@@ -79,10 +95,23 @@ def _command(
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
     toolings = made(settings.tools)  # so that errors come before the program starts
+    _check_column(sort, toolings)
+    # Of a whole model people ask first which parts take most.
+    is_tree = is_model(program[0]) and not sort and top is None
+    view = View(top or ROWS_SHOWN, sort, depth, whole=full, tree=is_tree)
     return launch(
         program, settings.tools, [tooling.name for tooling in toolings], output,
-        quiet=quiet, full=full, every=every, compiled=compiled, construction=construction,
+        quiet=quiet, view=asdict(view), every=every, compiled=compiled, construction=construction,
     )  # fmt: skip
+
+
+def _check_column(name: str, toolings: Sequence[Tooling]) -> None:
+    """Raise SpecError for a column that the result of no tool has."""
+    results = (getattr(tooling.tool, "result", None) for tooling in toolings)
+    columns = [column for result in results if isinstance(result, Result) for column in result.columns]
+    if name and position_of(columns, name) is None:
+        names = [column.name for column in columns]
+        raise SpecError(f"--sort {name}: no result has such a column; {did_you_mean(name, names)}")
 
 
 def run(arguments: Sequence[str] = ()) -> int:

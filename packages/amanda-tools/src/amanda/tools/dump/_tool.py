@@ -72,7 +72,7 @@ class DumpResult(Result):
             entry.dtype, _named_axes(entry), *moments, stats.nan, stats.inf + stats.negative_inf, entry.file,
         )  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return where the dump is, and how many bytes of tensors it has."""
         return {"folder": str(self.folder), "bytes": self._stored_bytes}
 

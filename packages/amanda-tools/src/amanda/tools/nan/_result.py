@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import Column, Result, check_schema, made_of, shortened
+from amanda.tools.results import Column, Result, check_schema, made_of
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,9 @@ class NanResult(Result):
     name: ClassVar[str] = "nan"
     title = "First NaN and Inf"
     columns: ClassVar[Sequence[Column]] = (
-        Column("execution", show="{:,}".format, number=True), Column("phase"), Column("type"),
-        Column("module", show=partial(shortened, width=40)),
-        Column("source", show=partial(shortened, width=40)),
-        Column("inputs"), Column("outputs"),
+        Column("execution", show="{:,}".format, number=True, priority=-1),
+        *map(Column, ("phase", "type", "module", "source")),
+        Column("inputs", priority=3), Column("outputs", priority=2),
     )  # fmt: skip
 
     def __init__(
@@ -128,7 +126,7 @@ class NanResult(Result):
             for finding in self.findings
         ]  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return counts, and the findings with their summaries."""
         return {
             "executions": self.executions, "passed_on": self.passed_on, "dropped": self._dropped,
