@@ -78,7 +78,7 @@ _STYLE = """<style>
   border-collapse: collapse; font-size: 12px; font-variant-numeric: tabular-nums; margin: 0; }
 .amanda-result caption { text-align: left; font-weight: 600; padding: 2px 8px; white-space: nowrap; }
 .amanda-result table th, .amanda-result table td {
-  border: 0; padding: 2px 8px; text-align: left; vertical-align: top; white-space: nowrap; max-width: none; }
+  border: 0; padding: 2px 8px; text-align: left; vertical-align: top; white-space: pre; max-width: none; }
 .amanda-result table .number { text-align: right; }
 .amanda-result thead th {
   position: sticky; top: 0; background: var(--jp-layout-color0, Canvas); box-shadow: inset 0 -1px #8886; }

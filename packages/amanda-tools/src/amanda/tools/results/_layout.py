@@ -91,7 +91,8 @@ def _combined(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[
     for row in rows:
         labels = tuple(str(row[i]) for i in label_columns)  # lists of packed weights are among them
         if depth is not None:
-            path = ".".join(row[module].split(".")[:depth])
+            # TensorFlow's scopes have slashes, PyTorch's paths dots.
+            path = "".join(re.findall(r"[./]?[^./]+", row[module])[:depth])
             row = [path if i == module else value for i, value in enumerate(row)]
         path = row[module]
         # The count keeps several rows of one module apart, so that each group has one row of a module.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -26,8 +28,11 @@ def as_text(result: Result, view: View = DEFAULT_VIEW, width: int | None = None)
     from rich.console import Console
     from rich.measure import Measurement
 
-    out = StringIO()
+    # Sentences of a log are searched for, so they are folded for readers at a terminal alone.
+    is_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
+    folds = width is not None or is_terminal or bool(os.environ.get("COLUMNS"))
     width = width or shutil.get_terminal_size().columns
+    out = StringIO()
     console = Console(file=out, width=width, color_system=None, legacy_windows=False, force_jupyter=False)
     for part in parts(result, None if view.whole else width, view):
         console.width = width
@@ -35,7 +40,7 @@ def as_text(result: Result, view: View = DEFAULT_VIEW, width: int | None = None)
             # Rich would fold a table that is wider than its console.
             natural_width = Measurement.get(console, console.options.update(width=_ANY), part).maximum
             console.width = max(width, natural_width)
-        console.print(part, highlight=False, markup=False)
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str) and not folds)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
