@@ -196,7 +196,7 @@ def test_what_is_wrong_with_a_configuration_is_said(
         ),
         (["-t", "flops", "--", "-I", "script.py"], "under python -I, which ignores"),
         (["-t", "flops", "--", "-uE", "script.py"], "under python -E, which ignores"),
-        (["--tooll", "x"], "Did you mean '--tool'?"),
+        (["--quite"], "Did you mean '--quiet'?"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, Result, amount, check_schema, shortened
-from amanda.tools.results._layout import Layout, _folded_path, shortened_texts
+from amanda.tools.results._layout import TableLayout, _folded_path, shortened_texts
 
 
 class Calls(Result):
@@ -192,7 +192,7 @@ def test_three_columns_stay_and_those_of_high_priority_longest() -> None:
         Column("d", priority=2),
         Column("e", priority=-1),
     ]
-    layout = Layout.fitting(columns, [["x" * 50] * 5], [""] * 5, 10)
+    layout = TableLayout.fitting(columns, [["x" * 50] * 5], [""] * 5, 10)
     assert (layout.positions, layout.hidden) == ([0, 1, 3], ["c", "e"])
 
 

@@ -116,7 +116,7 @@ def _as_tuple(numbers: Sequence[int] | int | None) -> tuple[int, ...] | None:
     return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
-class SavedValues(dict[str, list[Any]]):
+class ValuesByPoint(dict[str, list[Any]]):
     """Saved tensors by point, one for each execution; its repr has their types and shapes."""
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ from amanda.tools.patch._result import (
     PatchResult,
     PatchSweep,
     Region,
-    SavedValues,
+    ValuesByPoint,
     is_value,
 )
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
@@ -115,7 +115,7 @@ class PatchTool(amanda.Tool):
         self._is_placed = False
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
-        self.saved: dict[str, list[Any]] = SavedValues()
+        self.saved: dict[str, list[Any]] = ValuesByPoint()
         value = self._value.saved if isinstance(self._value, PatchTool) else self._value
         self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
         if self._is_trained and not differentiable:

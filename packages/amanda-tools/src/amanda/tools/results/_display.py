@@ -39,7 +39,7 @@ def shortened(text: str, width: int) -> str:
     """
     if len(text) <= width:
         return text
-    if "/" in text or ("." in text and " " not in text):
+    if "/" in text or (" " not in text and ("." in text or text.startswith("…"))):
         end = text[len(text) - width :]
         # A slash is kept, so that the path of a file is told from a name.
         cut = end.find("/", 1) if "/" in text else end.find(".") + 1
@@ -48,7 +48,7 @@ def shortened(text: str, width: int) -> str:
     if " " in text:
         words = text[:width].rpartition(" ")[0]
         return f"{words} …" if width // 2 < len(words) < width - 1 else f"{text[: width - 1]}…"
-    tail = len(_BACKWARD) if text.endswith(_BACKWARD) and width > 2 * len(_BACKWARD) else width // 2
+    tail = len(_BACKWARD) if text.endswith(_BACKWARD) and width > len(_BACKWARD) + 2 else width // 2
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 

@@ -162,7 +162,7 @@ _FEWEST = 3
 
 
 @dataclass
-class Layout:
+class TableLayout:
     """The cells of a table that fit a width.
 
     positions: of the columns that are shown.  cells: all texts, by row and column.
@@ -181,7 +181,7 @@ class Layout:
     @classmethod
     def fitting(
         cls, columns: Sequence[Column], cells: list[list[str]], totals: Sequence[str], width: int | None
-    ) -> Layout:
+    ) -> TableLayout:
         """Return the layout for a width; None for every column in full.
 
         Columns that repeat others go first, then a prefix that modules share.  Then texts are shortened, and
@@ -228,7 +228,7 @@ class Layout:
             path[: match.end()] for path in paths for match in re.finditer(r"(?<=\.)[^.]+\.", path)
         )
         shared = [prefix for prefix, count in counts.items() if 2 * count > len(paths)]
-        self.prefix = max(shared, key=len, default="")
+        self.prefix = max(shared, key=lambda prefix: len(prefix) * counts[prefix], default="")
         if self.prefix:
             for row in self.cells:
                 if row[module].startswith(self.prefix):
@@ -264,8 +264,8 @@ class Layout:
         column = self.columns[i]
         natural_width = max([len(self.totals[i]), *(len(row[i]) for row in self.cells)])
         if not (column.total or column.number):
-            # The place is what people look for.
-            natural_width = min(natural_width, text_width + 8 * (column.name == "module"))
+            # Names of types are known by their beginning; places and shapes are what people look for.
+            natural_width = min(natural_width, text_width + 8 * (column.name != "type"))
         return max(natural_width, len(column.name))
 
     def _shorten_texts(self, text_width: int) -> None:

@@ -10,7 +10,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from amanda.errors import printable
-from amanda.tools.results._layout import DEFAULT_VIEW, GAP, Layout, Rows, View, cells_of, groups_of
+from amanda.tools.results._layout import DEFAULT_VIEW, GAP, Rows, TableLayout, View, cells_of, groups_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,14 +65,14 @@ def _table_and_omissions(result: Result, width: int | None, view: View) -> Itera
         groups = groups_of(result.columns, rows, view, result._order)
     shown = groups if view.whole or not result._combines else groups[: view.top]
     cells = [[printable(text, line=True) for text in cells_of(result.columns, group)] for group in shown]
-    layout = Layout.fitting(result.columns, cells, result._totals(rows), width)
+    layout = TableLayout.fitting(result.columns, cells, result._totals(rows), width)
     yield _table(layout)
     omissions = list(_omissions(layout, groups, len(shown)))
     if omissions:
         yield " ".join(omissions)
 
 
-def _omissions(layout: Layout, groups: Sequence[Rows], shown: int) -> Iterator[str]:
+def _omissions(layout: TableLayout, groups: Sequence[Rows], shown: int) -> Iterator[str]:
     """Yield sentences on rows and columns that a table leaves out, and on what its texts stand for."""
     is_combined = any(len(group) > 1 for group in groups)
     if shown < len(groups) or is_combined:
@@ -88,7 +88,7 @@ def _omissions(layout: Layout, groups: Sequence[Rows], shown: int) -> Iterator[s
         yield "Show everything: --full (shell) or result.whole() (Python)."
 
 
-def _table(layout: Layout) -> Table:
+def _table(layout: TableLayout) -> Table:
     """Return the table of rich for a layout."""
     from rich import box
     from rich.table import Table
