@@ -498,7 +498,7 @@ def test_modules_have_a_time_of_their_own_and_one_with_what_is_in_them() -> None
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model = nn.Sequential(nn.Sequential(block, nn.Linear(4, 4)), nn.Linear(4, 1))
     result = profiled(lambda: model(torch.rand(3, 4)).sum().backward())
-    rows = {row[0]: row for row in result.modules().rows()}
+    rows = {row[0]: row for row in result.tree(9).rows()}
     assert list(rows) == ["", "0", "0.0", "0.0.0", "0.0.1", "0.1", "1"]
     _, _, self_ms, total, forward, backward, share, _ = rows["0"]
     assert self_ms == 0

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,7 @@ from amanda.tools.command._line import PATH, exit_status, limit_option
 from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
 from amanda.tools.command._specs import Tooling
 from amanda.tools.libraries import rich
-from amanda.tools.results import (
-    DEFAULT_VIEW,
-    Result,
-    View,
-    as_text,
-    by_rank,
-    can_merge,
-    load,
-    position_of,
-    read_json,
-    reading,
-    restored,
-    to_json,
-)
+from amanda.tools.results import Result, by_rank, can_merge, load, read_json, reading, restored, to_json
 from amanda.tools.results import merge as merge_results
 
 # Bytes by which a file may grow between the question for its size and its reading.
@@ -108,7 +94,7 @@ class Gathering:
             saved = self._save(tooling, result, label)
             if isinstance(result, Result) and can_merge(result):
                 return {"saved": saved, "result": result.to_dict(), "text": None}
-            text = None if result is None else _text_of(result, View(**self._handed.view))
+            text = None if result is None else _text_of(result, self._handed.view)
             return {"saved": saved, "result": None, "text": text}
 
     def tell(self, saw_op: bool) -> None:
@@ -122,7 +108,7 @@ class Gathering:
         if not self._handed.quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-        teller = Teller(self._handed.quiet, View(**self._handed.view))
+        teller = Teller(self._handed.quiet, self._handed.view)
         # A rank that was killed left no file, so the number of ranks comes from those that did.
         expected = max((result["ranks"] for result in results.values()), default=0)
         missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known
@@ -233,10 +219,10 @@ class Teller:
     view: what is written of results.
     """
 
-    def __init__(self, quiet: bool = False, view: View = DEFAULT_VIEW) -> None:
+    def __init__(self, quiet: bool = False, view: Mapping[str, Any] | None = None) -> None:
         # A daemon may have closed the stream; Python then has None for it.
         self._is_there = sys.stderr is not None and not sys.stderr.closed
-        self._quiet, self._view = quiet, view
+        self._quiet, self._view = quiet, view or {}
         self._console = rich.console.Console(file=sys.stderr, highlight=False)
 
     def say(self, *texts: str, anyway: bool = False) -> None:
@@ -264,12 +250,9 @@ class Teller:
             self._is_there = False
 
 
-def _text_of(result: Any, view: View, width: int | None = None) -> str:
-    """Return a result as text; in its own order, where it lacks the column by which others are sorted."""
-    if not isinstance(result, Result):
-        return str(result)
-    lacks_column = position_of(result.columns, view.sort) is None
-    return as_text(result, replace(view, sort="") if lacks_column else view, width)
+def _text_of(result: Any, view: Mapping[str, Any], width: int | None = None) -> str:
+    """Return a result as text.  view: what is printed of a table."""
+    return result._text(width, **view) if isinstance(result, Result) else str(result)
 
 
 def report_other_processes(handed: Handed) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -24,7 +23,7 @@ from amanda.tools.command._line import PATH, OptionType, compiled_option, config
 from amanda.tools.command._processes import Handed, folder_of_ranks, is_in_rank, is_python, nothing
 from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, made, split_tools
 from amanda.tools.models import is_model
-from amanda.tools.results import ROWS_SHOWN, Result, View, position_of
+from amanda.tools.results import Result
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -98,19 +97,19 @@ def _command(
     _check_column(sort, toolings)
     # Of a whole model people ask first which parts take most.
     is_tree = is_model(program[0]) and not sort and top is None
-    view = View(top or ROWS_SHOWN, sort, depth, whole=full, tree=is_tree)
+    view = {"sort": sort, "depth": depth, "whole": full, "tree": is_tree, **({"top": top} if top else {})}
     return launch(
         program, settings.tools, [tooling.name for tooling in toolings], output,
-        quiet=quiet, view=asdict(view), every=every, compiled=compiled, construction=construction,
+        quiet=quiet, view=view, every=every, compiled=compiled, construction=construction,
     )  # fmt: skip
 
 
 def _check_column(name: str, toolings: Sequence[Tooling]) -> None:
     """Raise SpecError for a column that the result of no tool has."""
-    results = (getattr(tooling.tool, "result", None) for tooling in toolings)
-    columns = [column for result in results if isinstance(result, Result) for column in result.columns]
-    if name and position_of(columns, name) is None:
-        names = [column.name for column in columns]
+    results = [getattr(tooling.tool, "result", None) for tooling in toolings]
+    tables = [result for result in results if isinstance(result, Result)]
+    if name and not any(result._has_column(name) for result in tables):
+        names = [column.name for result in tables for column in result.columns]
         raise SpecError(f"--sort {name}: no result has such a column; {did_you_mean(name, names)}")
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 from amanda.plugins import import_from
-from amanda.tools.flops._cost import Cost, FlopsResult, FlopsTree, Formula, OpCost, Shapes
+from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes
 from amanda.tools.flops._functions import count_flops, summary
 from amanda.tools.flops._tool import FlopsTool
 
 __all__ = [
-    "Cost", "FlopsResult", "FlopsTool", "FlopsTree", "Formula", "OpCost", "Shapes", "count_flops", "summary",
+    "Cost", "FlopsResult", "FlopsTool", "Formula", "OpCost", "Shapes", "count_flops", "summary",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from math import isqrt, prod
 from typing import Any, ClassVar, NamedTuple
 
 from amanda.errors import AmandaError
-from amanda.tools.results import NOTHING, Column, ModuleNode, PlacesResult, Result, View, amount
+from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount
 
 Shape = tuple[int, ...]
 UNKNOWN = (None,)
@@ -268,14 +268,21 @@ class FlopsResult(PlacesResult[OpCost]):
         self._depth = depth
         self._set_keys(by, "FLOPs")
 
-    def tree(self, depth: int | None = None) -> FlopsTree:
+    def tree(self, depth: int | None = None) -> Result:
         """Return a row for each module, with the sums of all modules within, and the share of the FLOPs.
 
         depth: levels of modules below the model; None for as many as a screen shows.
         """
-        return FlopsTree(self, depth)
+        all_flops = self._sum("flops")
 
-    def _printed(self, view: View) -> Result:
+        def numbers(node: Any) -> Sequence[Any]:
+            """Return the numbers of a module with all modules within."""
+            calls, macs, flops, parameters, *_ = _totals(list(node.all_ops()))
+            return calls, parameters, macs, flops, (flops or 0) / all_flops if all_flops else 0.0
+
+        return self._tree(depth, _TREE, numbers)
+
+    def _printed(self, view: Any) -> Result:
         """Return the tree of modules for rows by module, and where the view asks for a tree."""
         is_tree = self._by == ("module",) or (view.tree and self._by == KEYS)
         if not is_tree or view.sort or not self.ops:
@@ -393,48 +400,14 @@ class FlopsResult(PlacesResult[OpCost]):
         return numbers
 
 
+_TREE = (
+    Column("calls", show="{:,}".format, number=True),
+    Column("parameters", show=amount, number=True, priority=2),
+    Column("MACs", show=amount, number=True),
+    Column("FLOPs", show=amount, number=True, priority=3),
+    Column("share", show="{:.1%}".format, number=True, unit="share", priority=4),
+)
 _ANY_DEPTH = 1000
-
-
-class FlopsTree(Result):
-    """FLOPs, MACs and parameters by module, each with the modules within.
-
-    `print(tree)` shows the modules as a tree; repeated layers, such as layers.0-15, are one row.
-    depth: levels of modules below the model; None for as many as a screen shows.
-    """
-
-    name: ClassVar[str] = "flops.tree"
-    _combines = False
-    _leading = 1
-
-    def __init__(self, flops: FlopsResult, depth: int | None = None) -> None:
-        self._flops = flops
-        self.remarks = flops.remarks
-        root = ModuleNode.of(flops.ops)
-        self._nodes = list(root.walk(root.readable_depth() if depth is None else depth))
-        labels = {node.path: f"{'  ' * level}{node.name or 'total'}" for level, node in self._nodes}
-        self.columns = (  # type: ignore[misc]
-            Column("module", show=labels.__getitem__, priority=9),
-            Column("calls", show="{:,}".format, number=True),
-            Column("parameters", show=amount, number=True, priority=2),
-            Column("MACs", show=amount, number=True),
-            Column("FLOPs", show=amount, number=True, priority=3),
-            Column("share", show="{:.1%}".format, number=True, unit="share", priority=4),
-        )
-
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each module, a module before those within; "" is all that was counted."""
-        rows = []
-        all_flops = self._flops._sum("flops")
-        for _, node in self._nodes:
-            calls, macs, flops, parameters, *_ = _totals(list(node.all_ops()))
-            share = (flops or 0) / all_flops if all_flops else 0.0
-            rows.append((node.path, calls, parameters, macs, flops, share))
-        return rows
-
-    def notes(self) -> Sequence[str]:
-        """Return the totals, the convention, and the share of what no formula knows."""
-        return self._flops.notes()
 
 
 def _listing(types: Mapping[str, int]) -> str:

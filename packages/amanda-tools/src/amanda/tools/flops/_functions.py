@@ -7,8 +7,9 @@ from typing import Any
 
 import amanda
 from amanda.options import PositiveInt, checked
-from amanda.tools.flops._cost import FlopsResult, FlopsTree
+from amanda.tools.flops._cost import FlopsResult
 from amanda.tools.flops._tool import FlopsTool
+from amanda.tools.results import Result
 
 
 @checked
@@ -28,7 +29,7 @@ def count_flops(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Flo
 @checked
 def summary(
     model: Callable[..., Any], *inputs: Any, depth: PositiveInt | None = None, **keywords: Any
-) -> FlopsTree:
+) -> Result:
     """Return the parameters, MACs, FLOPs and share of each module in one call of a model, as a tree.
 
     inputs, keywords: of the call.  depth: levels of modules below the model; None for as many as a screen

@@ -10,7 +10,7 @@ tool.result.save("step.trace.json")
 
 from amanda.tools.profile._function import profile
 from amanda.tools.profile._records import OpProfile, Peak
-from amanda.tools.profile._result import KernelResult, ModuleResult, ProfileResult
+from amanda.tools.profile._result import KernelResult, ProfileResult
 from amanda.tools.profile._tool import ProfileTool
 
-__all__ = ["KernelResult", "ModuleResult", "OpProfile", "Peak", "ProfileResult", "ProfileTool", "profile"]
+__all__ = ["KernelResult", "OpProfile", "Peak", "ProfileResult", "ProfileTool", "profile"]

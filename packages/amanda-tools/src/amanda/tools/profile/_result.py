@@ -28,62 +28,21 @@ milliseconds = "{:,.3f}".format
 bytes_text = partial(amount, unit="B")
 
 
-class ModuleResult(Result):
-    """Times and bytes by module.  self: time of the module's direct ops.  total: with the modules in it."""
-
-    name: ClassVar[str] = "profile.modules"
-    title = "Profile by module"
-    columns: ClassVar[Sequence[Column]] = (
-        Column("module"),
-        Column("calls", show="{:,}".format, number=True, priority=-1),
-        Column("self ms", show=milliseconds, total=True, unit="ms"),
-        Column("total ms", show=milliseconds, number=True, unit="ms"),
-        Column("forward ms", show=milliseconds, number=True, unit="ms"),
-        Column("backward ms", show=milliseconds, number=True, unit="ms"),
-        Column("share", show="{:.1%}".format, number=True, unit="share"),
-        Column("allocated", show=bytes_text, number=True, unit="B"),
-    )
-
-    def __init__(self, places: Sequence[OpProfile]) -> None:
-        self.ops = tuple(places)
-
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each module, outermost first; "" is the model, with ops outside of modules."""
-        places_by_path: dict[str, list[OpProfile]] = {}
-        direct_places_by_path: dict[str, list[OpProfile]] = {}
-        for place in self.ops:
-            for path in (paths := _enclosing_paths(place.module)):
-                places_by_path.setdefault(path, []).append(place)
-            direct_places_by_path.setdefault(paths[-1], []).append(place)
-        all_time, rows = _self_time(self.ops), []
-        for path in sorted(places_by_path, key=_natural_key):
-            places, total = places_by_path[path], _self_time(places_by_path[path])
-            sums = summed(places)
-            rows.append((
-                path, sums.calls, MS * _self_time(direct_places_by_path.get(path, ())), MS * total,
-                MS * _self_time(places, "forward"), MS * _self_time(places, "backward"),
-                total / all_time if all_time else 0.0, sums.allocated,
-            ))  # fmt: skip
-        return rows
+_TREE = (
+    Column("calls", show="{:,}".format, number=True, priority=-1),
+    Column("self ms", show=milliseconds, number=True, unit="ms"),
+    Column("total ms", show=milliseconds, number=True, unit="ms", priority=3),
+    Column("forward ms", show=milliseconds, number=True, unit="ms"),
+    Column("backward ms", show=milliseconds, number=True, unit="ms"),
+    Column("share", show="{:.1%}".format, number=True, unit="share", priority=4),
+    Column("allocated", show=bytes_text, number=True, unit="B"),
+)
 
 
 def _self_time(places: Iterable[OpProfile], phase: str | None = None) -> int:
     """Return the nanoseconds in ops of a phase, or of all, without those in ops within."""
     # Self time, as the total of an outer op has that of the ops within.
     return sum(place.own for place in places if phase in (None, place.phase))
-
-
-def _enclosing_paths(module: str) -> Sequence[str]:
-    """Return a module's path and those of the modules around it, outermost first."""
-    # TensorFlow's scopes have slashes, PyTorch's paths dots.
-    parts = [part for part in module.replace("/", ".").split(".") if part]
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
-
-
-def _natural_key(path: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts `layer.2` before `layer.10`."""
-    parts = path.split(".") if path else []
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
 class KernelResult(Result):
@@ -197,9 +156,22 @@ class ProfileResult(KeyedResult):
         """Return a row for each kernel of each op, if the tool has `kernels=True`."""
         return KernelResult(self.ops, self.obstacle)
 
-    def modules(self) -> ModuleResult:
-        """Return a row for each module, without and with the modules in it."""
-        return ModuleResult(self.ops)
+    def tree(self, depth: int | None = None) -> Result:
+        """Return a row for each module: the time of its own ops, and that with the modules within.
+
+        depth: levels of modules below the model; None for as many as a screen shows.
+        """
+        all_time = _self_time(self.ops)
+
+        def numbers(node: Any) -> Sequence[Any]:
+            """Return the numbers of a module with all modules within."""
+            ops = list(node.all_ops())
+            total, sums = _self_time(ops), summed(ops)
+            times = (_self_time(node.ops), total, _self_time(ops, "forward"), _self_time(ops, "backward"))
+            share = total / all_time if all_time else 0.0
+            return sums.calls, *(MS * time for time in times), share, sums.allocated
+
+        return self._tree(depth, _TREE, numbers)
 
     def total(self, phase: str | None = None) -> float:
         """Return milliseconds in ops of one phase, or of all; ops within ops count once."""

@@ -26,22 +26,13 @@ from amanda.tools.results._files import (
     reading,
     to_json,
 )
-from amanda.tools.results._layout import DEFAULT_VIEW, ROWS_SHOWN, View, position_of
+from amanda.tools.results._keyed import KeyedResult, PlacesResult
 from amanda.tools.results._merging import Mergeable, Table, by_rank, can_merge, gather, load, merge, restored
-from amanda.tools.results._result import (
-    Column,
-    KeyedResult,
-    PlacesResult,
-    PlottedResult,
-    Result,
-)
-from amanda.tools.results._text import as_text
-from amanda.tools.results._tree import ModuleNode
+from amanda.tools.results._result import Column, PlottedResult, Result
 
 __all__ = [
-    "DEFAULT_VIEW", "NOTHING", "ROWS_SHOWN", "Column", "KeyedResult", "Mergeable", "ModuleNode",
-    "PlacesResult", "PlottedResult", "Result", "Table", "TooLargeError", "View", "amount", "as_text",
-    "by_rank", "can_merge", "check_file", "check_schema", "check_size", "gather", "in_words", "is_lock",
-    "load", "locked", "made_of", "merge", "not_met", "number_of", "parsing", "position_of",
+    "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",
+    "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "gather",
+    "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met", "number_of", "parsing",
     "read_json", "read_npz", "read_text", "reading", "restored", "shortened", "to_json",
 ]  # fmt: skip

@@ -34,8 +34,6 @@ class View:
     tree: bool = False
 
 
-DEFAULT_VIEW = View()
-
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 Rows = Sequence[Sequence[Any]]
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 import csv
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
 from amanda.tools.results._display import html_page, html_table, shortened
-from amanda.tools.results._files import check_schema, made_of, to_json
-from amanda.tools.results._layout import DEFAULT_VIEW, ROWS_SHOWN, View, attribute_name, position_of
-from amanda.tools.results._text import as_text, parts
+from amanda.tools.results._files import to_json
+from amanda.tools.results._layout import ROWS_SHOWN, View, attribute_name, position_of
+from amanda.tools.results._text import as_text
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.console import Console, ConsoleOptions
-    from rich.table import Table
+    from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Result(ABC):
         return f"{count:,} row{'s' * (count != 1)}"
 
     def __str__(self) -> str:
-        return as_text(self)
+        return as_text(self, View())
 
     def table(self, top: int = ROWS_SHOWN, sort: str = "", depth: int | None = None) -> str:
         """Return the result as text.
@@ -125,7 +124,7 @@ class Result(ABC):
         a module's path, below which rows are combined.
         Raises AmandaError for another column.
         """
-        if sort and position_of(self.columns, sort) is None:
+        if sort and not self._has_column(sort):
             names = [column.name for column in self.columns]
             raise AmandaError(f"{self.name} has no column {sort!r}; {did_you_mean(sort, names)}")
         return as_text(self, View(top, sort, depth))
@@ -134,13 +133,24 @@ class Result(ABC):
         """Return the result as text with every row and every column."""
         return as_text(self, View(whole=True))
 
+    def _has_column(self, name: str) -> bool:
+        """Return True if a column has this name, or an attribute of rows."""
+        return position_of(self.columns, name) is not None
+
+    def _text(self, width: int | None = None, **view: Any) -> str:
+        """Return the result as text; view: fields of a `View`, whose column others may have alone."""
+        view = {**view, "sort": view.get("sort", "") if self._has_column(view.get("sort", "")) else ""}
+        return as_text(self, View(**view), width)
+
     def _printed(self, view: View) -> Result:
         """Return the result whose table is printed; this one, unless a subclass has another form."""
         return self
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | str]:
-        """The table as wide as the terminal lets it be, with the notes."""
-        yield from parts(self, options.max_width)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the text, as wide as the console lets it be."""
+        from rich.text import Text
+
+        yield Text(as_text(self, View(), options.max_width))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the table at IPython's prompt."""
@@ -148,7 +158,7 @@ class Result(ABC):
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, with the leading notes above it and the others below."""
-        if (printed := self._printed(DEFAULT_VIEW)) is not self:
+        if (printed := self._printed(View())) is not self:
             return printed._repr_html_()
         rows = self.rows()
         cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
@@ -299,94 +309,3 @@ class PlottedResult(Result):
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         return {**super()._forms(), ".svg": self.to_svg}
-
-
-KeyedT = TypeVar("KeyedT", bound="KeyedResult")
-PlaceT = TypeVar("PlaceT")
-
-
-class KeyedResult(Result):
-    """A result with a row for each value of some keys.
-
-    keys: all keys.  _counted: the columns after those of the keys.
-    """
-
-    keys: ClassVar[Sequence[str]]
-    _counted: ClassVar[Sequence[Column]]
-
-    def _set_keys(self, by: Sequence[str], subject: str) -> None:
-        """Set the keys of rows: their columns, and a title that names them unless they are all keys."""
-        self._by, self._subject = tuple(by), subject
-        self.columns = (*map(Column, self._by), *self._counted)  # type: ignore[misc]
-        self.title = subject if self._by == tuple(self.keys) else f"{subject} by {', '.join(self._by)}"
-
-    def by(self: KeyedT, *keys: str) -> KeyedT:
-        """Return the same result with a row for each value of these keys.
-
-        Raises AmandaError for another key.
-        """
-        unknown = [key for key in keys if key not in self.keys]
-        if unknown or not keys:
-            unknown_key = unknown[0] if unknown else "nothing"
-            raise AmandaError(f"rows of {self.name} have the keys {', '.join(self.keys)}, not {unknown_key}")
-        # Shallow: places are shared, keys and columns are the copy's own.
-        result = copy(self)
-        result._set_keys(keys, self._subject)
-        return result
-
-    def _grouped(self, places: Iterable[PlaceT]) -> dict[tuple[Any, ...], list[PlaceT]]:
-        """Return places grouped by their values of the keys."""
-        groups: dict[tuple[Any, ...], list[PlaceT]] = {}
-        for place in places:
-            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
-        return groups
-
-
-class PlacesResult(KeyedResult, Generic[PlaceT]):
-    """A result with a row for the places of a program that agree in some keys, and a file with all places.
-
-    _op_class: a dataclass.  _summed: fields that are added for ops that agree in all other fields.  The
-    constructor of a subclass takes ops and keys.
-    """
-
-    _op_class: ClassVar[type]
-    _summed: ClassVar[Sequence[str]]
-    ops: list[PlaceT]
-
-    def merged(self: PlacesT, *results: PlacesT) -> PlacesT:
-        """Return this and other runs or ranks as one result: the sums of equal places are added."""
-        zeros = dict.fromkeys(self._summed, 0)
-        sums: dict[tuple[Any, ...], Any] = {}
-        for place in (place for result in (self, *results) for place in result.ops):
-            empty = replace(place, **zeros)
-            # An empty place is a copy, so that merging changes none of the results.
-            total = sums.setdefault(tuple(_field_values(empty).values()), empty)
-            for name in self._summed:
-                setattr(total, name, getattr(total, name) + getattr(place, name))
-        return self._from_places(sums.values(), self._by)
-
-    @classmethod
-    def from_dict(cls: type[PlacesT], content: Mapping[str, Any]) -> PlacesT:
-        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
-        check_schema(content, cls.name, cls.version)
-        places: list[Any] = [made_of(cls._op_class, place) for place in content["places"]]
-        return cls._from_places(places, content.get("by", cls.keys))
-
-    def _facts(self) -> Mapping[str, Any]:
-        """Return what files contain besides rows: the keys, and all places."""
-        return {"by": self._by, "places": [_field_values(place) for place in self.ops]}
-
-    @classmethod
-    def _from_places(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
-        """Return a result of this class; subclasses take places and keys."""
-        result_class: Any = cls
-        result: PlacesT = result_class(places, by)
-        return result
-
-
-PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")
-
-
-def _field_values(place: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name; values are not copied, as asdict would."""
-    return {field.name: getattr(place, field.name) for field in fields(place)}
