@@ -68,7 +68,7 @@ scaled_dot_product_attention  …self_attn             4  8.192 k  17.92 k
 linear                        …self_attn.q_proj      4  8.192 k  16.38 k
 linear                        …self_attn.k_proj      4  8.192 k  16.38 k
 linear                        …self_attn.v_proj      4  8.192 k  16.38 k
- 
+
 total                                              258  259.6 k  534.5 k
 Showing 15 of 57 rows (repeated layers combined). "…" stands for
 "model.layers.0-3.". Hidden columns: parameters, bytes, FLOPs/byte, source. Show
@@ -101,7 +101,7 @@ type       module              calls     MACs    FLOPs  parameters     bytes
 linear     model.layers.0-3       24  65.54 k  131.1 k     8.192 k  61.44 kB
 linear     lm_head                 1   12.8 k   25.6 k       1.6 k  10.11 kB
 embedding  model.embed_tokens      1        0        0       1.6 k  1.088 kB
- 
+
 total                            258  259.6 k  534.5 k              452.2 kB
 Showing 3 of 29 rows (repeated layers combined). Hidden columns: FLOPs/byte,
 source. Show everything: --full (shell) or result.whole() (Python).

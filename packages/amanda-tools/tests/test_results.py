@@ -162,7 +162,7 @@ class Broad(Result):
     ("width", "texts"),
     [
         (120, ["layer4.2.conv3", "/home/somebody/program/train.py:120", "123456789"]),
-        (72, ["layer4.2.conv3", "…/program/train.py:120", "123456789"]),
+        (77, ["layer4.2.conv3", "/home/somebody/program/train.py:120", "123456789"]),
         (50, ["layer4.2.conv3", "123456789", "Hidden columns: source."]),
         (30, ["layer4.2.conv3", "Hidden columns: bytes, source."]),
     ],

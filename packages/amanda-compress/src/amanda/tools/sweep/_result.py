@@ -9,7 +9,8 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, PlottedResult, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

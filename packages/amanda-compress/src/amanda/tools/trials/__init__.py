@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.results import Column, PlottedResult, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, shortened
 from amanda.tools.trials._progress import Progress, check_number
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from amanda.files import replacing
 from amanda.options import checked
 from amanda.tools.effective_path._rules import Indices, InputIndex, Step
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import Column, PlottedResult, check_schema, parsing, read_npz, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, check_schema, parsing, read_npz, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

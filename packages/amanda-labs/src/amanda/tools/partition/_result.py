@@ -22,7 +22,8 @@ from amanda.tools.partition._cut import (
     schedule_slots,
 )
 from amanda.tools.partition._step_work import StepWork
-from amanda.tools.results import Column, PlottedResult, amount, read_json, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, amount, read_json, shortened
 from amanda.tools.trace import Tensor, TraceResult
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from amanda.errors import AmandaError
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import Column, PlottedResult, Result, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, Result, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

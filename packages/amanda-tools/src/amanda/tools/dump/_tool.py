@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,7 +17,7 @@ from amanda.tools.dump._reader import Entry, Format, Op, RawEntry
 from amanda.tools.dump._writer import Writer, exact_array, summarize
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
-from amanda.tools.results import Column, Result, amount, shortened
+from amanda.tools.results import Column, Result, amount
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,11 +42,8 @@ class DumpResult(Result):
     name: ClassVar[str] = "dump"
     title = "Dumped tensors"
     columns: ClassVar[Sequence[Column]] = (
-        Column("phase"), Column("type"),
-        Column("module", show=partial(shortened, width=24)),
-        Column("source", show=partial(shortened, width=24)),
-        Column("tensor"), Column("execution", number=True, shown=False), Column("dtype"),
-        Column("shape", show=_shown_shape),
+        *map(Column, ("phase", "type", "module", "source")), Column("tensor", priority=7),
+        Column("execution", number=True, shown=False), Column("dtype"), Column("shape", show=_shown_shape),
         *(Column(name, show="{:.4g}".format, number=True) for name in ("mean", "std", "min", "max")),
         Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),
         Column("file", show=lambda name: name.removeprefix("tensors-").partition(".")[0]),

@@ -289,12 +289,6 @@ class FlopsResult(PlacesResult[OpCost]):
             return self
         return self.tree(_ANY_DEPTH if view.whole else view.depth or self._depth)
 
-    def merged(self, *results: FlopsResult) -> FlopsResult:
-        """Return this and other runs or ranks as one result: the sums of equal ops are added."""
-        merged = super().merged(*results)
-        merged._depth = self._depth
-        return merged
-
     def total(self, what: str = "flops", phase: str | None = None) -> int:
         """Return the sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
 

@@ -113,25 +113,22 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
             total = sums.setdefault(tuple(_field_values(empty).values()), empty)
             for name in self._summed:
                 setattr(total, name, getattr(total, name) + getattr(place, name))
-        return self._from_places(sums.values(), self._by)
+        merged = copy(self)
+        merged.ops = list(sums.values())
+        return merged
 
     @classmethod
     def from_dict(cls: type[PlacesT], content: Mapping[str, Any]) -> PlacesT:
         """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
         check_schema(content, cls.name, cls.version)
         places: list[Any] = [made_of(cls._op_class, place) for place in content["places"]]
-        return cls._from_places(places, content.get("by", cls.keys))
+        result_class: Any = cls
+        result: PlacesT = result_class(places, content.get("by", cls.keys))
+        return result
 
     def _facts(self) -> Mapping[str, Any]:
         """Return what files contain besides rows: the keys, and all places."""
         return {"by": self._by, "places": [_field_values(place) for place in self.ops]}
-
-    @classmethod
-    def _from_places(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
-        """Return a result of this class; subclasses take places and keys."""
-        result_class: Any = cls
-        result: PlacesT = result_class(places, by)
-        return result
 
 
 PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")

@@ -39,7 +39,7 @@ def as_text(result: Result, view: View, width: int | None = None) -> str:
             )
             for part in (above, below)
         )
-    return "\n".join(filter(None, (above, *table, below)))
+    return "\n".join([*filter(None, [above]), *table, *filter(None, [below])])
 
 
 def _table_and_omissions(result: Result, width: int | None, view: View) -> tuple[list[str], str]:
@@ -67,7 +67,7 @@ def _lines(layout: TableLayout) -> Iterator[str]:
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     for i, texts in enumerate(lines):
         if has_totals and i == len(lines) - 1:
-            yield " "
+            yield ""
         aligned = (
             text.rjust(width) if column.total or column.number else text.ljust(width)
             for text, width, column in zip(texts, widths, columns, strict=True)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.coverage import CoverageResult, CoverageTool
+from amanda.tools.coverage import CoverageResult, CoverageTool, OpCoverage
 from amanda.tools.mapping import VOCABULARY
-from amanda.tools.results import load
+from amanda.tools.results import Mergeable, load
 
 
 def covered(program: Callable[[], Any], tool: CoverageTool | None = None) -> CoverageResult:
@@ -141,3 +141,12 @@ def test_a_result_goes_to_files_and_refuses_unknown_keys(tmp_path) -> None:
     assert isinstance(again, CoverageResult)
     assert again.to_dict() == types.to_dict()
     assert isinstance(amanda.load_tool("coverage"), CoverageTool)
+
+
+def test_coverage_of_ranks_adds_up() -> None:
+    place = OpCoverage("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
+    single = CoverageResult([place])
+    merged = single.merged(CoverageResult.from_dict(single.to_dict()))
+    assert isinstance(merged, Mergeable)
+    assert merged.rows() == [("forward", "linear", "a", "a.py:1", "Net", 6, 4, 4, 6, 4 / 6)]
+    assert single.total() == 3
