@@ -51,7 +51,7 @@ def kernels(step: Callable[[], None]) -> dict[str, Any]:
     """
     result, mine = profiled(step, kernels=True), Counter[str]()
     ops: dict[tuple[str, str], dict[str, Any]] = {}
-    for place in result.places:
+    for place in result.ops:
         new = {"phase": place.phase, "type": place.type, "calls": 0, "events": 0.0, "ms": 0.0, "kernels": {}}
         op = ops.setdefault((place.phase, place.type), new)
         op["calls"] += place.calls
@@ -83,7 +83,7 @@ def kernels(step: Callable[[], None]) -> dict[str, Any]:
 def memory(step: Callable[[], None]) -> dict[str, Any]:
     """Return bytes that ops made and their peak, by the profile tool and by the allocator."""
     result, sizes = profiled(step), Counter[str]()
-    for place in result.places:
+    for place in result.ops:
         sizes[f"{place.phase}: {place.type}"] += place.allocated or 0
     if ON_GPU:
         torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)

@@ -25,6 +25,6 @@ def benchmark() -> dict[str, Any]:
             for phase in PHASES
         }
         found[name]["backward"]["accumulation"] = sum(
-            place.calls for place in result.places if place.type == "accumulate_grad"
+            place.calls for place in result.ops if place.type == "accumulate_grad"
         )
     return {"models": found}

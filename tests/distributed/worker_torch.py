@@ -51,7 +51,7 @@ def tensor_parallel():
     with amanda.apply(flops, stats, NanTool()):
         ddp.train(model, ddp.batches(0, 1, 1))
     merged = gather(flops.result)
-    layers = [place for place in merged.places if place.type.startswith("linear")]
+    layers = [place for place in merged.ops if place.type.startswith("linear")]
     macs = {
         phase: sum(one.macs * one.calls for one in layers if one.phase == phase)
         for phase in ("forward", "backward")

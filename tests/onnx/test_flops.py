@@ -81,7 +81,7 @@ def test_executions_with_other_shapes_are_counted_apart() -> None:
     with amanda.apply(tool):
         session.run(None, {"x": X})
         session.run(None, {"x": X[0, 0]})
-    assert [place.macs for place in tool.result.places] == [4 * 12 * 12 * 8, 12 * 12 * 8]
+    assert [place.macs for place in tool.result.ops] == [4 * 12 * 12 * 8, 12 * 12 * 8]
 
 
 def test_the_branch_that_runs_is_counted() -> None:

@@ -54,7 +54,7 @@ def measured(run: Callable[[], Any]) -> dict[str, Any]:
         run()
         given = np.asarray(run())
     macs: Counter[str] = Counter()
-    for one in flops.result.places:
+    for one in flops.result.ops:
         kind = _WORDS.get(one.type, one.type)
         macs[kind] += one.calls * (one.macs or 0) if kind in ("conv2d", "product") else 0
     return {

@@ -133,10 +133,10 @@ def test_models_that_were_dropped_are_counted_together() -> None:
     with amanda.apply(tool):
         for _ in range(20):
             step(network())
-        places = len(tool.result.places)
+        places = len(tool.result.ops)
         for _ in range(20):
             step(network())
-    assert len(tool.result.places) == places
+    assert len(tool.result.ops) == places
     assert tool.result.total("macs", "forward") == 40 * 3 * (4 * 8 + 8 * 2)
 
 

@@ -116,7 +116,7 @@ def module_of(event: FunctionEvent) -> str:
 
 def test_the_ops_are_those_that_torch_saw(ours: ProfileResult, theirs: list[FunctionEvent]) -> None:
     counted: Counter[str] = Counter()
-    for place in ours.places:
+    for place in ours.ops:
         counted[place.name] += place.calls
     seen = Counter(event.name.split("::")[-1] for event in theirs if is_op(event) or is_node(event))
     # An index is what it comes to: here each is one slice or one selection.
@@ -134,7 +134,7 @@ def test_forward_ops_are_in_the_modules_that_called_them(
 ) -> None:
     for name in ("linear", "layer_norm", "dropout", "gelu", "embedding", "scaled_dot_product_attention"):
         counted: Counter[str] = Counter()
-        for place in ours.places:
+        for place in ours.ops:
             if place.name == name:
                 counted[place.module] += place.calls
         ops = (one for one in theirs if is_op(one) and one.name == f"aten::{name}")
@@ -156,7 +156,7 @@ def test_backward_ops_are_in_the_modules_whose_ops_made_them(
         if is_node(event) and not event.name.endswith("AccumulateGrad")
     )
     counted: Counter[tuple[str, str]] = Counter()
-    for place in ours.places:
+    for place in ours.ops:
         if place.phase == "backward" and place.name != "AccumulateGrad":
             counted[place.name, place.module] += place.calls
     assert counted == seen

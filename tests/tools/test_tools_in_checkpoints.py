@@ -122,7 +122,7 @@ def test_recomputed_work_is_a_phase(saves: bool) -> None:
     for phase in ("forward", "backward"):
         assert flops.result.total("macs", phase) == plain.result.total("macs", phase)
     assert flops.result.total("macs", "recomputation") == 3 * 2 * 4 * 16 * 16
-    products = [one for one in profile.result.places if one.type == "linear" and "block" in one.module]
+    products = [one for one in profile.result.ops if one.type == "linear" and "block" in one.module]
     assert {(one.phase, one.calls) for one in products} == {("forward", 3), ("recomputation", 3)}
     flops.clear()
     assert not flops.result.total("macs")

@@ -313,7 +313,7 @@ def test_another_tool_quantises_with_the_scales_of_a_file(
     with amanda.apply(again):
         assert torch.equal(model(batches[0]), wanted)
     assert len(list(again.parameters())) == len(list(tool.parameters()))
-    assert again.result.facts()["qparams"] == tool.result.facts()["qparams"]
+    assert again.result._facts()["qparams"] == tool.result._facts()["qparams"]
 
 
 def test_scales_of_an_older_version_are_read_and_of_a_newer_one_refused(
@@ -395,7 +395,7 @@ def test_so_many_executions_calibrate_where_there_is_no_phase_for_it(
         outputs = [model(x) for x in batches]
     assert torch.equal(outputs[1], model(batches[1]))
     assert not torch.equal(outputs[2], model(batches[2]))
-    assert tool.result.facts() == wanted.result.facts()
+    assert tool.result._facts() == wanted.result._facts()
 
 
 def test_noise_is_measured_against_the_same_inputs_unquantised(model: Network, batches: list[Tensor]) -> None:

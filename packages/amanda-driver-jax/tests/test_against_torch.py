@@ -129,7 +129,7 @@ def test_macs_are_equal(jit: bool) -> None:
 
     def macs(tool: FlopsTool) -> dict[str, int]:
         macs_by_type: dict[str, int] = {}
-        for place in tool.result.places:
+        for place in tool.result.ops:
             if place.type in ("conv2d", "linear"):
                 macs_by_type[place.type] = macs_by_type.get(place.type, 0) + place.calls * (place.macs or 0)
         return macs_by_type

@@ -67,7 +67,7 @@ def test_training_goes_on_as_without_the_tool(make: Callable[[], amanda.Tool]) -
 def test_macs_are_those_of_the_layers() -> None:
     tool = FlopsTool()
     trained(tool)
-    places = [place for place in tool.result.places if place.type in ("conv2d", "linear")]
+    places = [place for place in tool.result.ops if place.type in ("conv2d", "linear")]
     macs = {place.type: place.calls * (place.macs or 0) for place in places}
     assert macs["conv2d"] == STEPS * 4 * 8 * 8 * 2 * 9
     assert macs["linear"] == STEPS * 4 * 128 * 3

@@ -16,7 +16,6 @@ from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._line import read_config
 from amanda.tools.command._run import _in_long_form, command_of
 from amanda.tools.command._specs import SELECTORS, Unreadable, combined, made, read, split_tools
-from amanda.tools.coverage import CoverageResult, OpCoverage
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
 from amanda.tools.results import Mergeable
@@ -198,7 +197,7 @@ def test_what_is_wrong_with_a_configuration_is_said(
         ),
         (["-t", "flops", "--", "-I", "script.py"], "under python -I, which ignores"),
         (["-t", "flops", "--", "-uE", "script.py"], "under python -E, which ignores"),
-        (["--tols", "x"], "Did you mean '--tool'?"),
+        (["--quite"], "Did you mean '--quiet'?"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(
@@ -312,15 +311,6 @@ def test_flops_of_ranks_add_up() -> None:
     assert one.total("calls") == 4
 
 
-def test_coverage_of_ranks_adds_up() -> None:
-    place = OpCoverage("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
-    single = CoverageResult([place])
-    merged = single.merged(CoverageResult.from_dict(single.to_dict()))
-    assert isinstance(merged, Mergeable)
-    assert merged.rows() == [("forward", "linear", "a", "a.py:1", "Net", 6, 4, 4, 6, 4 / 6)]
-    assert single.total() == 3
-
-
 def test_findings_of_ranks_are_listed_together() -> None:
     import torch
 
@@ -335,7 +325,7 @@ def test_findings_of_ranks_are_listed_together() -> None:
     assert (merged.executions, merged.passed_on) == (8, 2)
 
 
-@pytest.mark.parametrize("kind", [FlopsResult, CoverageResult, type(NanTool().result)])
+@pytest.mark.parametrize("kind", [FlopsResult, type(NanTool().result)])
 def test_a_file_of_another_schema_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"its schema is 'amanda\.other', not 'amanda\."):
         kind.from_dict({"schema": "amanda.other", "version": 1})

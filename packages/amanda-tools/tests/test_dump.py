@@ -160,7 +160,7 @@ def test_caps_leave_summaries(model: nn.Module, folder: Path) -> None:
         ["max_bytes", "max_bytes", None],
         [None, "max_bytes", None],
     )
-    assert total.result.facts()["bytes"] <= 170
+    assert total.result._facts()["bytes"] <= 170
 
 
 class Times(nn.Module):

@@ -156,7 +156,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], int]] = {
 def test_what_is_no_product_has_flops_alone(name: str) -> None:
     program, flops = OTHERS[name]
     with torch.no_grad():
-        places = [place for place in counted(program).places if place.flops]
+        places = [place for place in counted(program).ops if place.flops]
     assert sum(place.flops or 0 for place in places) >= flops
     assert {flops} & {place.flops for place in places}
     assert not any(place.macs for place in places)
@@ -177,7 +177,7 @@ def test_batch_norm_costs_its_statistics_in_training_alone() -> None:
 
 
 def moved(program: Callable[[], Any], kind: str) -> int:
-    return sum(place.bytes for place in counted(program).places if place.type == kind)
+    return sum(place.bytes for place in counted(program).ops if place.type == kind)
 
 
 def test_bytes_are_those_that_move() -> None:
@@ -227,9 +227,7 @@ class Remembering(nn.Module):
 
 def test_a_script_with_effects_is_not_run_to_be_counted() -> None:
     program = torch.jit.script(Remembering())
-    place = next(
-        place for place in counted(lambda: program(torch.ones(2, 2))).places if place.type == "forward"
-    )
+    place = next(place for place in counted(lambda: program(torch.ones(2, 2))).ops if place.type == "forward")
     after = torch.rand(1)
     assert [type(value) for value in [*program.seen, *program.named.values()]] == [Tensor, Tensor]
     assert place.macs is None
@@ -246,7 +244,7 @@ def test_the_double_backward_of_a_convolution_is_counted(twice: str) -> None:
         grads = torch.autograd.grad(F.conv2d(image, kernel).square().sum(), differentiated, create_graph=True)
         sum(grad.square().sum() for grad in grads).backward()
 
-    places = counted(program).places
+    places = counted(program).ops
     macs = [place.macs for place in places if place.type == "conv2d_backward_backward"]
     assert macs == [{"data": 2, "both": 4}[twice] * prod((3, 2, 2, 2, 3, 3))]
 

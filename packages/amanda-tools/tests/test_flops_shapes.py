@@ -44,7 +44,7 @@ def compare(step: Step, numbers: list[int]) -> list[int]:
                 step(number)
             result = tool.result
             rows = sorted(map(str, result.rows()))
-            told.append((rows, result.facts()["totals"], dict(result.unsupported)))
+            told.append((rows, result._facts()["totals"], dict(result.unsupported)))
             taken += [cached.analyses - before] if tool is cached else []
         assert told[0] == told[1], number
     assert taken[0] > 0
@@ -190,7 +190,7 @@ def test_gradients_of_gradients() -> None:
         tool.clear()
         with amanda.apply(tool):
             step(number)
-        return tool.result.facts()["totals"]
+        return tool.result._facts()["totals"]
 
     tool = FlopsTool()
     for number in (1, 1, 1, 2, 3, 1):
@@ -210,7 +210,7 @@ def test_formulas_of_the_users_are_asked_for_each_shape() -> None:
         for n in (1, 2, 2, 3, 1):
             model(torch.ones(n))
     assert asked == [(1,), (2,), (3,)]
-    assert sum(place.calls * (place.flops or 0) for place in tool.result.places if place.type == "relu") == 90
+    assert sum(place.calls * (place.flops or 0) for place in tool.result.ops if place.type == "relu") == 90
 
 
 def test_costs_are_remembered_of_so_many_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_costs_are_remembered_of_so_many_shapes_alone(monkeypatch: pytest.Monkey
             model(torch.ones(n))
     assert len(tool._costs) <= 8
     assert all(len(op) <= 8 for ops in tool._ops.values() for op in ops.values())
-    assert sum(one.calls * (one.flops or 0) for one in tool.result.places if one.type == "relu") == 435
+    assert sum(one.calls * (one.flops or 0) for one in tool.result.ops if one.type == "relu") == 435
 
 
 def test_counts_of_ops_that_are_gone_stay() -> None:
@@ -233,7 +233,7 @@ def test_counts_of_ops_that_are_gone_stay() -> None:
             model(torch.ones(n))
         del model
     assert len(tool._ops) < 10
-    assert sum(one.calls * (one.flops or 0) for one in tool.result.places if one.type == "relu") == 190
+    assert sum(one.calls * (one.flops or 0) for one in tool.result.ops if one.type == "relu") == 190
 
 
 def test_a_result_does_not_change_and_reading_one_changes_nothing() -> None:
@@ -256,7 +256,7 @@ def test_without_the_cache_one_place_counts_all_executions() -> None:
     with amanda.apply(tool), amanda.cache_disabled():
         for _ in range(5):
             model(torch.ones(3))
-    assert [one.calls for one in tool.result.places if one.type == "relu"] == [5]
+    assert [one.calls for one in tool.result.ops if one.type == "relu"] == [5]
     assert sum(len(ops) for ops in tool._ops.values()) <= 10
 
 

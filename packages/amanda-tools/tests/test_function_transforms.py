@@ -44,7 +44,7 @@ def macs(program: Callable[[], Any]) -> dict[str, int]:
     with amanda.apply(tool):
         program()
     counts = {"forward": 0, "backward": 0}
-    for place in tool.result.places:
+    for place in tool.result.ops:
         assert place.macs is not None
         counts[place.phase] = counts.get(place.phase, 0) + place.calls * place.macs
     return counts
@@ -93,7 +93,7 @@ def test_a_batch_of_another_size_is_counted_too() -> None:
             vmap(net)(torch.rand(rows, 3))
         vmap(vmap(net))(torch.rand(2, 3, 3))
         net(torch.rand(3))
-    total = sum(place.calls * (place.macs or 0) for place in tool.result.places)
+    total = sum(place.calls * (place.macs or 0) for place in tool.result.ops)
     assert total == (2 + 3 + 3 + 6 + 1) * (FIRST + SECOND)
 
 
@@ -275,7 +275,7 @@ def test_results_name_the_axes_of_batches(tmp_path: Any) -> None:
     assert "ops ran under vmap when they were first met: a call computed all samples, 5." in str(
         profile.result
     )
-    linear = next(place for place in profile.result.places if place.type == "linear")
+    linear = next(place for place in profile.result.ops if place.type == "linear")
     assert linear.allocated == ROWS * 4 * 4
     shapes = {(row[2], row[4]): row[7] for row in dump.result.rows()}
     assert shapes["0", "output 0"] == ["vmap 5", 4]

@@ -128,7 +128,7 @@ def test_ranks_of_several_programs_stay_apart() -> None:
         assert list(dict.fromkeys(row[0] for row in both.rows())) == [
             "host0.rank0", "host0.main", "rank1.rank0", "rank1.main",
         ]  # fmt: skip
-        assert both.facts()["of"] == "flops"
+        assert both._facts()["of"] == "flops"
     again = by_rank({"site": both})
     assert again.rows()[0][0] == "site.host0.rank0"
 

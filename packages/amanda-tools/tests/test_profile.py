@@ -31,14 +31,12 @@ def profiled(program: Callable[[], Any], tool: ProfileTool | None = None) -> Pro
 
 
 def place(result: ProfileResult, kind: str, phase: str = "forward") -> OpProfile:
-    (profile,) = [
-        candidate for candidate in result.places if (candidate.type, candidate.phase) == (kind, phase)
-    ]
+    (profile,) = [candidate for candidate in result.ops if (candidate.type, candidate.phase) == (kind, phase)]
     return profile
 
 
 def calls(result: ProfileResult, kind: str) -> int:
-    return sum(place.calls for place in result.places if place.type == kind)
+    return sum(place.calls for place in result.ops if place.type == kind)
 
 
 class Slow(torch.autograd.Function):
@@ -106,7 +104,7 @@ def test_routines_of_other_tools_are_not_in_the_times(order: str) -> None:
         program()
     result = profile.result
     assert result.by("phase").rows()[0][1] > 0
-    assert max(place.least for place in result.places) < 10e6  # whatever else delays one of them
+    assert max(place.least for place in result.ops) < 10e6  # whatever else delays one of them
     assert result.wall > 3 * 40
 
 
@@ -135,7 +133,7 @@ def test_an_op_that_raises_leaves_nothing_open() -> None:
     result = profiled(program, tool)
     assert not calls(result, "matmul")
     outer = place(result, "Catching")
-    relus = [place.total for place in result.places if place.type == "relu"]
+    relus = [place.total for place in result.ops if place.type == "relu"]
     assert len(relus) == 2
     assert outer.total - outer.own in relus
     profiled(lambda: [profiled(lambda: failing(a)) for _ in range(300)], tool)
@@ -149,7 +147,7 @@ def test_a_module_that_calls_itself() -> None:
 
     result = profiled(lambda: Nested()(torch.rand(2), 3))
     assert (calls(result, "add"), calls(result, "exp"), calls(result, "relu")) == (3, 3, 1)
-    assert all(place.own == place.total > 0 for place in result.places)
+    assert all(place.own == place.total > 0 for place in result.ops)
 
 
 def test_threads_are_told_apart() -> None:
@@ -257,7 +255,7 @@ def test_what_is_kept_is_bounded_and_what_is_not_is_said() -> None:
     assert len(timeline.events) == 20
     assert len(timeline.steps) <= 20
     assert all(len(history) <= 20 for history in timeline.alive.values())
-    assert result.timeline.dropped == sum(place.calls for place in result.places) - 20
+    assert result.timeline.dropped == sum(place.calls for place in result.ops) - 20
     assert calls(result, "linear") == 40
     assert f"{result.timeline.dropped:,} more are in the table only" in str(result)
     assert result.to_dict()["executions"] == {"kept": 20, "dropped": result.timeline.dropped}
@@ -276,8 +274,8 @@ def test_a_selection_of_ops_is_measured_alone() -> None:
     tool = select(ProfileTool(), module="0")
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     result = profiled(lambda: [model(torch.rand(2, 4)).sum().backward() for _ in range(3)], tool)
-    assert {place.module for place in result.places} == {"0"}
-    assert {place.calls for place in result.places} <= {3, 6}
+    assert {place.module for place in result.ops} == {"0"}
+    assert {place.calls for place in result.ops} <= {3, 6}
 
 
 def test_clear_starts_anew() -> None:
@@ -285,7 +283,7 @@ def test_clear_starts_anew() -> None:
     profiled(lambda: training(3), tool)
     before = tool.result
     tool.clear()
-    assert not tool.result.places
+    assert not tool.result.ops
     assert calls(profiled(lambda: training(2), tool), "linear") == 2
     assert calls(before, "linear") == 3
 
@@ -305,7 +303,7 @@ def test_memory_of_a_small_mlp_is_what_one_computes_by_hand() -> None:
     first, second = 4 * (16 * 64 + 64), 4 * (64 * 8 + 8)
 
     def allocated(kind: str, module: str) -> int | None:
-        places = [place for place in result.places if (place.type, place.module) == (kind, module)]
+        places = [place for place in result.ops if (place.type, place.module) == (kind, module)]
         return sum(place.allocated or 0 for place in places)
 
     assert allocated("linear", "0") == allocated("relu", "1") == hidden
@@ -333,7 +331,7 @@ def test_views_and_writes_in_place_make_no_memory() -> None:
         x.view(100)[3:].add_(1)
 
     result = profiled(program)
-    sizes = [(place.type, place.allocated or 0) for place in result.places]
+    sizes = [(place.type, place.allocated or 0) for place in result.ops]
     assert sum(size for _, size in sizes) == 2 * 400
     assert dict(sizes)["zeros"] == 400
 
@@ -444,7 +442,7 @@ def test_what_torch_saw_within_an_op_is_told_of_it() -> None:
     ):  # fmt: skip
         assert rows[key][5:7] == ("cpu", 2)
     assert ("forward", "relu", "aten::addmm") not in rows
-    for place in result.places:
+    for place in result.ops:
         assert sum(took for _, took in place.kernels.values()) <= place.total
     assert not torch.autograd.profiler._is_profiler_enabled
 
@@ -490,7 +488,7 @@ def test_by_groups_and_adds_up() -> None:
     self_ms = sum(row[3] for row in rows.values())
     assert self_ms == pytest.approx(result.total())
     assert sum(row[5] for row in rows.values()) == pytest.approx(1)
-    assert result.to_pandas()["calls"].sum() == sum(place.calls for place in result.places)
+    assert result.to_pandas()["calls"].sum() == sum(place.calls for place in result.ops)
     assert result.wall >= result.total()
     with pytest.raises(AmandaError, match="phase, type, module, source, not colour"):
         result.by("colour")
@@ -500,7 +498,7 @@ def test_modules_have_a_time_of_their_own_and_one_with_what_is_in_them() -> None
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model = nn.Sequential(nn.Sequential(block, nn.Linear(4, 4)), nn.Linear(4, 1))
     result = profiled(lambda: model(torch.rand(3, 4)).sum().backward())
-    rows = {row[0]: row for row in result.modules().rows()}
+    rows = {row[0]: row for row in result.tree(9).rows()}
     assert list(rows) == ["", "0", "0.0", "0.0.0", "0.0.1", "0.1", "1"]
     _, _, self_ms, total, forward, backward, share, _ = rows["0"]
     assert self_ms == 0

@@ -16,15 +16,15 @@ v1 = tf.compat.v1
 
 
 def calls(result: ProfileResult, kind: str, phase: str | None = None) -> int:
-    return sum(one.calls for one in result.places if one.type == kind and phase in (None, one.phase))
+    return sum(one.calls for one in result.ops if one.type == kind and phase in (None, one.phase))
 
 
 def allocated(result: ProfileResult, kind: str) -> int:
-    return sum(one.allocated or 0 for one in result.places if one.type == kind)
+    return sum(one.allocated or 0 for one in result.ops if one.type == kind)
 
 
 def check_times(result: ProfileResult) -> None:
-    assert all(0 < one.least <= one.most <= one.total for one in result.places if one.timed)
+    assert all(0 < one.least <= one.most <= one.total for one in result.ops if one.timed)
     assert result.total() > 0 < result.wall
 
 
@@ -103,9 +103,9 @@ def test_each_time_round_a_loop_is_an_execution() -> None:
         looped(tf.ones(3))
     result = tool.result
     assert calls(result, "tanh") == 7
-    (loop,) = [one for one in result.places if one.type in ("While", "StatelessWhile")]
+    (loop,) = [one for one in result.ops if one.type in ("While", "StatelessWhile")]
     assert loop.own == 0
-    assert loop.total >= max(one.total for one in result.places if one.type == "tanh")
+    assert loop.total >= max(one.total for one in result.ops if one.type == "tanh")
 
 
 def test_keras_fit_is_measured_step_by_step() -> None:
@@ -117,11 +117,11 @@ def test_keras_fit_is_measured_step_by_step() -> None:
     with amanda.apply(tool):
         model.fit(x, y, batch_size=8, verbose=0)
     result = tool.result
-    dense = [one for one in result.places if one.type == "matmul"]
+    dense = [one for one in result.ops if one.type == "matmul"]
     assert len(dense) == 2
     assert [one.calls for one in dense] == [4, 4]
     assert {one.module for one in dense} == {layer.name for layer in model.layers}
     assert calls(result, "matmul_backward") == 4 * 3
-    modules = {row[0]: row for row in result.modules().rows()}
+    modules = {row[0]: row for row in result.tree(9).rows()}
     assert all(modules[one.module][3] >= one.own / 1e6 for one in dense)
     check_times(result)

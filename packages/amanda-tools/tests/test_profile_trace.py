@@ -102,7 +102,7 @@ def test_a_trace_is_valid_and_has_every_execution(result: ProfileResult) -> None
         {row[0]: row[1] for row in result.by("type").rows()}
     )
     took = sum(event["dur"] for event in ops) / 1000
-    assert took == pytest.approx(sum(one.total for one in result.places) / 1e6)
+    assert took == pytest.approx(sum(one.total for one in result.ops) / 1e6)
     assert {event["pid"] for event in events} == {os.getpid()}
     (linear,) = {event["args"]["source"] for event in ops if event["name"] == "linear"}
     assert re.fullmatch(r".*test_profile_trace\.py:\d+", linear)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from amanda.errors import AmandaError
 from amanda.tools.results import Column, Result, amount, check_schema, shortened
-from amanda.tools.results._display import _folded_path, fit_columns
+from amanda.tools.results._layout import TableLayout, _folded_path, shortened_texts
 
 
 class Calls(Result):
@@ -48,8 +48,9 @@ def test_it_prints_as_a_table_with_totals_and_notes(calls: Calls) -> None:
 
 def test_a_long_table_is_cut_but_its_totals_are_of_all() -> None:
     text = str(Calls([("op", 1, 1)] * 100))
-    assert "… 60 more" in text
+    assert "Showing 15 of 100 rows. Show everything: --full (shell)" in text
     assert ["total", "100", "100"] in [line.split() for line in text.splitlines()]
+    assert "Showing 7 of 100 rows." in Calls([("op", 1, 1)] * 100).table(top=7)
 
 
 class Wide(Result):
@@ -103,7 +104,7 @@ def test_files_hold_the_values(calls: Calls, tmp_path: Path) -> None:
     rows = list(csv.reader(calls.save(tmp_path / "calls.csv").read_text().splitlines()))
     assert rows == [["op", "calls", "FLOPs"], ["conv2d [x]", "53", "8000000000"], ["<relu>", "49", ""]]
     assert calls.save(tmp_path / "calls.html").read_text().startswith("<!doctype html>")
-    assert calls.save(tmp_path / "calls.txt").read_text() == f"{calls}\n"
+    assert calls.save(tmp_path / "calls.txt").read_text() == f"{calls.whole()}\n"
 
 
 def test_a_suffix_of_no_form_is_refused_and_nothing_written(calls: Calls, tmp_path: Path) -> None:
@@ -121,11 +122,28 @@ def test_amounts_have_four_digits_and_a_prefix(value: float, text: str) -> None:
     assert amount(value) == text
 
 
-def test_long_paths_keep_their_end_and_names_both_ends() -> None:
-    assert shortened("/a/long/path/model.py:12", 12) == "…model.py:12"
-    assert shortened("model.layers.31.mlp.down_proj", 17) == "model.la…own_proj"
-    assert len(shortened("x" * 50, 16)) == len(shortened("x" * 50, 17)) - 1 == 16
-    assert shortened("model.py:12", 12) == "model.py:12"
+@pytest.mark.parametrize(
+    ("text", "width", "short"),
+    [
+        ("/a/long/path/model.py:12", 14, "…/model.py:12"),
+        ("/a/long/path/model.py:12", 12, "…model.py:12"),
+        ("model.layers.31.mlp.down_proj", 17, "…31.mlp.down_proj"),
+        ("model.layers.31.mlp.down_proj", 16, "…mlp.down_proj"),
+        ("model.layers.31.a_module_of_a_long_name", 12, "…a_long_name"),
+        ("scaled_dot_product_attention_backward", 24, "scaled_dot_pro…_backward"),
+        ("scaled_dot_product_attention", 17, "scaled_d…ttention"),
+        ("f32[64,3,7,7] f32[64] f32[64]", 20, "f32[64,3,7,7] …"),
+        ("model.py:12", 12, "model.py:12"),
+    ],
+)
+def test_a_long_text_keeps_what_tells_it_from_others(text: str, width: int, short: str) -> None:
+    assert shortened(text, width) == short
+    assert len(short) <= width
+
+
+def test_paths_with_the_same_end_keep_their_beginning_too() -> None:
+    paths = ["encoder.layers.0.mlp.up", "decoder.layers.0.mlp.up", "head"]
+    assert shortened_texts(paths, 16) == ["encoder…0.mlp.up", "decoder…0.mlp.up", "head"]
 
 
 class Broad(Result):
@@ -144,9 +162,9 @@ class Broad(Result):
     ("width", "texts"),
     [
         (120, ["layer4.2.conv3", "/home/somebody/program/train.py:120", "123456789"]),
-        (80, ["layer4.2.conv3", "…dy/program/train.py:120", "123456789"]),
-        (50, ["layer4.2.conv3", "123456789", "no room for source here"]),
-        (34, ["layer….conv3", "no room for source, bytes here"]),
+        (77, ["layer4.2.conv3", "/home/somebody/program/train.py:120", "123456789"]),
+        (50, ["layer4.2.conv3", "123456789", "Hidden columns: source."]),
+        (30, ["layer4.2.conv3", "Hidden columns: bytes, source."]),
     ],
 )
 def test_a_terminal_gets_what_it_has_room_for(width: int, texts: list[str]) -> None:
@@ -157,24 +175,94 @@ def test_a_terminal_gets_what_it_has_room_for(width: int, texts: list[str]) -> N
     assert max(map(len, text.getvalue().splitlines())) <= width
 
 
-def test_text_keeps_each_row_in_a_line_however_wide() -> None:
+def test_the_whole_text_keeps_each_row_in_a_line_however_wide() -> None:
     class Broader(Broad):
         def rows(self) -> Sequence[Sequence[Any]]:
             return [("x" * 100, "y" * 100, "z" * 100, 1, 2)]
 
-    (row,) = [line for line in str(Broader()).splitlines() if "xxx" in line]
+    (row,) = [line for line in Broader().whole().splitlines() if "xxx" in line]
     assert row.split() == ["x" * 100, "y" * 100, "z" * 100, "1", "2"]
 
 
-def test_the_last_three_columns_stay() -> None:
-    assert fit_columns(["a", "b", "source", "d"], [["x" * 50] * 4], 10, [False] * 4) == ([0, 1, 3], 12)
+def test_three_columns_stay_and_those_of_high_priority_longest() -> None:
+    columns = [
+        Column("a"),
+        Column("b", priority=1),
+        Column("c"),
+        Column("d", priority=2),
+        Column("e", priority=-1),
+    ]
+    layout = TableLayout.fitting(columns, [["x" * 50] * 5], [""] * 5, 10)
+    assert (layout.positions, layout.hidden) == ([0, 1, 3], ["c", "e"])
+
+
+class Places(Result):
+    """Ops forward and backward: a row for each of the given modules, all of one line."""
+
+    name = "places"
+    columns = (
+        *map(Column, ("phase", "type", "module", "source")), Column("NaN", number=True),
+        Column("calls", number=True),
+    )  # fmt: skip
+
+    def __init__(self, *modules: str, phase: str = "forward") -> None:
+        self._modules, self._phase = modules, phase
+
+    def rows(self) -> Sequence[Sequence[Any]]:
+        source = "/home/somebody/models/of/a/long/path/model.py:12"
+        return [
+            (self._phase, f"linear{'_backward' * (self._phase == 'backward')}", module, source, 0, i)
+            for i, module in enumerate(self._modules)
+        ]
+
+
+def test_a_phase_is_left_out_where_types_tell_it() -> None:
+    assert "forward" not in str(Places("a", "b"))
+    assert "phase" not in str(Places("a", "b", phase="backward"))
+    assert "recomputation" in str(Places("a", "b", phase="recomputation"))
+
+
+def test_what_repeats_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "48")
+    modules = [f"model.language_model.layers.{i}.self_attention.{name}" for i in (0, 1) for name in "qkv"]
+    lines = str(Places(*modules)).splitlines()
+    assert max(map(len, lines)) <= 48
+    assert words("\n".join(lines))[2:5] == [
+        ["linear", f"…0.self_attention.{name}", str(i)] for i, name in enumerate("qkv")
+    ]
+    said = " ".join(lines)
+    assert '"…" stands for "model.language_model.layers.".' in said
+    assert "In every row: NaN 0." in said
+    assert "Hidden columns: source." in said
+
+
+def test_rows_are_sorted_and_combined_as_asked() -> None:
+    layers = Layers(4)
+    by_mean = [line[1] for line in words(layers.table(sort="mean"))[4:7]]
+    assert by_mean == ["lm_head", "model.layers.3.up", "model.layers.3.down"]
+    assert [line[:3] for line in words(layers.table(depth=2))[4:7]] == [
+        ["linear", "lm_head", "1"], ["up", "model.layers", "4"], ["down", "model.layers", "4"],
+    ]  # fmt: skip
+    with pytest.raises(AmandaError, match=r"^layers has no column 'call'; did you mean calls"):
+        layers.table(sort="call")
+
+
+def test_rows_have_names() -> None:
+    rows = list(Layers(1))
+    assert [(row.type, row.module, row.ms) for row in rows][1] == ("up", "model.layers.0.up", 0)
+    assert repr(Layers(1)) == "Layers: The answer"
+    assert repr(Broad()) == "Broad: 1 row"
+
+
+def test_an_empty_table_is_not_printed() -> None:
+    assert str(Calls([])).split("\n") == ["Calls", "Two <notes>."]
 
 
 class Layers(Result):
     """Two ops of each of so many layers, and one of the head; times differ."""
 
-    name, title, order = "layers", "Layers", "ms"
-    leading = 1
+    name, title, _order = "layers", "Layers", "ms"
+    _leading = 1
     columns = (
         Column("type"), Column("module"), Column("calls", total=True), Column("ms", total=True),
         Column("mean", number=True, folded="mean"), Column("share", number=True, folded="sum"),
@@ -210,7 +298,7 @@ def test_repeated_layers_are_one_row_where_a_table_is_long() -> None:
         ["linear", "lm_head", "1", "100", "100", "10"],
     ]
     assert lines[7] == ["total", "65", "1092"]
-    assert " ".join(lines[8]).startswith("Repeated layers are one row. All of it: --full, or whole()")
+    assert " ".join(lines[8]).startswith("Showing 3 rows (repeated layers combined). Show everything: --full")
     assert lines[-1] == ["A", "convention."]
 
 
@@ -241,10 +329,10 @@ def test_no_cell_is_wrapped_however_long_a_number_is() -> None:
 
 
 def test_a_short_table_keeps_its_rows_and_so_do_files(tmp_path: Path) -> None:
-    assert "Repeated" not in str(Layers(10))
-    assert ["up", "model.layers.3.up", "1", "3", "3", "1", "0"] in words(str(Layers(10)))
+    assert "combined" not in str(Layers(7))
+    assert ["up", "model.layers.3.up", "1", "3", "3", "1", "0"] in words(str(Layers(7)))
     whole = Layers(32).whole()
-    assert len(words(whole)) == len(words(str(Layers(10)))) + 2 * 22
+    assert len(words(whole)) == len(words(str(Layers(7)))) + 2 * 25
     assert Layers(32).save(tmp_path / "all.txt").read_text() == f"{whole}\n"
     assert len(Layers(32).to_pandas()) == 65
 
@@ -254,16 +342,13 @@ def test_a_page_has_the_answer_first() -> None:
     assert html.index("The answer.") < html.index("<table>") < html.index("A convention.")
 
 
-def test_text_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr("sys.stdout", Terminal())
+def test_text_is_as_wide_as_the_terminal_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, str(Broad()).splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "50")
     text = str(Broad())
     assert max(map(len, text.splitlines())) <= 50
-    assert "no room for source here" in " ".join(text.split())
+    assert "Hidden columns: source." in " ".join(text.split())
     assert "/home/somebody/program/train.py:120" in Broad().whole()
 
 

@@ -83,6 +83,14 @@ class Tool:
         """
         return options
 
+    def __repr__(self) -> str:
+        """Return the class, and what the result says first where the tool has one."""
+        try:
+            headline = getattr(getattr(self, "result", None), "headline", "")
+        except Exception:  # of a result that cannot be read now
+            headline = ""
+        return f"{type(self).__name__}: {headline}; .result" if headline else super().__repr__()
+
     def __copy__(self) -> Tool:
         """Return a deep copy: the routines of a shallow copy would be methods of the original tool."""
         return copy.deepcopy(self)

@@ -221,7 +221,7 @@ class Offer(NamedTuple):
 # A table and not a query of an index: an error message must not need the network.
 OFFERS = {
     "tools": Offer(
-        ("coverage", "dump", "flops", "mapping", "nan", "profile", "standard_mapping", "stats", "trace"),
+        ("dump", "flops", "mapping", "nan", "profile", "standard_mapping", "stats", "trace"),
         ("diff", "instrument", "merge", "run", "view"),
         ("kit", "libraries", "models", "notebook", "results", "select", "steps"),
     ),
@@ -229,12 +229,13 @@ OFFERS = {
         ("activation_prune", "attention_prune", "dynamic_channel_prune", "prune", "quantize"),
         ("sweep",),
         (
-            "axes", "checkpoints", "dataflow", "dynamic_prune", "effective_flops", "onnx_graph", "trials",
-            "weights",
+            "axes", "checkpoints", "dataflow", "dynamic_prune", "effective_flops", "onnx_graph", "plots",
+            "trials", "weights",
         ),
     ),
     "labs": Offer(
-        ("effective_path", "inject", "partition", "patch", "remat", "rewrite", "search", "sentinel"),
+        ("coverage", "effective_path", "inject", "partition", "patch", "remat", "rewrite", "search",
+         "sentinel"),
         packages=("rerun",),
     ),
 }  # fmt: skip

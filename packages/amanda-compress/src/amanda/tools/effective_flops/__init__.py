@@ -106,7 +106,7 @@ def effective(
     """
     density, bits = _density_of_ops(prune), _bits_of_ops(quantize)
     totals: dict[_Key, list[int]] = {}
-    for op in flops.places:
+    for op in flops.ops:
         if op.phase == "forward" and op.macs:
             op_totals = totals.setdefault((op.type, op.module, op.source), [0, 0])
             op_totals[0] += op.calls

@@ -53,10 +53,10 @@ class PruneResult(WeightResult):
         """The dropped share of all selected elements, those of skipped weights included."""
         return self.zeros / max(self.elements + self.elements_left, 1)
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return totals, and the skipped weights with the reasons."""
         return {
-            **super().facts(),
+            **super()._facts(),
             "zeros": self.zeros,
             "sparsity": self.sparsity,
             "share": self.share,

@@ -297,7 +297,7 @@ class KVCacheResult(Result):
         """Return a row for the keys and for the values of each layer."""
         return self._rows
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the bytes of all caches, and reasons for skipped ops."""
         return {"before": self.before, "after": self.after, "left": self.left}
 

@@ -129,7 +129,7 @@ class QuantizeResult(Result):
         return sorted(measured, key=lambda row: row[2])[:count]
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """Number of notes at the top: the summary."""
         return bool(self.tensors)
 
@@ -158,7 +158,7 @@ class QuantizeResult(Result):
             )
         return [*notes, *not_met("scales", self.waiting), *skipped]
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the method, and all scales and zero points."""
         qparams = [
             {"axes": tensor.axes, "low": tensor.low, "high": tensor.high, "scale": tensor.scale,

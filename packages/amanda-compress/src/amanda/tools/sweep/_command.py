@@ -14,7 +14,7 @@ import amanda.options
 import amanda.tools.command
 from amanda.errors import AmandaError
 from amanda.tools.command import OptionType, SpecError, compiled_option, exit_status, function_of, save_option
-from amanda.tools.results import PlottedResult
+from amanda.tools.plots import PlottedResult
 from amanda.tools.sweep._result import SweepError
 from amanda.tools.sweep._sweep import BitsSweep, SparsitySweep, Sweep
 

@@ -9,7 +9,8 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results import Column, PlottedResult, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +94,7 @@ class SweepResult(PlottedResult):
             notes.append("The tool acted at no op.")
         return notes
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the names of level and metric, and the metric without a tool."""
         return {"level": self.level, "metric": self.metric, "dense": self.dense, "complete": self.complete}
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.tools.results import Column, PlottedResult, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, shortened
 from amanda.tools.trials._progress import Progress, check_number
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class SearchResult(PlottedResult):
             *([f"The search ended: {self.stopped}."] if self.stopped else []),
         ]
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the architectures of the front by op."""
         return {
             "metric": self.metric, "costs": self.costs,

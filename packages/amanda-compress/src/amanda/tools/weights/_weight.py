@@ -398,7 +398,7 @@ class WeightResult(Result):
         """Return a row for each weight."""
         return self._rows
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return totals, and reasons for skipped weights."""
         return {
             "tensors": len(self._rows), "elements": self.elements, "left": self.left,
@@ -412,7 +412,7 @@ class WeightResult(Result):
         return f"{count} weight{'s' * (count != 1)} ({self.elements:,} elements)"
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """Number of notes at the top: totals, and elements of skipped weights."""
         return 1 + bool(self.elements_left)
 

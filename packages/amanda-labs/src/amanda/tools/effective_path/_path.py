@@ -17,7 +17,8 @@ from amanda.files import replacing
 from amanda.options import checked
 from amanda.tools.effective_path._rules import Indices, InputIndex, Step
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import Column, PlottedResult, check_schema, parsing, read_npz, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, check_schema, parsing, read_npz, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -257,7 +258,7 @@ class EffectivePathResult(PlottedResult):
         notes = [f"Paths end at {', '.join(ends)}: no rule tells what it is made of."] if ends else []
         return [f"There is no path: {self.reason}."] if self.reason else notes
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return theta, and for each path its label and its density over all layers."""
         paths = [
             {"label": path.label, **{f"{part} density": path.density(part) for part in PARTS}}

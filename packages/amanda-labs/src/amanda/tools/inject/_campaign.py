@@ -86,7 +86,7 @@ class CampaignResult(KeyedResult):
 
     name: ClassVar[str] = "inject_campaign"
     keys: ClassVar[Sequence[str]] = KEYS
-    counted: ClassVar[Sequence[Column]] = (
+    _counted: ClassVar[Sequence[Column]] = (
         *(Column(name, show="{:,}".format, number=True) for name in ("trials", *COUNTED)),
         *(
             Column(name, show=lambda share: f"{100 * share:.1f} %", number=True, unit="share")
@@ -99,7 +99,7 @@ class CampaignResult(KeyedResult):
     ) -> None:
         self.trials = tuple(trials)
         self.seed, self.sites = seed, sites
-        self.tell_by(by, f"Outcomes of {len(self.trials):,} trials")
+        self._set_keys(by, f"Outcomes of {len(self.trials):,} trials")
 
     def count(self, outcome: Outcome) -> int:
         """Return the number of trials with an outcome; raise AmandaError for an unknown outcome."""
@@ -125,7 +125,7 @@ class CampaignResult(KeyedResult):
             rows.append((*key, len(outcomes), *counts, *wilson(outcomes.count("sdc"), len(outcomes))))
         return rows
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the rate of each outcome, and every trial with its injections."""
         rates = {outcome: self.rate(outcome)._asdict() for outcome in COUNTED}
         trials = [

@@ -366,7 +366,7 @@ class InjectResult(Result):
             for fields in (injection.to_dict() for injection in self.injections)
         ]
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the numbers of changed elements, also beyond `limit`, and of executions."""
         return {"injected": self.total, "executions": self.executions}
 

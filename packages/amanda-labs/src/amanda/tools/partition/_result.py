@@ -22,7 +22,8 @@ from amanda.tools.partition._cut import (
     schedule_slots,
 )
 from amanda.tools.partition._step_work import StepWork
-from amanda.tools.results import Column, PlottedResult, amount, read_json, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, amount, read_json, shortened
 from amanda.tools.trace import Tensor, TraceResult
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class PartitionResult(PlottedResult):
             directions += [f"{size} {word} ({listed}{further})"] if crossings else []
         return f"Cut {number}: {'; '.join(directions) or 'nothing crosses'}."
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the bubble, what crosses, what is shared, and the stage of each op."""
         request = self.request
         return {
@@ -356,10 +357,10 @@ class PartsResult(PartitionResult):
             f"{', '.join(part.file for part in protected_parts)} alone; {crossing} cross"
         )
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the files in the order in which they run, and the inputs and outputs of the whole model."""
         files = [asdict(part) for part in self.parts]
-        return {**super().facts(), "files": files, "inputs": self.inputs, "outputs": self.outputs}
+        return {**super()._facts(), "files": files, "inputs": self.inputs, "outputs": self.outputs}
 
     def notes(self) -> Sequence[str]:
         """Return the order of the files, and the notes on the stages."""

@@ -181,16 +181,16 @@ def work_in_flops(graph: Graph, flops: FlopsResult, steps: int) -> StepWork:
 
     FLOPs are counted by phase, type, module and line; ops that agree in these divide them by their calls.
     """
-    sums = ((_op_key(place), (place.flops or 0) * place.calls) for place in flops.places)
+    sums = ((_op_key(place), (place.flops or 0) * place.calls) for place in flops.ops)
     return StepWork(graph, _cost_by_op(graph, sums, _op_key, steps), "FLOPs", list(flops.notes()[1:]))
 
 
 def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWork:
     """Return the work of a step in seconds, which were measured op by op."""
     # Self time, so that an op within another counts once.
-    sums = (((place.phase, place.type, place.op_id), place.own / 1e9) for place in profile.places)
+    sums = (((place.phase, place.type, place.op_id), place.own / 1e9) for place in profile.ops)
     costs = _cost_by_op(graph, sums, lambda op: (op.phase, op.type, op.id), steps)
-    untimed = sum(place.calls - place.timed for place in profile.places)
+    untimed = sum(place.calls - place.timed for place in profile.ops)
     remarks = [f"{untimed:,} executions have no time and count as 0."] if untimed else []
     return StepWork(graph, costs, "s", remarks)
 

@@ -81,7 +81,7 @@ class ProtectedResult(Result):
             for record in self.traffic
         ]  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the selection, and each op with the tensors that were declared."""
         return {
             "protect": self._selection_text,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from amanda.errors import AmandaError
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import Column, PlottedResult, Result, shortened
+from amanda.tools.plots import PlottedResult
+from amanda.tools.results import Column, Result, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,6 +121,21 @@ def _as_tuple(numbers: Sequence[int] | int | None) -> tuple[int, ...] | None:
     return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
+class ValuesByPoint(dict[str, list[Any]]):
+    """Saved tensors by point, one for each execution; its repr has their types and shapes."""
+
+    def __repr__(self) -> str:
+        points = (f"{point!r}: [{', '.join(map(_type_and_shape, values))}]" for point, values in self.items())
+        return f"{{{', '.join(points)}}}"
+
+
+def _type_and_shape(value: Any) -> str:
+    """Return the type and shape of a tensor, such as "float32[2, 8]"; the repr of a value without a shape."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    return repr(value) if shape is None else f"{name}{list(shape)}"
+
+
 @dataclass(eq=False)
 class Patched:
     """One point: an input or output of a module or an op.
@@ -185,7 +201,7 @@ class PatchSweep(PlottedResult):
         """Return a row for each place, in the order of the sweep."""
         return [row if self._along else (row[0], row[2]) for row in self._rows]
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the metric without an intervention."""
         return {"baseline": self.baseline, "along": self._along}
 

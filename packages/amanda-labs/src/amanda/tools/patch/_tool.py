@@ -21,7 +21,15 @@ from amanda.tools.patch._frameworks import (
     point_rules,
     requires_gradient,
 )
-from amanda.tools.patch._result import Patched, PatchError, PatchResult, PatchSweep, Region, is_value
+from amanda.tools.patch._result import (
+    Patched,
+    PatchError,
+    PatchResult,
+    PatchSweep,
+    Region,
+    ValuesByPoint,
+    is_value,
+)
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
 from amanda.tools.trials import check_number
@@ -115,7 +123,7 @@ class PatchTool(amanda.Tool):
         self._is_placed = False
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
-        self.saved: dict[str, list[Any]] = {}
+        self.saved: dict[str, list[Any]] = ValuesByPoint()
         value = self._value.saved if isinstance(self._value, PatchTool) else self._value
         self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
         if self._is_trained and not differentiable:

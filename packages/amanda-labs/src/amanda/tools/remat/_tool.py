@@ -256,7 +256,7 @@ class RematResult(Result):
             for op in self._counts
         ]  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the budget, the peak, and the bytes by which the budget was exceeded."""
         return {"budget": self.budget, "peak": self.peak, "short": self.short}
 

@@ -331,7 +331,7 @@ class RewriteResult(Result):
             for match in self.matches
         ]  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the matches."""
         return {"matches": [asdict(match) for match in self.matches]}
 

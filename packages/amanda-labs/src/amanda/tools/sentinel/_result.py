@@ -163,7 +163,7 @@ class SentinelResult(Result):
             for op in self.ops
         ]  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the alarms, counts and times."""
         return {
             "alarms": [asdict(alarm) for alarm in self.alarms], **asdict(self.counts), "left": self.left,
@@ -171,7 +171,7 @@ class SentinelResult(Result):
         }  # fmt: skip
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """One: the answer."""
         return 1
 

@@ -99,7 +99,7 @@ class Gathering:
             saved = self._save(tooling, result, label)
             if isinstance(result, Result) and can_merge(result):
                 return {"saved": saved, "result": result.to_dict(), "text": None}
-            text = None if result is None else as_text(result, self._handed.full)
+            text = None if result is None else _text_of(result, self._handed.view)
             return {"saved": saved, "result": None, "text": text}
 
     def tell(self, saw_op: bool) -> None:
@@ -113,7 +113,7 @@ class Gathering:
         if not self._handed.quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-        teller = Teller(self._handed.quiet, self._handed.full)
+        teller = Teller(self._handed.quiet, self._handed.view)
         # A rank that was killed left no file, so the number of ranks comes from those that did.
         expected = max((result["ranks"] for result in results.values()), default=0)
         missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known
@@ -222,13 +222,13 @@ class Gathering:
 class Teller:
     """Writer to standard error: tables on a terminal, plain text elsewhere, nothing if `quiet`.
 
-    full: whether results are written with every row and column.
+    view: what is written of results.
     """
 
-    def __init__(self, quiet: bool = False, full: bool = False) -> None:
+    def __init__(self, quiet: bool = False, view: Mapping[str, Any] | None = None) -> None:
         # A daemon may have closed the stream; Python then has None for it.
         self._is_there = sys.stderr is not None and not sys.stderr.closed
-        self._quiet, self._full = quiet, full
+        self._quiet, self._view = quiet, view or {}
         self._console = rich.console.Console(file=sys.stderr, highlight=False)
 
     def say(self, *texts: str, anyway: bool = False) -> None:
@@ -243,9 +243,8 @@ class Teller:
 
     def show(self, result: Any) -> None:
         """Write a result, or the text of one."""
-        # Rich folds a table into the width of the terminal; --full and files keep every column.
-        is_table = self._console.is_terminal and not self._full and not isinstance(result, str)
-        self._print(result if is_table else rich.text.Text(as_text(result, self._full)))
+        width = self._console.width if self._console.is_terminal else None
+        self._print(rich.text.Text(_text_of(result, self._view, width)))
 
     def _print(self, content: Any, anyway: bool = False) -> None:
         """Print text or a table; stop printing once nobody reads."""
@@ -257,9 +256,9 @@ class Teller:
             self._is_there = False
 
 
-def as_text(result: Any, full: bool) -> str:
-    """Return a result as text; full: with every row and column."""
-    return result.whole() if full and isinstance(result, Result) else str(result)
+def _text_of(result: Any, view: Mapping[str, Any], width: int | None = None) -> str:
+    """Return a result as text.  view: what is printed of a table."""
+    return result._text(width, **view) if isinstance(result, Result) else str(result)
 
 
 def report_other_processes(handed: Handed) -> None:

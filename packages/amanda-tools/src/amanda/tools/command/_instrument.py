@@ -204,7 +204,7 @@ class InstrumentedResult(Result):
             *(f"Not instrumented: {op.what}: {op.reason}." for op in instrumented.left),
         ]
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the paths of both files, and each routine."""
         return {
             "model": str(self._model), "out": str(self._done.path), "kind": self._done.kind,

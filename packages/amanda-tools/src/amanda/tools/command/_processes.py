@@ -40,7 +40,7 @@ class Handed:
 
     tools: name and given options of each.  folder: where processes write their results for the root.
     root: id of the process that merges and prints results.  output: folder for results.
-    quiet: print nothing.  full: print every row and column of results.
+    quiet: print nothing.  view: what is printed of results, the fields of a `View`.
     frameworks: import names at which the scope of a child opens.
     every: seconds between two saves of the present results; None to save at the end alone.
     together: whether the program is one of several ranks, of which the last to end merges and prints.
@@ -55,7 +55,7 @@ class Handed:
     output: str | None
     frameworks: list[str]
     quiet: bool = False
-    full: bool = False
+    view: dict[str, Any] = field(default_factory=dict)
     every: float | None = None
     together: bool = False
     compiled: str = "eager"

@@ -16,13 +16,15 @@ from typing import Annotated, Any
 
 import click
 
+from amanda.errors import did_you_mean
 from amanda.options import Range
 from amanda.plugins import driven_frameworks
 from amanda.tools.command._line import PATH, OptionType, compiled_option, configured, exit_status, tool_option
 from amanda.tools.command._processes import Handed, folder_of_ranks, is_in_rank, is_python, nothing
-from amanda.tools.command._specs import SpecError, ToolSpec, made, split_tools
+from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, made, split_tools
 from amanda.tools.models import is_model
 from amanda.tools.models.__main__ import command as model_command
+from amanda.tools.results import Result
 
 
 class _RunCommand(click.Command):
@@ -50,6 +52,16 @@ class _RunCommand(click.Command):
     help="Also apply tools inside constructors and initializers of models.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
+@click.option(
+    "--top", type=click.IntRange(min=1), metavar="N", help="Print N rows of each result, 15 by default."
+)
+@click.option("--sort", default="", metavar="COLUMN", help="Print rows by this column, the largest first.")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Combine rows below N components of a module's path.",
+)
 @click.option("--full", is_flag=True, help="Print every row and column of results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
@@ -60,6 +72,9 @@ def _command(
     compiled: str,
     construction: bool,
     quiet: bool,
+    top: int | None,
+    sort: str,
+    depth: int | None,
     full: bool,
     program: Sequence[str],
 ) -> int:
@@ -88,10 +103,23 @@ def _command(
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
     toolings = made(settings.tools, alone=True)  # so that errors come before the program starts
+    _check_column(sort, toolings)
+    # Of a whole model people ask first which parts take most.
+    is_tree = is_model(program[0]) and not sort and top is None
+    view = {"sort": sort, "depth": depth, "whole": full, "tree": is_tree, **({"top": top} if top else {})}
     return launch(
         program, settings.tools, [tooling.name for tooling in toolings], output,
-        quiet=quiet, full=full, every=every, compiled=compiled, construction=construction,
+        quiet=quiet, view=view, every=every, compiled=compiled, construction=construction,
     )  # fmt: skip
+
+
+def _check_column(name: str, toolings: Sequence[Tooling]) -> None:
+    """Raise SpecError for a column that the result of no tool has."""
+    results = [getattr(tooling.tool, "result", None) for tooling in toolings]
+    tables = [result for result in results if isinstance(result, Result)]
+    if name and not any(result._has_column(name) for result in tables):
+        names = [column.name for result in tables for column in result.columns]
+        raise SpecError(f"--sort {name}: no result has such a column; {did_you_mean(name, names)}")
 
 
 def run(arguments: Sequence[str] = ()) -> int:

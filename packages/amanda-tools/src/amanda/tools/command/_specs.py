@@ -429,5 +429,5 @@ def _check_out(name: str, tool: amanda.Tool, out: Path | None) -> None:
     result = getattr(tool, "result")  # noqa: B009
     if not isinstance(result, Result) or type(result).save is not Result.save:
         return  # one with a `save` of its own may have other forms
-    if out.suffix not in result.suffixes:
-        raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result.suffixes)}")
+    if out.suffix not in result._suffixes:
+        raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result._suffixes)}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from html import escape
 from typing import Any, ClassVar, get_args
 
 from amanda.errors import AmandaError
 from amanda.tools.diff._errors import TOLERANCES, Comparison
 from amanda.tools.dump import Entry, Op
-from amanda.tools.results import Column, Result, Table, shortened
+from amanda.tools.results import Column, Result, Table
 from amanda.tools.select import Phase
 
 _STEP = 2.0
@@ -138,9 +137,6 @@ def _input_name(entry: Entry, parameters: Mapping[int, str]) -> str:
     return f"{entry.role} {entry.position}"
 
 
-_short = partial(shortened, width=36)
-
-
 class DiffResult(Result):
     """Comparisons in the order of execution of run a; true if an op diverges.
 
@@ -151,12 +147,12 @@ class DiffResult(Result):
 
     name: ClassVar[str] = "diff"
     columns: ClassVar[Sequence[Column]] = (
-        Column("phase"), Column("type"), Column("module", show=_short), Column("source", show=_short),
-        Column("in b", show=_short), Column("execution", number=True),
-        Column("relative error", show="{:.3g}".format, number=True),
+        *map(Column, ("phase", "type", "module", "source")), Column("in b"),
+        Column("execution", number=True, priority=-1),
+        Column("relative error", show="{:.3g}".format, number=True, priority=3),
         Column("cosine", show="{:.6f}".format, number=True),
         Column("largest", show="{:.3g}".format, number=True),
-        Column("tolerance", show="{:g}".format, number=True), Column("verdict"),
+        Column("tolerance", show="{:g}".format, number=True, priority=1), Column("verdict", priority=4),
     )  # fmt: skip
 
     def __init__(
@@ -258,7 +254,7 @@ class DiffResult(Result):
 
     def __str__(self) -> str:
         head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{text}." for text in self.told)]
-        table = self.around()._table_alone()
+        table = self.around(before=5, after=10)._table_alone()
         return "\n".join([*head, *growth_lines(self.comparisons), str(table).lstrip("\n"), *self.notes()])
 
     def _table_alone(self) -> Table:
@@ -301,7 +297,7 @@ class DiffResult(Result):
         )
         return f"{len(self.comparisons):,} {noun} compared: {verdicts}{unmatched}."
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the runs, the first divergences, and ops of one run only, as plain values."""
         return {
             "a": self.a, "b": self.b, "sentence": self.sentence, "different": bool(self),

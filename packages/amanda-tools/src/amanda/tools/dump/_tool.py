@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,7 +17,7 @@ from amanda.tools.dump._reader import Entry, Format, Op, RawEntry
 from amanda.tools.dump._writer import Writer, exact_array, summarize
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
-from amanda.tools.results import Column, Result, amount, shortened
+from amanda.tools.results import Column, Result, amount
 from amanda.tools.select import SelectOptions, select
 
 if TYPE_CHECKING:
@@ -45,11 +44,8 @@ class DumpResult(Result):
     name: ClassVar[str] = "dump"
     title = "Dumped tensors"
     columns: ClassVar[Sequence[Column]] = (
-        Column("phase"), Column("type"),
-        Column("module", show=partial(shortened, width=24)),
-        Column("source", show=partial(shortened, width=24)),
-        Column("tensor"), Column("execution", number=True, shown=False), Column("dtype"),
-        Column("shape", show=_shown_shape),
+        *map(Column, ("phase", "type", "module", "source")), Column("tensor", priority=7),
+        Column("execution", number=True, shown=False), Column("dtype"), Column("shape", show=_shown_shape),
         *(Column(name, show="{:.4g}".format, number=True) for name in ("mean", "std", "min", "max")),
         Column("NaN", show="{:,}".format, number=True), Column("Inf", show="{:,}".format, number=True),
         Column("file", show=lambda name: name.removeprefix("tensors-").partition(".")[0]),
@@ -74,7 +70,7 @@ class DumpResult(Result):
             entry.dtype, _named_axes(entry), *moments, stats.nan, stats.inf + stats.negative_inf, entry.file,
         )  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return where the dump is, and how many bytes of tensors it has."""
         return {"folder": str(self.folder), "bytes": self._stored_bytes}
 

@@ -1,9 +1,12 @@
 """FLOPs, MACs, parameters and memory traffic of what a scope executes, op by op.
 
+print(count_flops(model, x).total())
+print(summary(model, x, depth=2))
+
 flops = FlopsTool()
 with amanda.apply(flops):
     model(x).sum().backward()
-print(flops.result.by("module"))
+print(flops.result)
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from typing import Any
 
 from amanda.plugins import import_from
 from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes
+from amanda.tools.flops._functions import count_flops, summary
 from amanda.tools.flops._tool import FlopsTool
 
-__all__ = ["Cost", "FlopsResult", "FlopsTool", "Formula", "OpCost", "Shapes"]
+__all__ = [
+    "Cost", "FlopsResult", "FlopsTool", "Formula", "OpCost", "Shapes", "count_flops", "summary",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

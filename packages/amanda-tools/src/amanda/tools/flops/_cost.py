@@ -11,7 +11,7 @@ from math import isqrt, prod
 from typing import Any, ClassVar, NamedTuple
 
 from amanda.errors import AmandaError
-from amanda.tools.results import NOTHING, Column, PlacesResult, amount
+from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount
 
 Shape = tuple[int, ...]
 UNKNOWN = (None,)
@@ -238,33 +238,56 @@ class OpCost:
 
 
 _COUNTS = (
-    Column("calls", show="{:,}".format, total=True),
+    Column("calls", show="{:,}".format, total=True, priority=1),
     Column("MACs", show=amount, total=True),
-    Column("FLOPs", show=amount, total=True),
+    Column("FLOPs", show=amount, total=True, priority=2),
     Column("parameters", show=amount, number=True, folded="sum"),
     Column("bytes", show=partial(amount, unit="B"), total=True, unit="B"),
-    Column("FLOPs/byte", show="{:.2f}".format, number=True),
+    Column("FLOPs/byte", show="{:.2f}".format, number=True, folded="mean"),
 )
 
 
 class FlopsResult(PlacesResult[OpCost]):
     """Table of FLOPs, MACs, parameters and bytes per operator.
 
-    places: the counts of each op.  by: the keys of a row, of `KEYS`.
+    ops: the counts of each op.  by: the keys of a row, of `KEYS`; rows by module are printed as a tree.
+    depth: of that tree; None for the depth that a screen shows.
     """
 
     name: ClassVar[str] = "flops"
     keys: ClassVar[Sequence[str]] = KEYS
-    place = OpCost
-    summed = ("calls",)
-    order: ClassVar[str] = "FLOPs"
-    counted: ClassVar[Sequence[Column]] = _COUNTS
+    _op_class = OpCost
+    _summed = ("calls",)
+    _order: ClassVar[str] = "FLOPs"
+    _counted: ClassVar[Sequence[Column]] = _COUNTS
 
-    def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS) -> None:
+    def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS, depth: int | None = None) -> None:
         # Places of ops that never ran are dropped, except for those whose executions cannot be seen.
-        self.places = [place for place in places if place.calls or place.flops is None]
+        self.ops = [place for place in places if place.calls or place.flops is None]
         self._is_warned = False
-        self.tell_by(by, "FLOPs")
+        self._depth = depth
+        self._set_keys(by, "FLOPs")
+
+    def tree(self, depth: int | None = None) -> Result:
+        """Return a row for each module, with the sums of all modules within, and the share of the FLOPs.
+
+        depth: levels of modules below the model; None for as many as a screen shows.
+        """
+        all_flops = self._sum("flops")
+
+        def numbers(node: Any) -> Sequence[Any]:
+            """Return the numbers of a module with all modules within."""
+            calls, macs, flops, parameters, *_ = _totals(list(node.all_ops()))
+            return calls, parameters, macs, flops, (flops or 0) / all_flops if all_flops else 0.0
+
+        return self._tree(depth, _TREE, numbers)
+
+    def _printed(self, view: Any) -> Result:
+        """Return the tree of modules for rows by module, and where the view asks for a tree."""
+        is_tree = self._by == ("module",) or (view.tree and self._by == KEYS)
+        if not is_tree or view.sort or not self.ops:
+            return self
+        return self.tree(_ANY_DEPTH if view.whole else view.depth or self._depth)
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
         """Return the sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
@@ -281,7 +304,7 @@ class FlopsResult(PlacesResult[OpCost]):
 
     def _sum(self, quantity: str, phase: str | None = None) -> int:
         """Return the sum of a quantity over all calls, of one phase or of all."""
-        places = [place for place in self.places if phase in (None, place.phase)]
+        places = [place for place in self.ops if phase in (None, place.phase)]
         if quantity == "calls":
             return sum(place.calls for place in places)
         return sum((getattr(place, quantity) or 0) * place.calls for place in places)
@@ -294,33 +317,33 @@ class FlopsResult(PlacesResult[OpCost]):
     @property
     def unseen(self) -> Mapping[str, int]:
         """Types of ops whose executions cannot be seen, as in ONNX' control flow, with their number."""
-        return Counter(place.type for place in self.places if not place.calls)
+        return Counter(place.type for place in self.ops if not place.calls)
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, those with most FLOPs first."""
-        rows = [(*key, *_totals(places)) for key, places in self.grouped(self.places).items()]
+        rows = [(*key, *_totals(places)) for key, places in self._grouped(self.ops).items()]
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """The totals come first."""
         return 1
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Totals, what was not counted, and each op."""
-        phases = dict.fromkeys(place.phase for place in self.places)
+        phases = dict.fromkeys(place.phase for place in self.ops)
         totals = {
             phase: {quantity: self._sum(quantity, phase) for quantity in ("macs", "flops", "bytes")}
             for phase in phases
         }
-        return {"totals": totals, "unsupported": dict(self.unsupported), **super().facts()}
+        return {"totals": totals, "unsupported": dict(self.unsupported), **super()._facts()}
 
     def notes(self) -> Sequence[str]:
         """Return the totals, the convention, and the share of what no formula knows."""
-        if not self.places:
+        if not self.ops:
             return [NOTHING]
-        phases = dict.fromkeys(place.phase for place in self.places)
+        phases = dict.fromkeys(place.phase for place in self.ops)
         parts = ", ".join(f"{phase} {amount(self._sum('flops', phase))}" for phase in phases)
         totals = ", ".join([f"{amount(self._sum('macs'))} MACs", f"{self._sum('calls'):,} calls"])
         within = f" ({parts})" if len(phases) > 1 else ""
@@ -365,10 +388,20 @@ class FlopsResult(PlacesResult[OpCost]):
         count_of: returns the number of a place.
         """
         numbers = Counter[str]()
-        for place in self.places:
+        for place in self.ops:
             if place.flops is None and (count := count_of(place)):
                 numbers[place.type] += count
         return numbers
+
+
+_TREE = (
+    Column("calls", show="{:,}".format, number=True),
+    Column("parameters", show=amount, number=True, priority=2),
+    Column("MACs", show=amount, number=True),
+    Column("FLOPs", show=amount, number=True, priority=3),
+    Column("share", show="{:.1%}".format, number=True, unit="share", priority=4),
+)
+_ANY_DEPTH = 1000
 
 
 def _listing(types: Mapping[str, int]) -> str:

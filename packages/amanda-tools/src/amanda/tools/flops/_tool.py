@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import amanda
-from amanda.options import Name, checked
+from amanda.options import Name, PositiveInt, checked
 from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
     AnyShapeCount,
@@ -17,7 +17,17 @@ from amanda.tools.flops._by_shape import (
     are_plain,
     is_always_or_never_view,
 )
-from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes, are_known, elements, shape_of
+from amanda.tools.flops._cost import (
+    KEYS,
+    Cost,
+    FlopsResult,
+    Formula,
+    OpCost,
+    Shapes,
+    are_known,
+    elements,
+    shape_of,
+)
 from amanda.tools.flops._cost_model import (
     NO_WORK,
     OpCostModel,
@@ -56,6 +66,8 @@ class FlopsTool(amanda.Tool):
     function from `Shapes` to `Cost`, which overrides the built-in formula.
     complex_macs: real multiply-accumulates in one of complex numbers: 4 by definition, 3 by Gauss' method, 1
     as some counters have it.  selection: options of `select`, such as module="layer4".
+    by: what a row of `result` stands for: "phase", "type", "module", "source", or several of these; all by
+    default.  Rows by module are printed as a tree, down to a depth of `depth` modules.
 
     A formula is evaluated once for each set of shapes, when `result` is read; an op without a formula for
     all shapes is analysed for each set.  The `cost` in the context is that of the execution that is
@@ -70,9 +82,12 @@ class FlopsTool(amanda.Tool):
         self,
         formulas: Mapping[Name, Formula] | None = None,
         complex_macs: Literal[1, 3, 4] = 4,
+        by: Sequence[Literal["phase", "type", "module", "source"]] | None = None,
+        depth: PositiveInt | None = None,
         **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
+        self._by, self._depth = tuple(by or (KEYS if depth is None else ("module",))), depth
         self._model = OpCostModel(formulas or {}, complex_macs)
         # Equal ops share a place, which bounds memory: a program may create and drop models without end,
         # and without a cache an op is analysed at each execution.
@@ -80,6 +95,7 @@ class FlopsTool(amanda.Tool):
         self._ops: dict[int, dict[Hashable, _Counts]] = {}  # by id of the op; its backward ops too
         self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
         self._uncounted: dict[Hashable, OpCost] = {}
+        self._modules: dict[str, int] = {}  # in the order in which they ran first
         self._computing_ops = 0  # ops analysed so far that compute
         self._composite_types: set[str] = set()  # types of ops whose own ops, called in Python, are counted
         self.depends_on(
@@ -100,7 +116,8 @@ class FlopsTool(amanda.Tool):
             for op in list(ops.values()):
                 _add_counts(places, op)
         executed = [place for place in places.values() if place.calls]
-        return FlopsResult([*executed, *self._uncounted.values()])
+        executed.sort(key=lambda place: self._modules.get(place.module, len(self._modules)))
+        return FlopsResult([*executed, *self._uncounted.values()], self._by, self._depth)
 
     def clear(self) -> None:
         """Reset the counts; analysed ops stay analysed."""
@@ -208,6 +225,7 @@ class FlopsTool(amanda.Tool):
     def _new_place(self, context: Any, kind: str) -> OpCost:
         """Return a place for an op with its parameters, and no cost yet.  kind: the op's type."""
         place = OpCost(context["phase"], kind, context.get_scope(), context.get_source())
+        self._modules.setdefault(place.module, len(self._modules))
         place.parameters = context["parameters"]
         return place
 

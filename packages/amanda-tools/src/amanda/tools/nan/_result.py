@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import Column, Result, check_schema, made_of, shortened
+from amanda.tools.results import Column, Result, check_schema, made_of
 
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
@@ -120,10 +119,9 @@ class NanResult(Result):
 
     name: ClassVar[str] = "nan"
     columns: ClassVar[Sequence[Column]] = (
-        Column("type"), Column("module", show=partial(shortened, width=40)), Column("outputs"),
-        Column("inputs"), Column("step", show="{:,}".format, number=True),
-        Column("times", show="{:,}".format, number=True),
-        Column("source", show=partial(shortened, width=40)), Column("phase", shown=False),
+        Column("type"), Column("module"), Column("outputs", priority=2), Column("inputs", priority=3),
+        Column("step", show="{:,}".format, number=True), Column("times", show="{:,}".format, number=True),
+        Column("source"), Column("phase", shown=False),
         Column("execution", show="{:,}".format, number=True, shown=False),
     )  # fmt: skip
 
@@ -161,12 +159,12 @@ class NanResult(Result):
         return f"{origin.sentence}."
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """The number of notes above the table: the answer, and what followed from it."""
         return 1 + bool(self._consequences)
 
     @property
-    def shows_table(self) -> bool:
+    def _shows_table(self) -> bool:
         """True if there is more than the one op that the sentence names."""
         return len(self._origins()) > 1
 
@@ -205,7 +203,7 @@ class NanResult(Result):
             for origin in self._origins()
         ]  # fmt: skip
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return counts, and the findings with their summaries."""
         return {
             "sentence": self.sentence, "executions": self.executions, "passed_on": self.passed_on,

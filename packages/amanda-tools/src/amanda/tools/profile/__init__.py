@@ -1,14 +1,16 @@
 """Profile and timeline: the time of each op, forward and backward, and the memory that it allocates.
 
-profile = ProfileTool()
-with amanda.apply(profile):
+print(profile(lambda: model(x).sum().backward()))
+
+tool = ProfileTool()
+with amanda.apply(tool):
     model(x).sum().backward()
-print(profile.result.by("module"))
-profile.result.save("step.trace.json")
+tool.result.save("step.trace.json")
 """
 
+from amanda.tools.profile._function import profile
 from amanda.tools.profile._records import OpProfile, Peak
-from amanda.tools.profile._result import KernelResult, ModuleResult, ProfileResult
+from amanda.tools.profile._result import KernelResult, ProfileResult
 from amanda.tools.profile._tool import ProfileTool
 
-__all__ = ["KernelResult", "ModuleResult", "OpProfile", "Peak", "ProfileResult", "ProfileTool"]
+__all__ = ["KernelResult", "OpProfile", "Peak", "ProfileResult", "ProfileTool", "profile"]

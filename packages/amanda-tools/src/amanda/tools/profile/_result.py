@@ -19,7 +19,6 @@ from amanda.tools.results import (
     amount,
     check_schema,
     made_of,
-    shortened,
 )
 
 MS = 1e-6
@@ -29,43 +28,15 @@ milliseconds = "{:,.3f}".format
 bytes_text = partial(amount, unit="B")
 
 
-class ModuleResult(Result):
-    """Times and bytes by module.  self: time of the module's direct ops.  total: with the modules in it."""
-
-    name: ClassVar[str] = "profile.modules"
-    title = "Profile by module"
-    columns: ClassVar[Sequence[Column]] = (
-        Column("module", show=partial(shortened, width=60)),
-        Column("calls", show="{:,}".format, number=True),
-        Column("self ms", show=milliseconds, total=True, unit="ms"),
-        Column("total ms", show=milliseconds, number=True, unit="ms"),
-        Column("forward ms", show=milliseconds, number=True, unit="ms"),
-        Column("backward ms", show=milliseconds, number=True, unit="ms"),
-        Column("share", show="{:.1%}".format, number=True, unit="share"),
-        Column("allocated", show=bytes_text, number=True, unit="B"),
-    )
-
-    def __init__(self, places: Sequence[OpProfile]) -> None:
-        self.places = tuple(places)
-
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each module, outermost first; "" is the model, with ops outside of modules."""
-        places_by_path: dict[str, list[OpProfile]] = {}
-        direct_places_by_path: dict[str, list[OpProfile]] = {}
-        for place in self.places:
-            for path in (paths := _enclosing_paths(place.module)):
-                places_by_path.setdefault(path, []).append(place)
-            direct_places_by_path.setdefault(paths[-1], []).append(place)
-        all_time, rows = _self_time(self.places), []
-        for path in sorted(places_by_path, key=_natural_key):
-            places, total = places_by_path[path], _self_time(places_by_path[path])
-            sums = summed(places)
-            rows.append((
-                path, sums.calls, MS * _self_time(direct_places_by_path.get(path, ())), MS * total,
-                MS * _self_time(places, "forward"), MS * _self_time(places, "backward"),
-                total / all_time if all_time else 0.0, sums.allocated,
-            ))  # fmt: skip
-        return rows
+_TREE = (
+    Column("calls", show="{:,}".format, number=True, priority=-1),
+    Column("self ms", show=milliseconds, number=True, unit="ms"),
+    Column("total ms", show=milliseconds, number=True, unit="ms", priority=3),
+    Column("forward ms", show=milliseconds, number=True, unit="ms"),
+    Column("backward ms", show=milliseconds, number=True, unit="ms"),
+    Column("share", show="{:.1%}".format, number=True, unit="share", priority=4),
+    Column("allocated", show=bytes_text, number=True, unit="B"),
+)
 
 
 def _self_time(places: Iterable[OpProfile], phase: str | None = None) -> int:
@@ -74,40 +45,27 @@ def _self_time(places: Iterable[OpProfile], phase: str | None = None) -> int:
     return sum(place.own for place in places if phase in (None, place.phase))
 
 
-def _enclosing_paths(module: str) -> Sequence[str]:
-    """Return a module's path and those of the modules around it, outermost first."""
-    # TensorFlow's scopes have slashes, PyTorch's paths dots.
-    parts = [part for part in module.replace("/", ".").split(".") if part]
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
-
-
-def _natural_key(path: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts `layer.2` before `layer.10`."""
-    parts = path.split(".") if path else []
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
-
-
 class KernelResult(Result):
     """Kernels on a GPU, and operators of ATen on a CPU, by the op that ran them."""
 
     name: ClassVar[str] = "profile.kernels"
     title = "Kernels"
     columns: ClassVar[Sequence[Column]] = (
-        *(Column(key, show=partial(shortened, width=32)) for key in KEYS),
-        Column("kernel", show=partial(shortened, width=48)),
+        *map(Column, KEYS),
+        Column("kernel", priority=7),
         Column("device"),
         Column("calls", show="{:,}".format, total=True),
-        Column("ms", show=milliseconds, total=True),
+        Column("ms", show=milliseconds, total=True, priority=1),
     )
 
     def __init__(self, places: Sequence[OpProfile], obstacle: str = "") -> None:
-        self.places = tuple(places)
+        self.ops = tuple(places)
         self._obstacle = obstacle
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each kernel of each op, most time first."""
         counts_by_key: dict[tuple[str, ...], list[list[int]]] = {}
-        for place in self.places:
+        for place in self.ops:
             for kernel, counts in place.kernels.items():
                 counts_by_key.setdefault((*place.names.values(), *kernel), []).append(counts)
         sums = (
@@ -121,7 +79,7 @@ class KernelResult(Result):
         """Return a sentence on the times, or the reason why there are none."""
         if self._obstacle:
             return [f"There are no kernels: {self._obstacle}."]
-        if not any(place.kernels for place in self.places):
+        if not any(place.kernels for place in self.ops):
             return ["There are no kernels: ProfileTool(kernels=True) records them with torch.profiler."]
         return [
             "Rows are kernels on a GPU, and operators of ATen on a CPU, without the time of operators within."
@@ -139,38 +97,37 @@ _NUMBERS = {
 class ProfileResult(KeyedResult):
     """Times and bytes of ops.
 
-    places: the profile of each op.  peaks: of each device whose memory was recorded.
+    ops: the profile of each op.  peaks: of each device whose memory was recorded.
     timeline: for traces.  wall_ns: sum over recorded steps, from the first op of each to its last.
     schedule: in words.  obstacle: why `kernels=True` gave no kernels.
-    told_by: the keys of a row, of `KEYS`.
+    row_keys: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "profile"
     keys: ClassVar[Sequence[str]] = KEYS
-    counted: ClassVar[Sequence[Column]] = (
-        Column("calls", show="{:,}".format, total=True),
-        Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum"),
-        Column("self ms", show=milliseconds, total=True, unit="ms"),
+    _counted: ClassVar[Sequence[Column]] = (
+        Column("calls", show="{:,}".format, total=True, priority=1),
+        Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum", priority=-1),
+        Column("self ms", show=milliseconds, total=True, unit="ms", priority=3),
         Column("mean us", show="{:,.1f}".format, number=True, unit="us", folded="mean"),
-        Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum"),
+        Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum", priority=2),
         Column("device ms", show=milliseconds, number=True, unit="ms", folded="sum"),
         Column("allocated", show=bytes_text, total=True, unit="B"),
         Column("at peak", show=bytes_text, total=True, unit="B"),
     )
-    width: ClassVar[int] = 36
-    order: ClassVar[str] = "self ms"
+    _order: ClassVar[str] = "self ms"
 
-    places: Sequence[OpProfile]
+    ops: Sequence[OpProfile]
     peaks: Sequence[Peak] = ()
     timeline: Timeline = field(default_factory=Timeline)
     recorded_steps: int = 0
     wall_ns: int = 0
     schedule: str = "all"
     obstacle: str = ""
-    told_by: Sequence[str] = KEYS
+    row_keys: Sequence[str] = KEYS
 
     def __post_init__(self) -> None:
-        self.tell_by(self.told_by, "Profile")
+        self._set_keys(self.row_keys, "Profile")
 
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
@@ -197,15 +154,28 @@ class ProfileResult(KeyedResult):
 
     def kernels(self) -> KernelResult:
         """Return a row for each kernel of each op, if the tool has `kernels=True`."""
-        return KernelResult(self.places, self.obstacle)
+        return KernelResult(self.ops, self.obstacle)
 
-    def modules(self) -> ModuleResult:
-        """Return a row for each module, without and with the modules in it."""
-        return ModuleResult(self.places)
+    def tree(self, depth: int | None = None) -> Result:
+        """Return a row for each module: the time of its own ops, and that with the modules within.
+
+        depth: levels of modules below the model; None for as many as a screen shows.
+        """
+        all_time = _self_time(self.ops)
+
+        def numbers(node: Any) -> Sequence[Any]:
+            """Return the numbers of a module with all modules within."""
+            ops = list(node.all_ops())
+            total, sums = _self_time(ops), summed(ops)
+            times = (_self_time(node.ops), total, _self_time(ops, "forward"), _self_time(ops, "backward"))
+            share = total / all_time if all_time else 0.0
+            return sums.calls, *(MS * time for time in times), share, sums.allocated
+
+        return self._tree(depth, _TREE, numbers)
 
     def total(self, phase: str | None = None) -> float:
         """Return milliseconds in ops of one phase, or of all; ops within ops count once."""
-        return MS * sum(place.own for place in self.places if phase in (None, place.phase))
+        return MS * sum(place.own for place in self.ops if phase in (None, place.phase))
 
     @property
     def wall(self) -> float:
@@ -214,12 +184,12 @@ class ProfileResult(KeyedResult):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, most self time first."""
-        total_ns = sum(place.own for place in self.places)
-        rows = [(*key, *_row(summed(places), total_ns)) for key, places in self.grouped(self.places).items()]
+        total_ns = sum(place.own for place in self.ops)
+        rows = [(*key, *_row(summed(places), total_ns)) for key, places in self._grouped(self.ops).items()]
         self_column = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[self_column] or 0))
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return totals, steps, peaks with their owners, and each op in nanoseconds."""
         return {
             "by": self._by,
@@ -228,7 +198,7 @@ class ProfileResult(KeyedResult):
             ],
             "wall_ms": self.wall,
             "totals_ms": {
-                phase: self.total(phase) for phase in dict.fromkeys(place.phase for place in self.places)
+                phase: self.total(phase) for phase in dict.fromkeys(place.phase for place in self.ops)
             },
             "executions": {"kept": len(self.timeline.events), "dropped": self.timeline.dropped},
             "schedule": self.schedule,
@@ -241,7 +211,7 @@ class ProfileResult(KeyedResult):
             ],
             "places": [
                 {**_names_in_file(place), **{name: getattr(place, field) for field, name in _NUMBERS.items()}}
-                for place in self.places
+                for place in self.ops
             ],
         }  # fmt: skip
 
@@ -250,15 +220,15 @@ class ProfileResult(KeyedResult):
         results = (self, *profiles)
         places_by_names: dict[tuple[str, ...], list[OpProfile]] = {}
         # Timelines of several runs have clocks of their own, and are not merged.
-        for place in (op for result in results for op in result.places):
+        for place in (op for result in results for op in result.ops):
             places_by_names.setdefault((*place.names.values(), place.name), []).append(place)
         return replace(
             self,
-            places=list(map(summed, places_by_names.values())),
+            ops=list(map(summed, places_by_names.values())),
             peaks=[peak for result in results for peak in result.peaks],
             recorded_steps=sum(result.recorded_steps for result in results),
             wall_ns=sum(result.wall_ns for result in results),
-            told_by=self._by,
+            row_keys=self._by,
         )
 
     @classmethod
@@ -275,19 +245,19 @@ class ProfileResult(KeyedResult):
         ]
         return cls(
             list(map(_op_from_dict, content["places"])), peaks, recorded_steps=content["recorded_steps"],
-            wall_ns=content["wall_ns"], schedule=content["schedule"], told_by=content["by"],
+            wall_ns=content["wall_ns"], schedule=content["schedule"], row_keys=content["by"],
         )  # fmt: skip
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """The times and the peaks come first."""
         return 1 + len(self.peaks)
 
     def notes(self) -> Sequence[str]:
         """Return sentences on times, peaks, and executions without time or outside of the timeline."""
         ops, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
-        notes = [] if self.places else [NOTHING]
-        if self.places:
+        notes = [] if self.ops else [NOTHING]
+        if self.ops:
             share = f", {ops / self.wall:.0%}" if self.wall else ""
             notes.append(
                 f"Ops took {ops:,.3f} ms of {self.wall:,.3f} ms in {steps} recorded "
@@ -295,7 +265,7 @@ class ProfileResult(KeyedResult):
                 f"{floor() / 1000:.2f} us per op."
             )
         notes += [f"{str(peak)[0].upper()}{str(peak)[1:]}." for peak in self.peaks]
-        untimed = sum(place.calls - place.timed for place in self.places)
+        untimed = sum(place.calls - place.timed for place in self.ops)
         if untimed:
             notes.append(
                 f"{untimed:,} executions have no time: the ops have no inputs, so nothing marks their begin."

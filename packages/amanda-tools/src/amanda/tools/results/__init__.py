@@ -26,11 +26,12 @@ from amanda.tools.results._files import (
     reading,
     to_json,
 )
+from amanda.tools.results._keyed import KeyedResult, PlacesResult
 from amanda.tools.results._merging import Mergeable, Table, by_rank, can_merge, gather, load, merge, restored
-from amanda.tools.results._result import Column, KeyedResult, PlacesResult, PlottedResult, Result
+from amanda.tools.results._result import Column, Result
 
 __all__ = [
-    "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "PlottedResult", "Result", "Table",
+    "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "Result", "Table",
     "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "gather",
     "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met", "number_of", "parsing",
     "read_json", "read_npz", "read_text", "reading", "restored", "shortened", "to_json",

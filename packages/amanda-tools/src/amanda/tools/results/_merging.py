@@ -35,7 +35,7 @@ class Table(Result):
         self.name, self.version = name, version  # type: ignore[misc]
         self.columns = tuple(columns)  # type: ignore[misc]
         self.title = title
-        self._rows, self._notes, self._facts = list(rows), tuple(notes), dict(facts or {})
+        self._rows, self._notes, self._content = list(rows), tuple(notes), dict(facts or {})
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return the rows."""
@@ -45,9 +45,9 @@ class Table(Result):
         """Return the notes of the result."""
         return self._notes
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the facts of the result."""
-        return self._facts
+        return self._content
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Table:
@@ -295,7 +295,7 @@ def _merged_facts(
 
 def _weighted_rows(result: Result) -> list[list[_Cell]]:
     """Return rows of cells: each value with how many values it is the mean of, 1 in an unmerged result."""
-    counts = result.facts().get(_VALUES, {}) if isinstance(result, Table) else {}
+    counts = result._facts().get(_VALUES, {}) if isinstance(result, Table) else {}
     return [
         [
             _Cell(value, counts[column.name][i] if column.name in counts else int(value is not None))
@@ -345,7 +345,7 @@ def _column_keys(result: Result) -> list[str]:
 
 def _source_tool(result: Result) -> str:
     """Return the tool of a table by rank; "" for any other result."""
-    return str(result.facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
+    return str(result._facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
 
 
 def _nested_rank(name: str, rank: int | str) -> str:

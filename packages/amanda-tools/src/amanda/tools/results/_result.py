@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from io import BytesIO, StringIO
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
-from amanda.tools.results._display import (
-    as_text,
-    for_console,
-    html_page,
-    html_sentences,
-    html_table,
-    shortened,
-)
-from amanda.tools.results._files import check_schema, made_of, to_json
+from amanda.tools.results._display import html_page, html_sentences, html_table, shortened
+from amanda.tools.results._files import to_json
+from amanda.tools.results._layout import ROWS_SHOWN, View, attribute_name, position_of
+from amanda.tools.results._text import as_text
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from rich.console import Console, ConsoleOptions
-    from rich.table import Table
     from rich.text import Text
 
 
@@ -40,8 +31,10 @@ class Column:
     name: as in files and data frames.  show: how a value is written in a table.
     total: whether the values of all rows are added up below them.  number: aligned to the right.
     unit: of the values, for what shows files: "s", "ms", "us", "B"; "share" where 1 is all.
-    folded: what a row that stands for repeated layers has: "sum", as every total, "mean", or by default the
-        least and the most.
+    folded: what a row that stands for repeated layers has: "sum", as every total, "mean", "min", "max", or by
+        default the least and the most.
+    priority: columns of a low one leave a narrow table first; above 0 they stay while texts can be cut.  None
+        for that of the name: high for "module" and "type", low for "source", 0 for others.
     merge: how the values of several processes become one, where the result has no `merged` of its own; rows
         are one row if they agree in all columns without it.
     """
@@ -52,8 +45,9 @@ class Column:
     number: bool = False
     shown: bool = True
     unit: str = ""
-    folded: Literal["sum", "mean", ""] = ""
+    folded: Literal["sum", "mean", "min", "max", ""] = ""
     merge: Literal["sum", "min", "max", "mean", ""] = ""
+    priority: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the column as files describe it."""
@@ -64,6 +58,7 @@ class Column:
 class Result(ABC):
     """Rows of plain values, with what is to be said about them.
 
+    Iterating gives each row as a named tuple: `for row in result: print(row.module, row.macs)`.
     name, version: of the schema of its files.  title: above the table.
     """
 
@@ -71,8 +66,10 @@ class Result(ABC):
     version: ClassVar[int] = 1
     columns: ClassVar[Sequence[Column]]
     title: str = ""
-    order: ClassVar[str] = ""
+    _order: ClassVar[str] = ""
     """Name of the column by which rows are in order, the largest first; "" for another order."""
+    _combines: ClassVar[bool] = True
+    """False for a table that is printed row by row, however long it is."""
     remarks: Sequence[str] = ()
     """Sentences of whoever made or merged it, below those of `notes`."""
 
@@ -84,35 +81,79 @@ class Result(ABC):
         """Sentences below the table: conventions, and what is not in it."""
         return ()
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return what files contain besides the rows."""
         return {}
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """The number of notes that come above the table: what most want to know."""
         return 0
 
     @property
-    def shows_table(self) -> bool:
+    def _shows_table(self) -> bool:
         """True if text and HTML have the table: it has rows, and the notes do not say all that is in them."""
-        return any(True for _ in self.rows())
+        return bool(self.rows())
 
     @property
     def _sentences(self) -> list[str]:
         """The notes, then the remarks."""
         return [*self.notes(), *self.remarks]
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each row as a named tuple, with columns in lower case: `row.flops_per_byte`."""
+        fields = [attribute_name(column.name) for column in self.columns]
+        row_class: Any = namedtuple("Row", fields, rename=True)  # type: ignore[misc]
+        yield from map(row_class._make, self.rows())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.headline}"
+
+    @property
+    def headline(self) -> str:
+        """The first sentence of the result: its totals, or the number of its rows."""
+        if self._leading and self._sentences:
+            return self._sentences[0].removesuffix(".")
+        count = len(self.rows())
+        return f"{count:,} row{'s' * (count != 1)}"
+
     def __str__(self) -> str:
-        return as_text(self)
+        return as_text(self, View())
+
+    def table(self, top: int = ROWS_SHOWN, sort: str = "", depth: int | None = None) -> str:
+        """Return the result as text.
+
+        top: number of rows.  sort: a column, whose largest values come first.  depth: number of components of
+        a module's path, below which rows are combined.
+        Raises AmandaError for another column.
+        """
+        if sort and not self._has_column(sort):
+            names = [column.name for column in self.columns]
+            raise AmandaError(f"{self.name} has no column {sort!r}; {did_you_mean(sort, names)}")
+        return as_text(self, View(top, sort, depth))
 
     def whole(self) -> str:
         """Return the result as text with every row and every column."""
-        return as_text(self, whole=True)
+        return as_text(self, View(whole=True))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
-        """The table as wide as the terminal lets it be, with the notes."""
-        yield from for_console(self, options.max_width)
+    def _has_column(self, name: str) -> bool:
+        """Return True if a column has this name, or an attribute of rows."""
+        return position_of(self.columns, name) is not None
+
+    def _text(self, width: int | None = None, **view: Any) -> str:
+        """Return the result as text; view: fields of a `View`, whose column others may have alone."""
+        view = {**view, "sort": view.get("sort", "") if self._has_column(view.get("sort", "")) else ""}
+        return as_text(self, View(**view), width)
+
+    def _printed(self, view: View) -> Result:
+        """Return the result whose table is printed; this one, unless a subclass has another form."""
+        return self
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the text, as wide as the console lets it be."""
+        from rich.text import Text
+
+        yield Text(as_text(self, View(), options.max_width))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the table at IPython's prompt."""
@@ -120,33 +161,39 @@ class Result(ABC):
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, with the leading notes above it and the others below."""
-        if not self.shows_table:
+        if (printed := self._printed(View())) is not self:
+            return printed._repr_html_()
+        if not self._shows_table:
             return html_sentences([*filter(None, [self.title]), *self._sentences])
         rows = self.rows()
         cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
         numbers = [column.total or column.number for column in self.columns]
         notes = self._sentences
-        notes_above, notes_below = notes[: self.leading], notes[self.leading :]
-        return html_table(self.title, names, numbers, cells, self._totals(rows), notes_below, notes_above)
+        notes_above, notes_below = notes[: self._leading], notes[self._leading :]
+        totals = self._totals(rows)
+        if any(totals) and not totals[0]:
+            totals[0] = "total"
+        return html_table(self.title, names, numbers, cells, totals, notes_below, notes_above)
 
     def _cell_texts(self, row: Sequence[Any]) -> list[str]:
         """Return the values of a row as its columns show them; "" for None."""
-        return [
+        texts = (
             "" if value is None else column.show(value)
             for column, value in zip(self.columns, row, strict=True)
+        )
+        # A page has room for the end of a path.
+        return [
+            shortened(text, 44) if column.name == "source" else text
+            for column, text in zip(self.columns, texts, strict=True)
         ]
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
-        """Return the texts of the last row: sums, "" of columns without a total, and the word "total"."""
-        sums = [
+        """Return the sums of columns as texts; "" of columns without a total."""
+        return [
             column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
             for i, column in enumerate(self.columns)
         ]
-        if any(sums) and not sums[0]:
-            # The first column, unless it is itself summed.
-            sums[0] = "total"
-        return sums
 
     def to_pandas(self) -> pandas.DataFrame:
         """The rows as a data frame, a column for each of `columns`.
@@ -165,7 +212,7 @@ class Result(ABC):
         return {
             "schema": f"amanda.{self.name}",
             "version": self.version,
-            **self.facts(),
+            **self._facts(),
             "title": self.title,
             "notes": self._sentences,
             "columns": [column.to_dict() for column in self.columns],
@@ -190,7 +237,7 @@ class Result(ABC):
         return html_page(self.title or self.name, self._repr_html_())
 
     @property
-    def suffixes(self) -> Sequence[str]:
+    def _suffixes(self) -> Sequence[str]:
         """Return the suffixes of the forms in which it can be saved, those of several parts last."""
         return sorted(self._forms(), key=lambda suffix: (suffix.count("."), suffix))
 
@@ -205,7 +252,7 @@ class Result(ABC):
         # The longest, since ".view.html" ends in ".html" too.
         suffix = max((ending for ending in forms if path.name.endswith(ending)), key=len, default="")
         if not suffix:
-            supported = ", ".join(self.suffixes)
+            supported = ", ".join(self._suffixes)
             raise AmandaError(
                 f"{path} has no suffix of a form in which {self.name} can be saved: {supported}"
             )
@@ -214,150 +261,3 @@ class Result(ABC):
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         return {".json": self.to_json, ".csv": self.to_csv, ".html": self.to_html, ".txt": self.whole}
-
-
-_STYLE: dict[Any, Any] = {
-    # Text stays text, and ids are the same each time, so that files can be compared.
-    "svg.fonttype": "none", "svg.hashsalt": "amanda", "axes.spines.top": False, "axes.spines.right": False,
-}  # fmt: skip
-
-
-class PlottedResult(Result):
-    """A result that can also be saved as .svg, .png or .pdf; that needs matplotlib."""
-
-    size: ClassVar[tuple[float, float]] = (9, 4)
-
-    @abstractmethod
-    def draw(self, axes: Axes) -> None:
-        """Draw into axes of matplotlib."""
-
-    def plot(self) -> Figure:
-        """Return the plot as a matplotlib figure, without a window.
-
-        Raises AmandaError where matplotlib is not installed.
-        """
-        try:
-            from matplotlib import rc_context
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise AmandaError('a picture needs matplotlib: pip install "amanda-tools[plots]"') from error
-        with rc_context(_STYLE):
-            # Without pyplot, which would keep the figure open and may need a display.
-            figure = Figure(figsize=self.size, layout="constrained")
-            self.draw(figure.add_subplot())
-        return figure
-
-    def to_svg(self) -> str:
-        """Return the plot as SVG."""
-        from matplotlib import rc_context
-
-        figure, text = self.plot(), StringIO()
-        with rc_context(_STYLE):
-            figure.savefig(text, format="svg", metadata={"Date": None})
-        return text.getvalue()
-
-    def save(self, path: str | Path) -> Path:
-        """Write a file in the form that its suffix names, also .png and .pdf."""
-        path = Path(path)
-        if path.suffix not in (".png", ".pdf"):
-            return super().save(path)
-        picture = BytesIO()
-        self.plot().savefig(picture, format=path.suffix[1:], dpi=150)
-        return write_file(path, picture.getvalue())
-
-    def _forms(self) -> dict[str, Callable[[], str]]:
-        return {**super()._forms(), ".svg": self.to_svg}
-
-
-KeyedT = TypeVar("KeyedT", bound="KeyedResult")
-PlaceT = TypeVar("PlaceT")
-
-
-class KeyedResult(Result):
-    """A result with a row for each value of some keys.
-
-    keys: all keys.  counted: the columns after those of the keys.
-    """
-
-    keys: ClassVar[Sequence[str]]
-    counted: ClassVar[Sequence[Column]]
-    width: ClassVar[int] = 44
-    """Width of the column of a key."""
-
-    def tell_by(self, by: Sequence[str], subject: str) -> None:
-        """Set the keys of rows: their columns, and a title that names them unless they are all keys."""
-        self._by, self._subject = tuple(by), subject
-        heads = (Column(key, show=partial(shortened, width=self.width)) for key in self._by)
-        self.columns = (*heads, *self.counted)  # type: ignore[misc]
-        self.title = subject if self._by == tuple(self.keys) else f"{subject} by {', '.join(self._by)}"
-
-    def by(self: KeyedT, *keys: str) -> KeyedT:
-        """Return the same result with a row for each value of these keys.
-
-        Raises AmandaError for another key.
-        """
-        unknown = [key for key in keys if key not in self.keys]
-        if unknown or not keys:
-            unknown_key = unknown[0] if unknown else "nothing"
-            raise AmandaError(f"rows of {self.name} have the keys {', '.join(self.keys)}, not {unknown_key}")
-        # Shallow: places are shared, keys and columns are the copy's own.
-        result = copy(self)
-        result.tell_by(keys, self._subject)
-        return result
-
-    def grouped(self, places: Iterable[PlaceT]) -> dict[tuple[Any, ...], list[PlaceT]]:
-        """Return places grouped by their values of the keys."""
-        groups: dict[tuple[Any, ...], list[PlaceT]] = {}
-        for place in places:
-            groups.setdefault(tuple(getattr(place, key) for key in self._by), []).append(place)
-        return groups
-
-
-class PlacesResult(KeyedResult, Generic[PlaceT]):
-    """A result with a row for the places of a program that agree in some keys, and a file with all places.
-
-    place: a dataclass.  summed: fields that are added for places that agree in all other fields.  The
-    constructor of a subclass takes places and keys.
-    """
-
-    place: ClassVar[type]
-    summed: ClassVar[Sequence[str]]
-    places: list[PlaceT]
-
-    def merged(self: PlacesT, *results: PlacesT) -> PlacesT:
-        """Return this and other runs or ranks as one result: the sums of equal places are added."""
-        zeros = dict.fromkeys(self.summed, 0)
-        sums: dict[tuple[Any, ...], Any] = {}
-        for place in (place for result in (self, *results) for place in result.places):
-            empty = replace(place, **zeros)
-            # An empty place is a copy, so that merging changes none of the results.
-            total = sums.setdefault(tuple(_field_values(empty).values()), empty)
-            for name in self.summed:
-                setattr(total, name, getattr(total, name) + getattr(place, name))
-        return self._from_places(sums.values(), self._by)
-
-    @classmethod
-    def from_dict(cls: type[PlacesT], content: Mapping[str, Any]) -> PlacesT:
-        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
-        check_schema(content, cls.name, cls.version)
-        places: list[Any] = [made_of(cls.place, place) for place in content["places"]]
-        return cls._from_places(places, content.get("by", cls.keys))
-
-    def facts(self) -> Mapping[str, Any]:
-        """Return what files contain besides rows: the keys, and all places."""
-        return {"by": self._by, "places": [_field_values(place) for place in self.places]}
-
-    @classmethod
-    def _from_places(cls: type[PlacesT], places: Iterable[Any], by: Sequence[str]) -> PlacesT:
-        """Return a result of this class; subclasses take places and keys."""
-        result_class: Any = cls
-        result: PlacesT = result_class(places, by)
-        return result
-
-
-PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")
-
-
-def _field_values(place: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name; values are not copied, as asdict would."""
-    return {field.name: getattr(place, field.name) for field in fields(place)}

@@ -12,7 +12,7 @@ import amanda
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
 from amanda.tools.mapping import is_partial
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json, shortened
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
@@ -58,13 +58,16 @@ class Measured:
 
 def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
     """Return the columns of a table with these quantiles."""
-    keys = [Column(key, show=partial(shortened, width=24)) for key in KEYS]
-    number_names = ["mean", "std", "min", "max", "L1", "L2", *(f"q{q:g}" for q in quantiles)]
-    count = partial(Column, show="{:,}".format, number=True)
+    count = partial(Column, show="{:,}".format, number=True, folded="sum")
+    number = partial(Column, show="{:.3g}".format, number=True, folded="mean")
     return (
-        *keys, Column("dtype", shown=False), count("executions", shown=False), count("elements"),
-        *(Column(name, show="{:.3g}".format, number=True, shown=name != "L1") for name in number_names),
-        Column("sparsity", show="{:.1%}".format, number=True, unit="share"), count("NaN"), count("Inf"),
+        *map(Column, KEYS[:-1]), Column("tensor", priority=7), Column("dtype", shown=False),
+        count("executions", shown=False), count("elements", priority=-1), number("mean", priority=3),
+        number("std", priority=2), number("min", folded="min"), number("max", folded="max"),
+        number("L1", shown=False), number("L2", priority=-1),
+        *(number(f"q{q:g}", priority=-1) for q in quantiles),
+        Column("sparsity", show="{:.1%}".format, number=True, unit="share", folded="mean", priority=-1),
+        count("NaN"), count("Inf"),
     )  # fmt: skip
 
 
@@ -96,7 +99,7 @@ class StatsResult(Result):
         ]  # fmt: skip
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """The extremes come first."""
         return 1
 
@@ -134,7 +137,7 @@ class StatsResult(Result):
             notes.append(f"Quantiles are approximate (within {max(errors):.1%}).")
         return notes
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the quantiles, and for each row the statistics that merging needs."""
         details = [
             {"statistics": entry.statistics.to_dict(), "sketch": entry.sketch and entry.sketch.to_dict()}

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.options import checked
-from amanda.tools.results import NOTHING, Column, Result, read_json, shortened
+from amanda.tools.results import NOTHING, Column, Result, read_json
 from amanda.tools.trace._graph import VERSION, Graph, Op, Position, Tensor
 
 if TYPE_CHECKING:
     import networkx
+
+
+def _short_dtypes(tensors: str) -> str:
+    """Return types and shapes as jaxprs have them: "f32[2,8] i64[2]"."""
+    return _DTYPE.sub(lambda match: f"{_LETTERS[match[1]]}{match[2]}", tensors)
+
+
+_LETTERS = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
+_DTYPE = re.compile(rf"\b({'|'.join(_LETTERS)})(\d+)")
 
 
 class TraceResult(Result):
@@ -28,8 +37,8 @@ class TraceResult(Result):
     version: ClassVar[int] = VERSION
     title = "Graph"
     columns: ClassVar[Sequence[Column]] = (
-        Column("phase"), Column("type"), Column("module", show=partial(shortened, width=36)),
-        Column("source", show=partial(shortened, width=36)), Column("inputs"), Column("outputs"),
+        *map(Column, ("phase", "type", "module", "source")),
+        Column("inputs", show=_short_dtypes, priority=2), Column("outputs", show=_short_dtypes, priority=3),
         Column("calls", show="{:,}".format, number=True, folded="sum"),
     )  # fmt: skip
 
@@ -54,12 +63,12 @@ class TraceResult(Result):
             if position is not None
         )
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the graph."""
         return self.graph.to_dict()
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """The numbers of ops and tensors come first."""
         return 1
 

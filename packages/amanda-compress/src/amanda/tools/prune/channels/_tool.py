@@ -75,7 +75,7 @@ class ChannelPruneResult(Result):
         """Return a row for each group: its first layer, and how many layers' outputs share the channels."""
         return self._rows
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return totals, and what was left whole."""
         return {
             "parameters": self.parameters, "kept_parameters": self.kept_parameters, "flops": self.flops,
@@ -83,7 +83,7 @@ class ChannelPruneResult(Result):
         }  # fmt: skip
 
     @property
-    def leading(self) -> int:
+    def _leading(self) -> int:
         """The totals come first."""
         return 1
 

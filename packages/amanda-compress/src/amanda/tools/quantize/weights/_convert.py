@@ -156,7 +156,7 @@ class ConvertResult(Result):
         """Return a row for each tensor."""
         return self._rows
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return the bytes of the model, and reasons for skipped weights."""
         return {"before": self.before, "after": self.after, "left": self.left}
 

@@ -91,9 +91,9 @@ class QuantizedWeights(WeightResult):
         bits = None if weight.is_skipped else self._tool.grid.bits
         return (*super().row(weight), bits, None if weight.is_skipped else self._tool.size(weight))
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return totals, reasons for skipped weights, and how weights were calibrated."""
-        return {**super().facts(), "calibration": self.calibration}
+        return {**super()._facts(), "calibration": self.calibration}
 
     def notes(self) -> Sequence[str]:
         """Return totals, how weights were calibrated, and reasons for skipped weights."""

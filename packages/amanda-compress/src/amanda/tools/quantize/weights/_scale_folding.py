@@ -54,7 +54,7 @@ class FoldResult(Result):
         """Return a row for each weight."""
         return self._rows
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return reasons for weights that are not folded."""
         return {"left": self.left}
 

@@ -36,7 +36,7 @@ def test_layers_of_one_op_are_seen_whole_and_of_several_the_ends() -> None:
     assert counted["relu"] == (4, 2, 2, 4)
     assert counted["exp"] == (2, 0, 0, 0)
     assert counted["BiasAdd"] == (2, 0, 0, 0)
-    assert {place.model for place in result.places} == {"Sequential", ""}
+    assert {place.model for place in result.ops} == {"Sequential", ""}
 
 
 def test_their_backward_ops_are_told_too() -> None:

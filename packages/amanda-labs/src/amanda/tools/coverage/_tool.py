@@ -48,25 +48,25 @@ class OpCoverage:
 class CoverageResult(PlacesResult[OpCoverage]):
     """Executions of ops, and those that hooks of modules would have seen.
 
-    places: one entry for each op.  by: the keys of a row, of `KEYS`.
+    ops: one entry for each op.  by: the keys of a row, of `KEYS`.
     """
 
     name: ClassVar[str] = "coverage"
     keys: ClassVar[Sequence[str]] = KEYS
-    place = OpCoverage
-    summed = _COUNTS
-    counted: ClassVar[Sequence[Column]] = (
+    _op_class = OpCoverage
+    _summed = _COUNTS
+    _counted: ClassVar[Sequence[Column]] = (
         *(Column(name, show="{:,}".format, total=True) for name in ("executed", "hooked", "entered", "left")),
         Column("share", show="{:.1%}".format, number=True, unit="share"),
     )
 
     def __init__(self, places: Iterable[OpCoverage], by: Sequence[str] = KEYS) -> None:
-        self.places = [place for place in places if place.calls]
-        self.tell_by(by, "Ops that hooks of modules see")
+        self.ops = [place for place in places if place.calls]
+        self._set_keys(by, "Ops that hooks of modules see")
 
     def total(self, what: str = "calls", phase: str | None = None) -> int:
         """Return the sum of "calls", "whole", "entered" or "left", of one phase or of both."""
-        return sum(getattr(place, what) for place in self.places if phase in (None, place.phase))
+        return sum(getattr(place, what) for place in self.ops if phase in (None, place.phase))
 
     def share(self, phase: str | None = None) -> float:
         """Return the share of executions that hooks see whole, from 0 to 1; 1 if nothing was executed."""
@@ -77,7 +77,7 @@ class CoverageResult(PlacesResult[OpCoverage]):
     def types(self) -> Mapping[str, int]:
         """Types of forward ops with their executions, the most frequent first."""
         counts = Counter[str]()
-        for place in self.places:
+        for place in self.ops:
             if place.phase == "forward":
                 counts[place.type] += place.calls
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
@@ -90,20 +90,20 @@ class CoverageResult(PlacesResult[OpCoverage]):
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, those with most executions first."""
         rows = []
-        for key, places in self.grouped(self.places).items():
+        for key, places in self._grouped(self.ops).items():
             sums = [sum(getattr(place, count) for place in places) for count in _COUNTS]
             calls, whole, *_ = sums
             rows.append((*key, *sums, whole / calls))
         return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
 
-    def facts(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """Return totals of each phase, the types of ops, and each op."""
         totals = {
             phase: {count: self.total(count, phase) for count in _COUNTS}
-            for phase in dict.fromkeys(place.phase for place in self.places)
+            for phase in dict.fromkeys(place.phase for place in self.ops)
         }
         return {
-            "totals": totals, "types": self.types, "without_word": self.without_word, **super().facts()
+            "totals": totals, "types": self.types, "without_word": self.without_word, **super()._facts()
         }  # fmt: skip
 
     def notes(self) -> Sequence[str]:

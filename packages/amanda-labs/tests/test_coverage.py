@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.coverage import CoverageResult, CoverageTool
+from amanda.tools.coverage import CoverageResult, CoverageTool, OpCoverage
 from amanda.tools.mapping import VOCABULARY
-from amanda.tools.results import load
+from amanda.tools.results import Mergeable, load
 
 
 def covered(program: Callable[[], Any], tool: CoverageTool | None = None) -> CoverageResult:
@@ -55,7 +55,7 @@ def test_an_op_is_seen_that_is_all_of_a_leaf_module_and_of_several_the_ends() ->
         "mul": (3, 0, 3, 0), "exp": (3, 0, 0, 0), "sin": (3, 0, 0, 3), "rand": (3, 0, 0, 0),
     }  # fmt: skip
     assert result.share("forward") == 9 / 24
-    assert {place.model for place in result.places} == {"Block", ""}
+    assert {place.model for place in result.ops} == {"Block", ""}
 
 
 def test_backward_ops_are_seen_where_they_are_alone_and_those_of_parameters_never() -> None:
@@ -111,9 +111,9 @@ def test_it_starts_anew_and_counts_without_a_cache_and_without_gradients() -> No
 
     assert covered(program, tool).total("calls") == 2
     assert covered(program, tool).total("calls") == 4
-    assert len(tool.result.places) == 2
+    assert len(tool.result.ops) == 2
     tool.clear()
-    assert not tool.result.places
+    assert not tool.result.ops
     assert tool.result.share() == 1
     assert counts(covered(program, tool), "forward")["linear"] == (1, 1, 1, 1)
 
@@ -126,7 +126,7 @@ def test_a_backward_pass_after_it_started_anew_takes_nothing_away() -> None:
         (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         tool.clear()
         y.sum().backward()
-    assert all(place.left >= 0 and place.whole >= 0 for place in tool.result.places)
+    assert all(place.left >= 0 and place.whole >= 0 for place in tool.result.ops)
     assert torch.equal(gradient, x.grad)
 
 
@@ -141,3 +141,12 @@ def test_a_result_goes_to_files_and_refuses_unknown_keys(tmp_path) -> None:
     assert isinstance(again, CoverageResult)
     assert again.to_dict() == types.to_dict()
     assert isinstance(amanda.load_tool("coverage"), CoverageTool)
+
+
+def test_coverage_of_ranks_adds_up() -> None:
+    place = OpCoverage("forward", "linear", "a", "a.py:1", "Net", 3, 2, 2, 3)
+    single = CoverageResult([place])
+    merged = single.merged(CoverageResult.from_dict(single.to_dict()))
+    assert isinstance(merged, Mergeable)
+    assert merged.rows() == [("forward", "linear", "a", "a.py:1", "Net", 6, 4, 4, 6, 4 / 6)]
+    assert single.total() == 3

@@ -1,0 +1,303 @@
+"""Rows and columns of a table on a terminal: combined rows, columns that fit, shortened texts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from amanda.tools.results._display import shortened
+
+if TYPE_CHECKING:
+    from amanda.tools.results._result import Column
+
+ROWS_SHOWN = 15
+GAP = 2
+"""Characters between two columns."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The part of a table that is printed.
+
+    top: number of rows.  sort: name of the column by which they are in order, the largest first; "" for the
+    order of the result.  depth: number of components of a module's path, below which rows are combined.
+    whole: every row and column, with no row combined.  tree: modules as a tree, if the result has one.
+    """
+
+    top: int = ROWS_SHOWN
+    sort: str = ""
+    depth: int | None = None
+    whole: bool = False
+    tree: bool = False
+
+
+_INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+Rows = Sequence[Sequence[Any]]
+
+
+def attribute_name(name: str) -> str:
+    """Return the name of a column as an attribute of a row.
+
+    >>> [attribute_name(name) for name in ("MACs", "FLOPs/byte", "self ms", "q0.5")]
+    ['macs', 'flops_per_byte', 'self_ms', 'q0_5']
+    """
+    return re.sub(r"\W+", "_", name.lower().replace("/", "_per_")).strip("_")
+
+
+def position_of(columns: Sequence[Column], name: str) -> int | None:
+    """Return the position of a column, by its name or that of the attribute; None if there is none."""
+    names = [attribute_name(column.name) for column in columns]
+    return names.index(attribute_name(name)) if attribute_name(name) in names else None
+
+
+def groups_of(columns: Sequence[Column], rows: Rows, view: View, order: str = "") -> list[Rows]:
+    """Return rows in groups, each of which is printed as one row.
+
+    A long table combines repeated layers: rows that differ in numbers, and in the first index in the module's
+    path, alone.  With a depth, a group has the rows of one module at that depth with all modules in it.
+    order: the column by which the result is in order.
+    """
+    is_long = len(rows) > view.top and not view.whole
+    groups: list[Rows] = [[row] for row in rows]
+    if (is_long or view.depth is not None) and position_of(columns, "module") is not None:
+        groups = _combined(columns, rows, view.depth)
+    position = position_of(columns, view.sort or order)
+    if position is None or not (view.sort or is_long):
+        return groups
+    column = columns[position]
+    if not (column.total or column.number):
+        return sorted(groups, key=lambda group: str(group[0][position]))
+    weigh: Callable[[Iterable[Any]], Any] = sum if column.total or column.folded == "sum" else max
+    return sorted(groups, key=lambda group: -weigh(row[position] or 0 for row in group))
+
+
+def _combined(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[Rows]:
+    """Return the groups of rows that agree in their labels, and in the module but for its first index."""
+    module, source = (position_of(columns, name) for name in ("module", "source"))
+    assert module is not None
+    label_columns = [
+        i
+        for i, column in enumerate(columns)
+        # At a depth, lines of the program do not tell the ops of a module apart.
+        if not (column.total or column.number) and i != module and not (depth is not None and i == source)
+    ]
+    groups_by_key: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
+    counts = Counter[tuple[Any, ...]]()
+    for row in rows:
+        labels = tuple(str(row[i]) for i in label_columns)  # lists of packed weights are among them
+        if depth is not None:
+            # TensorFlow's scopes have slashes, PyTorch's paths dots.
+            path = "".join(re.findall(r"[./]?[^./]+", row[module])[:depth])
+            row = [path if i == module else value for i, value in enumerate(row)]
+        path = row[module]
+        # The count keeps several rows of one module apart, so that each group has one row of a module.
+        module_and_labels = (path, *labels)
+        count = counts[module_and_labels] if depth is None else 0
+        counts[module_and_labels] += 1
+        key = (_INDEX.sub("*", path, count=1), count, *labels)
+        groups_by_key.setdefault(key, []).append(row)
+    return list(groups_by_key.values())
+
+
+def cells_of(columns: Sequence[Column], group: Rows) -> list[str]:
+    """Return the texts of a row that stands for a group."""
+    return [_cell_text(column, [row[i] for row in group]) for i, column in enumerate(columns)]
+
+
+def _cell_text(column: Column, values: Sequence[Any]) -> str:
+    """Return the text of one cell of a row that stands for some rows, as `Column.folded` says."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return ""
+    if column.name == "module" and len(values) > 1:
+        return column.show(_folded_path(values))
+    if len(values) == 1:
+        return column.show(present[0])
+    if column.total or column.folded == "sum":
+        return column.show(sum(present))
+    if column.folded == "mean":
+        return column.show(sum(present) / len(present))
+    lowest, highest = column.show(min(present)), column.show(max(present))
+    if lowest == highest or column.folded == "min":
+        return lowest
+    if column.folded == "max":
+        return highest
+    return f"{lowest} to {highest}" if column.number else "…"
+
+
+def _folded_path(paths: Sequence[str]) -> str:
+    """Return one path for all, with the first indices as ranges; the first path if none has an index."""
+    indices = [match[0] for path in dict.fromkeys(paths) if (match := _INDEX.search(path))]
+    return _INDEX.sub(ranges(map(int, indices)), paths[0], count=1) if indices else paths[0]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as ranges.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+_READABLE = 28
+"""Width down to which texts are shortened before columns are left out."""
+_SHORTEST = 12
+"""Width down to which they are shortened where the columns that matter most would not fit."""
+_SHORT_PATH = 24
+"""Width of modules that are shown in full, whatever they share."""
+_FEWEST = 3
+"""Columns that stay however narrow the table is."""
+
+
+@dataclass
+class TableLayout:
+    """The cells of a table that fit a width.
+
+    positions: of the columns that are shown.  cells: all texts, by row and column.
+    hidden: names of columns for which there is no room.  repeated: columns with the same text in every row,
+    and that text.  prefix: what "…" at the start of a module stands for, if one prefix was left out.
+    """
+
+    columns: Sequence[Column]
+    cells: list[list[str]]
+    totals: Sequence[str]
+    positions: list[int] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
+    repeated: dict[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+    @classmethod
+    def fitting(
+        cls, columns: Sequence[Column], cells: list[list[str]], totals: Sequence[str], width: int | None
+    ) -> TableLayout:
+        """Return the layout for a width; None for every column in full.
+
+        Columns that repeat others go first, then a prefix that modules share.  Then texts are shortened, and
+        columns of low priority left out, those from the right first; texts that are still too long are cut
+        further before columns of high priority go.
+        """
+        layout = cls(columns, cells, totals, [i for i, column in enumerate(columns) if column.shown])
+        if width is not None:
+            layout._leave_out_repetitions(width)
+            layout._shorten_texts(layout._fit(width))
+        return layout
+
+    def _leave_out_repetitions(self, width: int) -> None:
+        """Leave out columns without texts, phases that types tell, and, for want of room, equal texts."""
+        texts = {i: {row[i] for row in self.cells} for i in self.positions}
+        empty = {i for i in self.positions if texts[i] == {""} and not self.totals[i]}
+        phase, kind = (position_of(self.columns, name) for name in ("phase", "type"))
+        if phase is not None and kind is not None and kind in self.positions:
+            is_implied = all(row[phase] == _phase_of_type(row[kind]) for row in self.cells)
+            empty |= {phase} if is_implied and self.cells else set()
+        self._remove(empty)
+        if self._width_at(_READABLE) <= width:
+            return
+        self._fold_prefix()
+        if self._width_at(_READABLE) <= width or len(self.cells) < 2:
+            return
+        equal = {i for i in self.positions[2:] if len(texts[i]) == 1 and not self.totals[i]}
+        for i in sorted(equal):
+            if _priority(self.columns[i]) < 0:
+                self.hidden.append(self.columns[i].name)
+            else:
+                self.repeated[self.columns[i].name] = self.cells[0][i]
+        self._remove(equal)
+
+    def _fold_prefix(self) -> None:
+        """Leave out the prefix that most of the modules share, of two components or more."""
+        module = position_of(self.columns, "module")
+        if module is None or module not in self.positions:
+            return
+        paths = [row[module] for row in self.cells]
+        if max(map(len, paths), default=0) <= _SHORT_PATH:
+            return
+        counts = Counter(
+            path[: match.end()] for path in paths for match in re.finditer(r"(?<=\.)[^.]+\.", path)
+        )
+        shared = [prefix for prefix, count in counts.items() if 2 * count > len(paths)]
+        self.prefix = max(shared, key=lambda prefix: len(prefix) * counts[prefix], default="")
+        if self.prefix:
+            for row in self.cells:
+                if row[module].startswith(self.prefix):
+                    row[module] = f"…{row[module].removeprefix(self.prefix)}"
+
+    def _fit(self, width: int) -> int:
+        """Leave out columns until the others fit; return the width of the longest text."""
+        longest = max((len(row[i]) for row in self.cells for i in self.positions), default=1)
+        while True:
+            priorities = {i: _priority(self.columns[i]) for i in self.positions}
+            least = min(self.positions, key=lambda i: (priorities[i], -i))
+            # Texts of a column that matters may be cut shorter, if that keeps the column.
+            shortest = _READABLE if priorities[least] <= 0 and len(self.positions) > _FEWEST else _SHORTEST
+            for text_width in range(max(longest, shortest), shortest - 1, -1):
+                if self._width_at(text_width) <= width:
+                    return text_width
+            if len(self.positions) <= _FEWEST:
+                return _SHORTEST
+            self.hidden.insert(0, self.columns[least].name)
+            self._remove({least})
+
+    def _remove(self, positions: set[int]) -> None:
+        self.positions = [i for i in self.positions if i not in positions]
+
+    def _width_at(self, text_width: int) -> int:
+        """Return the width of the table with texts of at most so many characters; numbers stay whole."""
+        return sum(self._column_width(i, text_width) for i in self.positions) + GAP * (
+            len(self.positions) - 1
+        )
+
+    def _column_width(self, i: int, text_width: int) -> int:
+        """Return the width of a column with texts of at most so many characters."""
+        column = self.columns[i]
+        natural_width = max([len(self.totals[i]), *(len(row[i]) for row in self.cells)])
+        if not (column.total or column.number):
+            # Names of types are known by their beginning; places and shapes are what people look for.
+            natural_width = min(natural_width, text_width + 8 * (column.name != "type"))
+        return max(natural_width, len(column.name))
+
+    def _shorten_texts(self, text_width: int) -> None:
+        """Shorten the texts of each column."""
+        for i in self.positions:
+            if not (self.columns[i].total or self.columns[i].number):
+                texts = shortened_texts([row[i] for row in self.cells], self._column_width(i, text_width))
+                for row, text in zip(self.cells, texts, strict=True):
+                    row[i] = text
+
+
+_PRIORITIES = {"module": 9, "type": 8, "phase": 1, "source": -1}
+
+
+def _priority(column: Column) -> int:
+    """Return the priority of a column, or that of its name."""
+    return _PRIORITIES.get(column.name, 0) if column.priority is None else column.priority
+
+
+def _phase_of_type(kind: str) -> str:
+    """Return the phase that the name of an op's type tells."""
+    return "backward" if kind.endswith("_backward") or kind == "accumulate_grad" else "forward"
+
+
+def shortened_texts(texts: Sequence[str], width: int) -> list[str]:
+    """Return texts of at most so many characters, of which different ones stay different if they can.
+
+    >>> shortened_texts(["encoder.layers.0.mlp.up", "decoder.layers.0.mlp.up"], 16)
+    ['encoder…0.mlp.up', 'decoder…0.mlp.up']
+    """
+    short = {text: shortened(text, width) for text in texts}
+    counts = Counter(short.values())
+    for text in [text for text, cut in short.items() if counts[cut] > 1]:
+        head, dot, rest = text.partition(".")
+        if dot and len(head) < width // 2:
+            short[text] = head + shortened(f".{rest}", width - len(head))
+    return [short[text] for text in texts]
