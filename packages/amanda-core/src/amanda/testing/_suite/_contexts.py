@@ -9,6 +9,7 @@ import pytest
 
 import amanda
 from amanda.context import OpContext
+from amanda.errors import AmandaError
 from amanda.scope.attachment import attachment
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
