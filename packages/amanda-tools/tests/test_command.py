@@ -252,7 +252,7 @@ def test_tools_may_be_the_first_word_and_options_of_models_anywhere(line: str, l
 
 def test_an_option_of_models_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["flops", "--device", "meta", "train.py"]) == 2
-    assert "--device is an option of models (hf:bert --device meta)" in capsys.readouterr().err
+    assert "--device is an option of models, as in hf:bert --device meta" in capsys.readouterr().err
 
 
 def test_a_model_is_a_program(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -135,53 +135,36 @@ def _in_long_form(arguments: Sequence[str]) -> list[str]:
     """
     # click would take a program's own options for ours, so the program begins where ours end.
     run_options, model_options = _options_with_values(_command), _options_with_values(model_command)
-    waiting, ours, of_model = list(arguments), list[str](), list[str]()
-    while waiting and waiting[0] != "--":
-        if waiting[0] in ("-m", "-c"):
-            break
-        if not waiting[0].startswith("-"):
-            # `amanda run flops train.py`: the first word names tools, unless options have named them.
-            names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in ours)
-            if names_tools or _is_program(waiting[0]):
-                break
-            ours += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
-        elif _option_name(waiting[0]) in model_options:
-            of_model += _take_option(waiting, model_options)
+    waiting, ours, of_model, word = list(arguments), list[str](), list[str](), ""
+    while waiting:
+        name = waiting[0].partition("=")[0]
+        names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in ours)
+        # `amanda run flops train.py`: the first word names tools, unless options have named them.
+        if word or (name.startswith("-") and name not in ("-m", "-c", "--")):
+            is_of_model = name in model_options or (word and name not in run_options)
+            options = model_options if is_of_model else run_options
+            count = 2 if options.get(waiting[0]) else 1
+            (of_model if is_of_model else ours).extend(waiting[:count])
+            del waiting[:count]
+        elif name in ("-m", "-c", "--") or names_tools or _is_program(waiting[0]):
+            program = waiting[1:] if name == "--" else waiting
+            if not (program and is_model(program[0])):
+                if of_model:
+                    example = " ".join(["hf:bert", *of_model])
+                    raise SpecError(
+                        f"{of_model[0]} is an option of models, as in {example}; a program's own follow it"
+                    )
+                return [*ours, "--", *program]
+            word, *waiting = program
         else:
-            ours += _take_option(waiting, run_options)
-    program = waiting[1:] if waiting[:1] == ["--"] else waiting
-    if program and is_model(program[0]):
-        word, *waiting = program
-        while waiting:
-            if _option_name(waiting[0]) in run_options:
-                ours += _take_option(waiting, run_options)
-            else:
-                of_model += _take_option(waiting, model_options)
-        return [*ours, "--", word, *of_model]
-    if of_model:
-        example = " ".join(["hf:bert", *of_model])
-        raise SpecError(
-            f"{of_model[0]} is an option of models ({example}); a program's own options follow it"
-        )
-    return [*ours, "--", *program] if waiting else ours
+            ours += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
+    return [*ours, "--", word, *of_model] if word else ours
 
 
 def _options_with_values(command: click.Command) -> dict[str, bool]:
     """Return the names of a command's options; True if a value follows."""
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     return {name: not option.is_flag for option in options for name in option.opts}
-
-
-def _option_name(word: str) -> str:
-    """Return the name in `--name=value`."""
-    return word.partition("=")[0]
-
-
-def _take_option(waiting: list[str], options: Mapping[str, bool]) -> list[str]:
-    """Remove the first word from the list, and the value that follows; return them."""
-    count = 2 if options.get(waiting[0]) else 1
-    words, waiting[:count] = waiting[:count], []
-    return words
 
 
 def _is_program(word: str) -> bool:

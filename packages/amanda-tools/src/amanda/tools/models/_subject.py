@@ -63,8 +63,11 @@ def reshaped(inputs: Sequence[Input], shapes: Iterable[str]) -> list[Input]:
     return list(inputs_by_name.values())
 
 
-KINDS = ("hf", "timm", "torch", "keras", "onnx")
-"""Words before the colon of a model's name."""
+KINDS = {
+    "hf": "_transformers:transformers_model", "timm": "_loaders:timm_model", "torch": "_loaders:torch_model",
+    "keras": "_loaders:keras_model", "onnx": "_loaders:onnx_model",
+}  # fmt: skip
+"""Words before the colon of a model's name, with the module and the function that load the model."""
 _FILES = {".onnx": "onnx", ".keras": "keras"}
 
 
@@ -143,9 +146,9 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
     if device != "cpu" and kind in ("keras", "onnx"):
         raise ModelError(f"--device {device} is for models of PyTorch, {word} runs where {kind} puts it")
     # The loaders, and what they import, are only for processes that make a model.
-    from amanda.tools.models._loaders import LOADERS
-
-    return LOADERS[kind](Request(word, *_split_options(model_name), shapes, backward, device))
+    module, _, loader = KINDS[kind].partition(":")
+    load: Callable[[Request], Subject] = getattr(import_module(f"amanda.tools.models.{module}"), loader)
+    return load(Request(word, *_split_options(model_name), shapes, backward, device))
 
 
 def _split_options(text: str) -> tuple[str, dict[str, Any]]:

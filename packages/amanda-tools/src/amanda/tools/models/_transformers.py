@@ -8,7 +8,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import did_you_mean
-from amanda.tools.models._pytorch import (
+from amanda.tools.models._loaders import (
     RANDOM,
     check_memory,
     library_of_models,
