@@ -372,6 +372,24 @@ def test_what_is_not_there_yet_is_an_error_with_the_remedy(
     assert f"add_inst_for_op(routine, {remedy})" in str(error.value)
 
 
+def test_a_routine_at_several_points_gets_none_where_there_is_nothing() -> None:
+    values: list[Any] = []
+
+    def see(context: OpContext) -> None:
+        values.append(context.get_outputs())
+
+    tool = Tool()
+    tool.add_inst_for_op(see)
+    tool.add_inst_for_op(see, require_outputs=True)
+
+    def analyse(context: OpContext, _: InstrumentationPoint) -> None:
+        context._tool = tool
+        see(context)
+
+    OpContext(facts(), analyse).trigger_callback(BEFORE)
+    assert values == [None]
+
+
 def test_the_type_of_a_backward_op_is_its_word_or_an_error() -> None:
     backward = OpContext(facts(op_type="relu").at_backward(ReluBackward, 99, True), lambda *_: None)
     assert backward.get_forward_op_type() == "relu"

@@ -156,7 +156,7 @@ class OpContext(dict[str, Any]):
     def get_outputs(self) -> list[Any] | None:
         """Return the op's outputs.
 
-        Raises AmandaError in an analysis routine that runs before the op; `is_after` tells.
+        Raises AmandaError in an analysis routine that is registered for points before the op alone.
         """
         if self._facts.outputs is None and not self._facts.dropped:
             if self.is_forward():
@@ -165,7 +165,7 @@ class OpContext(dict[str, Any]):
         return self._require_values(self._facts.outputs, "outputs")
 
     def get_backward_op(self) -> Any:
-        """Return the backward op.  Raises AmandaError in an analysis routine of the forward pass."""
+        """Return the backward op.  Raises AmandaError in an analysis routine of the forward pass alone."""
         if self._facts.backward_op is None:
             self._check_point("get_backward_op", is_backward=True)
         return self._facts.backward_op
@@ -184,7 +184,7 @@ class OpContext(dict[str, Any]):
     def get_grad_outputs(self) -> list[Any] | None:
         """Return the gradients of the forward op's outputs, which enter the backward op.
 
-        Raises AmandaError in an analysis routine of the forward pass.
+        Raises AmandaError in an analysis routine of the forward pass alone.
         """
         if self._facts.grad_outputs is None:
             self._check_point("get_grad_outputs", is_backward=True)
@@ -193,17 +193,24 @@ class OpContext(dict[str, Any]):
     def get_grad_inputs(self) -> list[Any] | None:
         """Return the gradients of the forward op's inputs, which leave the backward op.
 
-        Raises AmandaError in an analysis routine of the forward pass, or before the backward op.
+        Raises AmandaError in an analysis routine of the forward pass, or before the backward op, alone.
         """
         if self._facts.grad_inputs is None:
             self._check_point("get_grad_inputs", is_backward=True, is_after=True)
         return self._facts.grad_inputs
 
     def _check_point(self, method: str, is_backward: bool, is_after: bool = False) -> None:
-        """Raise AmandaError if an analysis routine runs at a point at which a method has nothing to give."""
-        point = self._point
+        """Raise AmandaError if an analysis routine runs at a point at which a method has nothing to give.
+
+        A routine that its tool has registered for a later point too, such as a rule of a mapping, gets None.
+        """
+        point, tool = self._point, self._tool
         # Outside of analysis, as in a context that a tool keeps, nothing is known to be too early.
-        if point is None or (point.is_backward == is_backward and (point.is_after or not is_after)):
+        if point is None or tool is None or _gives(point, is_backward, is_after):
+            return
+        routines = tool._amanda.analyses
+        here = [routine.callback for routine in routines if routine.point is point]
+        if any(r.callback in here and _gives(r.point, is_backward, is_after) for r in routines):
             return
         options = [
             name for name, needed in (("backward", is_backward), ("require_outputs", is_after)) if needed
@@ -485,3 +492,8 @@ class OpContext(dict[str, Any]):
                 f"of {self.namespace}: read the shapes of the values that the routine is given"
             )
         self._actions.append(action)
+
+
+def _gives(point: InstrumentationPoint, is_backward: bool, is_after: bool) -> bool:
+    """Return True for a point of a pass, and after the op if `is_after`."""
+    return point.is_backward == is_backward and (point.is_after or not is_after)

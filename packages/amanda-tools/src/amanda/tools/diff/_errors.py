@@ -404,9 +404,9 @@ class Comparison:
             f"largest difference {self.largest:.3g}, execution {self.execution}"
         )
         if self.dtypes[0] != self.dtypes[1]:
-            loosest = max(TOLERANCES.get(dtype, 0.0) for dtype in self.dtypes)
-            dtypes_text = f"{self.dtypes[0]} in a, {self.dtypes[1]} in b"
-            lines.append(f"  {dtypes_text}; rtol={loosest:g} is the tolerance of the less precise type")
+            loosest = max(self.dtypes, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+            tolerance_text = f"rtol={TOLERANCES.get(loosest, 0.0):g} for the tolerance of {loosest}"
+            lines.append(f"  {self.dtypes[0]} in a, {self.dtypes[1]} in b; pass {tolerance_text}")
         if self.inputs is not None:
             lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
         if self.weight is not None:

@@ -38,6 +38,9 @@ class Finding:
     step: int = 0
     times: int = 1
 
+    def __str__(self) -> str:
+        return self.sentence
+
     @property
     def makes_nan(self) -> bool:
         """True if an output has NaN, not only Inf."""
@@ -72,12 +75,6 @@ class Finding:
             f"{'; '.join([*inputs[:_NAMED], *more]) or 'no input is a floating tensor'}"
         )
 
-    def __str__(self) -> str:
-        module = f" in {self.module}" if self.module else ""
-        inputs = "; ".join(f"{i}: {summary}" for i, summary in self.inputs.items()) or "no tensor"
-        outputs = "; ".join(f"{i}: {summary}" for i, summary in self.outputs.items())
-        return f"{self.type} ({self.phase}){module}, {self.source}\n  inputs {inputs}\n  outputs {outputs}"
-
 
 @dataclass(frozen=True)
 class Entered:
@@ -96,6 +93,9 @@ class Entered:
     step: int = 0
     is_consequence: bool = False
 
+    def __str__(self) -> str:
+        return self.sentence
+
     @property
     def sentence(self) -> str:
         """The tensor, how much of it is NaN, and module, line and step of the op that read it first."""
@@ -104,9 +104,6 @@ class Entered:
             f"First NaN: {self.what} has {self.summary.counts_text}, {place}; no op gave NaN before; it is "
             f"{self.summary}"
         )
-
-    def __str__(self) -> str:
-        return f"{self.what}, {self.source}, which holds {self.summary.nan} NaN\n  {self.summary}"
 
 
 class NanResult(Result):

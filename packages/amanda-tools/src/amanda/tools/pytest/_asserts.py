@@ -103,10 +103,8 @@ def assert_finite(
     tool = NanTool(inf=inf, backward=backward)
     with amanda.apply(tool, compiled=compiled):
         output = function(*inputs)
-    if tool.result.entered:
-        raise AssertionError(f"NaN comes from {tool.result.entered[0]}")
-    if (first := tool.result.first) is not None:
-        raise AssertionError(f"the first op that makes {'NaN' if first.makes_nan else 'Inf'} is {first}")
+    if tool.result:
+        raise AssertionError(tool.result.sentence)
     return output
 
 
