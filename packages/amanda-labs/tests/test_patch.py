@@ -402,3 +402,10 @@ def test_generate_is_steered_as_by_hooks(torchvision: Any) -> None:
     tool = PatchTool("model.layers.1", add=vector, positions=-1, steps=0)
     assert torch.equal(under(tool, generate), expected)
     assert [(record.executions, record.changed) for record in tool.result.patched] == [(6, 1)]
+
+
+def test_saved_values_are_shown_by_their_shapes() -> None:
+    tool = PatchTool("0")
+    with amanda.apply(tool):
+        nn.Sequential(nn.Linear(4, 8))(torch.rand(2, 4))
+    assert repr(tool.saved) == "{'0': [float32[2, 8]]}"

@@ -78,6 +78,7 @@ FLOPs.
 """
 
 TREE = """
+FLOPs by module
 534.5 k FLOPs (forward 183.6 k, backward 350.9 k), 259.6 k MACs, 258 calls.
 module                          calls  parameters     MACs    FLOPs   share
 ───────────────────────────────────────────────────────────────────────────

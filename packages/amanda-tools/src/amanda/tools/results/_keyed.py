@@ -29,6 +29,7 @@ class TreeResult(Result):
         self._nodes, self._numbers, self._result = list(root.walk(depth)), numbers, result
         labels = {node.path: f"{'  ' * level}{node.name or 'total'}" for level, node in self._nodes}
         self.name, self.remarks = f"{result.name}.tree", result.remarks  # type: ignore[misc]
+        self.title = f"{result._subject} by module"
         self.columns = (Column("module", show=labels.__getitem__), *columns)  # type: ignore[misc]
 
     def rows(self) -> Sequence[Sequence[Any]]:

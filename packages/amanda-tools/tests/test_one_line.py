@@ -1,0 +1,103 @@
+"""One call that counts or measures a model, the tree of its modules, and what objects say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amanda
+from amanda.errors import OptionError
+from amanda.tools.flops import FlopsResult, FlopsTool, count_flops, summary
+from amanda.tools.profile import profile
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"layers": nn.Sequential(*(Layer() for _ in range(3)))})
+        self.head = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body["layers"](x))
+
+
+MODEL, X = Network(), torch.rand(5, 4)
+
+
+def test_flops_of_a_call_are_those_of_a_scope() -> None:
+    tool = FlopsTool()
+    with amanda.apply(tool):
+        MODEL(X)
+    assert count_flops(MODEL, X).total() == tool.result.total()
+    assert {row.module: row.macs for row in count_flops(MODEL, X) if row.macs}["head"] == 5 * 4 * 2
+
+
+def test_a_summary_adds_up_modules_and_combines_layers() -> None:
+    tree = summary(MODEL, X, depth=2)
+    rows = {row.module: row for row in tree}
+    layers = "body.layers.0-2"
+    assert list(rows) == ["", layers, f"{layers}.up", f"{layers}.down", "head"]
+    assert rows[""].parameters == sum(parameter.numel() for parameter in MODEL.parameters())
+    assert rows[""].flops == rows[layers].flops + rows["head"].flops
+    assert rows[layers].share + rows["head"].share == pytest.approx(1)
+    assert [line.split("  ")[:3] for line in str(tree).splitlines() if "%" in line][1:3] == [
+        ["", layers, ""], ["", "", "up"],
+    ]  # fmt: skip
+    assert str(tree).splitlines()[0] == "Network"
+
+
+def test_a_tree_has_as_many_levels_as_asked() -> None:
+    result = count_flops(MODEL, X)
+    assert [row.module for row in result.tree(1)] == ["", "body.layers.0-2", "head"]
+    with pytest.raises(OptionError, match="depth"):
+        summary(MODEL, X, depth=0)
+
+
+def test_rows_by_module_are_printed_as_a_tree_also_when_merged() -> None:
+    tool = FlopsTool(depth=1)
+    with amanda.apply(tool):
+        MODEL(X)
+    lines = str(tool.result.merged(tool.result)).splitlines()
+    assert [line.split()[0] for line in lines if "%" in line] == ["total", "body.layers.0-2", "head"]
+    # Rows and files have each op in one module alone.
+    assert sum(row.flops for row in tool.result) == tool.result.total()
+    assert isinstance(FlopsResult.from_dict(tool.result.to_dict()), FlopsResult)
+
+
+def test_a_profile_of_a_function_leaves_the_first_call_out() -> None:
+    calls = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return MODEL(x).sum()
+
+    result = profile(step, X, calls=2)
+    assert len(calls) == 3
+    assert {row.calls for row in result if row.type == "linear"} == {2}
+    assert [row.module for row in result.tree(1)] == ["", "body.layers.0-2", "head"]
+
+
+def test_objects_say_what_they_hold() -> None:
+    tool = FlopsTool()
+    assert repr(tool).startswith("FlopsTool: ")
+    with amanda.apply(tool):
+        MODEL(X)
+    assert repr(tool) == f"FlopsTool: {tool.result.headline}; .result"
+    assert repr(tool.result) == "FlopsResult: 2.36 k FLOPs, 1 k MACs, 13 calls"
+    public = {name for name in dir(tool.result) if not name.startswith("_")}
+    assert public == set(
+        """
+        by columns from_dict headline keys merged missing name notes ops remarks rows save table title to_csv
+        to_dict to_html to_json to_pandas total tree unseen unsupported version whole
+        """.split()
+    )
