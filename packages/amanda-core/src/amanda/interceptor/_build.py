@@ -6,8 +6,8 @@ from pathlib import Path
 from cffi import FFI
 
 NATIVE = Path(__file__).parent / "native"
-# A thread's state is read at every op: the general model of thread-local storage calls a function for it. But musl
-# loads no library of the model initial-exec.
+# A thread's state is read at every op: the general model of thread-local storage calls a function for it.
+# But musl loads no library of the model initial-exec.
 TLS_MODEL = "global-dynamic" if "musl" in str(sysconfig.get_config_var("EXT_SUFFIX")) else "initial-exec"
 
 ffibuilder = FFI()

@@ -1,8 +1,8 @@
-"""Self-test of the native interceptor at boot: it leans on structures of CPython, which each version may change.
+"""Self-test of the native interceptor at boot: native code leans on structures that CPython may change.
 
-Calls of every kind of target have to reach their stub, also from bytecode that the interpreter has specialised.
-The frames that native code walks have to be those of `sys._getframe`, and an op has to have the same id whether
-native code looks the op's place up or walks there.
+Calls of every kind of target have to reach their stub, also from bytecode that the interpreter has
+specialised. The frames that native code walks have to be those of `sys._getframe`, and an op has to have the
+same id whether native code looks the op's place up or walks there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import Context
 from types import FrameType
 from typing import Any
@@ -70,7 +71,10 @@ def _targets(face: Face) -> Iterator[tuple[str, Any, Callable[[], object]]]:
 
 
 def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) -> None:
-    """Call a target before, while and after its stub is placed; raise AssertionError if the stub misses calls."""
+    """Call a target before, while and after its stub is placed.
+
+    Raises AssertionError if the stub misses calls.
+    """
     calls: list[int] = []
     site = _site(face, target, calls)
     for _ in range(_CALLS):
@@ -97,30 +101,28 @@ def _site(face: Face, target: Any, ids: list[int]) -> Any:
 def _check_frames(face: Face) -> None:
     """Walk frames of each kind; raise AssertionError where native code finds others than Python."""
 
-    def compare() -> None:
+    def compare() -> int:
         # The innermost frame is left out: it is at another instruction for each of the two.
         native, public = face["walked_frames"](_FRAMES)[1:], list(_outer_frames(sys._getframe(1)))
         if native != public:
             raise AssertionError(f"native code walks the frames {native}, and Python {public}")
+        return 0
 
     async def coroutine() -> None:
         compare()
 
     class Sized:
         def __len__(self) -> int:
-            compare()
-            return 0
+            return compare()
 
     compare()
     for _ in (compare() for _ in range(2)):
         compare()
-    try:
+    with suppress(StopIteration):
         coroutine().send(None)
-    except StopIteration:
-        pass
     # Entered by the interpreter from C.
     len(Sized())
-    list(map(lambda _: compare(), range(2)))
+    sorted([1, 2], key=lambda _: compare())
     eval("compare()", {"compare": compare})
 
 
@@ -134,7 +136,7 @@ def _outer_frames(frame: FrameType | None) -> Iterator[tuple[object, int]]:
 
 
 def _check_ids(face: Face) -> None:
-    """Run ops at different places twice; raise AssertionError if ids are not unique, or change with the run."""
+    """Run ops at different places; raise AssertionError if places share an id, or ids change with the run."""
     ids: list[int] = []
     op = face["probe_functions"][1]
     site = _site(face, op, ids)
@@ -157,5 +159,6 @@ def _check_ids(face: Face) -> None:
         face["reset_root"]()
     site.remove()
     # Outside of modules the rounds of a loop share an id.
-    if any(run != runs[0] for run in runs) or [runs[0].index(id) for id in runs[0]] != [0, 1, 2, 2, 4, 5, 4, 5, 8, 8]:
+    first_with_id = [runs[0].index(op_id) for op_id in runs[0]]
+    if any(run != runs[0] for run in runs) or first_with_id != [0, 1, 2, 2, 4, 5, 4, 5, 8, 8]:
         raise AssertionError(f"ops at one place have different ids, or the other way round: {runs}")
